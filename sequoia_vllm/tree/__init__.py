@@ -1,0 +1,6 @@
+"""Token trees: topology, stored order, optimizer (pure Python and NumPy)."""
+
+from sequoia_vllm.tree.acceptance import Acceptance, AcceptanceError
+from sequoia_vllm.tree.token_tree import TokenTree, TreeError
+
+__all__ = ["Acceptance", "AcceptanceError", "TokenTree", "TreeError"]

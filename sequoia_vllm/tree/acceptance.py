@@ -1,0 +1,122 @@
+"""The acceptance vector: how likely the verifier is to take a node's k-th child."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+class AcceptanceError(ValueError):
+    """An acceptance vector that is not one; says which entry is wrong."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Positional acceptance probabilities (paper, Assumption 3.1 and appendix).
+
+    Attributes:
+        table: float64, shape ``[depths, branches]``, read-only. ``table[d, k]``
+            is the probability that, at an accepted node of depth d, the
+            verifier accepts *its child k* (from 0), whatever its siblings do;
+            rows sum to at most 1. One row means that depth does not matter;
+            depths beyond the last row use the last row.
+    """
+
+    table: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, values: Acceptance | ArrayLike) -> Acceptance:
+        """Checks ``p[k]`` or ``p[d][k]``; entry 0 is the first child.
+
+        Raises:
+            AcceptanceError: On an empty, ragged, negative, NaN or non-numeric
+                vector, or one whose row sums to more than 1.
+        """
+        if isinstance(values, Acceptance):
+            return values
+        try:
+            table = np.array(values, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise AcceptanceError(
+                "an acceptance vector is a list of numbers p[k], or a list of equally long "
+                f"lists p[d][k]: {error}"
+            ) from error
+        if table.ndim not in (1, 2) or table.size == 0:
+            raise AcceptanceError(
+                "an acceptance vector is a non-empty list p[k] or p[d][k]; "
+                f"got shape {table.shape}"
+            )
+        table = np.atleast_2d(table)
+        for what, wrong in (
+            ("not a finite number", ~np.isfinite(table)),
+            ("negative", table < 0),
+            ("more than 1", table > 1),
+        ):
+            if wrong.any():
+                depth, child = np.argwhere(wrong)[0]
+                raise AcceptanceError(
+                    f"p of child {child} at depth {depth} is {what}: {table[depth, child]}"
+                )
+        sums = table.sum(axis=1)
+        # Published vectors are rounded to six digits; their sums may be off by that.
+        if (sums > 1 + 1e-4).any():
+            depth = int(np.argmax(sums))
+            raise AcceptanceError(
+                f"the probabilities at depth {depth} sum to {sums[depth]:.6f}: at most one child "
+                "is accepted, so they cannot exceed 1"
+            )
+        table.setflags(write=False)
+        return cls(table)
+
+    def probability(self, child: int, depth: int = 0) -> float:
+        """p of ``child`` (from 0) of a node at ``depth``; 0 beyond the vector."""
+        if child >= self.table.shape[1]:
+            return 0.0
+        return float(self.table[min(depth, len(self.table) - 1), child])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Acceptance) and np.array_equal(self.table, other.table)
+
+    def __hash__(self) -> int:
+        return hash((self.table.shape, self.table.tobytes()))
+
+    def to_list(self) -> list[float] | list[list[float]]:
+        """``p[k]``, or ``p[d][k]`` where depth matters."""
+        rows: list[list[float]] = self.table.tolist()
+        return rows[0] if len(rows) == 1 else rows
+
+    @classmethod
+    def load(cls, path: Path | str) -> Acceptance:
+        """Reads ``{"acceptance": [...]}`` or a bare list.
+
+        Raises:
+            AcceptanceError: If the file is missing, is not JSON, or holds no vector.
+        """
+        path = Path(path)
+        try:
+            data: Any = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise AcceptanceError(
+                f"cannot read acceptance file {path}: {error.strerror or error}"
+            ) from error
+        except ValueError as error:
+            raise AcceptanceError(f"acceptance file {path} is not JSON: {error}") from error
+        if isinstance(data, dict):
+            if "acceptance" not in data:
+                raise AcceptanceError(
+                    f'acceptance file {path} has no "acceptance" key; it holds '
+                    f"{', '.join(sorted(map(str, data))) or 'nothing'}"
+                )
+            data = data["acceptance"]
+        if not isinstance(data, Sequence) or isinstance(data, str):
+            raise AcceptanceError(f"acceptance file {path} holds no list of probabilities")
+        try:
+            return cls.of(data)
+        except AcceptanceError as error:
+            raise AcceptanceError(f"acceptance file {path}: {error}") from error

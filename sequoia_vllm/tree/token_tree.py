@@ -1,0 +1,263 @@
+"""The static token tree: its topology, its stored order, its JSON form.
+
+Node 0 is the *root*: the last committed token. Nodes 1..N are speculated, so a
+tree of ``size`` nodes drafts ``size - 1`` tokens. Depth counts edges (the
+root's depth is 0); the paper's (128, 10) is ``size=128, depth=9`` here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sequoia_vllm.tree.acceptance import Acceptance
+
+SCHEMA = "sequoia-vllm/token-tree/v1"
+
+
+class TreeError(ValueError):
+    """A tree, acceptance vector or tree file that cannot be used; says which part."""
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """An immutable tree of draft tokens, stored so that every prefix is a tree.
+
+    Attributes:
+        parents: Parent of each node; ``parents[0] == -1`` and
+            ``0 <= parents[i] < i`` for the others. The k-th child of a node,
+            in index order, is its k-th draft (the acceptance vector's p[k]).
+
+    Raises:
+        TreeError: If ``parents`` is not a tree in this order; names the node.
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        parents = tuple(_checked_index(i, parent) for i, parent in enumerate(self.parents))
+        object.__setattr__(self, "parents", parents)
+        if not parents:
+            raise TreeError("a tree needs at least its root: parents is empty")
+        if parents[0] != -1:
+            raise TreeError(f"node 0 is the root: its parent must be -1, not {parents[0]}")
+        for node, parent in enumerate(parents[1:], start=1):
+            if not 0 <= parent < node:
+                raise TreeError(
+                    f"node {node} has parent {parent}: a node's parent must come before it "
+                    f"(0 to {node - 1})"
+                )
+
+    @classmethod
+    def chain(cls, num_tokens: int) -> TokenTree:
+        """A chain of ``num_tokens`` drafts: plain speculative decoding's shape."""
+        return cls(tuple(range(-1, num_tokens)))
+
+    # -- sizes -----------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Number of nodes, root included."""
+        return len(self.parents)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Number of drafted tokens: every node but the root."""
+        return self.size - 1
+
+    @cached_property
+    def depth(self) -> int:
+        """Depth of the deepest node, in edges."""
+        return int(self.depths.max())
+
+    # -- topology --------------------------------------------------------------
+
+    @cached_property
+    def parents_array(self) -> NDArray[np.int64]:
+        """``parents`` as int64, shape ``[size]``."""
+        return _frozen(np.asarray(self.parents, dtype=np.int64))
+
+    @cached_property
+    def depths(self) -> NDArray[np.int64]:
+        """Depth of each node in edges, int64, shape ``[size]``."""
+        depths = np.zeros(self.size, dtype=np.int64)
+        for node in range(1, self.size):
+            depths[node] = depths[self.parents[node]] + 1
+        return _frozen(depths)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Children of each node, in draft order."""
+        children: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            children[parent].append(node)
+        return tuple(tuple(nodes) for nodes in children)
+
+    @cached_property
+    def child_ranks(self) -> NDArray[np.int64]:
+        """Draft order of each node among its siblings, from 0; the root's is 0."""
+        ranks = np.zeros(self.size, dtype=np.int64)
+        for nodes in self.children:
+            ranks[list(nodes)] = np.arange(len(nodes))
+        return _frozen(ranks)
+
+    @cached_property
+    def max_branch(self) -> int:
+        """Most children of any node."""
+        return max(len(nodes) for nodes in self.children)
+
+    @cached_property
+    def levels(self) -> tuple[NDArray[np.int64], ...]:
+        """Nodes of each depth, in index order: ``depth + 1`` int64 arrays."""
+        return tuple(_frozen(np.flatnonzero(self.depths == d)) for d in range(self.depth + 1))
+
+    @cached_property
+    def ancestor_mask(self) -> NDArray[np.bool_]:
+        """``mask[i, j]``: node j is node i or one of its ancestors; ``[size, size]``."""
+        mask = np.eye(self.size, dtype=np.bool_)
+        for node in range(1, self.size):
+            mask[node] |= mask[self.parents[node]]
+        return _frozen(mask)
+
+    # -- value under an acceptance vector --------------------------------------
+
+    def values(self, acceptance: Acceptance) -> NDArray[np.float64]:
+        """Probability that each node is reached and accepted (paper, Definition 3.2).
+
+        Args:
+            acceptance: p[k], or p[d][k] by the depth d of the parent; see
+                `Acceptance`. A child beyond the vector's end is never accepted.
+
+        Returns:
+            float64, shape ``[size]``; the root's value is 1 (the bonus token).
+        """
+        values = np.ones(self.size)
+        for node in range(1, self.size):
+            parent = self.parents[node]
+            values[node] = values[parent] * acceptance.probability(
+                int(self.child_ranks[node]), int(self.depths[parent])
+            )
+        return values
+
+    def expected_tokens(self, acceptance: Acceptance) -> float:
+        """Expected tokens of one step, bonus token included (Proposition 3.4)."""
+        return float(self.values(acceptance).sum())
+
+    # -- stored order ----------------------------------------------------------
+
+    def sorted_by_value(self, acceptance: Acceptance) -> TokenTree:
+        """The same tree with its most valuable nodes first.
+
+        A node still comes after its parent and its previous sibling, so every
+        prefix is a tree; vLLM's scheduler trims drafts from the end, and what
+        it leaves is then the best part.
+        """
+        import heapq
+
+        values = self.values(acceptance)
+        order: list[int] = []
+        frontier: list[tuple[float, int, int]] = [(-1.0, 0, 0)]
+        while frontier:
+            _, _, node = heapq.heappop(frontier)
+            order.append(node)
+            candidates = list(self.children[node][:1])
+            if node != 0:
+                siblings = self.children[self.parents[node]]
+                candidates += siblings[self.child_ranks[node] + 1 :][:1]
+            for candidate in candidates:
+                heapq.heappush(
+                    frontier, (-values[candidate], int(self.depths[candidate]), candidate)
+                )
+        new_index = {node: index for index, node in enumerate(order)}
+        return TokenTree((-1, *(new_index[self.parents[node]] for node in order[1:])))
+
+    def trim(self, size: int) -> TokenTree:
+        """The tree of the first ``size`` nodes, root included.
+
+        Raises:
+            TreeError: If ``size`` is below 1.
+        """
+        if size < 1:
+            raise TreeError(f"cannot trim a tree to {size} nodes: the root always stays")
+        return self if size >= self.size else TokenTree(self.parents[:size])
+
+    # -- JSON ------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object of this tree, with its ``schema`` key."""
+        return {
+            "schema": SCHEMA,
+            "size": self.size,
+            "depth": self.depth,
+            "parents": list(self.parents),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> TokenTree:
+        """Reads what `to_dict` wrote; extra keys (provenance) are ignored.
+
+        Raises:
+            TreeError: If the object is not a token tree of this schema.
+        """
+        if not isinstance(data, dict):
+            raise TreeError(f"a tree file holds one JSON object, not {_json_type(data)}")
+        schema = data.get("schema")
+        if schema != SCHEMA:
+            raise TreeError(f'"schema" is {schema!r}; this version reads {SCHEMA!r}')
+        parents = data.get("parents")
+        if not isinstance(parents, list):
+            raise TreeError(f'"parents" must be a list of node numbers, not {_json_type(parents)}')
+        tree = cls(tuple(parents))
+        for key, value in (("size", tree.size), ("depth", tree.depth)):
+            if key in data and data[key] != value:
+                raise TreeError(f'"{key}" says {data[key]!r} but "parents" make it {value}')
+        return tree
+
+    def save(self, path: Path | str) -> None:
+        """Writes the tree as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path | str) -> TokenTree:
+        """Reads a tree file.
+
+        Raises:
+            TreeError: If the file is missing, is not JSON, or is not a tree.
+        """
+        path = Path(path)
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise TreeError(f"cannot read tree file {path}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise TreeError(f"tree file {path} is not JSON: {error}") from error
+        try:
+            return cls.from_dict(data)
+        except TreeError as error:
+            raise TreeError(f"tree file {path}: {error}") from error
+
+
+def _checked_index(node: int, parent: Any) -> int:
+    if isinstance(parent, bool) or not isinstance(parent, (int, np.integer)):
+        raise TreeError(f"node {node} has parent {parent!r}: a parent is a node number")
+    return int(parent)
+
+
+def _json_type(value: Any) -> str:
+    names: Sequence[tuple[type, str]] = (
+        (dict, "an object"), (list, "a list"), (str, "a string"), (bool, "a boolean"),
+        (int, "a number"), (float, "a number"),
+    )  # fmt: skip
+    return next((name for kind, name in names if isinstance(value, kind)), "nothing (null)")
+
+
+def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+    array.setflags(write=False)
+    return array
