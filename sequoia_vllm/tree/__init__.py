@@ -1,6 +1,15 @@
 """Token trees: topology, stored order, optimizer (pure Python and NumPy)."""
 
 from sequoia_vllm.tree.acceptance import Acceptance, AcceptanceError
+from sequoia_vllm.tree.optimize import Frontier, optimize_frontier, optimize_tree
 from sequoia_vllm.tree.token_tree import TokenTree, TreeError
 
-__all__ = ["Acceptance", "AcceptanceError", "TokenTree", "TreeError"]
+__all__ = [
+    "Acceptance",
+    "AcceptanceError",
+    "Frontier",
+    "TokenTree",
+    "TreeError",
+    "optimize_frontier",
+    "optimize_tree",
+]

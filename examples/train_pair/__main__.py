@@ -1,0 +1,177 @@
+"""``python examples/train_pair``: train a small target/draft pair, or evaluate one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from corpus import collect, default_folders
+from errors import PairError
+from pair import Listener, Recipe, train_pair
+from provenance import provenance
+from quality import Estimate, PairQuality, measure_pair, read_prompts
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from shapes import Shape
+from token_data import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
+from training import Schedule
+from transformers.utils import logging as transformers_logging
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_show_locals=False)
+console = Console()
+
+Device = Annotated[str, typer.Option(help="Where to run, such as cpu or cuda.")]
+Threads = Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its default.", min=0)]
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Option(help="New folder for the pair and its metrics.json.")],
+    folder: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Folder of Python files, repeatable. Default: this Python's standard library "
+            "and installed packages.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
+    max_files: Annotated[int, typer.Option(help="Files to use.", min=10)] = 12_000,
+    validation_files: Annotated[
+        int, typer.Option(help="How many of them to hold out; at most a tenth.", min=1)
+    ] = 60,
+    vocab_size: Annotated[
+        int,
+        typer.Option(help="Tokens to learn.", min=SMALLEST_VOCABULARY, max=LARGEST_VOCABULARY),
+    ] = 4096,
+    target: Annotated[
+        Shape, typer.Option(help="HIDDENxLAYERSxHEADSxMLP.", parser=Shape.parse, metavar="SHAPE")
+    ] = "256x4x4x672",  # type: ignore[assignment]  # typer parses defaults too
+    draft: Annotated[
+        Shape, typer.Option(help="HIDDENxLAYERSxHEADSxMLP.", parser=Shape.parse, metavar="SHAPE")
+    ] = "192x2x6x512",  # type: ignore[assignment]
+    steps: Annotated[
+        int, typer.Option(help="Optimizer steps; 0 is one pass over the data.", min=0)
+    ] = 0,
+    warmup: Annotated[
+        int, typer.Option(help="Warm-up steps; at most a tenth of the steps.", min=0)
+    ] = 100,
+    batch_size: Annotated[int, typer.Option(help="Sequences in a step.", min=1)] = 16,
+    sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=2)] = 256,
+    validate_every: Annotated[int, typer.Option(help="Steps between losses.", min=1)] = 500,
+    seed: Annotated[int, typer.Option(help="Decides files, weights and order.")] = 0,
+    device: Device = "cpu",
+    threads: Threads = 0,
+) -> None:
+    """Train a target and a draft with one tokenizer; the defaults are the example pair's recipe."""
+    if out.exists():
+        raise PairError(f"{out} exists already; choose a new folder")
+    _set_up_torch(threads)
+    schedule = Schedule(steps, warmup, batch_size, validate_every, seed)
+    recipe = Recipe(
+        {"target": target, "draft": draft}, vocab_size, sequence_length, schedule, device
+    )
+    with _progress() as progress:
+        listener = _progress_listener(progress)
+        listener.on_stage("files", None)
+        corpus = collect(
+            folder or default_folders(),
+            max_files=max_files,
+            validation_files=validation_files,
+            seed=seed,
+        )
+        record = train_pair(corpus, recipe, out, listener)
+    quality = _measure(out, read_prompts(out / "prompts.jsonl"), device)
+    metrics = {**record, "quality": asdict(quality), "provenance": provenance()}
+    _write_json(out / "metrics.json", metrics)
+    _show(quality)
+
+
+@app.command()
+def evaluate(
+    pair: Annotated[
+        Path, typer.Argument(help="Folder with target/ and draft/.", exists=True, file_okay=False)
+    ],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='Lines of {"prompt": …}. Default: PAIR/prompts.jsonl.', exists=True),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write the numbers as JSON.")] = None,
+    device: Device = "cpu",
+    threads: Threads = 0,
+) -> None:
+    """Measure a pair on prompts, teacher forced: the numbers of the model card."""
+    _set_up_torch(threads)
+    quality = _measure(pair, read_prompts(prompts or pair / "prompts.jsonl"), device)
+    if out:
+        _write_json(out, {"quality": asdict(quality), "provenance": provenance()})
+    _show(quality)
+
+
+def _set_up_torch(threads: int) -> None:
+    transformers_logging.disable_progress_bar()
+    if threads:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    columns = (
+        TextColumn("{task.description:>10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        yield progress
+
+
+def _progress_listener(progress: Progress) -> Listener:
+    """Shows every stage as a bar of its own, with the latest loss."""
+
+    def start(stage: str, steps: int | None) -> None:
+        for task in progress.tasks:
+            if task.total is None:
+                progress.update(task.id, total=1, completed=1)
+        progress.add_task(stage, total=steps, note="")
+
+    def advance(loss: float) -> None:
+        progress.update(progress.tasks[-1].id, advance=1, note=f"loss {loss:.3f}")
+
+    return Listener(start, advance)
+
+
+def _measure(pair: Path, prompts: list[str], device: str) -> PairQuality:
+    with _progress() as progress:
+        task = progress.add_task("evaluate", total=len(prompts), note="")
+        return measure_pair(pair, prompts, device, lambda: progress.advance(task))
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def _show(quality: PairQuality) -> None:
+    table = Table("", "mean", "± s.e.")
+    for name, value in vars(quality).items():
+        label = name.replace("_", " ")
+        if isinstance(value, Estimate):
+            table.add_row(label, f"{value.mean:.4f}", f"{value.standard_error:.4f}")
+        else:
+            table.add_row(label, f"{value:,}", "")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except PairError as error:
+        raise SystemExit(f"error: {error}") from error

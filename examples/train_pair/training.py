@@ -1,0 +1,112 @@
+"""The training loop: AdamW, warm-up, cosine decay, bfloat16 autocast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from token_data import Windows
+from torch.nn import functional
+from transformers import LlamaForCausalLM
+
+FINAL_RATE = 0.05  # of the peak learning rate
+WEIGHT_DECAY = 0.1
+BETAS = (0.9, 0.95)
+MAX_GRADIENT_NORM = 1.0
+VALIDATION_WINDOWS = 128
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how fast a model learns.
+
+    Attributes:
+        steps: Optimizer steps.
+        warmup: Steps of linear warm-up; at most a tenth of the steps are used.
+        batch_size: Sequences in a step.
+        validate_every: Steps between two validation losses; the last step has one too.
+        seed: Decides the order of the sequences.
+    """
+
+    steps: int
+    warmup: int
+    batch_size: int
+    validate_every: int
+    seed: int
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step (from 0) as a fraction of its peak."""
+        warmup = min(self.warmup, self.steps // 10)
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = (step - warmup) / max(1, self.steps - 1 - warmup)
+        return FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
+
+
+@dataclass(frozen=True)
+class ValidationPoint:
+    """Mean cross-entropy over the validation windows, nats per token."""
+
+    step: int
+    loss: float
+
+
+def train(
+    model: LlamaForCausalLM,
+    training: Windows,
+    validation: Windows,
+    schedule: Schedule,
+    *,
+    peak_learning_rate: float,
+    on_step: Callable[[float], None],
+) -> list[ValidationPoint]:
+    """Trains the model in place, where it is; ``on_step`` is given each step's loss."""
+    optimizer = _optimizer(model, peak_learning_rate)
+    batches = training.shuffled_batches(schedule.batch_size, schedule.seed)
+    points = []
+    model.train()
+    for step in range(schedule.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = peak_learning_rate * schedule.rate(step)
+        loss = _loss(model, next(batches))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+        optimizer.step()
+        on_step(loss.item())
+        done = step + 1
+        if done % schedule.validate_every == 0 or done == schedule.steps:
+            validation_loss = _validation_loss(model, validation, schedule.batch_size)
+            points.append(ValidationPoint(done, validation_loss))
+    return points
+
+
+def _optimizer(model: LlamaForCausalLM, learning_rate: float) -> torch.optim.AdamW:
+    """AdamW that decays matrices (the embedding included) and leaves norms alone."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS)
+
+
+def _loss(model: LlamaForCausalLM, windows: torch.Tensor) -> torch.Tensor:
+    """Mean next-token cross-entropy over windows of shape ``[batch, length + 1]``."""
+    windows = windows.to(model.device)
+    with torch.autocast(model.device.type, dtype=torch.bfloat16):
+        logits = model(windows[:, :-1], use_cache=False).logits
+    return functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def _validation_loss(model: LlamaForCausalLM, validation: Windows, batch_size: int) -> float:
+    model.eval()
+    total, count = 0.0, 0
+    for windows in validation.evenly_spaced_batches(batch_size, VALIDATION_WINDOWS):
+        total += _loss(model, windows).item() * len(windows)
+        count += len(windows)
+    model.train()
+    return total / count

@@ -1,0 +1,129 @@
+"""What users write under ``--speculative-config``: every key, documented and checked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+METHOD = "sequoia"
+
+
+class ConfigError(ValueError):
+    """A Sequoia configuration that cannot be used; the message names the fix."""
+
+
+class _Strict(BaseModel):
+    """Refuses unknown keys by name, with the nearest valid one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for key in data:
+                if key not in cls.model_fields:
+                    raise ValueError(unknown_key(str(key), cls.model_fields))
+        return data
+
+
+def unknown_key(key: str, valid: Iterable[str]) -> str:
+    """The message for a key we do not know, with the nearest one that we do."""
+    names = sorted(valid)
+    nearest = difflib.get_close_matches(key, names, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"valid keys are {', '.join(names)}."
+    return f"unknown key {key!r}: {hint}"
+
+
+class TreeSpec(_Strict):
+    """A tree to build when the engine starts, best for ``acceptance``."""
+
+    size: int = Field(ge=2, le=1024, description="Nodes, the root included: size - 1 drafts.")
+    depth: int | None = Field(
+        default=None, ge=1, le=64, description="Most edges from the root to a leaf; none: no limit."
+    )
+    branch: int | None = Field(
+        default=None, ge=1, le=64, description="Most children of a node; none: no limit."
+    )
+
+
+class SequoiaConfig(_Strict):
+    """``{"method": "sequoia", ...}``: our keys, and vLLM's own for the draft model."""
+
+    method: Literal["sequoia"] = Field(default="sequoia", description="Selects this plugin.")
+    model: str | None = Field(
+        default=None,
+        description="Draft model (name or path), with the target's vocabulary. None: the known "
+        "draft of that target, see `sequoia_vllm.known_pairs`.",
+    )
+    tree: Literal["auto"] | str | TreeSpec = Field(
+        default="auto",
+        description='"auto": chosen for the device, the model pair and the batch size; the name '
+        'of a library tree; a path to a tree file (.json); or {"size": n, "depth": d}.',
+    )
+    acceptance: list[float] | list[list[float]] | Path | None = Field(
+        default=None,
+        description="Acceptance vector p[k] or p[d][k] (or a file with one) that trees are "
+        "optimised for. None: a published vector.",
+    )
+    num_speculative_tokens: int | None = Field(
+        default=None, ge=1, description="Upper bound on drafts per step: larger trees are trimmed."
+    )
+    num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = Field(
+        default=None,
+        description="[[first, last, drafts], ...]: drafts per step by batch size (vLLM's key). "
+        "Each request drafts that prefix of the tree; 0 turns speculation off.",
+    )
+    quantization: str | None = Field(default=None, description="The draft's quantization.")
+    revision: str | None = Field(default=None, description="The draft's revision.")
+    code_revision: str | None = Field(default=None, description="The draft's code revision.")
+    draft_tensor_parallel_size: int | None = Field(
+        default=None, ge=1, description="The draft's tensor parallel size; must be the target's."
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=1, description="The draft's length; longer requests are not drafted for."
+    )
+    draft_load_config: dict[str, Any] | None = Field(
+        default=None, description="How the draft's weights are loaded (vLLM's LoadConfig)."
+    )
+
+    @classmethod
+    def parse(cls, request: str | dict[str, Any]) -> SequoiaConfig:
+        """Reads ``"sequoia"`` or the JSON object; dashes in keys count as underscores.
+
+        Raises:
+            ConfigError: Naming each wrong key or value.
+        """
+        data = {"method": request} if isinstance(request, str) else request
+        data = {str(key).replace("-", "_"): value for key, value in data.items()}
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ConfigError(_summary(error)) from None
+
+    def draft_keys(self) -> dict[str, Any]:
+        """The keys that are vLLM's own, as given."""
+        ours = {"method", "model", "tree", "acceptance", "num_speculative_tokens"}
+        return self.model_dump(exclude=ours, exclude_none=True)
+
+
+def _summary(error: ValidationError) -> str:
+    """One line per problem; a union's branches are reported once, by the matching branch."""
+    lines = []
+    for problem in error.errors():
+        place = [str(part) for part in problem["loc"] if not _is_branch(str(part))]
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] in ("literal_error", "string_type") and place[:1] == ["tree"]:
+            continue
+        line = f"{'.'.join(place)}: {message}" if place else message
+        if line not in lines:
+            lines.append(line)
+    return "speculative config of method 'sequoia': " + "; ".join(lines or [str(error)])
+
+
+def _is_branch(part: str) -> bool:
+    return part in {"TreeSpec", "str", "path"} or part.startswith(("literal[", "list[", "function-"))

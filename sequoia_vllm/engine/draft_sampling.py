@@ -1,0 +1,87 @@
+"""How each request of a batch draws a node's children from the draft distribution."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sequoia_vllm.engine.drafts import GrownTrees
+from sequoia_vllm.engine.seeded import gumbel_noise
+from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.verification import draft_distribution, sample_without_replacement
+
+
+class DraftSampling:
+    """Draws children without replacement, and keeps Q where the verifier will need it.
+
+    Greedy requests take the draft's top-k. Sampled ones draw by Gumbel-top-k
+    at their temperature, and their Q is stored. Seeded ones take the top-k
+    under the noise that will decide the target's token (see `seeded`).
+
+    Args:
+        temperature: float32 ``[B]``; 0 is greedy.
+        seeds: int64 ``[B, depth]``: the noise seeds of seeded requests.
+        is_seeded: bool ``[B]``.
+    """
+
+    def __init__(self, temperature: Tensor, seeds: Tensor, is_seeded: Tensor) -> None:
+        greedy = temperature == 0
+        self.temperature = temperature
+        self.seeds = seeds
+        self.seeded = (is_seeded & ~greedy).nonzero().squeeze(1)
+        self.sampled = (~is_seeded & ~greedy).nonzero().squeeze(1)
+
+    def start(self, tree: TokenTree, vocab_size: int) -> None:
+        """Begins growing a tree; allocates the stored Q of its internal nodes."""
+        internal = sum(1 for children in tree.children if children)
+        device = self.temperature.device
+        self._tree = tree
+        self._probs = torch.empty(len(self.sampled) * internal, vocab_size, device=device)
+        self._probs_rows = torch.full(
+            (len(self.temperature), tree.size), -1, dtype=torch.int64, device=device
+        )
+        self._stored = 0
+
+    def children(self, logits: Tensor, depth: int, nodes: Tensor, branch: int) -> Tensor:
+        """Draws children of one level's nodes, for every request.
+
+        Args:
+            logits: ``[B * m, V]``: draft logits at the nodes, request after request.
+            depth: Depth of the nodes.
+            nodes: int64 ``[m]``.
+            branch: Children to draw at each node.
+
+        Returns:
+            int64 ``[B, m, branch]``, in draft order.
+        """
+        batch, width = len(self.temperature), len(nodes)
+        logits = logits.to(torch.float32)
+        temperature = self.temperature.repeat_interleave(width)
+        if len(self.sampled) == batch:
+            shape = (batch, width, branch)
+            drawn = torch.empty(shape, dtype=torch.int64, device=logits.device)
+        else:  # greedy rows stay so
+            drawn = logits.topk(branch, dim=-1).indices.view(batch, width, branch)
+        per_request = logits.view(batch, width, -1)
+        if len(self.sampled):
+            own = per_request[self.sampled].flatten(0, 1)
+            own_temperature = temperature.view(batch, width)[self.sampled].flatten()
+            self._store(draft_distribution(own, own_temperature), nodes)
+            tokens = sample_without_replacement(own, branch, own_temperature, None)
+            drawn[self.sampled] = tokens.view(-1, width, branch)
+        if len(self.seeded):
+            noise = gumbel_noise(self.seeds[self.seeded, depth], logits.shape[-1])
+            scores = per_request[self.seeded] / self.temperature[self.seeded, None, None]
+            drawn[self.seeded] = (scores + noise[:, None]).topk(branch, dim=-1).indices
+        return drawn
+
+    def finish(self, tokens: Tensor) -> GrownTrees:
+        """What was grown; ``tokens`` is int64 ``[B, size]``."""
+        return GrownTrees(self._tree, tokens, self._probs, self._probs_rows)
+
+    def _store(self, probs: Tensor, nodes: Tensor) -> None:
+        end = self._stored + len(probs)
+        self._probs[self._stored : end] = probs
+        rows = torch.arange(self._stored, end, device=probs.device)
+        self._probs_rows[self.sampled[:, None], nodes] = rows.view(len(self.sampled), -1)
+        self._stored = end

@@ -1,0 +1,153 @@
+"""The drafts that the proposer grew, kept until the verifier has judged them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sequoia_vllm.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class GrownTrees:
+    """What one drafting pass grew, for all its requests.
+
+    Attributes:
+        tree: Topology of the drafted nodes.
+        tokens: int64 ``[B, tree.size]``; column 0 is the root.
+        probs: float32 ``[P, V]``: draft distributions Q, exactly as sampled.
+            Greedy and seeded requests are verified without them and store none.
+        probs_rows: int64 ``[B, tree.size]``: the row of ``probs`` that holds Q
+            at each node; -1 where there is none.
+    """
+
+    tree: TokenTree
+    tokens: Tensor
+    probs: Tensor
+    probs_rows: Tensor
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One request's row of a `GrownTrees`."""
+
+    grown: GrownTrees
+    row: int
+
+    def matches(self, scheduled: Sequence[int]) -> bool:
+        """Whether the scheduler sends back a prefix of what was drafted."""
+        drafted = self.grown.tokens[self.row, 1 : len(scheduled) + 1].tolist()
+        return list(scheduled) == drafted
+
+
+@dataclass(frozen=True)
+class ScheduledTrees:
+    """The trees in one step's batch: rows of the batch, and what was drafted.
+
+    B counts requests with drafts, N is their longest tree, root included.
+
+    Attributes:
+        requests: int64 ``[B]``: index of each request in the batch.
+        num_nodes: int64 ``[B]``: nodes scheduled, root included.
+        context_lens: int64 ``[B]``: committed tokens before the root.
+        first_row: int64 ``[B]``: row of the root in the batch's flat tokens.
+        first_logits_row: int64 ``[B]``: row of the root in the step's logits.
+        tokens: int64 ``[B, N]``.
+        parents: int64 ``[B, N]``; -1 for the root, -2 for padding.
+        is_node: bool ``[B, N]``: not padding.
+        drafts: Each request's draft, or None where the scheduled tokens are
+            not ours (then no node is ever accepted).
+    """
+
+    requests: Tensor
+    num_nodes: Tensor
+    context_lens: Tensor
+    first_row: Tensor
+    first_logits_row: Tensor
+    tokens: Tensor
+    parents: Tensor
+    is_node: Tensor
+    drafts: tuple[Draft | None, ...]
+
+    @property
+    def rows(self) -> Tensor:
+        """Row of each node in the flat tokens, int64 ``[B, N]``; padding repeats the root's."""
+        offsets = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return self.first_row[:, None] + torch.where(self.is_node, offsets, 0)
+
+    @property
+    def all_full(self) -> bool:
+        """No request's tree is shorter than another's."""
+        return bool(self.is_node.all())
+
+
+def schedule_trees(
+    tree: TokenTree,
+    scheduled_drafts: dict[str, list[int]],
+    drafts: dict[str, Draft],
+    request_index: dict[str, int],
+    query_ends: np.ndarray,
+    seq_lens: np.ndarray,
+    device: torch.device,
+) -> ScheduledTrees | None:
+    """Matches the drafts that the scheduler sent back with what was grown.
+
+    Args:
+        tree: The engine's tree; every request drafts a prefix of it.
+        scheduled_drafts: Draft tokens to score, by request id, perhaps trimmed.
+        drafts: What was grown, by request id.
+        request_index: Row of each request id in the batch.
+        query_ends: int ``[requests]``: end of each request's rows in the batch.
+        seq_lens: int ``[requests]``: tokens of each request after this step.
+        device: Where the tensors go.
+
+    Returns:
+        None if no request has drafts.
+    """
+    entries = [
+        (request_index[request_id], request_id, tokens)
+        for request_id, tokens in scheduled_drafts.items()
+        if tokens
+    ]
+    if not entries:
+        return None
+    entries.sort()
+    requests = np.array([entry[0] for entry in entries])
+    num_nodes = np.array([len(entry[2]) + 1 for entry in entries])
+    max_nodes = int(num_nodes.max())
+
+    tokens = np.zeros((len(entries), max_nodes), dtype=np.int64)
+    parents = np.full((len(entries), max_nodes), -2, dtype=np.int64)
+    parents[:, 0] = -1
+    is_node = np.arange(max_nodes) < num_nodes[:, None]
+    matched: list[Draft | None] = []
+    for row, (_, request_id, scheduled) in enumerate(entries):
+        draft = drafts.get(request_id)
+        matched.append(draft if draft is not None and draft.matches(scheduled) else None)
+        tokens[row, 1 : len(scheduled) + 1] = scheduled
+    ours = np.array([draft is not None for draft in matched])
+    prefix = tree.parents_array[:max_nodes]
+    parents[ours] = np.where(is_node[ours], prefix, -2)
+
+    sampled_rows = np.ones(len(query_ends), dtype=np.int64)
+    sampled_rows[requests] = num_nodes
+    first_logits_row = (np.cumsum(sampled_rows) - sampled_rows)[requests]
+
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    return ScheduledTrees(
+        requests=tensor(requests.astype(np.int64)),
+        num_nodes=tensor(num_nodes.astype(np.int64)),
+        context_lens=tensor(seq_lens[requests].astype(np.int64) - num_nodes),
+        first_row=tensor(query_ends[requests].astype(np.int64) - num_nodes),
+        first_logits_row=tensor(first_logits_row),
+        tokens=tensor(tokens),
+        parents=tensor(parents),
+        is_node=tensor(is_node),
+        drafts=tuple(matched),
+    )

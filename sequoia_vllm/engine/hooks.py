@@ -1,0 +1,171 @@
+"""The three patches on vLLM's `EngineArgs`: the shorthand, the translation, the checks.
+
+They are the only functions of vLLM that are replaced in place (`ledger` lists
+them); everything else is done by subclasses that vLLM is told to use.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+
+from sequoia_vllm.config import METHOD, ConfigError, SequoiaConfig
+from sequoia_vllm.engine.contract import check_contract
+from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.engine.support import refuse_unsupported
+from sequoia_vllm.engine.tree_choice import choose_engine_tree
+from sequoia_vllm.known_pairs import known_draft
+
+logger = logging.getLogger("vllm.sequoia")
+
+CPU_WORKER = "sequoia_vllm.engine.worker.SequoiaCPUWorker"
+_MARK = "_sequoia_original"
+
+
+def install() -> None:
+    """Patches `EngineArgs`, once per process."""
+    _wrap("create_engine_config", _create_engine_config)
+    _wrap("create_speculative_config", _create_speculative_config)
+    if not hasattr(EngineArgs.add_cli_args, _MARK):
+        original = EngineArgs.add_cli_args
+        wrapped = functools.wraps(original)(functools.partial(_add_cli_args, original))
+        setattr(wrapped, _MARK, original)
+        EngineArgs.add_cli_args = staticmethod(wrapped)
+
+
+def installed() -> bool:
+    """Whether this process is patched."""
+    return all(
+        hasattr(getattr(EngineArgs, name), _MARK)
+        for name in ("create_engine_config", "create_speculative_config", "add_cli_args")
+    )
+
+
+def _wrap(name: str, replacement: Callable[..., Any]) -> None:
+    original = getattr(EngineArgs, name)
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def wrapped(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+        return replacement(original, self, *args, **kwargs)
+
+    setattr(wrapped, _MARK, original)
+    setattr(EngineArgs, name, wrapped)
+
+
+# -- the command line ------------------------------------------------------------------
+
+
+def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
+    """``--speculative-config sequoia`` and ``--spec-method sequoia`` parse, too."""
+    parser = original(parser)
+    for action in parser._actions:
+        if action.dest == "speculative_config":
+            action.type = _json_or_shorthand(action.type)
+        elif action.dest == "spec_method" and action.choices is not None:
+            action.choices = [*action.choices, METHOD]
+    return parser
+
+
+def _json_or_shorthand(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parsed(value: str) -> Any:
+        return {"method": METHOD} if value.strip() == METHOD else parse(value)
+
+    return parsed
+
+
+# -- from the user's configuration to vLLM's ---------------------------------------------
+
+
+def sequoia_request(args: EngineArgs) -> dict[str, Any] | None:
+    """The Sequoia configuration in these engine arguments, or None if there is none."""
+    request = args.speculative_config
+    if isinstance(request, str):
+        request = {"method": METHOD} if request.strip() == METHOD else json.loads(request)
+    merged = dict(request or {})
+    flags = {
+        "method": args.spec_method,
+        "model": args.spec_model,
+        "num_speculative_tokens": args.spec_tokens,
+    }
+    for key, value in flags.items():
+        if value is None:
+            continue
+        if key in merged and merged[key] != value:
+            raise ConfigError(f"{key} is given twice: {merged[key]!r} and {value!r}")
+        merged[key] = value
+    return merged if merged.get("method") == METHOD else None
+
+
+def _create_engine_config(
+    original: Callable[..., Any], self: EngineArgs, *args: Any, **kwargs: Any
+) -> Any:
+    """As vLLM's; checks the contract before, and refuses unsupported set-ups after."""
+    request = sequoia_request(self)
+    if request is None:
+        return original(self, *args, **kwargs)
+    check_contract()
+    self.speculative_config = request
+    self.spec_method = self.spec_model = self.spec_tokens = None
+    vllm_config = original(self, *args, **kwargs)
+    if not SequoiaSettings.enabled(vllm_config):
+        raise ConfigError(
+            f"the checkpoint {self.model!r} brings its own speculator, which replaces the "
+            "speculative config: serve its target model by name instead"
+        )
+    refuse_unsupported(vllm_config)
+    return vllm_config
+
+
+def _create_speculative_config(
+    original: Callable[..., Any], self: EngineArgs, target_model_config: Any,
+    target_parallel_config: Any,
+) -> Any:  # fmt: skip
+    """Translates our configuration into one of vLLM's ``draft_model`` method.
+
+    That method's scheduling is what trees need: as many look-ahead slots as
+    drafts, and the draft's layers in the KV cache.
+    """
+    request = sequoia_request(self)
+    if request is None:
+        return original(self, target_model_config, target_parallel_config)
+    config = SequoiaConfig.parse(request)
+    draft = config.model or known_draft(target_model_config.model)
+    choice = choose_engine_tree(config, draft, target_model_config, target_parallel_config)
+    drafts = choice.tree.num_speculative_tokens
+    logger.info(
+        "Sequoia: draft model %s; tree of %d nodes, depth %d (%s)",
+        draft, choice.tree.size, choice.tree.depth, choice.source,
+    )  # fmt: skip
+    target_parallel_config.worker_cls = _worker_class(target_parallel_config.worker_cls)
+    self.additional_config = SequoiaSettings(choice.tree, choice.source).store(
+        self.additional_config
+    )
+    # A schedule is always given: without one, vLLM pads requests that join
+    # with placeholder drafts, to keep CUDA graphs uniform.
+    schedule = choice.schedule or [(1, 1, drafts)]
+    self.speculative_config = {
+        **config.draft_keys(),
+        "method": "draft_model",
+        "model": draft,
+        "num_speculative_tokens": drafts,
+        "num_speculative_tokens_per_batch_size": schedule,
+    }
+    try:
+        return original(self, target_model_config, target_parallel_config)
+    finally:
+        self.speculative_config = request
+
+
+def _worker_class(current: str) -> str:
+    if current not in ("auto", CPU_WORKER):
+        raise ConfigError(
+            f"worker_cls is {current!r}: Sequoia brings its own worker; leave it at 'auto'"
+        )
+    return CPU_WORKER

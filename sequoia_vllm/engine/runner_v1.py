@@ -1,0 +1,332 @@
+"""vLLM's V1 CPU model runner with Sequoia trees: each method says what it replaces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from sequoia_vllm.attention.tree_attention import tree_attention_mask
+from sequoia_vllm.engine.cpu_attention import make_tree_queries, unsupported_attention
+from sequoia_vllm.engine.draft_sampling import DraftSampling
+from sequoia_vllm.engine.drafts import Draft, ScheduledTrees, schedule_trees
+from sequoia_vllm.engine.eligibility import reason_without_drafts
+from sequoia_vllm.engine.kv_commit import accepted_moves, move_accepted
+from sequoia_vllm.engine.proposer import CommittedTokens, SequoiaProposer
+from sequoia_vllm.engine.sampler_output import SamplerRows, combine_outputs
+from sequoia_vllm.engine.seeded import peek_seeds
+from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.engine.step_stats import StepStats
+from sequoia_vllm.engine.target_distribution import TargetDistribution
+from sequoia_vllm.engine.tree_verifier import TreeVerifier
+from sequoia_vllm.verification import VerifyResult
+
+
+class SequoiaCPUModelRunner(CPUModelRunner):
+    """Grows, scores, verifies and commits token trees within vLLM's V1 step.
+
+    One step: `_prepare_inputs` (positions by depth) -> `_build_attention_metadata`
+    (tree masks) -> target forward -> `_sample` (verify, commit) ->
+    `propose_draft_token_ids` (grow the next trees).
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.tree = SequoiaSettings.of(vllm_config).tree
+        self.drafter = SequoiaProposer(vllm_config, device, self)
+        self.tree_verifier = TreeVerifier(
+            greedy_argmax=self.sampler.greedy_sample,
+            seeded_argmax=torch.ops._C.fused_gumbel_argmax,
+        )
+        self.stats = StepStats(self.tree)
+        self._drafts: dict[str, Draft] = {}
+        self._trees: ScheduledTrees | None = None
+        self._emitted_counts: Tensor | None = None
+        self._target_metadata: dict[str, Any] = {}
+        self._depths = torch.from_numpy(self.tree.depths.copy()).to(device)
+        self._ancestors = torch.from_numpy(self.tree.ancestor_mask.copy()).to(device)
+        self._serves_drafts = not self.model_config.logits_processors
+
+    # -- model and cache -----------------------------------------------------------
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        """As vLLM's; then refuses models with attention that trees cannot use.
+
+        Raises:
+            ValueError: Naming the layer and what it uses.
+        """
+        super().load_model(load_dummy_weights)
+        layers = self.compilation_config.static_forward_context
+        for name, layer in layers.items():
+            if hasattr(layer, "impl") and (reason := unsupported_attention(name, layer.impl)):
+                raise ValueError(
+                    f"Sequoia cannot run this model: {reason}. Serve it without "
+                    "--speculative-config, or with one of vLLM's own methods."
+                )
+        self._target_layers = [
+            name
+            for name, layer in layers.items()
+            if hasattr(layer, "impl") and name not in self.drafter._draft_attn_layer_names
+        ]
+
+    # -- before the target's forward -------------------------------------------------
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        """As vLLM's; forgets the drafts of finished requests."""
+        for request_id in scheduler_output.finished_req_ids:
+            self._drafts.pop(request_id, None)
+        return super()._update_states(scheduler_output)
+
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
+    ) -> Any:
+        """As vLLM's; then gives tree nodes the position of their depth.
+
+        vLLM computed slots from consecutive positions, and slots stay so.
+        """
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        num_reqs = self.input_batch.num_reqs
+        self._trees = schedule_trees(
+            self.tree,
+            scheduler_output.scheduled_spec_decode_tokens,
+            self._drafts,
+            self.input_batch.req_id_to_index,
+            self.query_start_loc.np[1 : num_reqs + 1],
+            self.optimistic_seq_lens_cpu[:num_reqs].numpy(),
+            self.device,
+        )
+        if (trees := self._trees) is not None:
+            depths = self._depths[: trees.tokens.shape[1]]
+            positions = trees.context_lens[:, None] + depths
+            self.positions[trees.rows[trees.is_node]] = positions[trees.is_node]
+        return prepared
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's; then adds the trees' rows and masks for the target's layers."""
+        metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        if (trees := self._trees) is not None:
+            self._target_metadata = {name: metadata[name] for name in self._target_layers}
+            for layer_metadata in {id(m): m for m in self._target_metadata.values()}.values():
+                self._add_trees(layer_metadata, trees)
+        return metadata, common
+
+    def _add_trees(self, metadata: Any, trees: ScheduledTrees) -> None:
+        max_nodes = trees.tokens.shape[1]
+        ancestors = self._ancestors[:max_nodes, :max_nodes]
+        layer = self.compilation_config.static_forward_context[self._target_layers[0]]
+        metadata.tree = make_tree_queries(
+            rows=trees.rows,
+            is_node=None if trees.all_full else trees.is_node,
+            block_table=metadata.block_table[trees.requests],
+            block_size=layer.kv_cache.shape[2],
+            num_keys=int((trees.context_lens + trees.num_nodes).max()),
+            mask_of=lambda keys: tree_attention_mask(
+                trees.context_lens, ancestors, keys, self.dtype
+            ),
+            only_trees=int(trees.num_nodes.sum()) == metadata.num_actual_tokens,
+        )
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, timed."""
+        with self.stats.timed("target"):
+            return super()._model_forward(*args, **kwargs)
+
+    # -- after it: verify and commit ---------------------------------------------------
+
+    def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
+        """Replaces vLLM's rejection sampler by the Sequoia verifier, then commits.
+
+        Requests without drafts go through vLLM's own sampler, as without
+        speculation.
+        """
+        assert logits is not None
+        trees, self._trees = self._trees, None
+        metadata = self._sampling_metadata()
+        if trees is None:
+            output = self.sampler(logits=logits, sampling_metadata=metadata)
+            self._emitted_counts = torch.ones(len(output.sampled_token_ids), dtype=torch.int64)
+            return output
+        result = self._verify(trees, logits, metadata)
+        output = self._combine(trees, result, logits, metadata)
+        self._commit(trees, result)
+        self._emitted_counts = (output.sampled_token_ids >= 0).sum(dim=1)
+        self.stats.observe(
+            result.accepted_nodes.cpu().numpy(),
+            result.num_accepted.cpu().numpy(),
+            trees.num_nodes.cpu().numpy(),
+        )
+        return output
+
+    def _sampling_metadata(self) -> SamplingMetadata:
+        """The batch's metadata; requests in mid-prefill do not use up their random stream.
+
+        vLLM samples a token for them too, discards it and rewinds the
+        generator, which CPU generators cannot do.
+        """
+        metadata = self.input_batch.sampling_metadata
+        discarded = self.discard_request_mask.np
+        generators = {
+            request: generator
+            for request, generator in metadata.generators.items()
+            if not discarded[request]
+        }
+        return replace(metadata, generators=generators)
+
+    def _verify(
+        self, trees: ScheduledTrees, logits: Tensor, metadata: SamplingMetadata
+    ) -> VerifyResult:
+        params = [self.requests[request].sampling_params for request in self.input_batch.req_ids]
+        target = TargetDistribution.of(logits, metadata, params)
+        return self.tree_verifier.verify(trees, target, metadata.generators)
+
+    def _combine(
+        self,
+        trees: ScheduledTrees,
+        result: VerifyResult,
+        logits: Tensor,
+        metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        rows = SamplerRows.of(trees, result, self.input_batch.num_reqs)
+        sampled: SamplerOutput | None = None
+        if len(trees.requests) < self.input_batch.num_reqs:
+            in_tree = set(trees.requests.tolist())
+            own = {r: g for r, g in metadata.generators.items() if r not in in_tree}
+            sampled = self.sampler(
+                logits=logits[rows.root_rows], sampling_metadata=replace(metadata, generators=own)
+            )
+        return combine_outputs(self.sampler, rows, sampled, logits, metadata)
+
+    def _commit(self, trees: ScheduledTrees, result: VerifyResult) -> None:
+        source, target = accepted_moves(trees, result.accepted_nodes)
+        layers = self.compilation_config.static_forward_context
+        move_accepted(
+            source,
+            target,
+            (
+                (layers[name].kv_cache, metadata.slot_mapping)
+                for name, metadata in self._target_metadata.items()
+            ),
+        )
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, without rewinding generators: `_sample` never advanced them."""
+        generators, self.input_batch.generators = self.input_batch.generators, {}
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            self.input_batch.generators = generators
+
+    # -- grow the next trees -------------------------------------------------------------
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        """Always; vLLM's answer is for the whole batch, ours is per request (see below)."""
+        return common_attn_metadata is not None
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: SchedulerOutput,
+        sampled_token_ids: Tensor,
+        sampling_metadata: SamplingMetadata,
+        *unused: Any,
+    ) -> list[list[int]]:
+        """Replaces vLLM's: the draft reads what was committed and grows trees.
+
+        Returns:
+            Draft tokens in stored tree order for each request of the batch;
+            empty for those that get none.
+        """
+        with self.stats.timed("draft"):
+            drafts: list[list[int]] = [[] for _ in range(self.input_batch.num_reqs)]
+            committed = self._committed_tokens(sampled_token_ids)
+            if committed is None:
+                return drafts
+            logits = self.drafter.advance(committed)
+            tree = self.tree.trim(scheduler_output.num_spec_tokens_to_schedule + 1)
+            chosen = self._requests_to_draft(committed, tree)
+            if len(chosen) == 0:
+                return drafts
+            ends = committed.ends[chosen] - 1
+            requests = committed.requests[chosen]
+            grown = self.drafter.grow(
+                tree,
+                root_logits=logits[chosen],
+                root_tokens=committed.tokens[ends],
+                root_positions=committed.positions[ends],
+                requests=requests,
+                sampling=self._draft_sampling(requests, sampling_metadata, tree.depth),
+            )
+            tokens = grown.tokens[:, 1:].tolist()
+            for row, request in enumerate(requests.tolist()):
+                self._drafts[self.input_batch.req_ids[request]] = Draft(grown, row)
+                drafts[request] = tokens[row]
+            return drafts
+
+    def _committed_tokens(self, sampled_token_ids: Tensor) -> CommittedTokens | None:
+        """This step's prompt chunks, roots and emitted tokens, at their final positions."""
+        num_reqs = self.input_batch.num_reqs
+        query_starts = self.query_start_loc.cpu[:num_reqs].long()
+        scheduled = self.query_start_loc.cpu[1 : num_reqs + 1].long() - query_starts
+        drafted = torch.tensor([len(ids) for ids in self.input_batch.spec_token_ids[:num_reqs]])
+        discarded = self.discard_request_mask.cpu[:num_reqs]
+        assert self._emitted_counts is not None
+        emitted = torch.where(discarded, 0, self._emitted_counts)
+        own = scheduled - drafted  # prompt chunk or root
+        counts = own + emitted
+        first = self.input_batch.num_computed_tokens_cpu_tensor[:num_reqs].long()
+        requests = (first + counts <= self.drafter.draft_max_len).nonzero().squeeze(1)
+        if len(requests) == 0:
+            return None
+        counts = counts[requests]
+        request_of_token = requests.repeat_interleave(counts)
+        starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+        offset = torch.arange(len(request_of_token)) - starts
+        from_input = offset < own[request_of_token]
+        input_row = (query_starts[request_of_token] + offset).clamp(max=len(self.input_ids.cpu) - 1)
+        column = (offset - own[request_of_token]).clamp(min=0)
+        tokens = torch.where(
+            from_input,
+            self.input_ids.gpu[input_row].long(),
+            sampled_token_ids[request_of_token, column.clamp(max=sampled_token_ids.shape[1] - 1)],
+        )
+        return CommittedTokens(requests, tokens, first[request_of_token] + offset, counts)
+
+    def _requests_to_draft(self, committed: CommittedTokens, tree: Any) -> Tensor:
+        """Entries of ``committed`` that get a tree now, int64."""
+        if tree.size == 1 or not self._serves_drafts:
+            return torch.zeros(0, dtype=torch.int64)
+        discarded = self.discard_request_mask.np
+        ends = committed.positions[committed.ends - 1]
+        longest = min(self.drafter.draft_max_len, self.max_model_len) - 1
+        chosen = []
+        for entry, request in enumerate(committed.requests.tolist()):
+            state = self.requests[self.input_batch.req_ids[request]]
+            reason = reason_without_drafts(state.sampling_params, len(state.output_token_ids))
+            if not discarded[request] and reason is None and int(ends[entry]) < longest:
+                chosen.append(entry)
+        return torch.tensor(chosen, dtype=torch.int64)
+
+    def _draft_sampling(
+        self, requests: Tensor, metadata: SamplingMetadata, depth: int
+    ) -> DraftSampling:
+        if metadata.temperature is None:
+            temperature = torch.zeros(len(requests))
+        else:
+            temperature = metadata.temperature[requests]
+            temperature = torch.where(temperature < 1e-5, 0.0, temperature)
+        generators = self.input_batch.generators
+        seeds = torch.zeros(len(requests), depth, dtype=torch.int64)
+        is_seeded = torch.zeros(len(requests), dtype=torch.bool)
+        for row, request in enumerate(requests.tolist()):
+            if request in generators:
+                seeds[row] = peek_seeds(generators[request], depth)
+                is_seeded[row] = True
+        return DraftSampling(temperature, seeds, is_seeded)

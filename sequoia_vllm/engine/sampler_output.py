@@ -1,0 +1,96 @@
+"""Puts verified trees and plainly sampled requests into one vLLM sampler output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+
+from sequoia_vllm.engine.drafts import ScheduledTrees
+from sequoia_vllm.verification import VerifyResult
+
+
+@dataclass(frozen=True)
+class SamplerRows:
+    """Where each emitted token comes from.
+
+    Attributes:
+        root_rows: int64 ``[requests]``: row of each request's root in the logits.
+        tokens: int64 ``[requests, W]``: emitted tokens, -1 padded; requests
+            without trees are still -1 throughout.
+        logits_rows: int64 ``[requests, W]``: the logits row that each emitted
+            token was drawn from; padding repeats the root's.
+        without_tree: bool ``[requests]``.
+    """
+
+    root_rows: Tensor
+    tokens: Tensor
+    logits_rows: Tensor
+    without_tree: Tensor
+
+    @classmethod
+    def of(cls, trees: ScheduledTrees, result: VerifyResult, num_reqs: int) -> SamplerRows:
+        """Rows of one step."""
+        device = trees.requests.device
+        rows_of_request = torch.ones(num_reqs, dtype=torch.int64, device=device)
+        rows_of_request[trees.requests] = trees.num_nodes
+        root_rows = rows_of_request.cumsum(0) - rows_of_request
+        width = result.output_tokens.shape[1]
+        tokens = torch.full((num_reqs, width), -1, dtype=torch.int64, device=device)
+        tokens[trees.requests] = result.output_tokens
+        # Token j of a path was drawn at its node j - 1; the first at the root.
+        nodes = torch.zeros(num_reqs, width, dtype=torch.int64, device=device)
+        nodes[trees.requests, 1:] = result.accepted_nodes.clamp(min=0)
+        without_tree = torch.ones(num_reqs, dtype=torch.bool, device=device)
+        without_tree[trees.requests] = False
+        return cls(root_rows, tokens, root_rows[:, None] + nodes, without_tree)
+
+
+def combine_outputs(
+    sampler: Sampler,
+    rows: SamplerRows,
+    sampled: SamplerOutput | None,
+    logits: Tensor,
+    metadata: SamplingMetadata,
+) -> SamplerOutput:
+    """vLLM's sampler output for the whole batch.
+
+    Args:
+        sampler: vLLM's sampler, for its logprobs.
+        rows: Where tokens come from.
+        sampled: The sampler's output for all requests, of which those without
+            trees are used; None if every request has a tree.
+        logits: ``[rows, V]``: the target's logits, unprocessed.
+        metadata: The batch's sampling metadata.
+
+    Returns:
+        Token ids int32 ``[requests, W]``, -1 padded, and logprobs if asked for
+        (``requests * W`` rows, as vLLM's rejection sampler returns them).
+    """
+    tokens = rows.tokens.clone()
+    if sampled is not None:
+        tokens[rows.without_tree, 0] = sampled.sampled_token_ids[rows.without_tree, 0].long()
+    logprobs = None
+    if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
+        logprobs = _logprobs(sampler, rows, tokens, logits, metadata)
+    return SamplerOutput(sampled_token_ids=tokens.to(torch.int32), logprobs_tensors=logprobs)
+
+
+def _logprobs(
+    sampler: Sampler, rows: SamplerRows, tokens: Tensor, logits: Tensor, metadata: SamplingMetadata
+) -> LogprobsTensors | None:
+    assert sampler.logprobs_mode not in PROCESSED_LOGPROBS_MODES, "refused at start-up"
+    values = logits[rows.logits_rows.flatten()].to(torch.float32)
+    if sampler.logprobs_mode == "raw_logprobs":
+        values = sampler.compute_logprobs(values)
+    emitted = tokens.flatten().clamp(min=0)
+    if metadata.logprob_token_ids:
+        width = tokens.shape[1]
+        by_row = {request * width: ids for request, ids in metadata.logprob_token_ids.items()}
+        return sampler.gather_specific_token_logprobs(values, by_row, emitted)
+    return sampler.gather_logprobs(values, metadata.max_num_logprobs, emitted)

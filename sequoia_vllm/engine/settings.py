@@ -1,0 +1,40 @@
+"""What the front end decides and the workers read: carried in vLLM's ``additional_config``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sequoia_vllm.tree import TokenTree
+
+KEY = "sequoia"
+
+
+@dataclass(frozen=True)
+class SequoiaSettings:
+    """The resolved settings of one engine.
+
+    Attributes:
+        tree: The tree that every request drafts a prefix of.
+        tree_source: Where it came from, for the log.
+    """
+
+    tree: TokenTree
+    tree_source: str
+
+    @classmethod
+    def enabled(cls, vllm_config: Any) -> bool:
+        """Whether this engine runs Sequoia."""
+        additional = vllm_config.additional_config
+        return isinstance(additional, dict) and KEY in additional
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> SequoiaSettings:
+        """Reads what `store` wrote."""
+        data = vllm_config.additional_config[KEY]
+        return cls(TokenTree.from_dict(data["tree"]), data["tree_source"])
+
+    def store(self, additional_config: dict[str, Any] | None) -> dict[str, Any]:
+        """``additional_config`` with these settings added; plain JSON data."""
+        own = {"tree": self.tree.to_dict(), "tree_source": self.tree_source}
+        return {**(additional_config or {}), KEY: own}

@@ -1,0 +1,139 @@
+"""Set-ups that Sequoia refuses at start-up, each with its reason and the fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.platforms import CpuArchEnum, current_platform
+
+from sequoia_vllm.config import ConfigError
+
+
+def refuse_unsupported(vllm_config: Any) -> None:
+    """Raises if this engine must not run with Sequoia.
+
+    Raises:
+        ConfigError: With every reason found, and its fix.
+    """
+    reasons = unsupported_reasons(vllm_config)
+    if reasons:
+        raise ConfigError("Sequoia cannot run with this set-up: " + "; ".join(reasons))
+
+
+def unsupported_reasons(vllm_config: Any) -> list[str]:
+    """Every reason why this engine must not run with Sequoia; empty if it may."""
+    draft = vllm_config.speculative_config.draft_model_config
+    return [
+        *_platform_reasons(vllm_config),
+        *_parallel_reasons(vllm_config.parallel_config),
+        *_model_reasons(vllm_config.model_config, "target"),
+        *_model_reasons(draft, "draft"),
+        *_feature_reasons(vllm_config),
+        *_size_reasons(vllm_config),
+    ]
+
+
+def _present(checks: dict[str, bool]) -> list[str]:
+    return [reason for reason, found in checks.items() if found]
+
+
+def _platform_reasons(vllm_config: Any) -> list[str]:
+    if not current_platform.is_cpu():
+        return [
+            f"this version runs on CPUs only, not on {current_platform.device_type} "
+            "(use vLLM's method draft_model there)"
+        ]
+    return _present(
+        {
+            "the KV cache layout is known on x86 CPUs only": (
+                current_platform.get_cpu_architecture() != CpuArchEnum.X86
+            ),
+            "it runs on vLLM's V1 model runner: unset VLLM_USE_V2_MODEL_RUNNER": bool(
+                vllm_config.use_v2_model_runner
+            ),
+        }
+    )
+
+
+def _parallel_reasons(parallel: Any) -> list[str]:
+    return _present(
+        {
+            "pipeline parallelism is not supported: use tensor parallelism": (
+                parallel.pipeline_parallel_size > 1
+            ),
+            "data parallelism inside one engine is not supported: run one engine per replica": (
+                parallel.data_parallel_size > 1
+            ),
+            "context parallelism is not supported: set decode_context_parallel_size to 1": (
+                parallel.decode_context_parallel_size > 1
+                or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+            ),
+        }
+    )
+
+
+def _model_reasons(model: Any, role: str) -> list[str]:
+    """What tree attention cannot do; layers are checked again when the model is loaded."""
+    kinds = {
+        "uses multi-head latent attention (MLA)": model.use_mla,
+        "uses sliding-window attention": model.get_sliding_window() is not None,
+        "has recurrent (Mamba or linear-attention) layers": (
+            model.is_hybrid or model.is_attention_free
+        ),
+        "uses multi-axis RoPE (M-RoPE)": model.uses_mrope,
+        "is multimodal": model.is_multimodal_model,
+        "is an encoder-decoder model": model.is_encoder_decoder,
+        "is a pooling model": model.runner_type == "pooling",
+    }
+    return [
+        f"the {role} model {model.model} {kind}: serve it without Sequoia, or choose another "
+        f"{role} model"
+        for kind, found in kinds.items()
+        if found
+    ]
+
+
+def _feature_reasons(vllm_config: Any) -> list[str]:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return _present(
+        {
+            "LoRA is not supported with trees: drop --enable-lora": (
+                vllm_config.lora_config is not None
+            ),
+            "KV transfer connectors would ship uncommitted tree nodes: drop "
+            "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
+            "encoder-cache transfer is not supported: drop --ec-transfer-config": (
+                vllm_config.ec_transfer_config is not None
+            ),
+            f"the KV cache dtype {cache.cache_dtype!r} is not supported: use "
+            "--kv-cache-dtype auto": cache.cache_dtype not in ("auto", "bfloat16", "float16"),
+            "KV sharing for fast prefill is not supported: drop --kv-sharing-fast-prefill": bool(
+                cache.kv_sharing_fast_prefill
+            ),
+            "prompt embeddings cannot be read by the draft: drop --enable-prompt-embeds": bool(
+                model.enable_prompt_embeds
+            ),
+            f"logprobs mode {model.logprobs_mode!r} is not supported: use raw_logprobs or "
+            "raw_logits": model.logprobs_mode not in ("raw_logprobs", "raw_logits"),
+            "float64 Gumbel noise is not supported: drop --use-fp64-gumbel": bool(
+                model.use_fp64_gumbel
+            ),
+            "watermarking changes the sampler: drop --watermark-config": (
+                getattr(vllm_config, "watermark_config", None) is not None
+            ),
+        }
+    )
+
+
+def _size_reasons(vllm_config: Any) -> list[str]:
+    nodes = vllm_config.speculative_config.num_speculative_tokens + 1
+    budget = vllm_config.scheduler_config.max_num_batched_tokens
+    length = vllm_config.model_config.max_model_len
+    return _present(
+        {
+            f"a tree of {nodes} nodes does not fit in max_num_batched_tokens={budget}: choose a "
+            "smaller tree or a larger budget": nodes >= budget,
+            f"a tree of {nodes} nodes does not fit in max_model_len={length}: choose a smaller "
+            "tree": nodes >= length,
+        }
+    )

@@ -1,0 +1,82 @@
+"""The target's distribution at tree nodes, after a request's sampling parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+GREEDY_TEMPERATURE = 1e-5  # vLLM's _SAMPLING_EPS: colder than this is greedy
+
+
+@dataclass(frozen=True)
+class TargetDistribution:
+    """Temperature, min-p, top-k and top-p as vLLM's sampler applies them, in its order.
+
+    Attributes:
+        logits: ``[rows, V]``: the target's logits of this step, any float dtype.
+        temperature: float32 ``[requests]``, or None if all are greedy.
+        top_k, top_p: ``[requests]``, or None if no request uses them.
+        min_p: float32 ``[requests]``, or None if no request uses it.
+    """
+
+    logits: Tensor
+    temperature: Tensor | None
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+
+    @classmethod
+    def of(
+        cls, logits: Tensor, metadata: SamplingMetadata, sampling_params: list[Any]
+    ) -> TargetDistribution:
+        """Collects what `process` needs.
+
+        Args:
+            logits: See the class.
+            metadata: The batch's sampling metadata.
+            sampling_params: Each request's `SamplingParams`, in batch order.
+        """
+        min_p = [params.min_p if params is not None else 0.0 for params in sampling_params]
+        return cls(
+            logits=logits,
+            temperature=metadata.temperature,
+            top_k=metadata.top_k,
+            top_p=metadata.top_p,
+            min_p=torch.tensor(min_p, device=logits.device) if any(min_p) else None,
+        )
+
+    def is_greedy(self, requests: Tensor) -> Tensor:
+        """bool ``[A]``: which of these requests sample at temperature 0."""
+        if self.temperature is None:
+            return torch.ones_like(requests, dtype=torch.bool)
+        return self.temperature[requests] < GREEDY_TEMPERATURE
+
+    def process(self, rows: Tensor, requests: Tensor) -> Tensor:
+        """Logits of these rows after the sampling parameters of their requests.
+
+        Args:
+            rows: int64 ``[A]``: rows of ``logits``.
+            requests: int64 ``[A]``: the request of each row; none of them greedy.
+
+        Returns:
+            float32 ``[A, V]``, a fresh tensor; excluded tokens are -inf.
+        """
+        assert self.temperature is not None
+        logits = self.logits[rows].to(torch.float32)
+        logits.div_(self.temperature[requests].unsqueeze(1))
+        if self.min_p is not None:
+            probs = logits.softmax(dim=-1)
+            floor = probs.amax(dim=-1, keepdim=True) * self.min_p[requests].unsqueeze(1)
+            logits.masked_fill_(probs < floor, float("-inf"))
+        top_k = None if self.top_k is None else self.top_k[requests]
+        top_p = None if self.top_p is None else self.top_p[requests]
+        return apply_top_k_top_p(logits, top_k, top_p)
+
+    def probabilities(self, rows: Tensor, requests: Tensor) -> Tensor:
+        """P of these rows; float32 ``[A, V]``, a fresh tensor. See `process`."""
+        return self.process(rows, requests).softmax(dim=-1, dtype=torch.float32)

@@ -1,0 +1,165 @@
+"""Verification of one step's trees: greedy, seeded and sampled requests in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sequoia_vllm.engine.drafts import Draft, ScheduledTrees
+from sequoia_vllm.engine.seeded import consume_seeds, peek_seeds
+from sequoia_vllm.engine.target_distribution import TargetDistribution
+from sequoia_vllm.verification import VerifyResult, match_tree, walk_tree
+
+
+@dataclass(frozen=True)
+class TreeVerifier:
+    """Applies the Sequoia verifier to the trees of one step.
+
+    Greedy requests are matched against the target's argmax, seeded ones
+    against the token their seed gives (see `seeded`); the others run
+    Algorithm 2 on the stored draft distributions.
+
+    Attributes:
+        greedy_argmax: ``logits [R, V] -> tokens [R]``: the engine's own argmax.
+        seeded_argmax: ``(logits [R, V], seeds [R]) -> tokens [R]``: likewise.
+    """
+
+    greedy_argmax: Callable[[Tensor], Tensor]
+    seeded_argmax: Callable[[Tensor, Tensor], Tensor]
+
+    def verify(
+        self,
+        trees: ScheduledTrees,
+        target: TargetDistribution,
+        generators: dict[int, torch.Generator],
+    ) -> VerifyResult:
+        """Accepted nodes and emitted tokens of every tree.
+
+        Args:
+            trees: This step's trees.
+            target: The target's distributions.
+            generators: Generators of the batch's seeded requests, by request
+                index; advanced by one draw per emitted token.
+
+        Returns:
+            Rows in the order of ``trees.requests``.
+        """
+        greedy = target.is_greedy(trees.requests)
+        seeded = torch.tensor(
+            [request in generators for request in trees.requests.tolist()],
+            device=greedy.device,
+        )
+        kinds = (
+            (greedy, self._verify_greedy),
+            (seeded & ~greedy, self._verify_seeded),
+            (~seeded & ~greedy, self._verify_sampled),
+        )
+        results = []
+        for is_kind, verify in kinds:
+            chosen = is_kind.nonzero().squeeze(1)
+            if len(chosen):
+                results.append((chosen, verify(trees, chosen, target, generators)))
+        if len(results) == 1:
+            return results[0][1]
+        return _merge(results, len(greedy))
+
+    def _verify_greedy(
+        self,
+        trees: ScheduledTrees,
+        chosen: Tensor,
+        target: TargetDistribution,
+        generators: dict[int, torch.Generator],
+    ) -> VerifyResult:
+        is_node = trees.is_node[chosen]
+        first_row = trees.first_logits_row[chosen]
+        rows = (first_row[:, None] + torch.arange(is_node.shape[1]))[is_node]
+        tokens = torch.zeros(is_node.shape, dtype=torch.int64, device=is_node.device)
+        tokens[is_node] = self.greedy_argmax(target.logits[rows].to(torch.float32))
+        return match_tree(
+            lambda requests, nodes, depth: tokens[requests, nodes],
+            trees.tokens[chosen],
+            trees.parents[chosen],
+        )
+
+    def _verify_seeded(
+        self,
+        trees: ScheduledTrees,
+        chosen: Tensor,
+        target: TargetDistribution,
+        generators: dict[int, torch.Generator],
+    ) -> VerifyResult:
+        requests_in_batch = trees.requests[chosen]
+        own = [generators[request] for request in requests_in_batch.tolist()]
+        seeds = torch.stack([peek_seeds(generator, trees.tokens.shape[1]) for generator in own])
+
+        def target_token(requests: Tensor, nodes: Tensor, depth: int) -> Tensor:
+            rows = trees.first_logits_row[chosen[requests]] + nodes
+            logits = target.process(rows, requests_in_batch[requests])
+            return self.seeded_argmax(logits, seeds[requests, depth])
+
+        result = match_tree(target_token, trees.tokens[chosen], trees.parents[chosen])
+        for generator, accepted in zip(own, result.num_accepted.tolist(), strict=True):
+            consume_seeds(generator, accepted + 1)
+        return result
+
+    def _verify_sampled(
+        self,
+        trees: ScheduledTrees,
+        chosen: Tensor,
+        target: TargetDistribution,
+        generators: dict[int, torch.Generator],
+    ) -> VerifyResult:
+        requests_in_batch = trees.requests[chosen]
+        probs, probs_rows = _draft_probs(
+            [trees.drafts[row] for row in chosen.tolist()], trees.tokens.shape[1]
+        )
+
+        def target_at(requests: Tensor, nodes: Tensor) -> Tensor:
+            rows = trees.first_logits_row[chosen[requests]] + nodes
+            return target.probabilities(rows, requests_in_batch[requests])
+
+        def draft_at(requests: Tensor, nodes: Tensor) -> Tensor:
+            return probs[probs_rows[requests, nodes]]
+
+        return walk_tree(
+            target_at, draft_at, trees.tokens[chosen], trees.parents[chosen], generators=None
+        )
+
+
+def _draft_probs(drafts: list[Draft | None], max_nodes: int) -> tuple[Tensor, Tensor]:
+    """Stored Q of these drafts: ``probs [P, V]`` and the row of each node, ``[B, max_nodes]``.
+
+    Requests usually come from one drafting pass, whose tensor is used as it
+    is. A request without a draft of ours has no children: its row is not read.
+    """
+    passes = {id(draft.grown): draft.grown for draft in drafts if draft is not None}
+    if not passes:
+        return torch.zeros(0, 0), torch.zeros(len(drafts), max_nodes, dtype=torch.int64)
+    offsets: dict[int, int] = {}
+    for key, grown in passes.items():
+        offsets[key] = sum(len(passes[earlier].probs) for earlier in offsets)
+    stored = [grown.probs for grown in passes.values()]
+    probs = stored[0] if len(stored) == 1 else torch.cat(stored)
+    rows = torch.zeros(len(drafts), max_nodes, dtype=torch.int64, device=probs.device)
+    for index, draft in enumerate(drafts):
+        if draft is not None:
+            own = draft.grown.probs_rows[draft.row, :max_nodes]
+            rows[index, : len(own)] = own + offsets[id(draft.grown)]
+    return probs, rows
+
+
+def _merge(results: list[tuple[Tensor, VerifyResult]], batch: int) -> VerifyResult:
+    """Puts the results of disjoint sets of rows back in batch order."""
+    depth = max(result.accepted_nodes.shape[1] for _, result in results)
+    device = results[0][0].device
+    accepted = torch.full((batch, depth), -1, dtype=torch.int64, device=device)
+    tokens = torch.full((batch, depth + 1), -1, dtype=torch.int64, device=device)
+    counts = torch.zeros(batch, dtype=torch.int64, device=device)
+    for chosen, result in results:
+        accepted[chosen, : result.accepted_nodes.shape[1]] = result.accepted_nodes
+        tokens[chosen, : result.output_tokens.shape[1]] = result.output_tokens
+        counts[chosen] = result.num_accepted
+    return VerifyResult(accepted, tokens, counts)

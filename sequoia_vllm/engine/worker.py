@@ -1,0 +1,53 @@
+"""The worker of a Sequoia engine on CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker import cpu_worker
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from sequoia_vllm.engine.contract import check_contract
+
+
+class SequoiaCPUWorker(CPUWorker):
+    """vLLM's CPU worker with our attention backend and model runner."""
+
+    def init_device(self) -> None:
+        """As vLLM's, which builds `CPUModelRunner` by that module-level name.
+
+        The name is swapped while it does, so that no second runner (with its
+        buffers) is built only to be thrown away.
+        """
+        from sequoia_vllm.engine.runner_v1 import SequoiaCPUModelRunner
+
+        check_contract()
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN,
+            "sequoia_vllm.engine.cpu_attention.CPUTreeAttentionBackend",
+        )
+        original = cpu_worker.CPUModelRunner
+        cpu_worker.CPUModelRunner = SequoiaCPUModelRunner
+        try:
+            super().init_device()
+        finally:
+            cpu_worker.CPUModelRunner = original
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, timed as part of the step."""
+        with self.model_runner.stats.timed("step"):
+            return super().execute_model(*args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, timed as part of the step."""
+        self.model_runner.stats.steps += 1
+        with self.model_runner.stats.timed("step"):
+            return super().sample_tokens(*args, **kwargs)
+
+    def sequoia_stats(self, reset: bool = False) -> dict[str, Any]:
+        """Counters since the last reset (`StepStats.to_dict`); called by ``collective_rpc``."""
+        stats = self.model_runner.stats.to_dict()
+        if reset:
+            self.model_runner.stats.reset()
+        return stats

@@ -1,0 +1,129 @@
+"""Model shapes and the model classes (target size / draft size) of the library."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from pydantic import Field
+
+from sequoia_vllm.tree.json_file import FileModel, read_model
+
+_FILE = Path(__file__).with_name("models.json")
+
+
+class ModelShape(FileModel):
+    """What the roofline needs of a dense decoder-only transformer."""
+
+    name: str = Field(min_length=1, description="Model, as on the Hugging Face Hub.")
+    layers: int = Field(ge=1)
+    hidden: int = Field(ge=1, description="Width of the residual stream.")
+    intermediate: int = Field(ge=1, description="Width of the gated MLP.")
+    heads: int = Field(ge=1, description="Query heads.")
+    kv_heads: int = Field(ge=1, description="Key/value heads.")
+    head_size: int = Field(ge=1)
+    vocab: int = Field(ge=1)
+    tied: bool = Field(default=False, description="Embedding and output matrix are one.")
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Parameters read, and multiplied with, in every forward pass."""
+        attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
+        mlp = 3 * self.hidden * self.intermediate
+        return self.layers * (attention + mlp) + self.hidden * self.vocab
+
+    @property
+    def parameters(self) -> int:
+        """All parameters but the norms'."""
+        return self.matmul_parameters + (0 if self.tied else self.hidden * self.vocab)
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers that one token leaves in the KV cache."""
+        return 2 * self.layers * self.kv_heads * self.head_size
+
+
+class ModelClass(FileModel):
+    """A target and draft size that the library holds trees for."""
+
+    id: str = Field(min_length=1, description="<target size>-<draft size>.")
+    target: ModelShape
+    draft: ModelShape
+
+
+class _ClassFile(FileModel):
+    source: str
+    shapes: list[ModelShape]
+    classes: dict[str, tuple[str, str]]
+
+
+@cache
+def model_classes() -> dict[str, ModelClass]:
+    """The library's model classes by id."""
+    file = read_model(_FILE, _ClassFile, "model shapes", ValueError)
+    shapes = {shape.name: shape for shape in file.shapes}
+    return {
+        name: ModelClass(id=name, target=shapes[target], draft=shapes[draft])
+        for name, (target, draft) in file.classes.items()
+    }
+
+
+def parameters_from_name(name: str) -> float | None:
+    """Parameter count written in a model's name ("Qwen3-0.6B", "llama-68m"), if any."""
+    found = re.findall(
+        r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([bBmM])(?![A-Za-z0-9])", name.rsplit("/", 1)[-1]
+    )
+    if not found:
+        return None
+    number, unit = found[-1]
+    return float(number) * (1e9 if unit in "bB" else 1e6)
+
+
+@dataclass(frozen=True)
+class ClassMatch:
+    """The model class nearest to a pair.
+
+    Attributes:
+        id: The class.
+        reason: Why it, in words.
+    """
+
+    id: str
+    reason: str
+
+
+def nearest_class(
+    sizes: dict[str, tuple[float, float]], target: float | None, draft: float | None
+) -> ClassMatch | None:
+    """The class whose target and draft are nearest in size.
+
+    Target time and draft-to-target ratio both scale with sizes, so sizes are
+    compared as ratios. A size that is not known is left out.
+
+    Args:
+        sizes: Target and draft parameters of each class.
+        target: Parameters of the target, or None.
+        draft: Parameters of the draft, or None.
+
+    Returns:
+        The match; None if there are no classes or neither size is known.
+    """
+    if not sizes or (target is None and draft is None):
+        return None
+
+    def distance(name: str) -> tuple[float, str]:
+        pairs = zip((target, draft), sizes[name], strict=True)
+        return math.hypot(*(math.log(a / b) for a, b in pairs if a is not None)), name
+
+    best = min(sizes, key=distance)
+    given = f"{_size(target)} target with {_size(draft)} draft"
+    return ClassMatch(best, f"model class {best} is the nearest to a {given}")
+
+
+def _size(parameters: float | None) -> str:
+    if parameters is None:
+        return "unknown-size"
+    return f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"

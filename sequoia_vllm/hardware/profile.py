@@ -1,0 +1,144 @@
+"""Profiles: how long each part of a step takes on one device for one model pair.
+
+A profile is a JSON file (`Profile`), written by the measuring tool
+(``"source": "measured"``) or computed from datasheet values
+(``"source": "roofline"``, see `sequoia_vllm.hardware.roofline`). All times are
+in seconds, per engine step, for the whole batch.
+"""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from sequoia_vllm.hardware.device import DeviceSpec
+from sequoia_vllm.hardware.models import ModelShape
+from sequoia_vllm.tree.json_file import FileModel, dump_json, read_model
+
+Seconds = Annotated[float, Field(gt=0, le=1e5)]
+Count = Annotated[int, Field(ge=1, le=1 << 24)]
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be used; says which entry is wrong."""
+
+
+class Curve(FileModel):
+    """Time of one forward pass against its tokens, at one batch size and context."""
+
+    batch_size: Count = Field(description="Requests in the batch.")
+    context_length: Count = Field(description="Committed tokens of each request.")
+    tokens: list[Count] = Field(
+        min_length=1,
+        description="Tokens of *each request* in the forward pass, increasing. "
+        "The target scores a tree of n nodes with n tokens.",
+    )
+    seconds: list[Seconds] = Field(
+        min_length=1, description="Median time of the pass, one for each of `tokens`."
+    )
+    spread: list[Annotated[float, Field(ge=0)]] | None = Field(
+        default=None, description="Interquartile range of each time, seconds."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Curve:
+        if any(b <= a for a, b in zip(self.tokens, self.tokens[1:], strict=False)):
+            raise ValueError(f"tokens must increase, not {self.tokens}")
+        for name, values in (("seconds", self.seconds), ("spread", self.spread)):
+            if values is not None and len(values) != len(self.tokens):
+                raise ValueError(
+                    f"{name} has {len(values)} values for {len(self.tokens)} token counts"
+                )
+        return self
+
+
+class Overhead(FileModel):
+    """Time of a step outside the models' forward passes, at one batch size."""
+
+    batch_size: Count = Field(description="Requests in the batch.")
+    plain_seconds: float = Field(
+        ge=0, le=1e5, description="A plain decoding step: scheduling, sampling, output."
+    )
+    tree_seconds: float = Field(
+        ge=0,
+        le=1e5,
+        description="A speculative step: all of the plain one's, plus verification, commit "
+        "and tree bookkeeping (drawing children belongs to the draft level).",
+    )
+
+
+class Profile(FileModel):
+    """Times on one device for one model pair."""
+
+    schema_: Literal["sequoia-vllm/profile/v1"] = Field(
+        default="sequoia-vllm/profile/v1", alias="schema"
+    )
+    source: Literal["measured", "roofline"] = Field(
+        description="Where the times come from: a running engine, or datasheet values."
+    )
+    date: datetime.date = Field(description="Day of the measurement, or of the datasheet values.")
+    device: str = Field(min_length=1, description="Device name as the driver gives it.")
+    target: str = Field(min_length=1, description="Target model, as given to vLLM.")
+    draft: str = Field(min_length=1, description="Draft model, as given to vLLM.")
+    target_parameters: float = Field(gt=0, description="Parameters of the target.")
+    draft_parameters: float = Field(gt=0, description="Parameters of the draft.")
+    dtype: str = Field(default="bfloat16", description="vLLM's dtype (or quantization).")
+    tensor_parallel_size: Count = Field(default=1, description="Devices the target is split over.")
+    target_forward: list[Curve] = Field(
+        min_length=1, description="One target forward pass, logits of every token included."
+    )
+    draft_level: list[Curve] = Field(
+        min_length=1,
+        description="One draft forward pass over the nodes of one level that have children, "
+        "drawing those children included.",
+    )
+    overhead: list[Overhead] = Field(min_length=1, description="The rest of a step.")
+    datasheet: DeviceSpec | None = Field(
+        default=None, description="The datasheet values used (roofline only)."
+    )
+    target_shape: ModelShape | None = Field(default=None, description="Roofline only.")
+    draft_shape: ModelShape | None = Field(default=None, description="Roofline only.")
+    assumptions: dict[str, float] | None = Field(
+        default=None, description="What the roofline assumed and nobody measured."
+    )
+    provenance: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Free form: argv, versions, git SHA, configuration hashes of the models.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Profile:
+        for name, curves in (
+            ("target_forward", self.target_forward),
+            ("draft_level", self.draft_level),
+        ):
+            keys = [(curve.batch_size, curve.context_length) for curve in curves]
+            if len(set(keys)) != len(keys):
+                raise ValueError(f"{name} has two curves for the same batch size and context")
+        sizes = [overhead.batch_size for overhead in self.overhead]
+        if len(set(sizes)) != len(sizes):
+            raise ValueError("overhead has two entries for the same batch size")
+        if any(curve.tokens[0] != 1 for curve in self.target_forward):
+            raise ValueError(
+                "every curve of target_forward must start at 1 token: that is plain decoding"
+            )
+        if self.source == "roofline" and self.datasheet is None:
+            raise ValueError('a "roofline" profile must carry the datasheet values it used')
+        return self
+
+    @classmethod
+    def load(cls, path: Path | str) -> Profile:
+        """Reads a profile file.
+
+        Raises:
+            ProfileError: If it is missing, is not JSON, or is not a profile;
+                names every wrong field.
+        """
+        return read_model(Path(path), cls, "profile", ProfileError)
+
+    def save(self, path: Path | str) -> None:
+        """Writes the profile as JSON."""
+        Path(path).write_text(dump_json(self.to_dict()), encoding="utf-8")

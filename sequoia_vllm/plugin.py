@@ -1,0 +1,22 @@
+"""Entry point of group ``vllm.general_plugins``: vLLM calls `register` in every process."""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger("vllm.sequoia")
+
+
+def register() -> None:
+    """Makes vLLM understand ``method: sequoia``; harmless when called again, or not used.
+
+    Nothing of vLLM behaves differently until a Sequoia configuration is given.
+    A vLLM that we do not fit is left alone: the error comes when Sequoia is
+    asked for, not when the plugin is merely installed.
+    """
+    try:
+        from sequoia_vllm.engine.hooks import install
+    except ImportError as error:
+        logger.warning("sequoia-vllm is not usable with this vLLM: %s", error)
+        return
+    install()

@@ -1,0 +1,96 @@
+"""Reading JSON files into pydantic models, with errors a user can act on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class FileModel(BaseModel):
+    """Base of every file format of this project: strict keys, finite numbers."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        populate_by_name=True,
+        protected_namespaces=(),
+    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object, keys as in the file, unset optional keys left out."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read_json(path: Path, what: str, error: type[ValueError]) -> Any:
+    """The JSON value in ``path``.
+
+    Args:
+        path: File to read.
+        what: What the file should be, for the message ("profile").
+        error: Exception class to raise.
+
+    Raises:
+        ValueError: As ``error``, if the file is missing or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise error(f"cannot read {what} file {path}: {problem.strerror or problem}") from problem
+    except ValueError as problem:  # not JSON, or not UTF-8
+        raise error(f"{what} file {path} is not JSON: {problem}") from problem
+
+
+def read_model(path: Path, model: type[Model], what: str, error: type[ValueError]) -> Model:
+    """The object in ``path``, checked; arguments and errors as `read_json`."""
+    data = read_json(path, what, error)
+    return check_model(data, model, f"{what} file {path}", error)
+
+
+def check_model(data: Any, model: type[Model], where: str, error: type[ValueError]) -> Model:
+    """``data`` as a ``model``; the message lists every wrong field, one per line."""
+    if not isinstance(data, dict):
+        raise error(f"{where} must hold one JSON object")
+    expected = model.model_fields.get("schema_")
+    if expected is not None and data.get("schema") != expected.default:
+        raise error(
+            f'{where}: "schema" is {data.get("schema")!r}; this version reads '
+            f"{expected.default!r}"
+        )
+    try:
+        return model.model_validate(data)
+    except ValidationError as problem:
+        raise error(f"{where}: {_explain(problem)}") from problem
+
+
+def _explain(problem: ValidationError) -> str:
+    lines = []
+    for detail in problem.errors(include_url=False):
+        field = ".".join(str(part) for part in detail["loc"]) or "the file"
+        message = detail["msg"].removeprefix("Value error, ")
+        given = detail.get("input")
+        shown = f" (got {given!r})" if isinstance(given, (str, int, float)) else ""
+        lines.append(f"{field}: {message}{shown}")
+    return "\n  ".join(lines)
+
+
+def dump_json(data: Any) -> str:
+    """``data`` as JSON that is easy to read and to diff: lists of numbers on one line."""
+    return _dump(data, 0) + "\n"
+
+
+def _dump(value: Any, indent: int) -> str:
+    pad = " " * (indent + 1)
+    if isinstance(value, dict) and value:
+        rows = [f"{pad}{json.dumps(key)}: {_dump(item, indent + 1)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(rows) + "\n" + " " * indent + "}"
+    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        rows = [pad + _dump(item, indent + 1) for item in value]
+        return "[\n" + ",\n".join(rows) + "\n" + " " * indent + "]"
+    return json.dumps(value, allow_nan=False)

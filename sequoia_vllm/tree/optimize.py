@@ -1,0 +1,287 @@
+"""The optimal static tree, exactly (paper, section 3.1 and appendix).
+
+The paper's recursion T[n, d, b] (best value of n nodes whose root has b
+children and depth budget d) is solved here from the last child to the first:
+
+    forest[s, b, n] = max over m of  p[s, b] * gain[next(s), m] + forest[s, b+1, n-m]
+    gain[s, n]      = 1 + forest[s, 0, n-1]
+
+``forest[s, b, n]`` is the best value of n nodes spread over children b, b+1, ...
+of a node in state s, its child b being there whenever n > 0; children are then
+always a run 0..k without holes, even where p is not monotone or has zeros in it.
+A *state* stands for what a node's subtree may still look like: how much depth
+is left and which row of p applies. All states and all b at one n need only
+smaller n, so one NumPy (max, +) step does them together.
+
+Sizes count the root; depths count edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sequoia_vllm.tree.acceptance import Acceptance
+from sequoia_vllm.tree.token_tree import TokenTree, TreeError
+
+Progress = Callable[[int, int], None]
+
+# Doubles in one temporary: 1 MiB, so that the sum and the maximum over it stay in cache.
+_CHUNK = 1 << 17
+# Two tables of this many doubles are the largest allowed: 4 GiB together.
+_MAX_CELLS = 1 << 28
+
+
+def optimize_tree(
+    acceptance: Acceptance | ArrayLike,
+    size: int,
+    max_depth: int | None = None,
+    max_branch: int | None = None,
+    progress: Progress | None = None,
+) -> TokenTree:
+    """The tree of ``size`` nodes with the most expected tokens per step.
+
+    The result has exactly ``size`` nodes wherever the limits leave room for
+    them, useless ones (value 0) included when nothing better exists; where the
+    limits leave no room it is the largest, and best, tree they allow.
+
+    Args:
+        acceptance: p[k] or p[d][k]; anything `Acceptance.of` takes.
+        size: Nodes, root included (``num_speculative_tokens + 1``).
+        max_depth: Edges from the root to the deepest node; None: no limit.
+        max_branch: Children per node; None: as many as the vector has entries.
+            Never more than that: a child beyond the vector is never accepted.
+        progress: Called with (sizes done, sizes in all) now and then.
+
+    Returns:
+        The tree in value order (every prefix is a tree, the best nodes first).
+
+    Raises:
+        AcceptanceError: If ``acceptance`` is not an acceptance vector.
+        TreeError: If a limit is not a whole number of at least 1.
+    """
+    acceptance = Acceptance.of(acceptance)
+    _check_limits(size=size, max_depth=max_depth, max_branch=max_branch)
+    if max_depth is None or max_depth >= size - 1:
+        states = _unlimited_depth(acceptance, size, max_branch)
+    else:
+        states = _one_depth(acceptance, max_depth, max_branch)
+    table = _solve(states, size, progress)
+    parents = _trace(states, table, states.roots[-1], size)
+    return TokenTree(parents).sorted_by_value(acceptance)
+
+
+def optimize_frontier(
+    acceptance: Acceptance | ArrayLike,
+    max_size: int,
+    max_depth: int,
+    max_branch: int | None = None,
+    progress: Progress | None = None,
+) -> NDArray[np.float64]:
+    """Most expected tokens for every size and depth at once.
+
+    Args:
+        acceptance: As in `optimize_tree`.
+        max_size: Largest size, root included.
+        max_depth: Largest depth, in edges.
+        max_branch: As in `optimize_tree`.
+        progress: As in `optimize_tree`.
+
+    Returns:
+        float64, shape ``[max_size + 1, max_depth + 1]``: ``G[n, d]`` is the
+        best expectation of a tree of at most n nodes, root included, and at
+        most d edges deep. Row 0 is 0 (no tree); ``G[n, 0]`` is 1 (root only).
+
+    Raises:
+        AcceptanceError: If ``acceptance`` is not an acceptance vector.
+        TreeError: If a limit is not a whole number of at least 1.
+    """
+    return Frontier.of(acceptance, max_size, max_depth, max_branch, progress).expected_tokens
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Every optimal tree up to a size and a depth, from one run of the DP.
+
+    Attributes:
+        acceptance: The vector it is optimal for.
+        expected_tokens: ``G[n, d]`` as `optimize_frontier` returns it.
+    """
+
+    acceptance: Acceptance
+    expected_tokens: NDArray[np.float64]
+    _states: _States
+    _table: _Table
+
+    @classmethod
+    def of(
+        cls,
+        acceptance: Acceptance | ArrayLike,
+        max_size: int,
+        max_depth: int,
+        max_branch: int | None = None,
+        progress: Progress | None = None,
+    ) -> Frontier:
+        """Runs the DP; arguments and errors as `optimize_frontier`."""
+        acceptance = Acceptance.of(acceptance)
+        _check_limits(max_size=max_size, max_depth=max_depth, max_branch=max_branch)
+        # A tree of n nodes is at most n - 1 deep: deeper columns repeat the last one.
+        depth = max(1, min(max_depth, max_size - 1))
+        states = _all_depths(acceptance, depth, max_branch)
+        table = _solve(states, max_size, progress)
+        best = np.zeros((max_size + 1, max_depth + 1))
+        best[1:, 0] = 1.0
+        exact = table.gain[states.roots, 1:].T
+        # Sizes the limits leave no room for keep the value of the largest tree that fits.
+        best[1:, 1 : depth + 1] = np.maximum.accumulate(exact, axis=0)
+        best[:, depth + 1 :] = best[:, depth : depth + 1]
+        best.setflags(write=False)
+        return cls(acceptance, best, states, table)
+
+    def tree(self, size: int, depth: int) -> TokenTree:
+        """The tree behind ``expected_tokens[size, depth]``, in value order."""
+        if depth == 0 or size == 1:
+            return TokenTree((-1,))
+        root = self._states.roots[min(depth, len(self._states.roots)) - 1]
+        parents = _trace(self._states, self._table, root, size)
+        return TokenTree(parents).sorted_by_value(self.acceptance)
+
+
+# -- states --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _States:
+    """What a node's subtree may look like.
+
+    Attributes:
+        p: float64 ``[S, B]``, acceptance of a node's children in state s.
+        next: int64 ``[S]``, the state of those children; S means "a leaf".
+        roots: int64, states a whole tree may start in, shallowest budget first.
+    """
+
+    p: NDArray[np.float64]
+    next: NDArray[np.int64]
+    roots: NDArray[np.int64]
+
+
+def _unlimited_depth(acceptance: Acceptance, size: int, max_branch: int | None) -> _States:
+    """One state per row of p; the last row's children are in the same state."""
+    p = acceptance.table[: max(1, size), :max_branch]
+    count = len(p)
+    return _States(p, np.minimum(np.arange(count) + 1, count - 1), np.array([0]))
+
+
+def _one_depth(acceptance: Acceptance, max_depth: int, max_branch: int | None) -> _States:
+    """One state per level; the children of the last level are leaves."""
+    rows = np.minimum(np.arange(max_depth), len(acceptance.table) - 1)
+    p = acceptance.table[rows, :max_branch]
+    return _States(p, np.arange(max_depth) + 1, np.array([0]))
+
+
+def _all_depths(acceptance: Acceptance, max_depth: int, max_branch: int | None) -> _States:
+    """States (row of p, depth left), shared between the budgets of the root.
+
+    With one row this is one state per depth; with more rows a node's level and
+    the depth left below it vary apart.
+    """
+    last_row = len(acceptance.table) - 1
+    keys = [
+        (row, left)
+        for row in range(min(last_row, max_depth - 1) + 1)
+        for left in range(1, max_depth - row + 1)
+    ]
+    index = {key: i for i, key in enumerate(keys)}
+    leaf = len(keys)
+    following = [index.get((min(row + 1, last_row), left - 1), leaf) for row, left in keys]
+    p = acceptance.table[[row for row, _ in keys], :max_branch]
+    roots = [index[0, left] for left in range(1, max_depth + 1)]
+    return _States(p, np.array(following), np.array(roots))
+
+
+# -- the DP --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What `_solve` found.
+
+    Attributes:
+        gain: ``[S + 1, size + 1]``, best value of exactly n nodes; -inf where
+            the limits leave no room; the last row is the leaf.
+        branch: ``[S, B, size - 1]``, p[s, b] * gain[next(s), m] at index m - 1.
+        forest: ``[S, B + 1, size]``, see the module; n nodes at index
+            size - 1 - n, so that the sums below read both tables forwards.
+    """
+
+    gain: NDArray[np.float64]
+    branch: NDArray[np.float64]
+    forest: NDArray[np.float64]
+
+
+def _solve(states: _States, size: int, progress: Progress | None = None) -> _Table:
+    count, branches = states.p.shape
+    if count * branches * size > _MAX_CELLS:
+        raise TreeError(
+            f"size {size} with {branches} branches and {count} depth levels needs more than "
+            "4 GiB: give a smaller size, max_depth or max_branch"
+        )
+    gain = np.full((count + 1, size + 1), -np.inf)
+    gain[:, 1] = 1.0
+    branch = np.empty((count, branches, size - 1))
+    forest = np.full((count, branches + 1, size), -np.inf)
+    forest[:, :, -1] = 0.0
+    for n in range(1, size):
+        subtree = gain[states.next, n][:, None]
+        with np.errstate(invalid="ignore"):  # 0 * -inf: no room, whatever p is
+            branch[:, :, n - 1] = np.where(np.isneginf(subtree), -np.inf, states.p * subtree)
+        step = max(1, _CHUNK // (branches * n))
+        for start in range(0, count, step):
+            chunk = slice(start, start + step)
+            sums = branch[chunk, :, :n] + forest[chunk, 1:, size - n :]
+            forest[chunk, :-1, size - 1 - n] = sums.max(axis=-1)
+        gain[:-1, n + 1] = 1.0 + forest[:, 0, size - 1 - n]
+        if progress is not None and n % 16 == 0:
+            progress(n, size)
+    if progress is not None:
+        progress(size, size)
+    return _Table(gain, branch, forest)
+
+
+def _trace(states: _States, table: _Table, root: int, size: int) -> tuple[int, ...]:
+    """Parents of the best tree of ``size`` nodes, or of the most that fit."""
+    leaf = len(states.next)
+    fitting = int(np.flatnonzero(np.isfinite(table.gain[root, : size + 1]))[-1])
+    width = table.forest.shape[2]
+    parents = [-1]
+    todo = [(0, int(root), fitting)]
+    while todo:
+        node, state, nodes = todo.pop()
+        left = nodes - 1
+        child = 0
+        while left and state != leaf:
+            sums = (
+                table.branch[state, child, :left]
+                + table.forest[state, child + 1, width - left : width]
+            )
+            # The first maximum is the smallest subtree: ties do not depend on the platform.
+            taken = int(np.argmax(sums)) + 1
+            parents.append(node)
+            todo.append((len(parents) - 1, int(states.next[state]), taken))
+            left -= taken
+            child += 1
+    return tuple(parents)
+
+
+def _check_limits(**limits: int | None) -> None:
+    for name, value in limits.items():
+        if value is None and name in ("max_depth", "max_branch"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise TreeError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if value < 1:
+            hint = " (sizes count the root)" if name.endswith("size") else ""
+            raise TreeError(f"{name} must be at least 1, not {value}{hint}")

@@ -1,0 +1,123 @@
+"""Drafting: the children of a node, drawn without replacement (section 3.2.2).
+
+The verifier (`sequoia_vllm.verification.verifier`) is lossless only for
+children that were drawn from exactly the Q it tests against, so Q has one
+definition, `draft_distribution`, and the sampler draws from its result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import threshold
+
+from sequoia_vllm.verification.randomness import Generators, fill_uniform
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this mean argmax; vLLM's own limit."""
+
+
+def draft_distribution(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """Q: the distribution `sample_without_replacement` draws from.
+
+    Args:
+        logits: ``[R, V]``, any floating type. A row needs one finite entry, and
+            has neither NaN nor +inf: not checked, since looking would make the
+            host wait for the device; such a row's Q is NaN.
+        temperature: One for all rows, or ``[R]``. Below `GREEDY_BELOW` Q is one
+            on the argmax and zero elsewhere.
+
+    Returns:
+        float32 ``[R, V]``; what is too small for a normal float32 is zero.
+    """
+    logits = logits.float()
+    if not isinstance(temperature, Tensor):
+        if temperature < GREEDY_BELOW:
+            return _one_hot_argmax(logits)
+        return _softmax(logits, torch.full_like(logits[:, 0], temperature))
+    greedy = temperature < GREEDY_BELOW
+    stochastic = _softmax(logits, temperature.float().masked_fill(greedy, 1.0))
+    return torch.where(greedy[:, None], _one_hot_argmax(logits), stochastic)
+
+
+def sample_without_replacement(
+    logits: Tensor,
+    k: int,
+    temperature: float | Tensor,
+    generators: Generators = None,
+) -> Tensor:
+    """Draws ``k`` different tokens per row from Q, in draft order.
+
+    With a temperature, the i-th token is drawn from Q renormalised over the
+    tokens not yet drawn; once Q has none left (-inf logits, underflow), uniformly
+    from the rest. That is what Algorithm 2 assumes of a node's children.
+
+    At temperature zero the tokens are the ``k`` largest logits in order, the
+    argmax first. They are *not* a sample from the one-hot Q, so they may only
+    meet a greedy target: a one-hot P (for which any children are lossless) or
+    `match_tree`.
+
+    Args:
+        logits: ``[R, V]``, any floating type; see `draft_distribution`.
+        k: How many tokens, 0 to V.
+        temperature: One for all rows, or ``[R]``; below `GREEDY_BELOW`, greedy.
+        generators: One stream, one per row, or None. Each row takes V numbers,
+            greedy rows of a temperature tensor too; a greedy ``float`` takes
+            none. A row with its own generator does not depend on its neighbours.
+
+    Returns:
+        int64 ``[R, k]``.
+
+    Raises:
+        ValueError: If ``k`` is not within 0 to V, or the list of generators has
+            not one entry per row.
+    """
+    vocabulary = logits.shape[1]
+    if not 0 <= k <= vocabulary:
+        raise ValueError(f"cannot draw {k} different tokens from a vocabulary of {vocabulary}")
+    if not isinstance(temperature, Tensor) and temperature < GREEDY_BELOW:
+        return _greedy_scores(logits).topk(k, dim=1).indices
+    draft = draft_distribution(logits, temperature)
+    scores = _race(draft, generators)
+    if isinstance(temperature, Tensor):
+        greedy = (temperature < GREEDY_BELOW)[:, None]
+        scores = torch.where(greedy, _greedy_scores(logits), scores)
+    return scores.topk(k, dim=1).indices
+
+
+def _softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+    # Subnormals become zero: some devices flush them at the next operation, and
+    # then the sampler and the verifier would disagree on what Q can still draw.
+    # A tensor even for one common temperature: CUDA divides by a scalar by
+    # multiplying with its reciprocal, which is another Q in the last bit.
+    probabilities = torch.softmax(logits / temperature[:, None], dim=1)
+    return threshold(probabilities, torch.finfo(torch.float32).tiny, 0.0, inplace=True)
+
+
+def _one_hot_argmax(logits: Tensor) -> Tensor:
+    argmax = logits.argmax(dim=1, keepdim=True)
+    return torch.zeros_like(logits, dtype=torch.float32).scatter_(1, argmax, 1.0)
+
+
+def _greedy_scores(logits: Tensor) -> Tensor:
+    # Among equal logits topk need not begin with the one that argmax takes.
+    return logits.scatter(1, logits.argmax(dim=1, keepdim=True), torch.inf)
+
+
+def _race(draft: Tensor, generators: Generators) -> Tensor:
+    """Scores whose k largest, in order, are k draws without replacement.
+
+    Token x arrives at time E[x] / Q[x], E exponential: the order of arrival is
+    the order of draws (the Gumbel-top-k trick without its logarithms). Those
+    with Q[x] = 0 come after all others, in the order of E alone.
+    """
+    arrival = _exponential(draft, generators)
+    return torch.where(draft > 0, draft / arrival, -arrival)
+
+
+def _exponential(like: Tensor, generators: Generators) -> Tensor:
+    # A vocabulary's smallest E decide the race. From float32 uniforms they would
+    # be multiples of 2**-24 (zero once in 16 million: a token of no weight wins),
+    # and on the CPU `Tensor.exponential_` takes four times as long.
+    uniforms = fill_uniform(torch.empty_like(like, dtype=torch.float64), generators)
+    return uniforms.float().neg_().log1p_().neg_()

@@ -1,0 +1,114 @@
+"""Child look-ups for a batch of token trees, from their ``parents``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+ROOT = -1
+"""The root's entry in ``parents``."""
+PADDING = -2
+"""The entry of a node that is not there: the tree is smaller than the batch's largest."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The shapes of a batch's trees, as the verifier looks them up.
+
+    Attributes:
+        children: int64 ``[B, N+1, b]``: the k-th child of each node in draft
+            order, -1 where it has no k-th child; b is at least 1.
+        sizes: Nodes of each request's tree, root included.
+        branches: Most children of any node at each depth. One entry per depth,
+            so the last is 0.
+    """
+
+    children: Tensor
+    sizes: tuple[int, ...]
+    branches: tuple[int, ...]
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest node of the batch, in edges."""
+        return len(self.branches) - 1
+
+    @classmethod
+    def from_parents(cls, parents: Tensor, device: torch.device | None = None) -> Topology:
+        """Builds the look-ups, on the host: one copy down and one up.
+
+        An engine whose trees stay the same builds this once, and passes it
+        wherever ``parents`` is asked for.
+
+        Args:
+            parents: Integer ``[B, N+1]``; -1 for the root (node 0), -2 for
+                padding (after the tree's last node), else the parent's index,
+                which is below the node's own. Siblings are drafts in index order.
+            device: Where ``children`` goes; the device of ``parents`` if None.
+
+        Raises:
+            ValueError: If a row is not a tree in this form; names the node.
+        """
+        host = parents.detach().to("cpu", torch.int64)
+        _check_parents(host)
+        children = _child_table(host)
+        return cls(
+            children=children.to(device or parents.device),
+            sizes=tuple((host != PADDING).sum(dim=1).tolist()),
+            branches=_branches_by_depth(children, _depths(host)),
+        )
+
+    def to(self, device: torch.device) -> Topology:
+        """This topology with ``children`` on ``device``."""
+        if self.children.device == device:
+            return self
+        return replace(self, children=self.children.to(device))
+
+
+def _check_parents(parents: Tensor) -> None:
+    if parents.dim() != 2 or parents.shape[1] == 0:
+        raise ValueError(f"parents must be [requests, nodes], not {list(parents.shape)}")
+    indices = torch.arange(parents.shape[1])
+    padding = parents == PADDING
+    wrong = (parents >= indices) | (parents < PADDING)
+    wrong |= (parents == ROOT) != (indices == 0)
+    wrong[:, 1:] |= padding[:, :-1] & ~padding[:, 1:]
+    if wrong.any():
+        request, node = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"request {request}: node {node} has parent {int(parents[request, node])}; node 0 "
+            f"must have -1, a later node one before it, and padding (-2) only comes at the end"
+        )
+
+
+def _child_table(parents: Tensor) -> Tensor:
+    batch, nodes = parents.shape
+    # Sorted by parent, siblings are neighbours and still in draft order; a node's
+    # rank is its distance from the first entry with the same parent.
+    sorted_parents, order = parents.sort(dim=1, stable=True)
+    ranks = torch.arange(nodes) - torch.searchsorted(sorted_parents, sorted_parents)
+    request, position = (sorted_parents >= 0).nonzero(as_tuple=True)
+    rank = ranks[request, position]
+    width = int(rank.max()) + 1 if rank.numel() else 1
+    table = torch.full((batch, nodes, width), -1)
+    table[request, sorted_parents[request, position], rank] = order[request, position]
+    return table
+
+
+def _depths(parents: Tensor) -> Tensor:
+    depths = torch.zeros_like(parents)
+    ancestors = parents
+    while bool((ancestors >= 0).any()):
+        depths += ancestors >= 0
+        above = parents.gather(1, ancestors.clamp(min=0))
+        ancestors = torch.where(ancestors >= 0, above, ancestors)
+    return depths
+
+
+def _branches_by_depth(children: Tensor, depths: Tensor) -> tuple[int, ...]:
+    counts = (children >= 0).sum(dim=2)
+    deepest = int(depths.max()) if depths.numel() else 0
+    return tuple(
+        int(counts[depths == depth].max()) if depths.numel() else 0 for depth in range(deepest + 1)
+    )

@@ -1,0 +1,311 @@
+"""Verification of token trees against the target (Algorithm 2 of arXiv 2402.12374).
+
+The names in the code against the paper's: ``residual`` is R, which starts as
+the target's distribution P; ``draft`` is D, which starts as the draft's Q;
+``token`` is the child's x̂.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sequoia_vllm.verification.randomness import Generators, fill_uniform_prefixes
+from sequoia_vllm.verification.topology import Topology
+
+DistributionAt = Callable[[Tensor, Tensor], Tensor]
+"""``(requests[A], nodes[A]) -> float32 [A, V]``, a fresh tensor: the caller writes in it."""
+
+TokenAt = Callable[[Tensor, Tensor, int], Tensor]
+"""``(requests[A], nodes[A], depth) -> int64 [A]``: the target's token after each node."""
+
+Choice = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """What verification decided, for B requests whose deepest tree has depth D.
+
+    Attributes:
+        accepted_nodes: int64 ``[B, D]``: the accepted path below the root, then -1.
+        output_tokens: int64 ``[B, D + 1]``: the tokens of that path, the target's
+            own token after it, then -1.
+        num_accepted: int64 ``[B]``: length of the path, so a request emits
+            ``num_accepted + 1`` tokens.
+    """
+
+    accepted_nodes: Tensor
+    output_tokens: Tensor
+    num_accepted: Tensor
+
+
+def verify_tree(
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    tokens: Tensor,
+    parents: Tensor | Topology,
+    generators: Generators = None,
+) -> VerifyResult:
+    """Algorithm 2 on distributions already computed for every node.
+
+    Args:
+        target_probs: float32 ``[B, N+1, V]``, P at each node: after the
+            request's temperature, truncation and penalties.
+        draft_probs: float32 ``[B, N+1, V]``, the Q at each node that its children
+            were sampled from (`draft_distribution`). Rows of nodes without
+            children are never read.
+        tokens: See `walk_tree`, which also explains the rest.
+        parents: See `walk_tree`.
+        generators: See `walk_tree`.
+
+    Raises:
+        ValueError: As `walk_tree`.
+    """
+    return walk_tree(
+        lambda requests, nodes: target_probs[requests, nodes],
+        lambda requests, nodes: draft_probs[requests, nodes],
+        tokens,
+        parents,
+        generators,
+    )
+
+
+def walk_tree(
+    target_at: DistributionAt,
+    draft_at: DistributionAt,
+    tokens: Tensor,
+    parents: Tensor | Topology,
+    generators: Generators = None,
+) -> VerifyResult:
+    """Algorithm 2, asking for the distributions of the visited nodes only.
+
+    The emitted tokens have the law of sampling the target one token at a time,
+    provided that the children of a node are distinct and were drawn as
+    `sample_without_replacement` does with a positive temperature. For a one-hot P
+    any children will do.
+
+    Each request uses one uniform number per node of its tree, whatever the
+    outcome, in float64 and in this order: the first picks the token that ends
+    the walk, the i-th after it (from 1) decides node i.
+
+    Args:
+        target_at: P at ``nodes[j]`` of ``requests[j]``, float32 ``[A, V]``, each
+            row a distribution. Called once per depth, for every request still
+            walking. Must return a fresh tensor: it is overwritten.
+        draft_at: Likewise Q, called for those whose node has children.
+        tokens: int64 ``[B, N+1]``; the root's is not read. In padding anything
+            within the vocabulary.
+        parents: int ``[B, N+1]`` (-1 the root, -2 padding), or the `Topology`
+            made from it.
+        generators: One stream, one per request, or None. With its own generator
+            a request's result and what it takes from the generator do not
+            depend on the rest of the batch.
+
+    Raises:
+        ValueError: If ``parents`` does not hold trees, or differs from
+            ``tokens`` in shape, or the list of generators has not one entry per
+            request.
+    """
+    topology = _topology_of(parents, tokens)
+    uniforms = torch.empty(tokens.shape, dtype=torch.float64, device=tokens.device)
+    fill_uniform_prefixes(uniforms, topology.sizes, generators)
+
+    def choose(requests: Tensor, nodes: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        residual = target_at(requests, nodes)
+        children = topology.children[requests, nodes, : topology.branches[depth]]
+        accepted = torch.full_like(requests, -1)
+        inner = _true_indices((children >= 0).any(dim=1))
+        if inner.numel():
+            siblings = _Siblings(
+                nodes=children[inner],
+                tokens=tokens[requests[inner, None], children[inner]],
+                uniforms=uniforms[requests[inner, None], children[inner]],
+            )
+            draft = draft_at(requests[inner], nodes[inner])
+            accepted[inner] = _accept_child(residual, draft, inner, siblings)
+        moving, stopped = _partition(accepted >= 0)
+        emitted = tokens[requests, accepted]  # of no meaning yet for those that stopped
+        if stopped.numel():
+            emitted[stopped] = _sample(residual[stopped], uniforms[requests[stopped], 0])
+        return accepted, emitted, moving
+
+    return _walk(choose, topology, tokens)
+
+
+def match_tree(
+    target_token_at: TokenAt, tokens: Tensor, parents: Tensor | Topology
+) -> VerifyResult:
+    """Verification against a target whose next token is a function of the node.
+
+    The target's token is emitted, and the walk goes on where a child carries it
+    (the first, should two).
+
+    Args:
+        target_token_at: The target's token after ``nodes[j]`` of ``requests[j]``,
+            int64 ``[A]``; called once per depth, for the requests still walking.
+        tokens: int64 ``[B, N+1]``; the root's is not read.
+        parents: int ``[B, N+1]`` (-1 the root, -2 padding), or the `Topology`
+            made from it.
+
+    Raises:
+        ValueError: If ``parents`` does not hold trees, or differs from
+            ``tokens`` in shape.
+    """
+    topology = _topology_of(parents, tokens)
+
+    def choose(requests: Tensor, nodes: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        target = target_token_at(requests, nodes, depth)
+        children = topology.children[requests, nodes]
+        matches = (children >= 0) & (tokens[requests[:, None], children] == target[:, None])
+        # argmax of 0 and 1: the first match, or rank 0 where there is none.
+        first = children.gather(1, matches.int().argmax(dim=1, keepdim=True)).squeeze(1)
+        matched = matches.any(dim=1)
+        return torch.where(matched, first, -1), target, _true_indices(matched)
+
+    return _walk(choose, topology, tokens)
+
+
+def _topology_of(parents: Tensor | Topology, tokens: Tensor) -> Topology:
+    if isinstance(parents, Topology):
+        topology = parents.to(tokens.device)
+    else:
+        topology = Topology.from_parents(parents, tokens.device)
+    if topology.children.shape[:2] != tokens.shape:
+        raise ValueError(
+            f"tokens are {list(tokens.shape)} but parents {list(topology.children.shape[:2])}"
+        )
+    return topology
+
+
+def _walk(choose: Choice, topology: Topology, tokens: Tensor) -> VerifyResult:
+    """From each root downwards, all requests a level at a time.
+
+    ``choose(requests, nodes, depth)`` gives, for the requests that stand at
+    ``nodes``: the accepted child (-1: the walk ends), the emitted token, and the
+    positions of those that accepted a child.
+    """
+    batch, depths = tokens.shape[0], topology.max_depth + 1
+    accepted_nodes = tokens.new_full((batch, depths), -1)
+    output_tokens = tokens.new_full((batch, depths), -1)
+    requests = torch.arange(batch, device=tokens.device)
+    nodes = torch.zeros_like(requests)
+    for depth in range(depths):
+        if not requests.numel():
+            break
+        accepted, emitted, moving = choose(requests, nodes, depth)
+        accepted_nodes[requests, depth] = accepted
+        output_tokens[requests, depth] = emitted
+        requests, nodes = requests[moving], accepted[moving]
+    # Nothing is accepted below the deepest node: the last column is all -1.
+    return VerifyResult(accepted_nodes[:, :-1], output_tokens, (accepted_nodes >= 0).sum(dim=1))
+
+
+@dataclass(frozen=True)
+class _Siblings:
+    """The children of A nodes in draft order, ``[A, b]`` each; no child: node -1."""
+
+    nodes: Tensor
+    tokens: Tensor
+    uniforms: Tensor
+
+
+def _accept_child(residual: Tensor, draft: Tensor, rows: Tensor, siblings: _Siblings) -> Tensor:
+    """Algorithm 2's inner loop: tries the children of each node in turn.
+
+    Args:
+        residual: R, float32 ``[W, V]``. Row ``rows[j]`` belongs to node j; where
+            no child is accepted it becomes what the next token is drawn from.
+        draft: D, float32 ``[A, V]``; overwritten.
+        rows: int64 ``[A]``, increasing.
+        siblings: The children of each of the A nodes.
+
+    Returns:
+        int64 ``[A]``: the accepted child of each node, or -1.
+    """
+    accepted = torch.full_like(rows, -1)
+    # Position in `rows` of each node that still has no accepted child: `draft`
+    # and `target` keep the rows of these only, so a rejection costs no other
+    # request anything.
+    open_ = torch.arange(rows.numel(), device=rows.device)
+    target = _take(residual, rows)
+    branches = siblings.nodes.shape[1]
+    for rank in range(branches):
+        child, token = siblings.nodes[open_, rank], siblings.tokens[open_, rank]
+        target_at_token = _at(target, token)
+        draft_at_token = _at(draft, token)
+        waiting = (child >= 0) & (accepted[open_] < 0)
+        # u < R[x] / D[x], without dividing by zero: a u below 1 in float64 times a
+        # float32 D[x] stays below D[x], so R[x] = D[x] > 0 always accepts.
+        accept = waiting & (siblings.uniforms[open_, rank] * draft_at_token < target_at_token)
+        accepted[open_] = torch.where(accept, child, accepted[open_])
+
+        rejecting = _true_indices(waiting & ~accept)
+        if not rejecting.numel():
+            break
+        open_, child, token = open_[rejecting], child[rejecting], token[rejecting]
+        target, draft = _take(target, rejecting), _take(draft, rejecting)
+
+        target, vanished = _subtract(target, draft)
+        residual[rows[open_]] = target
+        # R and D differ by rounding alone: the acceptance probability was 1.
+        certain = vanished & (target_at_token[rejecting] > 0)
+        accepted[open_] = torch.where(certain, child, accepted[open_])
+
+        if rank + 1 < branches:
+            draft = _remove(draft, token, siblings.tokens[open_, : rank + 1])
+    return accepted
+
+
+def _subtract(target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
+    """norm(max(R - D, 0)), or R itself where nothing is left; and where that is."""
+    left = (target - draft).clamp_(min=0)
+    mass = left.sum(dim=1, keepdim=True)
+    vanished = mass == 0
+    return torch.where(vanished, target, left.div_(mass)), vanished.squeeze(1)
+
+
+def _remove(draft: Tensor, token: Tensor, rejected: Tensor) -> Tensor:
+    """D without a token: D[x] = 0, D = norm(D); in place.
+
+    Where D has nothing left, it becomes uniform over the tokens not in
+    ``rejected`` (``[A, rank + 1]``, all children so far).
+    """
+    draft.scatter_(1, token[:, None], 0.0)
+    mass = draft.sum(dim=1, keepdim=True)
+    exhausted = mass == 0
+    uniform = exhausted.to(draft.dtype) / max(draft.shape[1] - rejected.shape[1], 1)
+    # One pass for both cases: D / mass + 0, or 0 / 1 + uniform.
+    torch.addcdiv(uniform, draft, mass + exhausted, out=draft)
+    return draft.scatter_(1, rejected, 0.0)
+
+
+def _sample(distribution: Tensor, uniform: Tensor) -> Tensor:
+    """One token per row of ``[A, V]`` by inversion, with ``uniform`` ``[A]`` in [0, 1)."""
+    # float64: in float32 the sums of a large vocabulary lose its rare tokens.
+    cumulative = distribution.cumsum(dim=1, dtype=torch.float64)
+    threshold = uniform[:, None] * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+    return index.clamp_(max=distribution.shape[1] - 1)
+
+
+def _at(distribution: Tensor, token: Tensor) -> Tensor:
+    return distribution.gather(1, token[:, None]).squeeze(1)
+
+
+def _take(values: Tensor, rows: Tensor) -> Tensor:
+    """``values[rows]`` for increasing rows; no copy where that is all of them."""
+    return values if rows.numel() == values.shape[0] else values.index_select(0, rows)
+
+
+def _true_indices(mask: Tensor) -> Tensor:
+    return mask.nonzero().squeeze(1)
+
+
+def _partition(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices where ``mask`` holds and where not; waits for the device only once."""
+    order = mask.argsort(descending=True, stable=True)
+    split = int(mask.sum())
+    return order[:split], order[split:]

@@ -1,0 +1,185 @@
+"""The example pair, its model card, and the script that trains such a pair."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "examples" / "models"
+SCRIPT = ROOT / "examples" / "train_pair"
+NAMES = ("target", "draft")
+PARAMETERS = {"target": 4_163_840, "draft": 1_672_128}
+METRICS = ("target_cross_entropy", "draft_cross_entropy", "top1_agreement", "overlap")
+MAX_BYTES = 16 * 1024**2
+
+
+def read_prompts(path: Path) -> list[str]:
+    return [json.loads(line)["prompt"] for line in path.read_text("utf-8").splitlines()]
+
+
+def run_script(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments, "--threads", "1"],
+        env={**os.environ, "RAYON_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def load(folder: Path):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {name: load(MODELS / name) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(MODELS / "target")
+
+
+@pytest.fixture(scope="module")
+def evaluation():
+    return json.loads((MODELS / "evaluation.json").read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def card():
+    return (MODELS / "README.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def smoke_pair(tmp_path_factory):
+    """The script's smoke run, with models that are smaller still."""
+    out = tmp_path_factory.mktemp("smoke") / "pair"
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    folders = [option for name in ("asyncio", "email") for option in ("--folder", stdlib / name)]
+    sizes = "--steps 20 --max-files 50 --vocab-size 512 --batch-size 4 --sequence-length 64"
+    shapes = "--target 32x2x2x64 --draft 16x1x1x32"
+    result = run_script("train", "--out", out, *folders, *sizes.split(), *shapes.split())
+    assert result.returncode == 0, result.stderr
+    return out
+
+
+class TestExamplePair:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_config_loads(self, name):
+        config = transformers.AutoConfig.from_pretrained(MODELS / name)
+        assert config.architectures == ["LlamaForCausalLM"]
+        assert config.dtype == torch.bfloat16
+        assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (0, 1, 2)
+
+    def test_one_tokenizer_and_vocabulary(self, tokenizer):
+        draft = transformers.AutoTokenizer.from_pretrained(MODELS / "draft")
+        assert draft.get_vocab() == tokenizer.get_vocab()
+        assert len(tokenizer) == 4096
+        target_file, draft_file = (MODELS / name / "tokenizer.json" for name in NAMES)
+        assert target_file.read_bytes() == draft_file.read_bytes()
+        for name in NAMES:
+            config = transformers.AutoConfig.from_pretrained(MODELS / name)
+            assert config.vocab_size == len(tokenizer)
+
+    def test_tokenizer_adds_nothing_and_round_trips(self, tokenizer):
+        text = "def größe(x):\n\treturn x  # ☃\n"
+        ids = tokenizer(text).input_ids
+        assert min(ids) > 2
+        assert tokenizer.decode(ids) == text
+
+    def test_real_files_of_at_most_16_mib(self):
+        paths = list(MODELS.rglob("*"))
+        assert not any(path.is_symlink() for path in paths)
+        assert sum(path.stat().st_size for path in paths if path.is_file()) <= MAX_BYTES
+
+    def test_prompts(self, tokenizer):
+        prompts = read_prompts(MODELS / "prompts.jsonl")
+        assert len(prompts) == 200
+        # Encoding a decoded window anew may merge tokens at its edges.
+        assert all(126 <= len(tokenizer(prompt).input_ids) <= 128 for prompt in prompts)
+
+
+class TestModelCard:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_parameter_counts(self, name, models, card):
+        model = models[name]
+        embedding = model.get_input_embeddings().weight.numel()
+        assert model.num_parameters() == PARAMETERS[name]
+        for count in (model.num_parameters(), embedding, model.num_parameters() - embedding):
+            assert f"{count:,}" in card
+
+    def test_shows_the_evaluation(self, card, evaluation):
+        quality = evaluation["quality"]
+        for metric in METRICS:
+            mean, error = quality[metric]["mean"], quality[metric]["standard_error"]
+            assert f"| {mean:.3f} | {error:.3f} |" in card
+        assert f"{quality['positions']:,}" in card
+
+    def test_gives_the_command_of_the_evaluation(self, card, evaluation):
+        assert f"python {' '.join(evaluation['provenance']['argv'])}\n" in card
+
+    @torch.no_grad()
+    def test_evaluation_agrees_with_the_definitions(self, models, tokenizer, evaluation):
+        """Cross-entropy and total variation written out, over all prompts."""
+        totals, positions = torch.zeros(4, dtype=torch.float64), 0
+        for prompt in read_prompts(MODELS / "prompts.jsonl"):
+            ids = tokenizer(prompt, return_tensors="pt").input_ids
+            p, q = (models[name](ids).logits[0, :-1].softmax(-1) for name in NAMES)
+            rows, actual = torch.arange(len(p)), ids[0, 1:]
+            totals[0] -= p[rows, actual].log().sum()
+            totals[1] -= q[rows, actual].log().sum()
+            totals[2] += (p.argmax(-1) == q.argmax(-1)).sum()
+            totals[3] += (1 - (p - q).abs().sum(-1) / 2).sum()
+            positions += len(p)
+        published = [evaluation["quality"][metric]["mean"] for metric in METRICS]
+        assert positions == evaluation["quality"]["positions"]
+        assert (totals / positions).tolist() == pytest.approx(published, abs=1e-3)
+
+
+class TestTrainPair:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_result_loads(self, name, smoke_pair):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(smoke_pair / name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(smoke_pair / name)
+        assert model.dtype == torch.bfloat16
+        assert model.config.vocab_size == len(tokenizer) == 512
+        assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
+        ids = tokenizer("def main():\n", return_tensors="pt").input_ids
+        assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] > ids.shape[1]
+
+    def test_leaves_the_pair_and_its_record(self, smoke_pair):
+        names = {path.name for path in smoke_pair.iterdir()}
+        assert names == {"target", "draft", "prompts.jsonl", "metrics.json"}
+        assert len(read_prompts(smoke_pair / "prompts.jsonl")) == 200
+        metrics = json.loads((smoke_pair / "metrics.json").read_text("utf-8"))
+        # At most a tenth of the files is held out.
+        assert metrics["files"]["validation"] == sum(metrics["files"].values()) // 10
+        assert [point["step"] for point in metrics["validation_loss"]["target"]] == [20]
+        assert metrics["provenance"]["versions"]["torch"] == torch.__version__
+
+    def test_evaluate_measures_the_same_again(self, smoke_pair, tmp_path):
+        result = run_script("evaluate", smoke_pair, "--out", tmp_path / "quality.json")
+        assert result.returncode == 0, result.stderr
+        again = json.loads((tmp_path / "quality.json").read_text("utf-8"))["quality"]
+        first = json.loads((smoke_pair / "metrics.json").read_text("utf-8"))["quality"]
+        for metric in METRICS:
+            assert again[metric] == pytest.approx(first[metric], rel=1e-6)
+        assert again["target_parameters"] == load(smoke_pair / "target").num_parameters()
+
+    def test_evaluate_refuses_two_tokenizers(self, smoke_pair, tmp_path):
+        (tmp_path / "target").symlink_to(MODELS / "target")
+        (tmp_path / "draft").symlink_to(smoke_pair / "draft")
+        result = run_script("evaluate", tmp_path, "--prompts", MODELS / "prompts.jsonl")
+        assert result.returncode == 1
+        assert "different tokenizers" in result.stderr
