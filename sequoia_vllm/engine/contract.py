@@ -45,6 +45,10 @@ CONTRACT = (
         ("self", "target_model_config", "target_parallel_config"),
     ),
     Expected("vllm.engine.arg_utils:EngineArgs.add_cli_args", ("parser",)),
+    Expected(
+        "vllm.sampling_params:SamplingParams._validate_spec_decode",
+        ("self", "speculative_config"),
+    ),
     # worker.py
     Expected("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ("self",)),
     Expected("vllm.v1.worker.cpu_worker:CPUModelRunner", ("vllm_config", "device")),
@@ -56,6 +60,10 @@ CONTRACT = (
     ),
     # runner_v1.py
     Expected(f"{_CPU_RUNNER}.load_model", ("self", "load_dummy_weights")),
+    Expected(
+        "vllm.v1.worker.gpu_model_runner:build_logitsprocs",
+        ("vllm_config", "device", "is_pin_memory", "is_pooling_model", "custom_logitsprocs"),
+    ),
     Expected(f"{_RUNNER}._update_states", ("self", "scheduler_output")),
     Expected(
         f"{_RUNNER}._prepare_inputs", ("self", "scheduler_output", "num_scheduled_tokens")

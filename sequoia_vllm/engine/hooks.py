@@ -1,4 +1,4 @@
-"""The three patches on vLLM's `EngineArgs`: the shorthand, the translation, the checks.
+"""The patches on vLLM's front end: the shorthand, the translation, the checks.
 
 They are the only functions of vLLM that are replaced in place (`ledger` lists
 them); everything else is done by subclasses that vLLM is told to use.
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
 
 from sequoia_vllm.config import METHOD, ConfigError, SequoiaConfig
 from sequoia_vllm.engine.contract import check_contract
@@ -25,38 +26,34 @@ logger = logging.getLogger("vllm.sequoia")
 
 CPU_WORKER = "sequoia_vllm.engine.worker.SequoiaCPUWorker"
 _MARK = "_sequoia_original"
+_SEQUOIA = "_sequoia"  # set on the SpeculativeConfig of a Sequoia engine
 
 
 def install() -> None:
-    """Patches `EngineArgs`, once per process."""
-    _wrap("create_engine_config", _create_engine_config)
-    _wrap("create_speculative_config", _create_speculative_config)
-    if not hasattr(EngineArgs.add_cli_args, _MARK):
-        original = EngineArgs.add_cli_args
-        wrapped = functools.wraps(original)(functools.partial(_add_cli_args, original))
-        setattr(wrapped, _MARK, original)
-        EngineArgs.add_cli_args = staticmethod(wrapped)
+    """Patches vLLM's front end, once per process."""
+    _wrap(EngineArgs, "create_engine_config", _create_engine_config)
+    _wrap(EngineArgs, "create_speculative_config", _create_speculative_config)
+    _wrap(EngineArgs, "add_cli_args", _add_cli_args, static=True)
+    _wrap(SamplingParams, "_validate_spec_decode", _validate_spec_decode)
 
 
 def installed() -> bool:
     """Whether this process is patched."""
-    return all(
-        hasattr(getattr(EngineArgs, name), _MARK)
-        for name in ("create_engine_config", "create_speculative_config", "add_cli_args")
-    )
+    return hasattr(EngineArgs.create_engine_config, _MARK)
 
 
-def _wrap(name: str, replacement: Callable[..., Any]) -> None:
-    original = getattr(EngineArgs, name)
+def _wrap(owner: type, name: str, replacement: Callable[..., Any], static: bool = False) -> None:
+    """Replaces ``owner.name`` by ``replacement(original, *args)``, unless that was done."""
+    original = getattr(owner, name)
     if hasattr(original, _MARK):
         return
 
     @functools.wraps(original)
-    def wrapped(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        return replacement(original, self, *args, **kwargs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
 
     setattr(wrapped, _MARK, original)
-    setattr(EngineArgs, name, wrapped)
+    setattr(owner, name, staticmethod(wrapped) if static else wrapped)
 
 
 # -- the command line ------------------------------------------------------------------
@@ -158,9 +155,11 @@ def _create_speculative_config(
         "num_speculative_tokens_per_batch_size": schedule,
     }
     try:
-        return original(self, target_model_config, target_parallel_config)
+        speculative_config = original(self, target_model_config, target_parallel_config)
     finally:
         self.speculative_config = request
+    setattr(speculative_config, _SEQUOIA, True)
+    return speculative_config
 
 
 def _worker_class(current: str) -> str:
@@ -169,3 +168,14 @@ def _worker_class(current: str) -> str:
             f"worker_cls is {current!r}: Sequoia brings its own worker; leave it at 'auto'"
         )
     return CPU_WORKER
+
+
+# -- requests --------------------------------------------------------------------------
+
+
+def _validate_spec_decode(
+    original: Callable[..., Any], self: SamplingParams, speculative_config: Any
+) -> None:
+    """As vLLM's, which refuses min_p and logit_bias; a Sequoia engine serves both."""
+    if not getattr(speculative_config, _SEQUOIA, False):
+        original(self, speculative_config)

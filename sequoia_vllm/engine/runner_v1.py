@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, build_logitsprocs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from sequoia_vllm.attention.tree_attention import tree_attention_mask
@@ -26,9 +29,17 @@ from sequoia_vllm.engine.sampler_output import SamplerRows, combine_outputs
 from sequoia_vllm.engine.seeded import peek_seeds
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.step_stats import StepStats
+from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.target_distribution import TargetDistribution
 from sequoia_vllm.engine.tree_verifier import TreeVerifier
 from sequoia_vllm.verification import VerifyResult
+
+
+def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
+    """vLLM's `build_logitsprocs` as for an engine that does not speculate."""
+    plain = copy(vllm_config)
+    plain.speculative_config = None
+    return build_logitsprocs(plain, *args)
 
 
 class SequoiaCPUModelRunner(CPUModelRunner):
@@ -40,7 +51,10 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        super().__init__(vllm_config, device)
+        # vLLM drops logits processors when it speculates; requests that need
+        # them are served here, without drafts.
+        with swapped(gpu_model_runner, "build_logitsprocs", build_all_logitsprocs):
+            super().__init__(vllm_config, device)
         self.tree = SequoiaSettings.of(vllm_config).tree
         self.drafter = SequoiaProposer(vllm_config, device, self)
         self.tree_verifier = TreeVerifier(
@@ -54,7 +68,10 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self._target_metadata: dict[str, Any] = {}
         self._depths = torch.from_numpy(self.tree.depths.copy()).to(device)
         self._ancestors = torch.from_numpy(self.tree.ancestor_mask.copy()).to(device)
-        self._serves_drafts = not self.model_config.logits_processors
+        self._has_custom_processors = any(
+            type(processor) not in BUILTIN_LOGITS_PROCESSORS
+            for processor in self.input_batch.logitsprocs.all
+        )
 
     # -- model and cache -----------------------------------------------------------
 
@@ -186,7 +203,15 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     ) -> VerifyResult:
         params = [self.requests[request].sampling_params for request in self.input_batch.req_ids]
         target = TargetDistribution.of(logits, metadata, params)
-        return self.tree_verifier.verify(trees, target, metadata.generators)
+        result = self.tree_verifier.verify(trees, target, metadata.generators)
+        if (group := get_tp_group()).world_size > 1:
+            # Floats may drift between ranks; one drift and their caches differ.
+            packed = torch.cat([result.output_tokens, result.accepted_nodes], dim=1)
+            tokens, nodes = group.broadcast(packed, src=0).split(
+                [result.output_tokens.shape[1], result.accepted_nodes.shape[1]], dim=1
+            )
+            result = VerifyResult(nodes, tokens, (nodes >= 0).sum(dim=1))
+        return result
 
     def _combine(
         self,
@@ -301,7 +326,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
 
     def _requests_to_draft(self, committed: CommittedTokens, tree: Any) -> Tensor:
         """Entries of ``committed`` that get a tree now, int64."""
-        if tree.size == 1 or not self._serves_drafts:
+        if tree.size == 1 or self._has_custom_processors:
             return torch.zeros(0, dtype=torch.int64)
         discarded = self.discard_request_mask.np
         ends = committed.positions[committed.ends - 1]

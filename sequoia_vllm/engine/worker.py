@@ -9,6 +9,7 @@ from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from sequoia_vllm.engine.contract import check_contract
+from sequoia_vllm.engine.swap import swapped
 
 
 class SequoiaCPUWorker(CPUWorker):
@@ -17,8 +18,8 @@ class SequoiaCPUWorker(CPUWorker):
     def init_device(self) -> None:
         """As vLLM's, which builds `CPUModelRunner` by that module-level name.
 
-        The name is swapped while it does, so that no second runner (with its
-        buffers) is built only to be thrown away.
+        The name is swapped meanwhile: no second runner, with its buffers, is
+        built only to be thrown away.
         """
         from sequoia_vllm.engine.runner_v1 import SequoiaCPUModelRunner
 
@@ -27,12 +28,8 @@ class SequoiaCPUWorker(CPUWorker):
             AttentionBackendEnum.CPU_ATTN,
             "sequoia_vllm.engine.cpu_attention.CPUTreeAttentionBackend",
         )
-        original = cpu_worker.CPUModelRunner
-        cpu_worker.CPUModelRunner = SequoiaCPUModelRunner
-        try:
+        with swapped(cpu_worker, "CPUModelRunner", SequoiaCPUModelRunner):
             super().init_device()
-        finally:
-            cpu_worker.CPUModelRunner = original
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, timed as part of the step."""

@@ -1,0 +1,29 @@
+"""Hardware: times of a step, the tree and schedule that are fastest on them."""
+
+from sequoia_vllm.hardware.choose import choose_schedule, choose_tree
+from sequoia_vllm.hardware.cost import CostModel, Estimate
+from sequoia_vllm.hardware.device import Device, DeviceError, DeviceHints, DeviceSpec, identify
+from sequoia_vllm.hardware.profile import Curve, Overhead, Profile, ProfileError
+from sequoia_vllm.hardware.roofline import Assumptions, roofline_profile
+from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate, ScheduleRange
+
+__all__ = [
+    "Assumptions",
+    "CostModel",
+    "Curve",
+    "Device",
+    "DeviceError",
+    "DeviceHints",
+    "DeviceSpec",
+    "Estimate",
+    "Overhead",
+    "Profile",
+    "ProfileError",
+    "Schedule",
+    "ScheduleEstimate",
+    "ScheduleRange",
+    "choose_schedule",
+    "choose_tree",
+    "identify",
+    "roofline_profile",
+]

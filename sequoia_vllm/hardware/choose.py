@@ -1,0 +1,261 @@
+"""Which tree, and how much of it at each batch size (paper, sections 4.1 and G.5, extended)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sequoia_vllm.hardware.cost import CostModel, Prefixes, check_batch_sizes
+from sequoia_vllm.hardware.profile import Profile
+from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate, ScheduleRange
+from sequoia_vllm.tree.acceptance import Acceptance
+from sequoia_vllm.tree.optimize import Frontier
+from sequoia_vllm.tree.token_tree import TokenTree
+
+logger = logging.getLogger(__name__)
+
+MAX_DEPTH = 24
+# Two speeds closer than this are the same speed: floating point must not decide.
+_SAME = 1e-9
+# A schedule may give away this much speed to have fewer ranges, and so fewer
+# CUDA graphs and fewer switches under changing load.
+TOLERANCE = 0.01
+_MOST_TREES = 256
+
+
+def choose_tree(
+    acceptance: Acceptance | ArrayLike,
+    profile: Profile,
+    batch_size: int = 1,
+    max_size: int = 128,
+    max_depth: int = MAX_DEPTH,
+    max_branch: int | None = None,
+    context_length: int | None = None,
+) -> TokenTree:
+    """The tree with the most expected tokens per second at this batch size.
+
+    Searched are the optimal trees of every size and depth (`Frontier`), best
+    bound first, so that the result is the best of them all.
+
+    Args:
+        acceptance: p[k] or p[d][k].
+        profile: Times of the device and model pair.
+        batch_size: Requests in a step.
+        max_size: Largest tree, root included; never more than the profile
+            timed at this batch size.
+        max_depth: Most edges from the root to a leaf.
+        max_branch: Most children of a node; None: as many as the vector has.
+        context_length: Which of the profile's contexts; None: its shortest.
+
+    Returns:
+        The tree, in value order. A tree of size 1 means: do not speculate.
+
+    Raises:
+        AcceptanceError: If ``acceptance`` is not an acceptance vector.
+        ProfileError: If ``batch_size`` is below 1.
+        TreeError: If a limit is below 1.
+    """
+    acceptance = Acceptance.of(acceptance)
+    cost = CostModel(profile, context_length)
+    check_batch_sizes([batch_size])
+    frontier = _frontier(acceptance, cost, [batch_size], max_size, max_depth, max_branch)
+    return _best_tree(frontier, cost, batch_size)
+
+
+def choose_schedule(
+    acceptance: Acceptance | ArrayLike,
+    profile: Profile,
+    batch_sizes: Iterable[int] = range(1, 257),
+    max_size: int = 128,
+    max_depth: int = MAX_DEPTH,
+    max_branch: int | None = None,
+    context_length: int | None = None,
+    tolerance: float = TOLERANCE,
+) -> Schedule:
+    """One stored tree, and how many of its drafts to use at each batch size.
+
+    Each request of a batch drafts a prefix of the one tree, which is what
+    vLLM's trimming of draft lists does. The stored tree is the per-batch
+    optimum (of the powers of two among ``batch_sizes``) whose prefixes are best
+    over all of them, by the geometric mean of the speed.
+
+    Args:
+        acceptance: p[k] or p[d][k].
+        profile: Times of the device and model pair.
+        batch_sizes: Batch sizes the table is for; the largest also stands for
+            all above it.
+        max_size: As in `choose_tree`, of every batch size alike.
+        max_depth: As in `choose_tree`.
+        max_branch: As in `choose_tree`.
+        context_length: As in `choose_tree`.
+        tolerance: Share of speed that may be given up for fewer ranges.
+
+    Returns:
+        Tree, ranges from batch size 1 without gaps, and estimates. A range with
+        0 tokens does not speculate; no range does if that is nowhere faster.
+
+    Raises:
+        AcceptanceError: If ``acceptance`` is not an acceptance vector.
+        ProfileError: If ``batch_sizes`` is empty or has an entry below 1.
+        TreeError: If a limit is below 1.
+    """
+    acceptance = Acceptance.of(acceptance)
+    cost = CostModel(profile, context_length)
+    sizes = check_batch_sizes(list(batch_sizes))
+    probes = [size for size in sizes if size & (size - 1) == 0] or sizes[:1]
+    frontier = _frontier(acceptance, cost, probes, max_size, max_depth, max_branch)
+    best = {probe: _best_tree(frontier, cost, probe) for probe in probes}
+    table = max(
+        (_SpeedTable.of(tree, acceptance, cost, probes) for tree in dict.fromkeys(best.values())),
+        # Equal means go to the smaller tree.
+        key=lambda table: (round(table.mean_log_best(), 9), -table.tree.size),
+    )
+    full = _SpeedTable.of(table.tree, acceptance, cost, sizes)
+    ranges = _ranges(full, tolerance)
+    used = max(entry.num_speculative_tokens for entry in ranges)
+    optimum = {
+        probe: _speedups(Prefixes.of(tree, acceptance), cost, probe)[-1]
+        for probe, tree in best.items()
+    }
+    estimates = [_estimate(full, ranges, probe, optimum[probe], cost) for probe in probes]
+    if any(entry.extrapolated for entry in estimates):
+        logger.warning(
+            "the schedule for %s uses times outside what its profile measured; see "
+            "'extrapolated' in its estimates",
+            profile.device,
+        )
+    return Schedule(tree=table.tree.trim(used + 1), ranges=ranges, estimates=estimates)
+
+
+def _frontier(
+    acceptance: Acceptance,
+    cost: CostModel,
+    batch_sizes: list[int],
+    max_size: int,
+    max_depth: int,
+    max_branch: int | None,
+) -> Frontier:
+    timed = max(cost.max_tokens(size) for size in batch_sizes)
+    return Frontier.of(acceptance, min(max_size, timed), max_depth, max_branch)
+
+
+def _best_tree(frontier: Frontier, cost: CostModel, batch_size: int) -> TokenTree:
+    """The fastest tree of the frontier; trees are made only while they could still win.
+
+    The bound of (n, d) times every draft level as if it had one node. Widths
+    only add time, so once a bound is below the best speed found, so is the rest.
+    """
+    largest = min(len(frontier.expected_tokens) - 1, cost.max_tokens(batch_size))
+    tokens = frontier.expected_tokens[1 : largest + 1]
+    depths = np.arange(tokens.shape[1])
+    sizes = np.arange(1, largest + 1)
+    seconds = cost.target_seconds(sizes, batch_size)[:, None] + cost.tree_overhead(batch_size)
+    seconds = seconds + cost.draft_seconds(tokens, batch_size)
+    seconds = seconds + np.maximum(depths - 1, 0) * cost.draft_seconds(1, batch_size)
+    bounds = tokens / seconds
+    best, best_speed = TokenTree((-1,)), 1.0 / cost.plain_seconds(batch_size)
+    order = np.argsort(-bounds[1:, 1:], axis=None, kind="stable")[:_MOST_TREES]
+    for size, depth in zip(*np.unravel_index(order, bounds[1:, 1:].shape), strict=True):
+        if bounds[size + 1, depth + 1] <= best_speed * (1 + _SAME):
+            break
+        tree = frontier.tree(int(size) + 2, int(depth) + 1)
+        prefixes = Prefixes.of(tree, frontier.acceptance)
+        speed = prefixes.expected_tokens[-1] / cost.prefix_seconds(prefixes, batch_size)[-1]
+        if speed > best_speed * (1 + _SAME):
+            best, best_speed = tree, float(speed)
+    return best
+
+
+def _speedups(prefixes: Prefixes, cost: CostModel, batch_size: int) -> NDArray[np.float64]:
+    """Speed of every prefix over plain decoding, ``[size]``; entry 0 is 1."""
+    seconds = cost.prefix_seconds(prefixes, batch_size)
+    return prefixes.expected_tokens / seconds * cost.plain_seconds(batch_size)
+
+
+@dataclass(frozen=True)
+class _SpeedTable:
+    """Speedup of each prefix of one tree at each batch size: ``[batches, size]``."""
+
+    tree: TokenTree
+    batch_sizes: list[int]
+    speedups: NDArray[np.float64]
+    expected_tokens: NDArray[np.float64]
+
+    @classmethod
+    def of(
+        cls, tree: TokenTree, acceptance: Acceptance, cost: CostModel, batch_sizes: list[int]
+    ) -> _SpeedTable:
+        prefixes = Prefixes.of(tree, acceptance)
+        rows = [_speedups(prefixes, cost, batch_size) for batch_size in batch_sizes]
+        for row, batch_size in zip(rows, batch_sizes, strict=True):
+            # What was not timed at this batch size is not used at it.
+            row[cost.max_tokens(batch_size) :] = 0.0
+        return cls(tree, batch_sizes, np.array(rows), prefixes.expected_tokens)
+
+    def mean_log_best(self) -> float:
+        return float(np.log(self.speedups.max(axis=1)).mean())
+
+
+def _ranges(table: _SpeedTable, tolerance: float) -> list[ScheduleRange]:
+    """Fewest ranges in which one prefix is within ``tolerance`` of the best everywhere."""
+    best = table.speedups.max(axis=1, keepdims=True)
+    good = table.speedups >= best * (1 - tolerance)
+    # A prefix slower than plain decoding is never good enough.
+    good[:, 1:] &= table.speedups[:, 1:] > 1 + _SAME
+    ranges = []
+    first = 0
+    while first < len(good):
+        shared = good[first]
+        last = first
+        while last + 1 < len(good) and (shared & good[last + 1]).any():
+            last += 1
+            shared = shared & good[last]
+        means = np.log(table.speedups[first : last + 1, shared]).mean(axis=0)
+        # The shortest of the equally fast.
+        chosen = int(np.flatnonzero(shared)[np.flatnonzero(means >= means.max() - _SAME)[0]])
+        ranges.append(
+            ScheduleRange(
+                first=1 if first == 0 else table.batch_sizes[first],
+                last=table.batch_sizes[last],
+                num_speculative_tokens=chosen,
+            )
+        )
+        first = last + 1
+    return _without_gaps(ranges)
+
+
+def _without_gaps(ranges: list[ScheduleRange]) -> list[ScheduleRange]:
+    """Batch sizes nobody asked for belong to the range before them."""
+    lasts = [following.first - 1 for following in ranges[1:]] + [ranges[-1].last]
+    merged: list[ScheduleRange] = []
+    for entry, last in zip(ranges, lasts, strict=True):
+        if merged and merged[-1].num_speculative_tokens == entry.num_speculative_tokens:
+            merged[-1] = merged[-1].model_copy(update={"last": last})
+        else:
+            merged.append(entry.model_copy(update={"last": last}))
+    return merged
+
+
+def _estimate(
+    table: _SpeedTable,
+    ranges: list[ScheduleRange],
+    batch_size: int,
+    optimum: float,
+    cost: CostModel,
+) -> ScheduleEstimate:
+    drafts = next(
+        entry.num_speculative_tokens for entry in ranges if entry.first <= batch_size <= entry.last
+    )
+    row = table.batch_sizes.index(batch_size)
+    return ScheduleEstimate(
+        batch_size=batch_size,
+        num_speculative_tokens=drafts,
+        expected_tokens=round(float(table.expected_tokens[drafts]), 4),
+        speedup=round(float(table.speedups[row, drafts]), 4),
+        optimum=round(float(optimum), 4),
+        extrapolated=cost.extrapolates(drafts + 1, batch_size),
+    )

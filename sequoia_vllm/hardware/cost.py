@@ -1,0 +1,223 @@
+"""Expected tokens per second of a tree on a profile (paper, section 4.1, extended).
+
+The paper maximises G(n, d) / (t(n) + d c). Here t and c come from a profile,
+depend on the batch size, and c on the width of each level as well:
+
+    step(tree) = target(n) + draft(new tokens) + sum over deeper levels draft(width) + overhead
+
+where the first draft pass of a step runs over the tokens the last one
+committed, and each later one over the nodes of a level that have children.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sequoia_vllm.hardware.profile import Curve, Profile, ProfileError
+from sequoia_vllm.tree.acceptance import Acceptance
+from sequoia_vllm.tree.token_tree import TokenTree
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one tree is expected to do at one batch size.
+
+    Attributes:
+        batch_size: Requests in the batch.
+        expected_tokens: Tokens per request and step, bonus token included.
+        seconds: Time of a step.
+        tokens_per_second: Over the whole batch.
+        speedup: Against plain decoding at the same batch size.
+        extrapolated: Whether a time was read outside the measured range.
+    """
+
+    batch_size: int
+    expected_tokens: float
+    seconds: float
+    tokens_per_second: float
+    speedup: float
+    extrapolated: bool
+
+
+class CostModel:
+    """The times of a profile at any number of tokens and any batch size.
+
+    Between measured points times are interpolated linearly, first over tokens
+    and then over batch sizes; they never fall when tokens are added, so noise in
+    a measurement cannot make a larger tree look faster. Outside the measured
+    range they are extrapolated, and `extrapolates` says so: above the largest
+    token count with the last slope, outside the batch sizes by the tokens of
+    the whole batch.
+    """
+
+    def __init__(self, profile: Profile, context_length: int | None = None) -> None:
+        """Takes the curves at the context nearest to ``context_length``; None: the shortest."""
+        self.profile = profile
+        self._target = _Surface(profile.target_forward, context_length)
+        self._draft = _Surface(profile.draft_level, context_length)
+        overhead = sorted(profile.overhead, key=lambda entry: entry.batch_size)
+        self._overhead_batches = [entry.batch_size for entry in overhead]
+        self._plain_overhead = [entry.plain_seconds for entry in overhead]
+        self._tree_overhead = [entry.tree_seconds for entry in overhead]
+
+    def max_tokens(self, batch_size: int) -> int:
+        """Largest tree size (root included) timed at this batch size."""
+        return self._target.max_tokens(batch_size)
+
+    def extrapolates(self, size: int, batch_size: int, draft_width: int = 1) -> bool:
+        """Whether a tree size, level width or batch size lies outside what was timed."""
+        return self._target.extrapolates(size, batch_size) or self._draft.extrapolates(
+            draft_width, batch_size
+        )
+
+    def target_seconds(self, tokens: ArrayLike, batch_size: int) -> Floats:
+        """One target pass over ``tokens`` tokens of each request; any shape."""
+        return self._target.seconds(tokens, batch_size)
+
+    def draft_seconds(self, tokens: ArrayLike, batch_size: int) -> Floats:
+        """One draft pass over ``tokens`` tokens of each request; any shape."""
+        return self._draft.seconds(tokens, batch_size)
+
+    def tree_overhead(self, batch_size: int) -> float:
+        """The rest of a speculative step."""
+        return float(np.interp(batch_size, self._overhead_batches, self._tree_overhead))
+
+    def plain_seconds(self, batch_size: int) -> float:
+        """A plain decoding step: one token of each request."""
+        overhead = np.interp(batch_size, self._overhead_batches, self._plain_overhead)
+        return float(self.target_seconds(1, batch_size) + overhead)
+
+    def prefix_seconds(self, prefixes: Prefixes, batch_size: int) -> Floats:
+        """Time of a step with each prefix of a tree, ``[size]``; entry 0 (root only) is plain."""
+        sizes = np.arange(1, len(prefixes.expected_tokens) + 1)
+        # Level 0 is the pass over newly committed tokens: its width is their number.
+        widths = prefixes.widths.astype(np.float64)
+        first = self.draft_seconds(prefixes.expected_tokens, batch_size)
+        deeper = np.where(
+            widths > 0, self.draft_seconds(np.maximum(widths, 1.0), batch_size), 0.0
+        ).sum(axis=1)
+        seconds = self.target_seconds(sizes, batch_size) + first + deeper
+        seconds += self.tree_overhead(batch_size)
+        seconds[0] = self.plain_seconds(batch_size)
+        return seconds
+
+    def estimate(self, tree: TokenTree, acceptance: Acceptance, batch_size: int) -> Estimate:
+        """What ``tree`` does at this batch size; the root alone is plain decoding."""
+        prefixes = Prefixes.of(tree, acceptance)
+        seconds = float(self.prefix_seconds(prefixes, batch_size)[-1])
+        tokens = float(prefixes.expected_tokens[-1])
+        return Estimate(
+            batch_size=batch_size,
+            expected_tokens=tokens,
+            seconds=seconds,
+            tokens_per_second=batch_size * tokens / seconds,
+            speedup=tokens / seconds * self.plain_seconds(batch_size),
+            extrapolated=self.extrapolates(
+                tree.size, batch_size, int(prefixes.widths[-1].max(initial=1))
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """Every prefix of a stored tree at once.
+
+    Attributes:
+        expected_tokens: float64 ``[size]``; entry n - 1 is the first n nodes'.
+        widths: int64 ``[size, depth]``; entry [n - 1, d - 1] is the number of
+            nodes at depth d >= 1 that have children among the first n nodes:
+            the draft's rows at that level.
+    """
+
+    expected_tokens: Floats
+    widths: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, tree: TokenTree, acceptance: Acceptance) -> Prefixes:
+        """Adds the nodes one by one, in stored order."""
+        widths = np.zeros((tree.size, max(1, tree.depth)), dtype=np.int64)
+        for node, children in enumerate(tree.children):
+            if node and children:
+                # The node needs the draft as soon as its first child is in the prefix.
+                widths[children[0] :, tree.depths[node] - 1] += 1
+        return cls(np.cumsum(tree.values(acceptance)), widths)
+
+
+class _Surface:
+    """Seconds over (tokens per request, batch size) at one context length."""
+
+    def __init__(self, curves: list[Curve], context_length: int | None) -> None:
+        contexts = sorted({curve.context_length for curve in curves})
+        wanted = contexts[0] if context_length is None else context_length
+        nearest = min(contexts, key=lambda context: (abs(context - wanted), context))
+        kept = sorted(
+            (curve for curve in curves if curve.context_length == nearest),
+            key=lambda curve: curve.batch_size,
+        )
+        self.batches = [curve.batch_size for curve in kept]
+        self._curves = [
+            (
+                np.array(curve.tokens, dtype=np.float64),
+                np.maximum.accumulate(np.array(curve.seconds, dtype=np.float64)),
+            )
+            for curve in kept
+        ]
+
+    def max_tokens(self, batch_size: int) -> int:
+        low, high, _ = self._between(batch_size)
+        return int(min(self._curves[low][0][-1], self._curves[high][0][-1]))
+
+    def extrapolates(self, tokens: int, batch_size: int) -> bool:
+        inside = self.batches[0] <= batch_size <= self.batches[-1]
+        return not inside or tokens > self.max_tokens(batch_size)
+
+    def seconds(self, tokens: ArrayLike, batch_size: int) -> Floats:
+        tokens = np.asarray(tokens, dtype=np.float64)
+        low, high, share = self._between(batch_size)
+        measured = self.batches[low]
+        if low == high and measured != batch_size:
+            # No curve on that side: the same work, spread over fewer or more requests.
+            tokens = np.maximum(tokens * batch_size / measured, 1.0)
+        below = self._along(low, tokens)
+        return below if low == high else (1 - share) * below + share * self._along(high, tokens)
+
+    def _between(self, batch_size: int) -> tuple[int, int, float]:
+        """Curves on both sides of a batch size, and how far it is from the first to the second."""
+        if batch_size < 1:
+            raise ProfileError(f"batch size {batch_size}: a batch has at least one request")
+        high = int(np.searchsorted(self.batches, batch_size))
+        if high == len(self.batches):
+            return high - 1, high - 1, 0.0
+        if high == 0 or self.batches[high] == batch_size:
+            return high, high, 0.0
+        low = high - 1
+        span = self.batches[high] - self.batches[low]
+        return low, high, (batch_size - self.batches[low]) / span
+
+    def _along(self, curve: int, tokens: Floats) -> Floats:
+        points, seconds = self._curves[curve]
+        inside = np.interp(tokens, points, seconds)
+        if len(points) == 1:
+            # One point says nothing of the slope; the caller is told it is extrapolated.
+            return inside
+        slope = (seconds[-1] - seconds[-2]) / (points[-1] - points[-2])
+        return inside + slope * np.maximum(tokens - points[-1], 0.0)
+
+
+def check_batch_sizes(batch_sizes: list[int]) -> list[int]:
+    """Sorted distinct batch sizes.
+
+    Raises:
+        ProfileError: If there are none, or one is below 1.
+    """
+    if not batch_sizes:
+        raise ProfileError("no batch sizes given")
+    for batch_size in batch_sizes:
+        if batch_size < 1:
+            raise ProfileError(f"batch size {batch_size}: a batch has at least one request")
+    return sorted(set(batch_sizes))

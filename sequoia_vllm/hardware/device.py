@@ -1,0 +1,219 @@
+"""Devices: their datasheet values, the names drivers give them, and nearest neighbours."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from sequoia_vllm.tree.json_file import FileModel, read_model
+
+_FILE = Path(__file__).with_name("devices.json")
+X86_CPU = "x86-cpu"
+
+
+class DeviceError(ValueError):
+    """A device that nothing is known about; says what to do."""
+
+
+class DeviceSpec(FileModel):
+    """Datasheet values of one accelerator."""
+
+    id: str = Field(min_length=1, description="Our name; the library file's name.")
+    name: str = Field(min_length=1, description="The maker's name.")
+    memory_gb: float = Field(gt=0, description="Memory, 10^9 bytes as printed.")
+    bandwidth_gb_s: float = Field(gt=0, description="Memory bandwidth, 10^9 bytes/s.")
+    bf16_tflops: float = Field(
+        gt=0,
+        description="Dense bfloat16 matrix rate, without sparsity, float32 accumulation, "
+        "10^12/s (float16 where the device has no bfloat16).",
+    )
+    interconnect: str = Field(description="Link between devices of one node.")
+    interconnect_gb_s: float = Field(gt=0, description="Its rate in one direction, 10^9 bytes/s.")
+    source: str = Field(min_length=1, description="Document the values are from.")
+    date: datetime.date = Field(description="Day the values were looked up.")
+    note: str | None = Field(default=None, description="What is uncertain about them.")
+
+    @property
+    def ridge(self) -> float:
+        """Operations per byte at which compute takes as long as memory."""
+        return self.bf16_tflops * 1e3 / self.bandwidth_gb_s
+
+
+class KnownDevice(DeviceSpec):
+    """A row of the device table."""
+
+    match: list[str] = Field(
+        min_length=1, description="Patterns for the whole driver name, see `normalize`."
+    )
+    library: bool = Field(description="Whether the library holds trees computed for it.")
+
+    def spec(self) -> DeviceSpec:
+        """Only the datasheet values."""
+        return DeviceSpec(**self.model_dump(exclude={"match", "library"}))
+
+
+class _DeviceFile(FileModel):
+    about: str
+    devices: list[KnownDevice]
+
+
+@dataclass(frozen=True)
+class Device:
+    """What is known about the device with a given driver name.
+
+    Attributes:
+        name: The driver's name for it.
+        id: Our id; None when the name is not in the table.
+        spec: Datasheet values (of the slice, for a MIG slice); None for CPUs
+            and unknown devices.
+        mig: The MIG profile ("3g.40gb"), if it is a slice.
+    """
+
+    name: str
+    id: str | None
+    spec: DeviceSpec | None
+    mig: str | None = None
+
+
+@dataclass(frozen=True)
+class DeviceHints:
+    """What an engine can say about a device that is not in the table; None: unknown."""
+
+    memory_gb: float | None = None
+    bandwidth_gb_s: float | None = None
+    bf16_tflops: float | None = None
+
+    @classmethod
+    def of(cls, spec: DeviceSpec) -> DeviceHints:
+        """The same three values of a known device."""
+        return cls(spec.memory_gb, spec.bandwidth_gb_s, spec.bf16_tflops)
+
+
+@cache
+def known_devices() -> dict[str, KnownDevice]:
+    """The device table, by id."""
+    table = read_model(_FILE, _DeviceFile, "device", DeviceError)
+    return {device.id: device for device in table.devices}
+
+
+def normalize(name: str) -> str:
+    """Lower case, words only, without maker and brand: "a100 sxm4 80gb"."""
+    words = re.split(r"[^a-z0-9.]+", name.lower().replace("(r)", " ").replace("(tm)", " "))
+    dropped = {"", "nvidia", "amd", "instinct", "geforce", "tesla", "radeon", "graphics"}
+    return " ".join(word for word in words if word not in dropped)
+
+
+def identify(name: str) -> Device:
+    """The device with this driver name.
+
+    Accepts CUDA and ROCm device names ("NVIDIA A100-SXM4-80GB", "NVIDIA H200",
+    "AMD Instinct MI300X"), MIG slices ("NVIDIA A100-SXM4-80GB MIG 3g.40gb"),
+    CPU model names from /proc/cpuinfo, and vLLM's "cpu".
+
+    Raises:
+        DeviceError: If the name is empty.
+    """
+    if not name.strip():
+        raise DeviceError(
+            "the device name is empty: give the name the driver reports "
+            '("NVIDIA H200"; for a CPU its model name, or "cpu")'
+        )
+    full, slice_gpus, slice_gb = _split_mig(name)
+    words = normalize(full)
+    for device in known_devices().values():
+        if words == device.id.replace("-", " ") or any(
+            re.fullmatch(pattern, words) for pattern in device.match
+        ):
+            if slice_gpus is None:
+                return Device(name, device.id, device.spec())
+            mig = f"{slice_gpus}g.{slice_gb}gb"
+            return Device(name, device.id, _slice(device.spec(), slice_gpus, slice_gb, mig), mig)
+    if _is_x86_cpu(words):
+        return Device(name, X86_CPU, None)
+    return Device(name, None, None)
+
+
+def nearest(hints: DeviceHints, candidates: Mapping[str, DeviceSpec]) -> tuple[str, str]:
+    """The candidate most like the device, and why.
+
+    The best tree depends on operations per byte (from which size scoring more
+    tokens costs more time) and on bandwidth (how large the launch overhead of a
+    draft level looks beside the target); both are compared as ratios, as is the
+    memory when nothing better is known. A device nothing is known of gets the
+    candidate with the fewest operations per byte: the smallest, safest trees.
+
+    Args:
+        hints: What is known of the device.
+        candidates: Devices with trees, by id; not empty.
+
+    Returns:
+        Candidate id and the reason in words.
+    """
+    features = _features(hints)
+    if not features:
+        cautious = min(candidates, key=lambda id_: (candidates[id_].ridge, id_))
+        return cautious, (
+            f"nothing but its name is known, so the most cautious trees, those of {cautious}, "
+            "are used"
+        )
+
+    def distance(id_: str) -> tuple[float, str]:
+        other = _features(DeviceHints.of(candidates[id_]))
+        return math.hypot(*(math.log(features[key] / other[key]) for key in features)), id_
+
+    best = min(candidates, key=distance)
+    other = _features(DeviceHints.of(candidates[best]))
+    compared = ", ".join(
+        f"{value:.4g} against {other[key]:.4g} {_UNITS[key]}" for key, value in features.items()
+    )
+    return best, f"{best} is the nearest by roofline ({compared})"
+
+
+_UNITS = {"ridge": "operations per byte", "bandwidth": "GB/s", "memory": "GB"}
+
+
+def _features(hints: DeviceHints) -> dict[str, float]:
+    features = {}
+    if hints.bf16_tflops and hints.bandwidth_gb_s:
+        features["ridge"] = hints.bf16_tflops * 1e3 / hints.bandwidth_gb_s
+    if hints.bandwidth_gb_s:
+        features["bandwidth"] = hints.bandwidth_gb_s
+    elif hints.memory_gb:
+        features["memory"] = hints.memory_gb
+    return features
+
+
+def _split_mig(name: str) -> tuple[str, int | None, int]:
+    found = re.search(r"\bMIG\s+(\d)g\.(\d+)gb\S*", name, flags=re.IGNORECASE)
+    if found is None:
+        return name, None, 0
+    return name[: found.start()], int(found[1]), int(found[2])
+
+
+def _slice(spec: DeviceSpec, gpus: int, memory_gb: int, mig: str) -> DeviceSpec:
+    """A MIG slice has g of 7 compute slices and its share of 8 memory slices."""
+    eighths = min(8, max(1, round(8 * memory_gb / spec.memory_gb)))
+    return spec.model_copy(
+        update={
+            "name": f"{spec.name} MIG {mig}",
+            "memory_gb": float(memory_gb),
+            "bandwidth_gb_s": spec.bandwidth_gb_s * eighths / 8,
+            "bf16_tflops": spec.bf16_tflops * min(gpus, 7) / 7,
+            "note": f"{min(gpus, 7)}/7 of the compute and {eighths}/8 of the memory slices",
+        }
+    )
+
+
+def _is_x86_cpu(words: str) -> bool:
+    if words in ("cpu", "x86 cpu"):
+        return True
+    brands = r"\b(xeon|epyc|ryzen|threadripper|athlon|opteron|core|pentium|celeron|atom)\b"
+    return bool(re.search(brands, words)) and "gpu" not in words.split()

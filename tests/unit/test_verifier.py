@@ -1,0 +1,494 @@
+"""The fast verifier decides as the reference does; batches, padding, rounding."""
+
+import math
+import random
+from dataclasses import dataclass, field
+from fractions import Fraction
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_verifier import Uniforms, algorithm_2, children_of, match, norm
+
+from sequoia_vllm.verification import (
+    Topology,
+    draft_distribution,
+    match_tree,
+    sample_without_replacement,
+    verifier,
+    verify_tree,
+    walk_tree,
+)
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def with_uniforms(uniforms):
+    """Makes the verifier use these numbers: column i for node i, column 0 for the last token."""
+    return patch.object(
+        verifier, "fill_uniform_prefixes", lambda values, sizes, generators: values.copy_(uniforms)
+    )
+
+
+def as_lists(result):
+    """Per request: accepted nodes and emitted tokens, after checking the padding."""
+    paths = []
+    for accepted, emitted, count in zip(
+        result.accepted_nodes.tolist(),
+        result.output_tokens.tolist(),
+        result.num_accepted.tolist(),
+        strict=True,
+    ):
+        assert accepted[count:] == [-1] * (len(accepted) - count)
+        assert emitted[count + 1 :] == [-1] * (len(emitted) - count - 1)
+        paths.append((accepted[:count], emitted[: count + 1]))
+    return paths
+
+
+# -- every decision against the reference -------------------------------------------
+
+
+@dataclass
+class Problem:
+    parents: list
+    tokens: list
+    target: list  # [nodes][vocabulary], exact
+    draft: list
+
+    def tensors(self, batch=1, dtype=torch.float32):
+        def rows(values):
+            return torch.tensor([[float(p) for p in row] for row in values], dtype=dtype)
+
+        return (
+            rows(self.target).expand(batch, -1, -1),
+            rows(self.draft).expand(batch, -1, -1),
+            torch.tensor(self.tokens).expand(batch, -1),
+            torch.tensor(self.parents).expand(batch, -1),
+        )
+
+    def reference(self, chance):
+        return algorithm_2(
+            self.target.__getitem__, self.draft.__getitem__, self.tokens, self.parents, chance
+        )
+
+
+def random_problem(rng, max_nodes=8):
+    """Any tree, any distributions (zeros, equal, one-hot), any distinct siblings."""
+    vocabulary = rng.randint(2, 6)
+    parents = [-1]
+    for node in range(1, rng.randint(1, max_nodes)):
+        room = [p for p in range(node) if parents.count(p) < vocabulary]
+        parents.append(rng.choice(room))
+
+    def distribution():
+        top = rng.choice([1, 3, 9])
+        weights = [rng.randint(0, top) for _ in range(vocabulary)]
+        weights[rng.randrange(vocabulary)] += 1
+        return norm([Fraction(w) for w in weights])
+
+    target = [distribution() for _ in parents]
+    draft = [row if rng.random() < 0.2 else distribution() for row in target]
+    tokens = [0] * len(parents)
+    for node in range(len(parents)):
+        children = children_of(parents, node)
+        for child, token in zip(
+            children, rng.sample(range(vocabulary), len(children)), strict=True
+        ):
+            tokens[child] = token
+    return Problem(parents, tokens, target, draft)
+
+
+problems = st.integers(0, 2**32).map(lambda seed: random_problem(random.Random(seed)))
+
+MARGIN = 1e-9
+
+
+@dataclass
+class Edges:
+    """Takes each decision once from just below its threshold and once from just above.
+
+    Follows a list of choices, then takes the first; notes the others, and the
+    uniform number that must lead the fast verifier to each.
+    """
+
+    choices: list
+    uniforms: dict = field(default_factory=dict)
+    alternatives: list = field(default_factory=list)
+    taken: int = 0
+
+    def choose(self, options, node):
+        if self.taken == len(self.choices):
+            self.alternatives += [[*self.choices, i] for i in range(1, len(options))]
+            self.choices = [*self.choices, 0]
+        outcome, self.uniforms[node] = options[self.choices[self.taken]]
+        self.taken += 1
+        return outcome
+
+    def accepts(self, probability, node):
+        p = float(probability)
+        options = []
+        if p > MARGIN:
+            options.append((True, p - MARGIN))
+        if p < 1 - MARGIN:
+            options.append((False, p + MARGIN))
+        return self.choose(options, node)
+
+    def draw(self, distribution):
+        options, below = [], 0.0
+        for token, p in enumerate(distribution):
+            if p > 0:
+                options.append((token, below + MARGIN))
+                options.append((token, below + float(p) - MARGIN))
+            below += float(p)
+        return self.choose(options, 0)
+
+
+@settings(deadline=None, max_examples=150)
+@given(problems)
+def test_every_decision_has_the_probability_of_algorithm_2(problem):
+    """In float64, all outcomes: each threshold agrees with the exact one to 1e-9."""
+    expected, uniforms, scripts = [], [], [[]]
+    while scripts:
+        edges = Edges(scripts.pop())
+        expected.append(problem.reference(edges))
+        scripts += edges.alternatives
+        uniforms.append([edges.uniforms.get(n, math.nan) for n in range(len(problem.parents))])
+    with with_uniforms(torch.tensor(uniforms, dtype=torch.float64)):
+        result = verify_tree(*problem.tensors(len(uniforms), torch.float64))
+    assert as_lists(result) == expected
+
+
+class FarFromEdges(Uniforms):
+    """Notes whether a number fell so near its threshold that float32 may differ."""
+
+    near = False
+
+    def accepts(self, probability, node):
+        self.near |= abs(self.values[node] - float(probability)) < 1e-3
+        return super().accepts(probability, node)
+
+    def draw(self, distribution):
+        token = super().draw(distribution)
+        below = float(sum(distribution[:token]))
+        above = below + float(distribution[token])
+        self.near |= min(self.values[0] - below, above - self.values[0]) < 1e-3
+        return token
+
+
+def test_a_request_uses_one_float64_uniform_per_node_in_node_order():
+    """The documented stream: with it the reference repeats a float32 run."""
+    compared = 0
+    for seed in range(300):
+        problem = random_problem(random.Random(seed))
+        own = generator(seed)
+        result = verify_tree(*problem.tensors(), [own])
+        stream = generator(seed)
+        size = len(problem.parents)
+        chance = FarFromEdges(torch.rand(size, dtype=torch.float64, generator=stream).tolist())
+        expected = problem.reference(chance)
+        assert torch.equal(own.get_state(), stream.get_state())
+        if not chance.near:
+            compared += 1
+            assert as_lists(result) == [expected]
+    assert compared > 250
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 2**32))
+def test_what_is_emitted_is_always_possible_under_the_target(seed):
+    """With probabilities from 1 down to float32's smallest, in P, Q, or both."""
+    rng = random.Random(seed)
+    vocabulary, batch = rng.randint(2, 6), 64
+    parents = random_problem(rng).parents
+    scale = rng.choice([1.0, 10.0, 40.0, 100.0])
+    shape = (len(parents), vocabulary)
+    noise = generator(seed % 2**31)
+    target_logits = torch.randn(shape, generator=noise) * scale
+    target_logits[torch.rand(shape, generator=noise) < 0.3] = -torch.inf
+    target_logits[:, 0] = target_logits[:, 0].clamp(min=-1.0)
+    target = target_logits.softmax(dim=1)
+    if rng.random() < 0.5:  # Q is P up to rounding: residuals of rounding size
+        draft = (target * (1 + 1e-7 * torch.randn(shape, generator=noise))).clamp(min=0)
+    else:
+        draft = (torch.randn(shape, generator=noise) * scale).softmax(dim=1)
+    tokens = torch.zeros(batch, len(parents), dtype=torch.int64)
+    for node in range(len(parents)):
+        children = children_of(parents, node)[:vocabulary]
+        logits = draft[node].log().expand(batch, -1)
+        tokens[:, children] = sample_without_replacement(logits, len(children), 1.0, noise)
+    result = verify_tree(
+        target.expand(batch, -1, -1),
+        draft.expand(batch, -1, -1),
+        tokens,
+        torch.tensor(parents).expand(batch, -1),
+        noise,
+    )
+    for accepted, emitted in as_lists(result):
+        for node, token in zip([0, *accepted], emitted, strict=True):
+            assert 0 <= token < vocabulary
+            assert target[node, token] > 0
+
+
+# -- rounding ------------------------------------------------------------------------
+
+
+def one_child(target, draft, token, uniforms):
+    rows = torch.tensor([target, target])[None], torch.tensor([draft, draft])[None]
+    with with_uniforms(torch.tensor([uniforms], dtype=torch.float64)):
+        result = verify_tree(*rows, torch.tensor([[0, token]]), torch.tensor([[-1, 0]]))
+    return as_lists(result)[0]
+
+
+def test_a_residual_lost_to_rounding_means_accept():
+    # P is below Q everywhere, as rounding can make it: u falls between P/Q and 1.
+    target, draft = [0.4999999, 0.4999999, 0.0], [0.5, 0.5, 0.0]
+    accepted, emitted = one_child(target, draft, 1, [0.1, 1 - 1e-12])
+    assert (accepted, emitted) == ([1], [1, 0])
+
+
+def test_a_residual_lost_to_rounding_never_emits_an_impossible_token():
+    # The child's true Q is 1e-9: too small to show in Q[0] = 1.
+    accepted, emitted = one_child([1.0, 0.0], [1.0, 1e-9], 1, [0.9999, 0.0])
+    assert (accepted, emitted) == ([], [0])
+
+
+def test_equal_distributions_accept_for_every_uniform_below_one():
+    largest = 1 - 2.0**-53
+    for p in (0.1, 1 / 3, 0.7, 1e-30):
+        accepted, _ = one_child([p, 1 - p], [p, 1 - p], 0, [0.0, largest])
+        assert accepted == [1]
+
+
+def test_a_uniform_of_zero_rejects_an_impossible_token():
+    assert one_child([0.0, 1.0], [0.5, 0.5], 0, [0.0, 0.0]) == ([], [1])
+    assert one_child([0.0, 1.0], [0.0, 1.0], 0, [0.0, 0.0]) == ([], [1])
+
+
+def test_the_last_token_is_drawn_finely_enough_for_a_large_vocabulary():
+    rare = 1e-9  # in float32 the running sum near 1 moves in steps of 6e-8
+    row = torch.full((100_001,), rare)
+    row[0] = 1 - 1e-4
+    first = float(row[0].double() / row.double().sum())
+    wanted = torch.tensor([1, 77, 50_000, 100_000])
+    uniforms = first + (wanted.double() - 0.5) * (1 - first) / 100_000
+    with with_uniforms(uniforms[:, None]):
+        result = verify_tree(
+            row.expand(4, 1, -1),
+            row.expand(4, 1, -1),
+            torch.zeros(4, 1, dtype=torch.int64),
+            torch.full((4, 1), -1),
+        )
+    assert torch.equal(result.output_tokens[:, 0], wanted)
+
+
+# -- batches, padding, trimming --------------------------------------------------------
+
+
+def batch_of(problems_, width):
+    """The problems as one batch, and what must not be read filled with NaN."""
+    vocabulary = max(len(p.target[0]) for p in problems_)
+    shape = (len(problems_), width, vocabulary)
+    target, draft = torch.full(shape, math.nan), torch.full(shape, math.nan)
+    tokens = torch.zeros(shape[:2], dtype=torch.int64)
+    parents = torch.full(shape[:2], -2)
+    for i, problem in enumerate(problems_):
+        one_target, one_draft, one_tokens, one_parents = problem.tensors()
+        size, own = len(problem.parents), len(problem.target[0])
+        target[i, :size] = 0.0
+        target[i, :size, :own] = one_target[0]
+        inner = sorted(set(problem.parents) - {-1})
+        draft[i, inner] = 0.0
+        draft[i, inner, :own] = one_draft[0, inner]
+        tokens[i, :size], parents[i, :size] = one_tokens[0], one_parents[0]
+    return target, draft, tokens, parents
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**32), st.integers(0, 3))
+def test_a_batch_is_its_requests_one_by_one(seed, extra):
+    rng = random.Random(seed)
+    mixed = [random_problem(rng) for _ in range(rng.randint(1, 6))]
+    width = max(len(p.parents) for p in mixed) + extra
+    target, draft, tokens, parents = batch_of(mixed, width)
+    own = [generator(i) for i in range(len(mixed))]
+    together = verify_tree(target, draft, tokens, parents, own)
+    max_depth = Topology.from_parents(parents).max_depth
+    assert together.accepted_nodes.shape == (len(mixed), max_depth)
+    assert together.output_tokens.shape == (len(mixed), max_depth + 1)
+    for i, (problem, path) in enumerate(zip(mixed, as_lists(together), strict=True)):
+        alone_generator, size = generator(i), len(problem.parents)
+        alone = verify_tree(
+            target[i : i + 1, :size],
+            draft[i : i + 1, :size],
+            tokens[i : i + 1, :size],
+            parents[i : i + 1, :size],
+            [alone_generator],
+        )
+        assert as_lists(alone) == [path]
+        assert torch.equal(own[i].get_state(), alone_generator.get_state())
+
+
+def test_a_trimmed_tree_is_the_smaller_tree():
+    rng = random.Random(3)
+    for seed in range(40):
+        problem = random_problem(rng, max_nodes=9)
+        target, draft, tokens, parents = problem.tensors()
+        for size in range(1, len(problem.parents) + 1):
+            trimmed = parents.clone()
+            trimmed[:, size:] = -2
+            padded = verify_tree(target, draft, tokens, trimmed, [generator(seed)])
+            cut = [values[:, :size] for values in (target, draft, tokens, parents)]
+            smaller = verify_tree(*cut, [generator(seed)])
+            assert as_lists(padded) == as_lists(smaller)
+
+
+def test_inputs_are_left_alone_and_a_topology_stands_for_parents():
+    rng = random.Random(0)
+    mixed = [random_problem(rng) for _ in range(8)]
+    inputs = batch_of(mixed, 9)
+    before = [values.clone() for values in inputs]
+    result = verify_tree(*inputs, generator(0))
+    for values, original in zip(inputs, before, strict=True):
+        assert torch.equal(values.nan_to_num(-7), original.nan_to_num(-7))
+    topology = Topology.from_parents(inputs[3])
+    again = verify_tree(*inputs[:3], topology, generator(0))
+    assert as_lists(again) == as_lists(result)
+
+
+def test_the_default_generator_and_mixed_lists():
+    problem = next(p for s in range(99) if len((p := random_problem(random.Random(s))).parents) > 6)
+    inputs = problem.tensors(batch=3)
+    torch.manual_seed(5)
+    default = verify_tree(*inputs)
+    torch.manual_seed(5)
+    mixed = verify_tree(*inputs, [None, generator(5), None])
+    alone = verify_tree(*problem.tensors(), [generator(5)])
+    assert as_lists(mixed)[1] == as_lists(alone)[0]
+    assert as_lists(mixed)[::2] == as_lists(default)[::2]
+
+
+def test_results_do_not_depend_on_torchs_default_dtype():
+    inputs = batch_of([random_problem(random.Random(s)) for s in range(64)], 9)
+    expected = as_lists(verify_tree(*inputs, generator(0)))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert as_lists(verify_tree(*inputs, generator(0))) == expected
+        assert draft_distribution(torch.zeros(1, 3), 1.0).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# -- the engine's form -----------------------------------------------------------------
+
+
+def test_distributions_are_asked_for_once_per_depth_and_only_where_needed():
+    #   request 0:  0 ─ 1 ─ 2        request 1:  0 ─┬─ 1      request 2:  0
+    #                                               └─ 2
+    parents = torch.tensor([[-1, 0, 1], [-1, 0, 0], [-1, -2, -2]])
+    tokens = torch.tensor([[0, 1, 2], [0, 3, 4], [0, 0, 0]])
+    target = torch.tensor([[1, 2, 0], [4, 0, 0], [2, 0, 0]])  # the certain token at each node
+    calls = []
+
+    def recorded(name, distributions):
+        def at(requests, nodes):
+            calls.append((name, requests.tolist(), nodes.tolist()))
+            return distributions[requests, nodes]
+
+        return at
+
+    one_hot = torch.nn.functional.one_hot(target, 5).float()
+    uniform = torch.full((3, 3, 5), 0.2)
+    result = walk_tree(recorded("P", one_hot), recorded("Q", uniform), tokens, parents)
+    assert as_lists(result) == [([1, 2], [1, 2, 0]), ([2], [4, 0]), ([], [2])]
+    assert calls == [
+        ("P", [0, 1, 2], [0, 0, 0]),
+        ("Q", [0, 1], [0, 0]),
+        ("P", [0, 1], [1, 2]),
+        ("Q", [0], [1]),
+        ("P", [0], [2]),
+    ]
+
+
+def test_no_requests():
+    empty = torch.empty(0, 3, dtype=torch.int64)
+    result = verify_tree(torch.empty(0, 3, 4), torch.empty(0, 3, 4), empty, empty, [])
+    assert (result.accepted_nodes.shape, result.output_tokens.shape) == ((0, 0), (0, 1))
+    assert match_tree(lambda r, n, d: r, empty, empty).num_accepted.shape == (0,)
+
+
+def test_mismatched_arguments_are_refused():
+    probabilities = torch.full((2, 2, 3), 1 / 3)
+    tokens, parents = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[-1, 0]] * 2)
+    with pytest.raises(ValueError, match="1 generators for 2 rows"):
+        verify_tree(probabilities, probabilities, tokens, parents, [generator(0)])
+    with pytest.raises(ValueError, match=r"tokens are \[2, 2\] but parents \[1, 2\]"):
+        verify_tree(probabilities, probabilities, tokens, parents[:1])
+    with pytest.raises(ValueError, match="request 0: node 1 has parent 1"):
+        verify_tree(probabilities, probabilities, tokens, torch.tensor([[-1, 1]] * 2))
+
+
+# -- greedy ------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 2**32))
+def test_match_tree_follows_the_target_as_the_reference_does(seed):
+    rng = random.Random(seed)
+    mixed = [random_problem(rng) for _ in range(rng.randint(1, 5))]
+    for problem in mixed:  # also twins, though drafts never make them
+        problem.tokens = [rng.choice([t, 0]) for t in problem.tokens]
+    _, _, tokens, parents = batch_of(mixed, 9)
+    target = torch.randint(0, 4, (len(mixed), 9, 9), generator=generator(seed % 2**31))
+
+    result = match_tree(
+        lambda r, n, depth: target[r, n, torch.full_like(r, depth)], tokens, parents
+    )
+
+    assert as_lists(result) == [
+        match(lambda n, depth, i=i: int(target[i, n, depth]), problem.tokens, problem.parents)
+        for i, problem in enumerate(mixed)
+    ]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 2**32))
+def test_with_a_one_hot_target_any_draft_gives_the_greedy_path(seed):
+    """So the order in which greedy drafting ranks its children is free."""
+    rng = random.Random(seed)
+    mixed = [random_problem(rng) for _ in range(4)]
+    _, draft, tokens, parents = batch_of(mixed, 9)
+    vocabulary = draft.shape[2]
+    if rng.random() < 0.5:  # the one-hot Q of greedy drafting
+        draft = torch.nn.functional.one_hot(draft.nan_to_num(0).argmax(2), vocabulary).float()
+    best = torch.randint(0, vocabulary, tokens.shape, generator=generator(seed % 2**31))
+    target = torch.nn.functional.one_hot(best, vocabulary).float()
+    verified = verify_tree(target, draft, tokens, parents)
+    matched = match_tree(lambda r, n, depth: best[r, n], tokens, parents)
+    assert as_lists(verified) == as_lists(matched)
+
+
+# -- GPU ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_decides_as_the_cpu_does():
+    inputs = batch_of([random_problem(random.Random(s)) for s in range(200)], 9)
+    on_gpu = [values.cuda() for values in inputs]
+    uniforms = torch.rand(inputs[2].shape, dtype=torch.float64, generator=generator(0))
+    with with_uniforms(uniforms):
+        expected = as_lists(verify_tree(*inputs))
+    with with_uniforms(uniforms.cuda()):
+        result = as_lists(verify_tree(*on_gpu))
+    assert sum(a != b for a, b in zip(expected, result, strict=True)) <= 1  # rounding at an edge
+    seeded = [torch.Generator("cuda").manual_seed(i) for i in range(200)]
+    alone = [torch.Generator("cuda").manual_seed(3)]
+    together = as_lists(verify_tree(*on_gpu, seeded))
+    assert as_lists(verify_tree(*[v[3:4] for v in on_gpu], alone)) == [together[3]]
+    logits = torch.randn(5, 1000, device="cuda")
+    tokens = sample_without_replacement(logits, 20, 0.7, torch.Generator("cuda"))
+    assert all(len(set(row)) == 20 for row in tokens.tolist())
