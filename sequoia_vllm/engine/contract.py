@@ -55,6 +55,13 @@ CONTRACT = (
     Expected("vllm.v1.worker.gpu_worker:Worker.execute_model", ("self", "scheduler_output")),
     Expected("vllm.v1.worker.gpu_worker:Worker.sample_tokens", ("self", "grammar_output")),
     Expected(
+        "vllm.v1.worker.gpu_worker:Worker.load_model", ("self", "load_dummy_weights")
+    ),
+    Expected("vllm.v1.attention.selector:_cached_get_attn_backend.cache_clear"),
+    Expected(
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_ATTN.clear_override", ()
+    ),
+    Expected(
         "vllm.v1.attention.backends.registry:register_backend",
         ("backend", "class_path", "is_mamba"),
     ),

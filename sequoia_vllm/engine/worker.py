@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -24,12 +25,25 @@ class SequoiaCPUWorker(CPUWorker):
         from sequoia_vllm.engine.runner_v1 import SequoiaCPUModelRunner
 
         check_contract()
+        with swapped(cpu_worker, "CPUModelRunner", SequoiaCPUModelRunner):
+            super().init_device()
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """As vLLM's, with our attention backend under the name that CPU layers look up.
+
+        Layers keep the class they find, so the entry is needed meanwhile only:
+        a plain engine in the same process never sees it.
+        """
+        selector._cached_get_attn_backend.cache_clear()
         register_backend(
             AttentionBackendEnum.CPU_ATTN,
             "sequoia_vllm.engine.cpu_attention.CPUTreeAttentionBackend",
         )
-        with swapped(cpu_worker, "CPUModelRunner", SequoiaCPUModelRunner):
-            super().init_device()
+        try:
+            super().load_model(load_dummy_weights=load_dummy_weights)
+        finally:
+            AttentionBackendEnum.CPU_ATTN.clear_override()
+            selector._cached_get_attn_backend.cache_clear()
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, timed as part of the step."""

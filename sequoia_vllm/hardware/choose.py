@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -140,7 +141,15 @@ def _frontier(
     max_branch: int | None,
 ) -> Frontier:
     timed = max(cost.max_tokens(size) for size in batch_sizes)
-    return Frontier.of(acceptance, min(max_size, timed), max_depth, max_branch)
+    # One vector is used for many profiles when the library is generated.
+    return _cached_frontier(acceptance, min(max_size, timed), max_depth, max_branch)
+
+
+@lru_cache(maxsize=4)
+def _cached_frontier(
+    acceptance: Acceptance, max_size: int, max_depth: int, max_branch: int | None
+) -> Frontier:
+    return Frontier.of(acceptance, max_size, max_depth, max_branch)
 
 
 def _best_tree(frontier: Frontier, cost: CostModel, batch_size: int) -> TokenTree:

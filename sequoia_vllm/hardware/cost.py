@@ -12,6 +12,7 @@ committed, and each later one over the nodes of a level that have children.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -139,6 +140,11 @@ class Prefixes:
 
     @classmethod
     def of(cls, tree: TokenTree, acceptance: Acceptance) -> Prefixes:
+        """Of this tree; remembered, since choosing looks at few trees many times."""
+        return _prefixes(tree, acceptance)
+
+    @classmethod
+    def compute(cls, tree: TokenTree, acceptance: Acceptance) -> Prefixes:
         """Adds the nodes one by one, in stored order."""
         widths = np.zeros((tree.size, max(1, tree.depth)), dtype=np.int64)
         for node, children in enumerate(tree.children):
@@ -146,6 +152,11 @@ class Prefixes:
                 # The node needs the draft as soon as its first child is in the prefix.
                 widths[children[0] :, tree.depths[node] - 1] += 1
         return cls(np.cumsum(tree.values(acceptance)), widths)
+
+
+@lru_cache(maxsize=1024)
+def _prefixes(tree: TokenTree, acceptance: Acceptance) -> Prefixes:
+    return Prefixes.compute(tree, acceptance)
 
 
 class _Surface:

@@ -119,11 +119,14 @@ def nearest_class(
         return math.hypot(*(math.log(a / b) for a, b in pairs if a is not None)), name
 
     best = min(sizes, key=distance)
-    given = f"{_size(target)} target with {_size(draft)} draft"
+    given = (
+        f"target of {size_name(target)} and a draft of {size_name(draft)} parameters"
+    )
     return ClassMatch(best, f"model class {best} is the nearest to a {given}")
 
 
-def _size(parameters: float | None) -> str:
+def size_name(parameters: float | None) -> str:
+    """Parameters as they are written in model names: "6.74b", "68m"."""
     if parameters is None:
-        return "unknown-size"
-    return f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
+        return "unknown"
+    return f"{parameters / 1e9:.3g}b" if parameters >= 1e9 else f"{parameters / 1e6:.3g}m"

@@ -19,7 +19,7 @@ Sizes count the root; depths count edges.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -115,6 +115,7 @@ class Frontier:
     expected_tokens: NDArray[np.float64]
     _states: _States
     _table: _Table
+    _made: dict[tuple[int, int], TokenTree] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -145,9 +146,11 @@ class Frontier:
         """The tree behind ``expected_tokens[size, depth]``, in value order."""
         if depth == 0 or size == 1:
             return TokenTree((-1,))
-        root = self._states.roots[min(depth, len(self._states.roots)) - 1]
-        parents = _trace(self._states, self._table, root, size)
-        return TokenTree(parents).sorted_by_value(self.acceptance)
+        if (size, depth) not in self._made:
+            root = self._states.roots[min(depth, len(self._states.roots)) - 1]
+            parents = _trace(self._states, self._table, root, size)
+            self._made[size, depth] = TokenTree(parents).sorted_by_value(self.acceptance)
+        return self._made[size, depth]
 
 
 # -- states --------------------------------------------------------------------

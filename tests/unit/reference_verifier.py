@@ -71,7 +71,9 @@ def algorithm_2(
                 accepted.append(child)
                 emitted.append(x)
                 break
-            R = norm([max(r - d, 0) for r, d in zip(R, D, strict=True)])  # noqa: N806
+            left = [max(r - d, 0) for r, d in zip(R, D, strict=True)]
+            # Exactly nothing is left only after a child that Q cannot have drawn.
+            R = norm(left) if sum(left) else R  # noqa: N806
             D = without(D, [tokens[c] for c in children[: rank + 1]])  # noqa: N806
         else:
             emitted.append(chance.draw(R))

@@ -147,7 +147,7 @@ class Edges:
         return self.choose(options, 0)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=400)
 @given(problems)
 def test_every_decision_has_the_probability_of_algorithm_2(problem):
     """In float64, all outcomes: each threshold agrees with the exact one to 1e-9."""

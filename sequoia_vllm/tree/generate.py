@@ -1,0 +1,237 @@
+"""Generates the shipped tree library from its inputs, byte for byte the same each time.
+
+Inputs, within the library's directory:
+
+- ``acceptance/*.json`` (`AcceptanceFile`): published vectors serve every model
+  class; a measured one serves the pair it was measured on.
+- ``profiles/*.json`` (`Profile`): a measured profile replaces the roofline of
+  its device and model class, or adds a class of its own.
+
+and, from the package, the device table and the model classes. What no input
+covers is not generated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sequoia_vllm.hardware.choose import choose_schedule
+from sequoia_vllm.hardware.device import DeviceSpec, identify, known_devices
+from sequoia_vllm.hardware.models import ModelClass, model_classes, size_name
+from sequoia_vllm.hardware.profile import Profile
+from sequoia_vllm.hardware.roofline import roofline_profile
+from sequoia_vllm.hardware.schedule import Schedule
+from sequoia_vllm.tree.json_file import dump_json
+from sequoia_vllm.tree.library_files import (
+    AcceptanceFile,
+    LibraryError,
+    LibraryFile,
+    ProfileReference,
+    StoredTree,
+    TreeEntry,
+)
+from sequoia_vllm.tree.user_trees import same_model
+
+COMMAND = "sequoia-vllm tree generate"
+# The paper's largest tree on one GPU: larger ones rest on a measured profile.
+ROOFLINE_MAX_SIZE = 128
+_MEASURED_MAX_SIZE = 1024
+# Share of the memory that weights may take; the rest is for the KV cache.
+_WEIGHTS_SHARE = 0.8
+_MAX_TENSOR_PARALLEL = 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model class on one device, with every vector that serves it."""
+
+    device: str
+    model_class: str
+    profile: Profile
+    reference: ProfileReference
+    vectors: list[AcceptanceFile]
+
+
+def generate_library(
+    inputs: Path, progress: Callable[[str, int, int], None] | None = None
+) -> dict[str, str]:
+    """The content of every library file.
+
+    Args:
+        inputs: Directory with ``acceptance/`` and ``profiles/``.
+        progress: Called with (job, jobs done, jobs in all).
+
+    Returns:
+        File name -> text, sorted by name.
+
+    Raises:
+        LibraryError: If there is no acceptance file, or two inputs clash.
+        AcceptanceError: If an acceptance file is wrong.
+        ProfileError: If a profile is wrong.
+    """
+    jobs = list(_jobs(inputs))
+    entries: dict[str, list[TreeEntry]] = {}
+    for done, job in enumerate(jobs):
+        if progress is not None:
+            progress(f"{job.device}/{job.model_class}", done, len(jobs))
+        for vector in job.vectors:
+            entries.setdefault(job.device, []).append(_entry(job, vector))
+    if progress is not None:
+        progress("done", len(jobs), len(jobs))
+    devices = known_devices()
+    return {
+        f"{device}.json": dump_json(
+            LibraryFile(
+                device=device,
+                datasheet=devices[device].spec() if device in devices else None,
+                generated_by=COMMAND,
+                entries=entries[device],
+            ).to_dict()
+        )
+        for device in sorted(entries)
+    }
+
+
+def make_entry(
+    name: str,
+    model_class: str,
+    profile: Profile,
+    reference: ProfileReference,
+    vector: AcceptanceFile,
+    schedule: Schedule,
+) -> TreeEntry:
+    """The library entry of a chosen tree; for the tune command too."""
+    return TreeEntry(
+        name=name,
+        model_class=model_class,
+        target=profile.target,
+        draft=profile.draft,
+        target_parameters=profile.target_parameters,
+        draft_parameters=profile.draft_parameters,
+        dtype=profile.dtype,
+        tensor_parallel_size=profile.tensor_parallel_size,
+        acceptance_class=vector.name,
+        acceptance_source=vector.source,
+        acceptance_target=vector.target,
+        acceptance_draft=vector.draft,
+        temperature=vector.temperature,
+        acceptance=vector.acceptance,
+        profile=reference,
+        tree=StoredTree.of(schedule.tree),
+        schedule=schedule.per_batch_size(),
+        estimates=schedule.estimates,
+    )
+
+
+def profile_reference(profile: Profile, file: str | None = None) -> ProfileReference:
+    """What an entry says of its profile; ``file``: its name within the library."""
+    measured = profile.source == "measured"
+    digest = hashlib.sha256(dump_json(profile.to_dict()).encode()).hexdigest()
+    return ProfileReference(
+        source=profile.source,
+        date=profile.date,
+        device=profile.device,
+        context_length=min(curve.context_length for curve in profile.target_forward),
+        file=file,
+        sha256=digest if measured else None,
+        assumptions=profile.assumptions,
+    )
+
+
+def _entry(job: Job, vector: AcceptanceFile) -> TreeEntry:
+    measured = job.profile.source == "measured"
+    schedule = choose_schedule(
+        vector.vector,
+        job.profile,
+        max_size=_MEASURED_MAX_SIZE if measured else ROOFLINE_MAX_SIZE,
+    )
+    name = f"{job.device}/{job.model_class}/{vector.name}"
+    return make_entry(name, job.model_class, job.profile, job.reference, vector, schedule)
+
+
+def _jobs(inputs: Path) -> Iterator[Job]:
+    vectors = _vectors(inputs / "acceptance")
+    measured = _measured(inputs / "profiles")
+    classes = model_classes()
+    devices = [device.id for device in known_devices().values() if device.library]
+    extra = sorted({device for device, _ in measured} - set(devices))
+    for device in (*devices, *extra):
+        own = sorted(name for owner, name in measured if owner == device and name not in classes)
+        for name in (*classes, *own):
+            if (device, name) in measured:
+                profile, reference = measured[device, name]
+            elif device in devices:
+                computed = _roofline(known_devices()[device].spec(), classes[name])
+                if computed is None:
+                    continue
+                profile, reference = computed, profile_reference(computed)
+            else:
+                continue
+            serving = [vector for vector in vectors if _serves(vector, profile)]
+            if serving:
+                yield Job(device, name, profile, reference, serving)
+
+
+def _serves(vector: AcceptanceFile, profile: Profile) -> bool:
+    if vector.source == "published":
+        return True
+    return same_model(vector.target or "", profile.target) and same_model(
+        vector.draft or "", profile.draft
+    )
+
+
+def _vectors(directory: Path) -> list[AcceptanceFile]:
+    paths = sorted(directory.glob("*.json"))
+    if not paths:
+        raise LibraryError(f"no acceptance vectors in {directory}: there is nothing to optimise")
+    vectors = [AcceptanceFile.load(path) for path in paths]
+    for path, vector in zip(paths, vectors, strict=True):
+        if path.stem != vector.name:
+            raise LibraryError(f"acceptance file {path} is named {vector.name!r} inside")
+    return vectors
+
+
+def _measured(directory: Path) -> dict[tuple[str, str], tuple[Profile, ProfileReference]]:
+    found: dict[tuple[str, str], tuple[Profile, ProfileReference]] = {}
+    for path in sorted(directory.glob("*.json")):
+        profile = Profile.load(path)
+        device = identify(profile.device).id
+        if device is None:
+            raise LibraryError(
+                f"profile file {path}: device {profile.device!r} is not in the device table "
+                "(sequoia_vllm/hardware/devices.json): add it there"
+            )
+        key = device, _class_of(profile)
+        if key in found:
+            raise LibraryError(
+                f"profile file {path}: {found[key][1].file} is already of "
+                f"{device} and model class {key[1]}"
+            )
+        found[key] = profile, profile_reference(profile, f"profiles/{path.name}")
+    return found
+
+
+def _class_of(profile: Profile) -> str:
+    """The model class of a measured profile; a new one if its models are in none."""
+    for name, model_class in model_classes().items():
+        if same_model(model_class.target.name, profile.target) and same_model(
+            model_class.draft.name, profile.draft
+        ):
+            return name
+    return f"{size_name(profile.target_parameters)}-{size_name(profile.draft_parameters)}"
+
+
+def _roofline(device: DeviceSpec, model_class: ModelClass) -> Profile | None:
+    """On the fewest devices that hold the weights; None if eight do not."""
+    weights = 2.0 * (model_class.target.parameters + model_class.draft.parameters)
+    devices = 1
+    while weights > _WEIGHTS_SHARE * devices * device.memory_gb * 1e9:
+        devices *= 2
+        if devices > _MAX_TENSOR_PARALLEL:
+            return None
+    return roofline_profile(
+        device, model_class.target, model_class.draft, tensor_parallel_size=devices
+    )

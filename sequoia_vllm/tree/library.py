@@ -1,0 +1,395 @@
+"""The tree library: trees by name, and the tree for a device and model pair.
+
+Shipped trees lie in ``trees/`` (``sequoia_vllm/trees`` when installed), one
+file per device type. Trees of the user's own, written by the tune command, lie
+in `user_directory` and take precedence.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import platformdirs
+
+from sequoia_vllm.hardware.device import (
+    X86_CPU,
+    Device,
+    DeviceHints,
+    DeviceSpec,
+    identify,
+    nearest,
+)
+from sequoia_vllm.hardware.models import nearest_class, parameters_from_name
+from sequoia_vllm.hardware.schedule import Schedule
+from sequoia_vllm.tree.json_file import dump_json, read_model
+from sequoia_vllm.tree.library_files import LibraryError, LibraryFile, TreeEntry, UserTree
+from sequoia_vllm.tree.token_tree import TokenTree
+from sequoia_vllm.tree.user_trees import same_model, user_tree_name
+
+logger = logging.getLogger(__name__)
+
+USER_DIRECTORY_VARIABLE = "SEQUOIA_VLLM_TREES"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The tree to use, and why.
+
+    Attributes:
+        name: Name of the entry; `load` takes it.
+        schedule: The tree and its prefix by batch size.
+        entry: Everything the tree was made from.
+        source: "user" (tuned here), "measured" or "roofline" (shipped).
+        expected_tokens: Tokens per request and step at the batch size asked for.
+        expected_speedup: Against plain decoding at that batch size.
+        reason: One line: what was chosen and why.
+    """
+
+    name: str
+    schedule: Schedule
+    entry: TreeEntry
+    source: str
+    expected_tokens: float
+    expected_speedup: float
+    reason: str
+
+    @property
+    def tree(self) -> TokenTree:
+        """The whole stored tree; `schedule` says how much of it to draft."""
+        return self.schedule.tree
+
+
+def user_directory() -> Path:
+    """Where the user's own trees lie.
+
+    ``$SEQUOIA_VLLM_TREES``, or ``trees`` in the user's data directory of
+    ``sequoia-vllm`` (``~/.local/share/sequoia-vllm/trees`` on Linux).
+    """
+    override = os.environ.get(USER_DIRECTORY_VARIABLE)
+    if override:
+        return Path(override).expanduser()
+    return Path(platformdirs.user_data_dir("sequoia-vllm", appauthor=False)) / "trees"
+
+
+def shipped_directory() -> Path:
+    """Where the shipped trees lie: inside the package, or beside it in a checkout.
+
+    Raises:
+        LibraryError: If they are in neither place.
+    """
+    package = Path(__file__).parents[1]
+    for directory in (package / "trees", package.parent / "trees"):
+        if (directory / "acceptance").is_dir():
+            return directory
+    raise LibraryError(
+        f"the tree library is missing: neither {package / 'trees'} nor "
+        f"{package.parent / 'trees'} is there; reinstall sequoia-vllm"
+    )
+
+
+class TreeLibrary:
+    """Shipped and user trees.
+
+    Raises:
+        LibraryError: From any method, if a file it needs is corrupt; names the
+            file and the field.
+    """
+
+    def __init__(self, shipped: Path | None = None, user: Path | None = None) -> None:
+        """Reads nothing yet; None: the default directories."""
+        self._shipped = shipped
+        self._user = user
+
+    @property
+    def shipped(self) -> Path:
+        """Directory of the shipped trees."""
+        return self._shipped or shipped_directory()
+
+    @property
+    def user(self) -> Path:
+        """Directory of the user's own trees."""
+        return self._user or user_directory()
+
+    def devices(self) -> list[str]:
+        """Ids of the devices with shipped trees."""
+        return sorted(path.stem for path in self.shipped.glob("*.json"))
+
+    def file(self, device: str) -> LibraryFile:
+        """The shipped trees of a device."""
+        file = _read_library_file(self.shipped / f"{device}.json")
+        if file.device != device:
+            raise LibraryError(
+                f"library file {self.shipped / f'{device}.json'} is of device {file.device!r}"
+            )
+        return file
+
+    def entries(self) -> list[TreeEntry]:
+        """Every tree: the user's own first, then the shipped ones by device."""
+        user = [self._user_tree(path).entry for path in sorted(self.user.glob("*.json"))]
+        return user + [entry for device in self.devices() for entry in self.file(device).entries]
+
+    def entry(self, name: str) -> TreeEntry:
+        """The entry with this name.
+
+        Raises:
+            LibraryError: If there is none; lists the nearest names.
+        """
+        path = self.user / f"{name.removeprefix('user/')}.json"
+        if name.startswith("user/") and path.is_file():
+            return self._user_tree(path).entry
+        device = name.split("/", 1)[0]
+        if device in self.devices():
+            for entry in self.file(device).entries:
+                if entry.name == name:
+                    return entry
+        raise LibraryError(self._unknown_name(name))
+
+    def load(self, name: str) -> TokenTree:
+        """The tree with this name (``"h200/8b-1b/shipped"``, or ``"user/..."``).
+
+        Raises:
+            LibraryError: If there is none; lists the nearest names.
+        """
+        return self.entry(name).tree.tree
+
+    # -- the user's own trees --------------------------------------------------
+
+    def save_user_tree(self, device_name: str, entry: TreeEntry) -> Path:
+        """Stores a tuned tree so that `select` prefers it from now on.
+
+        Args:
+            device_name: As the driver gives it.
+            entry: The tree; its name is replaced by its key.
+
+        Returns:
+            The file written.
+        """
+        name = user_tree_name(
+            device_name, entry.target, entry.draft, entry.dtype, entry.tensor_parallel_size
+        )
+        tree = UserTree(
+            device=device_name, entry=entry.model_copy(update={"name": f"user/{name}"})
+        )
+        self.user.mkdir(parents=True, exist_ok=True)
+        path = self.user / f"{name}.json"
+        path.write_text(dump_json(tree.to_dict()), encoding="utf-8")
+        return path
+
+    def _user_tree(self, path: Path) -> UserTree:
+        return read_model(path, UserTree, "user tree", LibraryError)
+
+    # -- choosing --------------------------------------------------------------
+
+    def select(
+        self,
+        device_name: str,
+        target: str,
+        draft: str,
+        *,
+        target_parameters: float | None = None,
+        draft_parameters: float | None = None,
+        dtype: str = "bfloat16",
+        tensor_parallel_size: int = 1,
+        temperature: float | None = None,
+        acceptance_class: str | None = None,
+        batch_size: int = 1,
+        hints: DeviceHints | None = None,
+    ) -> Selection:
+        """The tree for this device, model pair and way of running.
+
+        Looked for in this order: the user's own tree for exactly this device,
+        pair, dtype and TP size; then the shipped trees of the device, or of the
+        one nearest to it by roofline, for the pair itself or the nearest model
+        class, for the draft strength class asked for, or measured on the pair,
+        or else the weakest. One line is logged, once for each different choice.
+
+        Args:
+            device_name: As the driver gives it ("NVIDIA H200"); for a CPU its
+                model name, or "cpu".
+            target: Target model, name or path.
+            draft: Draft model, name or path.
+            target_parameters: Parameters of the target; None: read off its name.
+            draft_parameters: Parameters of the draft; None: read off its name.
+            dtype: vLLM's dtype.
+            tensor_parallel_size: Devices the target is split over.
+            temperature: Usual sampling temperature, 0 for greedy; None: unknown.
+            acceptance_class: Draft strength class; None: see above.
+            batch_size: What the expectations in the result are for.
+            hints: Values of a device that is not in the device table.
+
+        Returns:
+            The selection.
+
+        Raises:
+            DeviceError: If the device name is empty.
+            LibraryError: If the class asked for is not there, or the library
+                has no tree at all for this kind of device.
+        """
+        name = user_tree_name(device_name, target, draft, dtype, tensor_parallel_size)
+        path = self.user / f"{name}.json"
+        if path.is_file():
+            entry = self._user_tree(path).entry
+            return _selection(entry, "user", batch_size, [f"tuned here ({path})"])
+        device = identify(device_name)
+        file, reasons = self._file_for(device, hints or DeviceHints())
+        entries, why = _of_pair(
+            file.entries,
+            target,
+            draft,
+            target_parameters or parameters_from_name(target),
+            draft_parameters or parameters_from_name(draft),
+        )
+        reasons.append(why)
+        entries, why = _of_strength(entries, target, draft, acceptance_class, temperature)
+        reasons.append(why)
+        entry = min(entries, key=lambda e: abs(e.tensor_parallel_size - tensor_parallel_size))
+        for what, made_for, here in (
+            ("TP size", entry.tensor_parallel_size, tensor_parallel_size),
+            ("dtype", entry.dtype, dtype),
+        ):
+            if made_for != here:
+                reasons.append(f"made for {what} {made_for}, not {here}")
+        return _selection(entry, entry.profile.source, batch_size, reasons)
+
+    def _file_for(self, device: Device, hints: DeviceHints) -> tuple[LibraryFile, list[str]]:
+        devices = self.devices()
+        if device.id in devices:
+            reason = f"device {device.name!r} is {device.id}"
+            if device.mig:
+                reason += f", MIG slice {device.mig}, treated as the whole device"
+            return self.file(device.id), [reason]
+        files = [self.file(id_) for id_ in devices]
+        specs = {file.device: file.datasheet for file in files if file.datasheet}
+        if device.id == X86_CPU or not specs:
+            raise LibraryError(
+                f"the library has no trees for {device.name!r}: tune one "
+                "(sequoia-vllm tune), or give a tree size: "
+                '"tree": {"size": 8, "depth": 4}'
+            )
+        known = DeviceHints.of(device.spec) if device.spec else hints
+        best, why = nearest(known, _only_specs(specs))
+        return self.file(best), [f"no trees for device {device.name!r}: {why}"]
+
+    def _unknown_name(self, name: str) -> str:
+        import difflib
+
+        names = [entry.name for entry in self.entries()]
+        close = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
+        hint = f"; did you mean {', '.join(close)}?" if close else ""
+        return f"no tree named {name!r} in the library{hint} (sequoia-vllm tree list shows all)"
+
+
+def load(name: str) -> TokenTree:
+    """`TreeLibrary.load` of the default library."""
+    return TreeLibrary().load(name)
+
+
+def select(device_name: str, target: str, draft: str, **options: object) -> Selection:
+    """`TreeLibrary.select` of the default library."""
+    return TreeLibrary().select(device_name, target, draft, **options)  # type: ignore[arg-type]
+
+
+def _of_pair(
+    entries: list[TreeEntry],
+    target: str,
+    draft: str,
+    target_parameters: float | None,
+    draft_parameters: float | None,
+) -> tuple[list[TreeEntry], str]:
+    exact = [e for e in entries if same_model(e.target, target) and same_model(e.draft, draft)]
+    if exact:
+        return exact, f"made for {exact[0].target} with {exact[0].draft}"
+    sizes = {e.model_class: (e.target_parameters, e.draft_parameters) for e in entries}
+    match = nearest_class(sizes, target_parameters, draft_parameters)
+    if match is not None:
+        return [e for e in entries if e.model_class == match.id], match.reason
+    # Nothing is known of the models: the smallest tree is the safest.
+    smallest = min(entries, key=lambda e: (e.tree.size, e.name)).model_class
+    return [e for e in entries if e.model_class == smallest], (
+        f"the sizes of {target} and {draft} are unknown: the most cautious model class, {smallest}"
+    )
+
+
+def _of_strength(
+    entries: list[TreeEntry],
+    target: str,
+    draft: str,
+    acceptance_class: str | None,
+    temperature: float | None,
+) -> tuple[list[TreeEntry], str]:
+    if acceptance_class is not None:
+        named = [e for e in entries if e.acceptance_class == acceptance_class]
+        if not named:
+            raise LibraryError(
+                f"no acceptance class {acceptance_class!r} for model class "
+                f"{entries[0].model_class}; there are "
+                f"{', '.join(sorted({e.acceptance_class for e in entries}))}"
+            )
+        return named, f"acceptance class {acceptance_class} as asked"
+    own = [
+        e
+        for e in entries
+        if same_model(e.acceptance_target or "", target)
+        and same_model(e.acceptance_draft or "", draft)
+    ]
+    if own:
+        wanted = 0.0 if temperature is None else temperature
+        nearest_one = min(own, key=lambda e: abs((e.temperature or 0.0) - wanted))
+        name = nearest_one.acceptance_class
+        return [e for e in own if e.acceptance_class == name], (
+            f"acceptance {name} measured on this pair"
+        )
+
+    def strength(entry: TreeEntry) -> tuple[float, str]:
+        row = entry.acceptance[0]
+        return (row[0] if isinstance(row, list) else row), entry.acceptance_class
+
+    weakest = min(entries, key=strength).acceptance_class
+    return [e for e in entries if e.acceptance_class == weakest], (
+        f"acceptance of this pair not measured: the weakest class, {weakest}"
+    )
+
+
+def _selection(
+    entry: TreeEntry, source: str, batch_size: int, reasons: list[str]
+) -> Selection:
+    schedule = entry.to_schedule()
+    estimate = schedule.estimate(batch_size)
+    reason = (
+        f"tree {entry.name}: {entry.tree.size} nodes, depth {entry.tree.depth}, expected "
+        f"{estimate.speedup:.2f}x plain decoding at batch size {estimate.batch_size} "
+        f"({'measured' if entry.profile.source == 'measured' else 'roofline, not measured'}); "
+        + "; ".join(reasons)
+    )
+    _log_once(reason)
+    return Selection(
+        name=entry.name,
+        schedule=schedule,
+        entry=entry,
+        source=source,
+        expected_tokens=estimate.expected_tokens,
+        expected_speedup=estimate.speedup,
+        reason=reason,
+    )
+
+
+def _only_specs(specs: dict[str, DeviceSpec | None]) -> dict[str, DeviceSpec]:
+    return {id_: spec for id_, spec in specs.items() if spec is not None}
+
+
+@cache
+def _log_once(line: str) -> None:
+    logger.info("%s", line)
+
+
+def _read_library_file(path: Path) -> LibraryFile:
+    return _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0)
+
+
+@cache
+def _read_cached(path: Path, _mtime: int) -> LibraryFile:
+    return read_model(path, LibraryFile, "library", LibraryError)

@@ -1,0 +1,217 @@
+"""File formats of the tree library: measured acceptance in, trees out."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from sequoia_vllm.hardware.device import DeviceSpec
+from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate, ScheduleRange
+from sequoia_vllm.tree.acceptance import Acceptance, AcceptanceError
+from sequoia_vllm.tree.json_file import FileModel, read_model
+from sequoia_vllm.tree.token_tree import SCHEMA as TREE_SCHEMA
+from sequoia_vllm.tree.token_tree import TokenTree
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+Table = list[Probability] | list[list[Probability]]
+
+
+class LibraryError(ValueError):
+    """A library file or request that cannot be used; says what to do."""
+
+
+class AcceptanceFile(FileModel):
+    """A measured or published acceptance vector (``trees/acceptance/*.json``).
+
+    ``sequoia-vllm tree build --acceptance`` reads it too.
+    """
+
+    schema_: Literal["sequoia-vllm/acceptance/v1"] = Field(
+        default="sequoia-vllm/acceptance/v1", alias="schema"
+    )
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9.-]*$",
+        description="Draft strength class: the last part of a library tree's name.",
+    )
+    description: str = Field(min_length=1, description="What was measured, in one line.")
+    source: Literal["measured", "published"]
+    date: datetime.date = Field(description="Day of the measurement or publication.")
+    target: str | None = Field(default=None, description="Target it was measured on.")
+    draft: str | None = Field(default=None, description="Draft it was measured on.")
+    temperature: float | None = Field(
+        default=None, ge=0, description="Sampling temperature; 0 is greedy; none: not stated."
+    )
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    acceptance: list[float] | list[list[float]] = Field(
+        description="p[k], or p[d][k] by the depth d of the parent (0: the root): probability "
+        "that the verifier accepts child k (from 0) of an accepted node, whatever its "
+        "siblings do; sums to at most 1."
+    )
+    trials: list[int] | list[list[int]] | None = Field(
+        default=None,
+        description="Same shape: times a node with at least k + 1 children was reached.",
+    )
+    low: Table | None = Field(default=None, description="Same shape: 95 % interval, lower end.")
+    high: Table | None = Field(default=None, description="Same shape: 95 % interval, upper end.")
+    provenance: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Free form: argv, versions, hashes of models and prompts, counts.",
+    )
+
+    @field_validator("acceptance")
+    @classmethod
+    def _is_acceptance(cls, values: Any) -> Any:
+        Acceptance.of(values)
+        return values
+
+    @model_validator(mode="after")
+    def _same_shape(self) -> AcceptanceFile:
+        for name in ("trials", "low", "high"):
+            values = getattr(self, name)
+            if values is not None and _shape(values) != _shape(self.acceptance):
+                raise ValueError(f"{name} must have the shape of acceptance")
+        if self.source == "measured" and not (self.target and self.draft):
+            raise ValueError("a measured vector must name its target and its draft")
+        return self
+
+    @property
+    def vector(self) -> Acceptance:
+        """The vector itself."""
+        return Acceptance.of(self.acceptance)
+
+    @classmethod
+    def load(cls, path: Path | str) -> AcceptanceFile:
+        """Reads an acceptance file.
+
+        Raises:
+            AcceptanceError: If it is missing, is not JSON, or is not one.
+        """
+        return read_model(Path(path), cls, "acceptance", AcceptanceError)
+
+
+class StoredTree(FileModel):
+    """A token tree inside another file; the keys of a tree file."""
+
+    schema_: Literal["sequoia-vllm/token-tree/v1"] = Field(default=TREE_SCHEMA, alias="schema")
+    size: int = Field(ge=1, description="Nodes, root included.")
+    depth: int = Field(ge=0, description="Edges from the root to the deepest node.")
+    parents: list[int] = Field(description="Parent of each node; the root's is -1.")
+
+    @model_validator(mode="after")
+    def _is_tree(self) -> StoredTree:
+        TokenTree.from_dict(self.to_dict())
+        return self
+
+    @property
+    def tree(self) -> TokenTree:
+        """The tree itself."""
+        return TokenTree(tuple(self.parents))
+
+    @classmethod
+    def of(cls, tree: TokenTree) -> StoredTree:
+        """The stored form of ``tree``."""
+        return cls.model_validate(tree.to_dict())
+
+
+class ProfileReference(FileModel):
+    """Which times a tree was chosen with."""
+
+    source: Literal["measured", "roofline"]
+    date: datetime.date
+    device: str = Field(description="Device name in the profile.")
+    context_length: int = Field(ge=1)
+    file: str | None = Field(default=None, description="Measured profile, within the library.")
+    sha256: str | None = Field(default=None, description="Its content.")
+    assumptions: dict[str, float] | None = Field(
+        default=None, description="What a roofline assumed and nobody measured."
+    )
+
+
+class TreeEntry(FileModel):
+    """One tree with its schedule, and everything it was made from."""
+
+    name: str = Field(min_length=1, description="<device>/<model class>/<draft strength class>.")
+    model_class: str = Field(min_length=1)
+    target: str
+    draft: str
+    target_parameters: float = Field(gt=0)
+    draft_parameters: float = Field(gt=0)
+    dtype: str
+    tensor_parallel_size: int = Field(ge=1)
+    acceptance_class: str = Field(description="Name of the acceptance file.")
+    acceptance_source: Literal["measured", "published"]
+    acceptance_target: str | None = Field(
+        default=None, description="Target the vector was measured on; none: not stated."
+    )
+    acceptance_draft: str | None = Field(default=None, description="Draft, likewise.")
+    temperature: float | None = Field(default=None, ge=0)
+    acceptance: list[float] | list[list[float]]
+    profile: ProfileReference
+    tree: StoredTree
+    schedule: list[tuple[int, int, int]] = Field(
+        min_length=1,
+        description="[first, last, drafts] for ranges of batch sizes, without gaps from 1; "
+        "each request drafts that prefix of the tree; 0: no speculation.",
+    )
+    estimates: list[ScheduleEstimate] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TreeEntry:
+        expected = 1
+        for first, last, drafts in self.schedule:
+            if first != expected or last < first:
+                raise ValueError(f"schedule: range [{first}, {last}] should start at {expected}")
+            if not 0 <= drafts < self.tree.size:
+                raise ValueError(f"schedule: {drafts} drafts from a tree of {self.tree.size} nodes")
+            expected = last + 1
+        Acceptance.of(self.acceptance)
+        return self
+
+    def to_schedule(self) -> Schedule:
+        """The tree and its schedule, as an engine uses them."""
+        ranges = [
+            ScheduleRange(first=first, last=last, num_speculative_tokens=drafts)
+            for first, last, drafts in self.schedule
+        ]
+        return Schedule(self.tree.tree, ranges, list(self.estimates))
+
+
+class LibraryFile(FileModel):
+    """The trees of one device type (``trees/<device>.json``)."""
+
+    schema_: Literal["sequoia-vllm/tree-library/v1"] = Field(
+        default="sequoia-vllm/tree-library/v1", alias="schema"
+    )
+    device: str = Field(min_length=1, description="Our id of the device; the file's name.")
+    datasheet: DeviceSpec | None = Field(default=None, description="None for CPUs.")
+    generated_by: str
+    entries: list[TreeEntry] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LibraryFile:
+        names = [entry.name for entry in self.entries]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two entries are named {name}")
+            if not name.startswith(f"{self.device}/"):
+                raise ValueError(f"entry {name} does not belong to device {self.device}")
+        return self
+
+
+class UserTree(FileModel):
+    """A tuned tree of the user's own, keyed by what it was tuned for."""
+
+    schema_: Literal["sequoia-vllm/user-tree/v1"] = Field(
+        default="sequoia-vllm/user-tree/v1", alias="schema"
+    )
+    device: str = Field(min_length=1, description="Device name as the driver gives it.")
+    entry: TreeEntry
+
+
+def _shape(values: list[Any]) -> tuple[int, ...]:
+    if values and isinstance(values[0], list):
+        return len(values), *(len(row) for row in values)
+    return (len(values),)
