@@ -10,14 +10,14 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sequoia_vllm.hardware.cost import CostModel, Prefixes, check_batch_sizes
+from sequoia_vllm.hardware.cost import CostModel, Estimate, Prefixes, check_batch_sizes
 from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate, ScheduleRange
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
 from sequoia_vllm.tree.token_tree import TokenTree
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.sequoia.hardware")  # shown by vLLM's own handler
 
 MAX_DEPTH = 24
 # Two speeds closer than this are the same speed: floating point must not decide.
@@ -60,11 +60,10 @@ def choose_tree(
         ProfileError: If ``batch_size`` is below 1.
         TreeError: If a limit is below 1.
     """
-    acceptance = Acceptance.of(acceptance)
-    cost = CostModel(profile, context_length)
     check_batch_sizes([batch_size])
-    frontier = _frontier(acceptance, cost, [batch_size], max_size, max_depth, max_branch)
-    return _best_tree(frontier, cost, batch_size)
+    limits = max_size, max_depth, max_branch
+    search = _search(Acceptance.of(acceptance), profile, context_length, [batch_size], limits)
+    return search.best(batch_size)
 
 
 def choose_schedule(
@@ -105,11 +104,12 @@ def choose_schedule(
         TreeError: If a limit is below 1.
     """
     acceptance = Acceptance.of(acceptance)
-    cost = CostModel(profile, context_length)
     sizes = check_batch_sizes(list(batch_sizes))
     probes = [size for size in sizes if size & (size - 1) == 0] or sizes[:1]
-    frontier = _frontier(acceptance, cost, probes, max_size, max_depth, max_branch)
-    best = {probe: _best_tree(frontier, cost, probe) for probe in probes}
+    limits = max_size, max_depth, max_branch
+    search = _search(acceptance, profile, context_length, probes, limits)
+    cost = search.cost
+    best = {probe: search.best(probe) for probe in probes}
     table = max(
         (_SpeedTable.of(tree, acceptance, cost, probes) for tree in dict.fromkeys(best.values())),
         # Equal means go to the smaller tree.
@@ -132,17 +132,19 @@ def choose_schedule(
     return Schedule(tree=table.tree.trim(used + 1), ranges=ranges, estimates=estimates)
 
 
-def _frontier(
+def _search(
     acceptance: Acceptance,
-    cost: CostModel,
+    profile: Profile,
+    context_length: int | None,
     batch_sizes: list[int],
-    max_size: int,
-    max_depth: int,
-    max_branch: int | None,
-) -> Frontier:
+    limits: tuple[int, int, int | None],
+) -> TreeSearch:
+    max_size, max_depth, max_branch = limits
+    cost = CostModel(profile, context_length)
     timed = max(cost.max_tokens(size) for size in batch_sizes)
     # One vector is used for many profiles when the library is generated.
-    return _cached_frontier(acceptance, min(max_size, timed), max_depth, max_branch)
+    frontier = _cached_frontier(acceptance, min(max_size, timed), max_depth, max_branch)
+    return TreeSearch(frontier, profile, context_length)
 
 
 @lru_cache(maxsize=4)
@@ -152,31 +154,61 @@ def _cached_frontier(
     return Frontier.of(acceptance, max_size, max_depth, max_branch)
 
 
-def _best_tree(frontier: Frontier, cost: CostModel, batch_size: int) -> TokenTree:
-    """The fastest tree of the frontier; trees are made only while they could still win.
+class TreeSearch:
+    """Looks for the fastest of the optimal trees."""
 
-    The bound of (n, d) times every draft level as if it had one node. Widths
-    only add time, so once a bound is below the best speed found, so is the rest.
-    """
-    largest = min(len(frontier.expected_tokens) - 1, cost.max_tokens(batch_size))
-    tokens = frontier.expected_tokens[1 : largest + 1]
-    depths = np.arange(tokens.shape[1])
-    sizes = np.arange(1, largest + 1)
-    seconds = cost.target_seconds(sizes, batch_size)[:, None] + cost.tree_overhead(batch_size)
-    seconds = seconds + cost.draft_seconds(tokens, batch_size)
-    seconds = seconds + np.maximum(depths - 1, 0) * cost.draft_seconds(1, batch_size)
-    bounds = tokens / seconds
-    best, best_speed = TokenTree((-1,)), 1.0 / cost.plain_seconds(batch_size)
-    order = np.argsort(-bounds[1:, 1:], axis=None, kind="stable")[:_MOST_TREES]
-    for size, depth in zip(*np.unravel_index(order, bounds[1:, 1:].shape), strict=True):
-        if bounds[size + 1, depth + 1] <= best_speed * (1 + _SAME):
-            break
-        tree = frontier.tree(int(size) + 2, int(depth) + 1)
-        prefixes = Prefixes.of(tree, frontier.acceptance)
-        speed = prefixes.expected_tokens[-1] / cost.prefix_seconds(prefixes, batch_size)[-1]
-        if speed > best_speed * (1 + _SAME):
-            best, best_speed = tree, float(speed)
-    return best
+    def __init__(
+        self, frontier: Frontier, profile: Profile, context_length: int | None = None
+    ) -> None:
+        """Searches the trees of ``frontier`` with the times of ``profile``."""
+        self.frontier = frontier
+        self.cost = CostModel(profile, context_length)
+
+    def best(self, batch_size: int) -> TokenTree:
+        """The fastest tree at this batch size; the root alone if plain decoding is."""
+        largest = min(len(self.frontier.expected_tokens) - 1, self.cost.max_tokens(batch_size))
+        plain = 1.0 / self.cost.plain_seconds(batch_size)
+        found = self._fastest(np.arange(2, largest + 1), batch_size, plain)
+        return found or TokenTree((-1,))
+
+    def best_of_size(self, size: int, batch_size: int) -> Estimate:
+        """What the fastest tree of exactly this size does, faster than plain or not."""
+        tree = self._fastest(np.array([size]), batch_size, 0.0)
+        return self.cost.estimate(
+            tree or TokenTree((-1,)), self.frontier.acceptance, batch_size
+        )
+
+    def _fastest(
+        self, sizes: NDArray[np.int64], batch_size: int, at_least: float
+    ) -> TokenTree | None:
+        """The tree with the highest speed above ``at_least``, in tokens per request and second.
+
+        Trees are made best bound first, only while they could still win. The
+        bound of (n, d) times every draft level as if it had one node: widths
+        only add time, so below the best speed found no bound is worth a tree.
+        """
+        bounds = self._bounds(sizes, batch_size)
+        best, best_speed = None, at_least
+        order = np.argsort(-bounds, axis=None, kind="stable")[:_MOST_TREES]
+        for row, column in zip(*np.unravel_index(order, bounds.shape), strict=True):
+            if bounds[row, column] <= best_speed * (1 + _SAME):
+                break
+            tree = self.frontier.tree(int(sizes[row]), int(column) + 1)
+            prefixes = Prefixes.of(tree, self.frontier.acceptance)
+            seconds = self.cost.prefix_seconds(prefixes, batch_size)[-1]
+            speed = float(prefixes.expected_tokens[-1] / seconds)
+            if speed > best_speed * (1 + _SAME):
+                best, best_speed = tree, speed
+        return best
+
+    def _bounds(self, sizes: NDArray[np.int64], batch_size: int) -> NDArray[np.float64]:
+        """No tree of size n and depth d >= 1 is faster than this: ``[sizes, depths]``."""
+        cost = self.cost
+        tokens = self.frontier.expected_tokens[sizes, 1:]
+        deeper_levels = np.arange(tokens.shape[1])
+        seconds = cost.target_seconds(sizes, batch_size)[:, None] + cost.tree_overhead(batch_size)
+        seconds = seconds + cost.draft_seconds(tokens, batch_size)
+        return tokens / (seconds + deeper_levels * cost.draft_seconds(1, batch_size))
 
 
 def _speedups(prefixes: Prefixes, cost: CostModel, batch_size: int) -> NDArray[np.float64]:

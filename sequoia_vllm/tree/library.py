@@ -30,7 +30,7 @@ from sequoia_vllm.tree.library_files import LibraryError, LibraryFile, TreeEntry
 from sequoia_vllm.tree.token_tree import TokenTree
 from sequoia_vllm.tree.user_trees import same_model, user_tree_name
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.sequoia.library")  # shown by vLLM's own handler
 
 USER_DIRECTORY_VARIABLE = "SEQUOIA_VLLM_TREES"
 

@@ -1,0 +1,76 @@
+"""The ``sequoia-vllm`` command.
+
+Each command lives in a module of its own that is imported only when it is
+called: ``sequoia-vllm tree ...`` never loads torch or vLLM. Modules that need
+them import them inside their functions, so that ``--help`` stays quick too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from sequoia_vllm import __version__
+
+# name -> "module:attribute"; the attribute is a typer app or a plain function.
+COMMANDS = {
+    "tree": "sequoia_vllm.cli.tree:app",
+    "demo": "sequoia_vllm.cli.demo:demo",
+    "doctor": "sequoia_vllm.cli.doctor:doctor",
+}
+
+
+class LazyCommands(TyperGroup):
+    """A command group that imports a command when it is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Commands whose module is there."""
+        modules = {name: target.split(":")[0] for name, target in COMMANDS.items()}
+        return [name for name, module in modules.items() if importlib.util.find_spec(module)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command, or None if there is none of this name."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        module, attribute = COMMANDS[cmd_name].split(":")
+        found = getattr(importlib.import_module(module), attribute)
+        if not isinstance(found, typer.Typer):
+            function, found = found, typer.Typer(add_completion=False)
+            found.command(cmd_name)(function)
+        command = typer.main.get_command(found)
+        command.name = cmd_name
+        return command
+
+
+app = typer.Typer(
+    cls=LazyCommands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Sequoia tree speculative decoding for vLLM.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sequoia-vllm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

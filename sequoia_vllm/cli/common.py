@@ -1,0 +1,83 @@
+"""What all commands share: errors without traceback, JSON output, progress bars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+USAGE_ERROR = 2
+
+
+def console() -> Console:
+    """Standard output."""
+    return Console()
+
+
+def error_console() -> Console:
+    """Standard error: notes, progress and errors, so that ``--json`` output stays clean."""
+    return Console(stderr=True)
+
+
+@contextmanager
+def friendly_errors() -> Iterator[None]:
+    """Turns our errors into one message and exit code 2.
+
+    The message of each of our error classes names the fix; any other error is
+    a bug and keeps its traceback.
+    """
+    from sequoia_vllm.hardware import DeviceError, ProfileError
+    from sequoia_vllm.tree import AcceptanceError, TreeError
+    from sequoia_vllm.tree.library_files import LibraryError
+
+    try:
+        yield
+    except (TreeError, AcceptanceError, ProfileError, DeviceError, LibraryError) as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{error.filename or 'file'}: {error.strerror or error}")
+
+
+def fail(message: str) -> NoReturn:
+    """Prints the message and ends with exit code 2."""
+    error_console().print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+    raise typer.Exit(USAGE_ERROR)
+
+
+def note(message: str) -> None:
+    """Prints a remark to standard error."""
+    error_console().print(f"[yellow]note:[/] {escape(message)}", soft_wrap=True)
+
+
+def print_json(data: Any) -> None:
+    """One JSON object, plain, lists of numbers on one line."""
+    from sequoia_vllm.tree.json_file import dump_json
+
+    typer.echo(dump_json(data), nl=False)
+
+
+@contextmanager
+def progress_bar(description: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error, gone when done; not shown where there is no terminal.
+
+    Yields:
+        A function of (what is being done, steps done, steps in all).
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    )  # fmt: skip
+    errors = error_console()
+    hidden = not errors.is_terminal
+    with Progress(*columns, console=errors, transient=True, disable=hidden) as bar:
+        task = bar.add_task(description, total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            bar.update(task, description=f"{description} {what}", completed=done, total=total)
+
+        yield report

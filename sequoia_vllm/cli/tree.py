@@ -1,0 +1,385 @@
+"""``sequoia-vllm tree``: build, look at, compare and generate token trees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from sequoia_vllm.cli.common import (
+    console,
+    fail,
+    friendly_errors,
+    note,
+    print_json,
+    progress_bar,
+)
+from sequoia_vllm.cli.tree_view import (
+    NamedTree,
+    draw_tree,
+    estimate_json,
+    find_tree,
+    headline,
+    level_table,
+    schedule_table,
+    tree_json,
+)
+from sequoia_vllm.hardware.choose import choose_tree
+from sequoia_vllm.hardware.cost import CostModel
+from sequoia_vllm.hardware.profile import Profile
+from sequoia_vllm.tree.acceptance import Acceptance
+from sequoia_vllm.tree.json_file import dump_json
+from sequoia_vllm.tree.optimize import optimize_tree
+from sequoia_vllm.tree.token_tree import TokenTree
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Build, look at, compare and generate token trees. Sizes count the root; depths count "
+    "edges.",
+)
+
+AcceptanceFileOption = Annotated[
+    Path | None,
+    typer.Option("--acceptance", help='JSON: {"acceptance": [...]} or a bare list p[k] / p[d][k].'),
+]
+ProfileOption = Annotated[
+    Path | None, typer.Option("--profile", help="Times of a device and model pair (JSON).")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+BatchOption = Annotated[int, typer.Option("--batch-size", help="Requests in a step.")]
+TreeArgument = Annotated[str, typer.Argument(metavar="FILE|NAME", show_default=False)]
+
+
+@app.command()
+def build(
+    acceptance: Annotated[
+        Path,
+        typer.Option(help='JSON: {"acceptance": [...]} or a bare list p[k] / p[d][k].'),
+    ],
+    size: Annotated[
+        int, typer.Option(help="Nodes, root included; with --profile, the most to consider.")
+    ],
+    max_depth: Annotated[
+        int | None, typer.Option(help="Most edges from the root to a leaf.")
+    ] = None,
+    max_branch: Annotated[int | None, typer.Option(help="Most children of a node.")] = None,
+    profile: ProfileOption = None,
+    batch_size: BatchOption = 1,
+    output: Annotated[Path | None, typer.Option(help="Write the tree to this file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Build the tree with the most expected tokens, or with a profile the fastest."""
+    with friendly_errors():
+        vector = Acceptance.load(acceptance)
+        extra: dict[str, Any] = {}
+        if profile is None:
+            with progress_bar("optimising") as report:
+                tree = optimize_tree(
+                    vector, size, max_depth, max_branch, lambda n, of: report("", n, of)
+                )
+            if tree.size < size:
+                note(f"the limits leave room for {tree.size} of the {size} nodes")
+        else:
+            times = Profile.load(profile)
+            tree = choose_tree(
+                vector, times, batch_size, size,
+                **({} if max_depth is None else {"max_depth": max_depth}), max_branch=max_branch,
+            )  # fmt: skip
+            if tree.size == 1:
+                note("no tree is faster than plain decoding at this batch size")
+            extra = estimate_json(CostModel(times).estimate(tree, vector, batch_size))
+        data = {**tree_json(tree, vector), **extra}
+        if output is not None:
+            output.write_text(dump_json(data), encoding="utf-8")
+        if as_json:
+            print_json(data)
+            return
+        out = console()
+        out.print(headline(str(output or "tree"), tree, vector))
+        out.print(level_table(tree, vector))
+        if extra:
+            out.print(f"{extra['speedup']:.2f}x plain decoding at batch size {batch_size}")
+
+
+@app.command()
+def show(
+    tree: TreeArgument,
+    acceptance: AcceptanceFileOption = None,
+    nodes: Annotated[int, typer.Option(help="Most nodes to draw.")] = 48,
+    as_json: JsonOption = False,
+) -> None:
+    """Draw a tree with its levels and the value of each node."""
+    with friendly_errors():
+        if nodes < 1:
+            fail(f"--nodes {nodes}: draw at least 1")
+        found = find_tree(tree)
+        vector = _vector(acceptance, found)
+        if as_json:
+            data = {"name": found.title, **tree_json(found.tree, vector)}
+            if found.entry is not None:
+                data["entry"] = found.entry.to_dict()
+            print_json(data)
+            return
+        out = console()
+        out.print(headline(found.title, found.tree, vector))
+        out.print(draw_tree(found.tree, vector, nodes))
+        out.print()
+        out.print(level_table(found.tree, vector))
+        if found.entry is not None:
+            out.print()
+            source = found.entry.profile.source
+            shown = "measured" if source == "measured" else "roofline, not measured"
+            out.print(schedule_table(found.entry.to_schedule(), shown))
+        if vector is None:
+            note("the file holds no acceptance vector: give --acceptance to see values")
+
+
+@app.command()
+def plot(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Picture to write: .svg, .png or .pdf.")
+    ],
+    tree: Annotated[
+        str | None, typer.Argument(metavar="[FILE|NAME]", show_default=False)
+    ] = None,
+    frontier: Annotated[
+        bool,
+        typer.Option(
+            "--frontier", help="Expected tokens against size; with --profile, speedup too."
+        ),
+    ] = False,
+    acceptance: AcceptanceFileOption = None,
+    profile: ProfileOption = None,
+    max_size: Annotated[int, typer.Option(help="Largest size of the frontier.")] = 512,
+) -> None:
+    """Draw a tree, or the frontier of the best trees, into a picture file."""
+    from sequoia_vllm.tree.plot import plot_frontier, plot_tree
+
+    with friendly_errors():
+        if not frontier:
+            if tree is None:
+                fail("name the tree to draw (a file or a library name), or give --frontier")
+            found = find_tree(tree)
+            plot_tree(found.tree, _vector(acceptance, found), found.title, output)
+        else:
+            vector = _vector(acceptance, None if tree is None else find_tree(tree))
+            if vector is None:
+                fail("--frontier needs a vector: give --acceptance FILE, or a library name")
+            times = None if profile is None else Profile.load(profile)
+            with progress_bar("frontier") as report:
+                plot_frontier(vector, output, max_size, times, report)
+        console().print(f"wrote {output}", soft_wrap=True)
+
+
+@app.command("list")
+def list_trees(
+    device: Annotated[
+        str | None, typer.Option(help='Only this device: its id, or the driver\'s name for it.')
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the trees of the library, the user's own first."""
+    from sequoia_vllm.hardware.device import identify
+    from sequoia_vllm.tree.library import TreeLibrary
+
+    with friendly_errors():
+        library = TreeLibrary()
+        entries = library.entries()
+        if device is not None:
+            wanted = identify(device).id
+            entries = [e for e in entries if e.name.split("/")[0] == wanted]
+            if not entries:
+                fail(
+                    f"no trees for device {device!r}: there are trees for "
+                    f"{', '.join(library.devices())}"
+                )
+        rows = [(entry, entry.to_schedule()) for entry in entries]
+        if as_json:
+            listed = [
+                {
+                    "name": entry.name,
+                    "size": entry.tree.size,
+                    "depth": entry.tree.depth,
+                    "tensor_parallel_size": entry.tensor_parallel_size,
+                    "source": entry.profile.source,
+                    "expected_tokens": schedule.estimates[0].expected_tokens,
+                    "speedup": {str(e.batch_size): e.speedup for e in schedule.estimates},
+                }
+                for entry, schedule in rows
+            ]
+            print_json({"user_directory": str(library.user), "trees": listed})
+            return
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column("name", overflow="fold")
+        batches = (1, 8, 64)
+        for name in ("TP", "size", "depth", *(f"batch {b}" for b in batches), "times"):
+            table.add_column(name, justify="right")
+        for entry, schedule in rows:
+            speedups = [f"{schedule.estimate(batch).speedup:.2f}x" for batch in batches]
+            table.add_row(
+                entry.name, str(entry.tensor_parallel_size), str(entry.tree.size),
+                str(entry.tree.depth), *speedups, entry.profile.source,
+            )  # fmt: skip
+        console().print(table)
+        console().print(f"your own trees: {library.user}", style="dim", soft_wrap=True)
+
+
+@app.command()
+def compare(
+    first: Annotated[str, typer.Argument(metavar="A", show_default=False)],
+    second: Annotated[str, typer.Argument(metavar="B", show_default=False)],
+    acceptance: AcceptanceFileOption = None,
+    profile: ProfileOption = None,
+    batch_size: BatchOption = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two trees (files or library names) under one acceptance vector."""
+    with friendly_errors():
+        trees = [find_tree(first), find_tree(second)]
+        vector = _vector(acceptance, trees[0])
+        if vector is None:
+            fail("neither --acceptance nor the first tree gives a vector to compare under")
+        cost = None if profile is None else CostModel(Profile.load(profile))
+        sides = []
+        for found in trees:
+            side = {"name": found.title, **tree_json(found.tree, vector)}
+            side.pop("acceptance")
+            if cost is not None:
+                side |= estimate_json(cost.estimate(found.tree, vector, batch_size))
+            sides.append(side)
+        tokens = [side["expected_tokens"] for side in sides]
+        result = {
+            "acceptance": vector.to_list(),
+            "a": sides[0],
+            "b": sides[1],
+            "expected_tokens_ratio": tokens[0] / tokens[1],
+        }
+        if as_json:
+            print_json(result)
+            return
+        console().print(_comparison(sides, [found.tree for found in trees], vector))
+
+
+@app.command()
+def generate(
+    output: Annotated[
+        Path | None, typer.Option(help="Directory to write to; default: the library's own.")
+    ] = None,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(help="Directory with acceptance/ and profiles/; default: the library's own."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit 1 if a file would change.")
+    ] = False,
+) -> None:
+    """Generate the tree library from its measured and published inputs."""
+    from sequoia_vllm.tree.generate import generate_library
+    from sequoia_vllm.tree.library import shipped_directory
+
+    with friendly_errors():
+        source = inputs or shipped_directory()
+        target = output or source
+        with progress_bar("generating") as report:
+            files = generate_library(source, report)
+        stale = {path.name for path in target.glob("*.json")} - set(files)
+        changed = [
+            name
+            for name, text in files.items()
+            if not (target / name).is_file()
+            or (target / name).read_text(encoding="utf-8") != text
+        ]
+        if check:
+            for name in sorted([*changed, *stale]):
+                console().print(f"would {'remove' if name in stale else 'change'} {name}")
+            raise typer.Exit(1 if changed or stale else 0)
+        target.mkdir(parents=True, exist_ok=True)
+        for name in changed:
+            (target / name).write_text(files[name], encoding="utf-8")
+        for name in stale:
+            (target / name).unlink()
+        trees = sum(text.count('"acceptance_class"') for text in files.values())
+        console().print(
+            f"{trees} trees in {len(files)} files, {len(changed)} changed, {len(stale)} removed: "
+            f"{target}",
+            soft_wrap=True,
+        )
+
+
+@app.command()
+def roofline(
+    device: Annotated[str, typer.Argument(help='Driver name or id: "NVIDIA H200", h200.')],
+    model_class: Annotated[
+        str, typer.Option("--class", help="Model class: <target size>-<draft size>.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the profile to this file.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Weight and KV cache type.")] = "bfloat16",
+    tensor_parallel_size: Annotated[int, typer.Option(help="Devices.")] = 1,
+    context_length: Annotated[int, typer.Option(help="Committed tokens per request.")] = 1024,
+) -> None:
+    """Predict a profile from datasheet values."""
+    from sequoia_vllm.cli.tree_roofline import predict, times_table
+
+    with friendly_errors():
+        profile = predict(device, model_class, dtype, tensor_parallel_size, context_length)
+        if output is not None:
+            profile.save(output)
+        console().print(times_table(profile))
+
+
+@app.command()
+def bench(as_json: JsonOption = False) -> None:
+    """Time the optimizer and its memory, against what it may cost on one core."""
+    from sequoia_vllm.tree.bench import CASES, bench_case
+    from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
+
+    results = [bench_case(case, REFERENCE_ACCEPTANCE) for case in CASES]
+    if as_json:
+        print_json({"cases": [result.to_dict() for result in results]})
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("size", "depth", "branches", "time", "limit", "peak memory", "limit"):
+        table.add_column(name, justify="right")
+    for result in results:
+        table.add_row(
+            str(result.size), str(result.max_depth), str(result.branches),
+            f"{1e3 * result.seconds:.1f} ms", f"{1e3 * result.limit_seconds:.0f} ms",
+            f"{result.peak_mib:.1f} MiB", f"{result.limit_mib:.0f} MiB",
+        )  # fmt: skip
+    console().print(table)
+
+
+def _vector(file: Path | None, found: NamedTree | None) -> Acceptance | None:
+    """The vector asked for, or else the one the tree was made for."""
+    if file is not None:
+        return Acceptance.load(file)
+    return None if found is None else found.acceptance
+
+
+def _comparison(
+    sides: list[dict[str, Any]], trees: list[TokenTree], vector: Acceptance
+) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for side in sides:
+        table.add_column(side["name"], justify="right", overflow="fold")
+    rows = [("size", "size", "{}"), ("depth", "depth", "{}")]
+    rows += [("expected tokens", "expected_tokens", "{:.4f}")]
+    if "speedup" in sides[0]:
+        rows += [("speedup", "speedup", "{:.3f}x"), ("step", "step_seconds", "{:.4g} s")]
+    for label, key, form in rows:
+        table.add_row(label, *(form.format(side[key]) for side in sides))
+    for depth in range(1, max(tree.depth for tree in trees) + 1):
+        cells = []
+        for tree in trees:
+            nodes = tree.levels[depth] if depth <= tree.depth else []
+            share = float(tree.values(vector)[nodes].sum()) if len(nodes) else 0.0
+            cells.append(f"{len(nodes)} nodes, {share:.3f}")
+        table.add_row(f"depth {depth}", *cells)
+    return table

@@ -1,0 +1,172 @@
+"""How trees look in a terminal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from sequoia_vllm.hardware.cost import Estimate
+from sequoia_vllm.hardware.schedule import Schedule
+from sequoia_vllm.tree.acceptance import Acceptance
+from sequoia_vllm.tree.json_file import read_json
+from sequoia_vllm.tree.library import TreeLibrary
+from sequoia_vllm.tree.library_files import TreeEntry
+from sequoia_vllm.tree.token_tree import TokenTree, TreeError
+
+_BAR = 24
+
+
+@dataclass(frozen=True)
+class NamedTree:
+    """A tree a user pointed at.
+
+    Attributes:
+        title: The file or library name.
+        tree: The tree.
+        acceptance: The vector it was made for, if the file says.
+        entry: The library entry, if it is one.
+    """
+
+    title: str
+    tree: TokenTree
+    acceptance: Acceptance | None = None
+    entry: TreeEntry | None = None
+
+
+def find_tree(reference: str) -> NamedTree:
+    """A tree by file or by library name; a file of that name wins.
+
+    Raises:
+        TreeError: If the file is not a tree file.
+        LibraryError: If no file and no entry has this name.
+    """
+    path = Path(reference)
+    if not path.is_file() and path.suffix != ".json":
+        entry = TreeLibrary().entry(reference)
+        return NamedTree(entry.name, entry.tree.tree, Acceptance.of(entry.acceptance), entry)
+    data = read_json(path, "tree", TreeError)
+    if isinstance(data, dict) and data.get("schema") == "sequoia-vllm/tree-library/v1":
+        raise TreeError(
+            f"{path} is a library file with {len(data.get('entries', []))} trees: name one of "
+            "them (sequoia-vllm tree list)"
+        )
+    acceptance = None
+    if isinstance(data, dict):
+        if data.get("schema") == "sequoia-vllm/user-tree/v1":
+            entry_data = data.get("entry") or {}
+            acceptance, data = entry_data.get("acceptance"), entry_data.get("tree")
+        else:
+            acceptance = data.get("acceptance")
+    try:
+        tree = TokenTree.from_dict(data)
+    except TreeError as error:
+        raise TreeError(f"tree file {path}: {error}") from error
+    return NamedTree(str(path), tree, None if acceptance is None else Acceptance.of(acceptance))
+
+
+def tree_json(tree: TokenTree, acceptance: Acceptance | None) -> dict[str, Any]:
+    """The tree file's object, with values and expectations where they are known."""
+    data = {**tree.to_dict(), "num_speculative_tokens": tree.num_speculative_tokens}
+    data["nodes_per_level"] = [len(nodes) for nodes in tree.levels]
+    if acceptance is not None:
+        values = tree.values(acceptance)
+        data["expected_tokens"] = float(values.sum())
+        data["values"] = [float(f"{value:.6g}") for value in values]
+        data["acceptance"] = acceptance.to_list()
+    return data
+
+
+def estimate_json(estimate: Estimate) -> dict[str, Any]:
+    """An estimate as a JSON object."""
+    return {
+        "batch_size": estimate.batch_size,
+        "speedup": estimate.speedup,
+        "tokens_per_second": estimate.tokens_per_second,
+        "step_seconds": estimate.seconds,
+        "extrapolated": estimate.extrapolated,
+    }
+
+
+def headline(title: str, tree: TokenTree, acceptance: Acceptance | None) -> Text:
+    """One line: what the tree is."""
+    text = Text.assemble(
+        (title, "bold"),
+        f"  size {tree.size} (root included), depth {tree.depth}, at most {tree.max_branch} "
+        "children",
+    )
+    if acceptance is not None:
+        text.append(f", {tree.expected_tokens(acceptance):.3f} expected tokens per step", "green")
+    return text
+
+
+def draw_tree(tree: TokenTree, acceptance: Acceptance | None, most_nodes: int) -> Group:
+    """The first ``most_nodes`` nodes (the most valuable), drawn as a tree."""
+    shown = min(tree.size, most_nodes)
+    values = None if acceptance is None else tree.values(acceptance)
+    branches = []
+    for node in range(shown):
+        label = Text(f"{node}", "bold" if node == 0 else "")
+        if values is not None:
+            label.append(f"  {values[node]:.4f} ", "dim")
+            label.append("█" * max(1, round(_BAR * values[node])), _colour(values[node]))
+        if node == 0:
+            branches.append(Tree(label, guide_style="dim"))
+        else:
+            branches.append(branches[tree.parents[node]].add(label))
+    parts: list[Any] = [branches[0]]
+    if shown < tree.size:
+        rest = tree.size - shown
+        parts.append(Text(f"… and {rest} less valuable nodes (--nodes {tree.size})", "dim"))
+    return Group(*parts)
+
+
+def level_table(tree: TokenTree, acceptance: Acceptance | None) -> Table:
+    """Nodes, and chance of reaching them, by depth."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("depth", justify="right")
+    table.add_column("nodes", justify="right")
+    table.add_column("with children", justify="right")
+    if acceptance is not None:
+        table.add_column("accepted", justify="right")
+        table.add_column("")
+    values = None if acceptance is None else tree.values(acceptance)
+    for depth, nodes in enumerate(tree.levels):
+        inner = sum(1 for node in nodes if tree.children[node])
+        row = [str(depth), str(len(nodes)), str(inner)]
+        if values is not None:
+            share = float(values[nodes].sum())
+            row += [f"{share:.3f}", Text("█" * max(1, round(_BAR * share)), _colour(share))]  # type: ignore[list-item]
+        table.add_row(*row)
+    return table
+
+
+def schedule_table(schedule: Schedule, source: str) -> Table:
+    """Drafts and expectations by batch size."""
+    table = Table(
+        title=f"by batch size ({source})", box=None, pad_edge=False, header_style="bold",
+        title_justify="left", title_style="bold",
+    )  # fmt: skip
+    for name in ("batch", "drafts", "tokens per step", "speedup", "best tree for it alone"):
+        table.add_column(name, justify="right")
+    for entry in schedule.estimates:
+        table.add_row(
+            str(entry.batch_size),
+            str(entry.num_speculative_tokens),
+            f"{entry.expected_tokens:.2f}",
+            f"{entry.speedup:.2f}x" + (" (extrapolated)" if entry.extrapolated else ""),
+            f"{entry.optimum:.2f}x",
+        )
+    return table
+
+
+def _colour(value: float) -> str:
+    for least, colour in ((0.3, "green"), (0.1, "cyan"), (0.03, "blue")):
+        if value >= least:
+            return colour
+    return "bright_black"

@@ -1,0 +1,51 @@
+"""Models for the tests: the embedded pair, and tiny ones made on the spot."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+TARGET = str(MODELS / "target")
+DRAFT = str(MODELS / "draft")
+
+
+def prompts(count: int) -> list[str]:
+    lines = (MODELS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["prompt"] for line in lines[:count]]
+
+
+def save_llama(path: Path, seed: int, scale: float = 1.0, **config) -> Path:
+    """A random Llama; ``scale`` multiplies its output weights (a sharper distribution)."""
+    settings = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        **config,
+    }
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 0.15)
+        model.lm_head.weight.mul_(scale)
+    model.save_pretrained(path)
+    return path
+
+
+def save_random_draft(path: Path) -> Path:
+    """An untrained draft with the embedded pair's vocabulary and tokenizer."""
+    save_llama(path, seed=1, vocab_size=4096, max_position_embeddings=2048)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(TARGET) / name, path / name)
+    return path

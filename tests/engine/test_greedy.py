@@ -1,0 +1,139 @@
+"""Greedy output is plain vLLM's, token for token (float32), whatever the engine does."""
+
+import pytest
+from tests.engine.conftest import metric, running, sequoia, tokens_of
+from tests.engine.models import TARGET, prompts
+from vllm import SamplingParams
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = prompts(24)
+GREEDY = SamplingParams(temperature=0, max_tokens=128)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_same_tokens_at_any_batch_size(batch, plain_outputs):
+    expected = plain_outputs(PROMPTS, GREEDY)
+    with running(sequoia(), max_num_seqs=batch) as llm:
+        found = tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
+        drafts = metric(llm, "vllm:spec_decode_num_drafts")
+    assert found == expected
+    assert accepted / drafts > 1  # the trees do something: 1.7 measured
+
+
+def test_same_tokens_with_prefix_caching(plain_outputs):
+    """A second pass over the same prompts reads blocks that trees were committed to."""
+    long = [first + second for first, second in zip(PROMPTS[:8], PROMPTS[8:16], strict=True)]
+    expected = plain_outputs(long, GREEDY)
+    with running(sequoia(), block_size=32, enable_prefix_caching=True) as llm:
+        first = llm.generate(long, GREEDY, use_tqdm=False)
+        # The continuation's prompt covers what was generated under trees.
+        continued = [
+            text + output.outputs[0].text for text, output in zip(long, first, strict=True)
+        ]
+        second = llm.generate(continued, GREEDY, use_tqdm=False)
+        hits = metric(llm, "vllm:prefix_cache_hits")
+    assert tokens_of(first) == expected
+    assert tokens_of(second) == plain_outputs(continued, GREEDY)
+    assert hits > 8 * 224  # every second prompt hit the blocks of its first
+
+
+def test_same_tokens_with_chunked_prefill_and_trimmed_trees(plain_outputs):
+    """64 tokens per step: prompts come in chunks, and trees are cut to what is left."""
+    expected = plain_outputs(PROMPTS, GREEDY)
+    with running(sequoia(size=24, depth=5), max_num_batched_tokens=64) as llm:
+        found = tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        drafts = metric(llm, "vllm:spec_decode_num_drafts")
+        drafted = metric(llm, "vllm:spec_decode_num_draft_tokens")
+    assert found == expected
+    assert drafted < 23 * drafts  # some trees were trimmed
+
+
+def test_same_tokens_with_preemption(plain_outputs):
+    expected = plain_outputs(PROMPTS, GREEDY)
+    with running(sequoia(), kv_cache_memory_bytes=7 << 20, block_size=32) as llm:
+        found = tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        preemptions = metric(llm, "vllm:num_preemptions")
+    assert preemptions > 0
+    assert found == expected
+
+
+def test_same_tokens_up_to_max_model_len(plain_outputs):
+    """Requests run into the model's length with less room than a tree needs."""
+    to_the_end = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    expected = plain_outputs(PROMPTS[:8], to_the_end, max_model_len=192)
+    with running(sequoia(), max_model_len=192) as llm:
+        found = tokens_of(llm.generate(PROMPTS[:8], to_the_end, use_tqdm=False))
+    assert found == expected
+
+
+def test_same_tokens_where_requests_end(plain_outputs):
+    """Ends inside an accepted path: EOS, stop tokens, stop strings and lengths from 1 up."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=1 + i) if i < 12
+        else SamplingParams(temperature=0, max_tokens=96, stop=["\n\n", "self"]) if i < 18
+        else SamplingParams(temperature=0, max_tokens=96, stop_token_ids=list(range(260, 330)))
+        for i in range(24)
+    ]  # fmt: skip
+    expected = plain_outputs(PROMPTS, params)
+    with running(sequoia()) as llm:
+        found = tokens_of(llm.generate(PROMPTS, params, use_tqdm=False))
+    assert found == expected
+
+
+def test_draft_is_target_accepts_every_level(plain_outputs):
+    expected = plain_outputs(PROMPTS[:8], GREEDY)
+    with running(sequoia(size=6, depth=5, draft=TARGET)) as llm:
+        found = tokens_of(llm.generate(PROMPTS[:8], GREEDY, use_tqdm=False))
+        [stats] = llm.collective_rpc("sequoia_stats")
+    assert found == expected
+    full = stats["depth_counts"][-1]
+    # All but the last step of a request, whose end may cut the path short.
+    assert full >= stats["tree_steps"] - 8
+
+
+def test_unrelated_draft_accepts_almost_nothing(plain_outputs, random_draft):
+    expected = plain_outputs(PROMPTS[:8], GREEDY)
+    with running(sequoia(draft=random_draft)) as llm:
+        found = tokens_of(llm.generate(PROMPTS[:8], GREEDY, use_tqdm=False))
+        [stats] = llm.collective_rpc("sequoia_stats")
+    assert found == expected
+    assert stats["tokens"] < 1.1 * stats["tree_steps"]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"size": 2, "depth": 1},  # one draft
+        {"size": 9, "depth": 1},  # a star
+        {"size": 6, "depth": 5, "branch": 1},  # a chain
+        {"size": 64, "depth": 8},
+    ],
+)
+def test_same_tokens_with_any_shape(tree, plain_outputs):
+    expected = plain_outputs(PROMPTS[:6], GREEDY)
+    with running(sequoia() | {"tree": tree}) as llm:
+        found = tokens_of(llm.generate(PROMPTS[:6], GREEDY, use_tqdm=False))
+    assert found == expected
+
+
+def test_schedule_by_batch_size_down_to_none(plain_outputs):
+    """Drafts per step change with the batch size, to 0 and back; the output does not."""
+    expected = plain_outputs(PROMPTS, GREEDY)
+    schedule = [[1, 2, 15], [3, 5, 4], [6, 8, 0]]
+    with running(sequoia(num_speculative_tokens_per_batch_size=schedule)) as llm:
+        found = tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        drafts = metric(llm, "vllm:spec_decode_num_drafts")
+    assert found == expected
+    assert drafts > 0
+
+
+def test_draft_shorter_than_target(plain_outputs):
+    """Past the draft's length requests go on without drafts."""
+    expected = plain_outputs(PROMPTS[:6], GREEDY)
+    with running(sequoia(max_model_len=160)) as llm:
+        found = tokens_of(llm.generate(PROMPTS[:6], GREEDY, use_tqdm=False))
+        [stats] = llm.collective_rpc("sequoia_stats")
+    assert found == expected
+    assert 0 < stats["tokens"] < 6 * 60  # about 32 of the 128 tokens per request had drafts
