@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from sequoia_vllm.cli.common import (
     console,
@@ -18,6 +17,8 @@ from sequoia_vllm.cli.common import (
 )
 from sequoia_vllm.cli.tree_view import (
     NamedTree,
+    bench_table,
+    comparison_table,
     draw_tree,
     estimate_json,
     find_tree,
@@ -32,7 +33,6 @@ from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.json_file import dump_json
 from sequoia_vllm.tree.optimize import optimize_tree
-from sequoia_vllm.tree.token_tree import TokenTree
 
 app = typer.Typer(
     add_completion=False,
@@ -143,9 +143,7 @@ def plot(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Picture to write: .svg, .png or .pdf.")
     ],
-    tree: Annotated[
-        str | None, typer.Argument(metavar="[FILE|NAME]", show_default=False)
-    ] = None,
+    tree: Annotated[str | None, typer.Argument(metavar="[FILE|NAME]", show_default=False)] = None,
     frontier: Annotated[
         bool,
         typer.Option(
@@ -178,53 +176,21 @@ def plot(
 @app.command("list")
 def list_trees(
     device: Annotated[
-        str | None, typer.Option(help='Only this device: its id, or the driver\'s name for it.')
+        str | None, typer.Option(help="Only this device: its id, or the driver's name for it.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the trees of the library, the user's own first."""
-    from sequoia_vllm.hardware.device import identify
+    from sequoia_vllm.cli.tree_library import entries_json, entries_of, entries_table
     from sequoia_vllm.tree.library import TreeLibrary
 
     with friendly_errors():
         library = TreeLibrary()
-        entries = library.entries()
-        if device is not None:
-            wanted = identify(device).id
-            entries = [e for e in entries if e.name.split("/")[0] == wanted]
-            if not entries:
-                fail(
-                    f"no trees for device {device!r}: there are trees for "
-                    f"{', '.join(library.devices())}"
-                )
-        rows = [(entry, entry.to_schedule()) for entry in entries]
+        entries = entries_of(library, device)
         if as_json:
-            listed = [
-                {
-                    "name": entry.name,
-                    "size": entry.tree.size,
-                    "depth": entry.tree.depth,
-                    "tensor_parallel_size": entry.tensor_parallel_size,
-                    "source": entry.profile.source,
-                    "expected_tokens": schedule.estimates[0].expected_tokens,
-                    "speedup": {str(e.batch_size): e.speedup for e in schedule.estimates},
-                }
-                for entry, schedule in rows
-            ]
-            print_json({"user_directory": str(library.user), "trees": listed})
+            print_json({"user_directory": str(library.user), "trees": entries_json(entries)})
             return
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("name", overflow="fold")
-        batches = (1, 8, 64)
-        for name in ("TP", "size", "depth", *(f"batch {b}" for b in batches), "times"):
-            table.add_column(name, justify="right")
-        for entry, schedule in rows:
-            speedups = [f"{schedule.estimate(batch).speedup:.2f}x" for batch in batches]
-            table.add_row(
-                entry.name, str(entry.tensor_parallel_size), str(entry.tree.size),
-                str(entry.tree.depth), *speedups, entry.profile.source,
-            )  # fmt: skip
-        console().print(table)
+        console().print(entries_table(entries))
         console().print(f"your own trees: {library.user}", style="dim", soft_wrap=True)
 
 
@@ -261,7 +227,7 @@ def compare(
         if as_json:
             print_json(result)
             return
-        console().print(_comparison(sides, [found.tree for found in trees], vector))
+        console().print(comparison_table(sides, [found.tree for found in trees], vector))
 
 
 @app.command()
@@ -278,6 +244,7 @@ def generate(
     ] = False,
 ) -> None:
     """Generate the tree library from its measured and published inputs."""
+    from sequoia_vllm.cli.tree_library import stale_files, write_files
     from sequoia_vllm.tree.generate import generate_library
     from sequoia_vllm.tree.library import shipped_directory
 
@@ -286,26 +253,18 @@ def generate(
         target = output or source
         with progress_bar("generating") as report:
             files = generate_library(source, report)
-        stale = {path.name for path in target.glob("*.json")} - set(files)
-        changed = [
-            name
-            for name, text in files.items()
-            if not (target / name).is_file()
-            or (target / name).read_text(encoding="utf-8") != text
-        ]
+        changed, removed = stale_files(files, target)
         if check:
-            for name in sorted([*changed, *stale]):
-                console().print(f"would {'remove' if name in stale else 'change'} {name}")
-            raise typer.Exit(1 if changed or stale else 0)
-        target.mkdir(parents=True, exist_ok=True)
-        for name in changed:
-            (target / name).write_text(files[name], encoding="utf-8")
-        for name in stale:
-            (target / name).unlink()
+            for name in changed:
+                console().print(f"would change {name}")
+            for name in removed:
+                console().print(f"would remove {name}")
+            raise typer.Exit(1 if changed or removed else 0)
+        write_files(files, target, changed, removed)
         trees = sum(text.count('"acceptance_class"') for text in files.values())
         console().print(
-            f"{trees} trees in {len(files)} files, {len(changed)} changed, {len(stale)} removed: "
-            f"{target}",
+            f"{trees} trees in {len(files)} files, {len(changed)} changed, {len(removed)} "
+            f"removed: {target}",
             soft_wrap=True,
         )
 
@@ -342,17 +301,8 @@ def bench(as_json: JsonOption = False) -> None:
     results = [bench_case(case, REFERENCE_ACCEPTANCE) for case in CASES]
     if as_json:
         print_json({"cases": [result.to_dict() for result in results]})
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("size", "depth", "branches", "time", "limit", "peak memory", "limit"):
-        table.add_column(name, justify="right")
-    for result in results:
-        table.add_row(
-            str(result.size), str(result.max_depth), str(result.branches),
-            f"{1e3 * result.seconds:.1f} ms", f"{1e3 * result.limit_seconds:.0f} ms",
-            f"{result.peak_mib:.1f} MiB", f"{result.limit_mib:.0f} MiB",
-        )  # fmt: skip
-    console().print(table)
+    else:
+        console().print(bench_table(results))
 
 
 def _vector(file: Path | None, found: NamedTree | None) -> Acceptance | None:
@@ -360,26 +310,3 @@ def _vector(file: Path | None, found: NamedTree | None) -> Acceptance | None:
     if file is not None:
         return Acceptance.load(file)
     return None if found is None else found.acceptance
-
-
-def _comparison(
-    sides: list[dict[str, Any]], trees: list[TokenTree], vector: Acceptance
-) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
-    for side in sides:
-        table.add_column(side["name"], justify="right", overflow="fold")
-    rows = [("size", "size", "{}"), ("depth", "depth", "{}")]
-    rows += [("expected tokens", "expected_tokens", "{:.4f}")]
-    if "speedup" in sides[0]:
-        rows += [("speedup", "speedup", "{:.3f}x"), ("step", "step_seconds", "{:.4g} s")]
-    for label, key, form in rows:
-        table.add_row(label, *(form.format(side[key]) for side in sides))
-    for depth in range(1, max(tree.depth for tree in trees) + 1):
-        cells = []
-        for tree in trees:
-            nodes = tree.levels[depth] if depth <= tree.depth else []
-            share = float(tree.values(vector)[nodes].sum()) if len(nodes) else 0.0
-            cells.append(f"{len(nodes)} nodes, {share:.3f}")
-        table.add_row(f"depth {depth}", *cells)
-    return table

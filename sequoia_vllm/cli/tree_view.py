@@ -14,9 +14,10 @@ from rich.tree import Tree
 from sequoia_vllm.hardware.cost import Estimate
 from sequoia_vllm.hardware.schedule import Schedule
 from sequoia_vllm.tree.acceptance import Acceptance
+from sequoia_vllm.tree.bench import BenchResult
 from sequoia_vllm.tree.json_file import read_json
 from sequoia_vllm.tree.library import TreeLibrary
-from sequoia_vllm.tree.library_files import TreeEntry
+from sequoia_vllm.tree.library_files import LIBRARY_SCHEMA, USER_TREE_SCHEMA, TreeEntry
 from sequoia_vllm.tree.token_tree import TokenTree, TreeError
 
 _BAR = 24
@@ -51,14 +52,14 @@ def find_tree(reference: str) -> NamedTree:
         entry = TreeLibrary().entry(reference)
         return NamedTree(entry.name, entry.tree.tree, Acceptance.of(entry.acceptance), entry)
     data = read_json(path, "tree", TreeError)
-    if isinstance(data, dict) and data.get("schema") == "sequoia-vllm/tree-library/v1":
+    if isinstance(data, dict) and data.get("schema") == LIBRARY_SCHEMA:
         raise TreeError(
             f"{path} is a library file with {len(data.get('entries', []))} trees: name one of "
             "them (sequoia-vllm tree list)"
         )
     acceptance = None
     if isinstance(data, dict):
-        if data.get("schema") == "sequoia-vllm/user-tree/v1":
+        if data.get("schema") == USER_TREE_SCHEMA:
             entry_data = data.get("entry") or {}
             acceptance, data = entry_data.get("acceptance"), entry_data.get("tree")
         else:
@@ -162,6 +163,44 @@ def schedule_table(schedule: Schedule, source: str) -> Table:
             f"{entry.speedup:.2f}x" + (" (extrapolated)" if entry.extrapolated else ""),
             f"{entry.optimum:.2f}x",
         )
+    return table
+
+
+def comparison_table(
+    sides: list[dict[str, Any]], trees: list[TokenTree], vector: Acceptance
+) -> Table:
+    """Two trees side by side: totals, then nodes and chance of acceptance by depth."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for side in sides:
+        table.add_column(side["name"], justify="right", overflow="fold")
+    rows = [("size", "size", "{}"), ("depth", "depth", "{}")]
+    rows += [("expected tokens", "expected_tokens", "{:.4f}")]
+    if "speedup" in sides[0]:
+        rows += [("speedup", "speedup", "{:.3f}x"), ("step", "step_seconds", "{:.4g} s")]
+    for label, key, form in rows:
+        table.add_row(label, *(form.format(side[key]) for side in sides))
+    for depth in range(1, max(tree.depth for tree in trees) + 1):
+        cells = []
+        for tree in trees:
+            chosen = tree.depths == depth
+            accepted = float(tree.values(vector)[chosen].sum())
+            cells.append(f"{int(chosen.sum())} nodes, {accepted:.3f}")
+        table.add_row(f"depth {depth}", *cells)
+    return table
+
+
+def bench_table(results: list[BenchResult]) -> Table:
+    """What the optimizer cost, beside what it may."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("size", "depth", "branches", "time", "limit", "peak memory", "limit"):
+        table.add_column(name, justify="right")
+    for result in results:
+        table.add_row(
+            str(result.size), str(result.max_depth), str(result.branches),
+            f"{1e3 * result.seconds:.1f} ms", f"{1e3 * result.limit_seconds:.0f} ms",
+            f"{result.peak_mib:.1f} MiB", f"{result.limit_mib:.0f} MiB",
+        )  # fmt: skip
     return table
 
 

@@ -25,6 +25,7 @@ _SAME = 1e-9
 # A schedule may give away this much speed to have fewer ranges, and so fewer
 # CUDA graphs and fewer switches under changing load.
 TOLERANCE = 0.01
+# Trees made in one search; a few are enough unless wide draft levels are slow.
 _MOST_TREES = 256
 
 
@@ -40,7 +41,7 @@ def choose_tree(
     """The tree with the most expected tokens per second at this batch size.
 
     Searched are the optimal trees of every size and depth (`Frontier`), best
-    bound first, so that the result is the best of them all.
+    bound first, which finds the best of them all while making few (at most 256).
 
     Args:
         acceptance: p[k] or p[d][k].
@@ -174,9 +175,7 @@ class TreeSearch:
     def best_of_size(self, size: int, batch_size: int) -> Estimate:
         """What the fastest tree of exactly this size does, faster than plain or not."""
         tree = self._fastest(np.array([size]), batch_size, 0.0)
-        return self.cost.estimate(
-            tree or TokenTree((-1,)), self.frontier.acceptance, batch_size
-        )
+        return self.cost.estimate(tree or TokenTree((-1,)), self.frontier.acceptance, batch_size)
 
     def _fastest(
         self, sizes: NDArray[np.int64], batch_size: int, at_least: float

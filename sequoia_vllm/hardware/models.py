@@ -119,9 +119,7 @@ def nearest_class(
         return math.hypot(*(math.log(a / b) for a, b in pairs if a is not None)), name
 
     best = min(sizes, key=distance)
-    given = (
-        f"target of {size_name(target)} and a draft of {size_name(draft)} parameters"
-    )
+    given = f"target of {size_name(target)} and a draft of {size_name(draft)} parameters"
     return ClassMatch(best, f"model class {best} is the nearest to a {given}")
 
 

@@ -49,8 +49,7 @@ class Acceptance:
             ) from error
         if table.ndim not in (1, 2) or table.size == 0:
             raise AcceptanceError(
-                "an acceptance vector is a non-empty list p[k] or p[d][k]; "
-                f"got shape {table.shape}"
+                f"an acceptance vector is a non-empty list p[k] or p[d][k]; got shape {table.shape}"
             )
         table = np.atleast_2d(table)
         for what, wrong in (

@@ -60,8 +60,7 @@ def check_model(data: Any, model: type[Model], where: str, error: type[ValueErro
     expected = model.model_fields.get("schema_")
     if expected is not None and data.get("schema") != expected.default:
         raise error(
-            f'{where}: "schema" is {data.get("schema")!r}; this version reads '
-            f"{expected.default!r}"
+            f'{where}: "schema" is {data.get("schema")!r}; this version reads {expected.default!r}'
         )
     try:
         return model.model_validate(data)

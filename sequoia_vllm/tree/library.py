@@ -7,60 +7,21 @@ in `user_directory` and take precedence.
 
 from __future__ import annotations
 
-import logging
 import os
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import platformdirs
 
-from sequoia_vllm.hardware.device import (
-    X86_CPU,
-    Device,
-    DeviceHints,
-    DeviceSpec,
-    identify,
-    nearest,
-)
-from sequoia_vllm.hardware.models import nearest_class, parameters_from_name
-from sequoia_vllm.hardware.schedule import Schedule
+from sequoia_vllm.hardware.device import X86_CPU, Device, DeviceHints, identify, nearest
+from sequoia_vllm.hardware.models import parameters_from_name
 from sequoia_vllm.tree.json_file import dump_json, read_model
 from sequoia_vllm.tree.library_files import LibraryError, LibraryFile, TreeEntry, UserTree
+from sequoia_vllm.tree.selection import Selection, of_pair, of_strength, selection
 from sequoia_vllm.tree.token_tree import TokenTree
-from sequoia_vllm.tree.user_trees import same_model, user_tree_name
-
-logger = logging.getLogger("vllm.sequoia.library")  # shown by vLLM's own handler
+from sequoia_vllm.tree.user_trees import user_tree_name
 
 USER_DIRECTORY_VARIABLE = "SEQUOIA_VLLM_TREES"
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The tree to use, and why.
-
-    Attributes:
-        name: Name of the entry; `load` takes it.
-        schedule: The tree and its prefix by batch size.
-        entry: Everything the tree was made from.
-        source: "user" (tuned here), "measured" or "roofline" (shipped).
-        expected_tokens: Tokens per request and step at the batch size asked for.
-        expected_speedup: Against plain decoding at that batch size.
-        reason: One line: what was chosen and why.
-    """
-
-    name: str
-    schedule: Schedule
-    entry: TreeEntry
-    source: str
-    expected_tokens: float
-    expected_speedup: float
-    reason: str
-
-    @property
-    def tree(self) -> TokenTree:
-        """The whole stored tree; `schedule` says how much of it to draft."""
-        return self.schedule.tree
 
 
 def user_directory() -> Path:
@@ -171,9 +132,7 @@ class TreeLibrary:
         name = user_tree_name(
             device_name, entry.target, entry.draft, entry.dtype, entry.tensor_parallel_size
         )
-        tree = UserTree(
-            device=device_name, entry=entry.model_copy(update={"name": f"user/{name}"})
-        )
+        tree = UserTree(device=device_name, entry=entry.model_copy(update={"name": f"user/{name}"}))
         self.user.mkdir(parents=True, exist_ok=True)
         path = self.user / f"{name}.json"
         path.write_text(dump_json(tree.to_dict()), encoding="utf-8")
@@ -233,10 +192,10 @@ class TreeLibrary:
         path = self.user / f"{name}.json"
         if path.is_file():
             entry = self._user_tree(path).entry
-            return _selection(entry, "user", batch_size, [f"tuned here ({path})"])
+            return selection(entry, "user", batch_size, [f"tuned here ({path})"])
         device = identify(device_name)
         file, reasons = self._file_for(device, hints or DeviceHints())
-        entries, why = _of_pair(
+        entries, why = of_pair(
             file.entries,
             target,
             draft,
@@ -244,7 +203,7 @@ class TreeLibrary:
             draft_parameters or parameters_from_name(draft),
         )
         reasons.append(why)
-        entries, why = _of_strength(entries, target, draft, acceptance_class, temperature)
+        entries, why = of_strength(entries, target, draft, acceptance_class, temperature)
         reasons.append(why)
         entry = min(entries, key=lambda e: abs(e.tensor_parallel_size - tensor_parallel_size))
         for what, made_for, here in (
@@ -253,7 +212,7 @@ class TreeLibrary:
         ):
             if made_for != here:
                 reasons.append(f"made for {what} {made_for}, not {here}")
-        return _selection(entry, entry.profile.source, batch_size, reasons)
+        return selection(entry, entry.profile.source, batch_size, reasons)
 
     def _file_for(self, device: Device, hints: DeviceHints) -> tuple[LibraryFile, list[str]]:
         devices = self.devices()
@@ -271,7 +230,7 @@ class TreeLibrary:
                 '"tree": {"size": 8, "depth": 4}'
             )
         known = DeviceHints.of(device.spec) if device.spec else hints
-        best, why = nearest(known, _only_specs(specs))
+        best, why = nearest(known, specs)
         return self.file(best), [f"no trees for device {device.name!r}: {why}"]
 
     def _unknown_name(self, name: str) -> str:
@@ -291,99 +250,6 @@ def load(name: str) -> TokenTree:
 def select(device_name: str, target: str, draft: str, **options: object) -> Selection:
     """`TreeLibrary.select` of the default library."""
     return TreeLibrary().select(device_name, target, draft, **options)  # type: ignore[arg-type]
-
-
-def _of_pair(
-    entries: list[TreeEntry],
-    target: str,
-    draft: str,
-    target_parameters: float | None,
-    draft_parameters: float | None,
-) -> tuple[list[TreeEntry], str]:
-    exact = [e for e in entries if same_model(e.target, target) and same_model(e.draft, draft)]
-    if exact:
-        return exact, f"made for {exact[0].target} with {exact[0].draft}"
-    sizes = {e.model_class: (e.target_parameters, e.draft_parameters) for e in entries}
-    match = nearest_class(sizes, target_parameters, draft_parameters)
-    if match is not None:
-        return [e for e in entries if e.model_class == match.id], match.reason
-    # Nothing is known of the models: the smallest tree is the safest.
-    smallest = min(entries, key=lambda e: (e.tree.size, e.name)).model_class
-    return [e for e in entries if e.model_class == smallest], (
-        f"the sizes of {target} and {draft} are unknown: the most cautious model class, {smallest}"
-    )
-
-
-def _of_strength(
-    entries: list[TreeEntry],
-    target: str,
-    draft: str,
-    acceptance_class: str | None,
-    temperature: float | None,
-) -> tuple[list[TreeEntry], str]:
-    if acceptance_class is not None:
-        named = [e for e in entries if e.acceptance_class == acceptance_class]
-        if not named:
-            raise LibraryError(
-                f"no acceptance class {acceptance_class!r} for model class "
-                f"{entries[0].model_class}; there are "
-                f"{', '.join(sorted({e.acceptance_class for e in entries}))}"
-            )
-        return named, f"acceptance class {acceptance_class} as asked"
-    own = [
-        e
-        for e in entries
-        if same_model(e.acceptance_target or "", target)
-        and same_model(e.acceptance_draft or "", draft)
-    ]
-    if own:
-        wanted = 0.0 if temperature is None else temperature
-        nearest_one = min(own, key=lambda e: abs((e.temperature or 0.0) - wanted))
-        name = nearest_one.acceptance_class
-        return [e for e in own if e.acceptance_class == name], (
-            f"acceptance {name} measured on this pair"
-        )
-
-    def strength(entry: TreeEntry) -> tuple[float, str]:
-        row = entry.acceptance[0]
-        return (row[0] if isinstance(row, list) else row), entry.acceptance_class
-
-    weakest = min(entries, key=strength).acceptance_class
-    return [e for e in entries if e.acceptance_class == weakest], (
-        f"acceptance of this pair not measured: the weakest class, {weakest}"
-    )
-
-
-def _selection(
-    entry: TreeEntry, source: str, batch_size: int, reasons: list[str]
-) -> Selection:
-    schedule = entry.to_schedule()
-    estimate = schedule.estimate(batch_size)
-    reason = (
-        f"tree {entry.name}: {entry.tree.size} nodes, depth {entry.tree.depth}, expected "
-        f"{estimate.speedup:.2f}x plain decoding at batch size {estimate.batch_size} "
-        f"({'measured' if entry.profile.source == 'measured' else 'roofline, not measured'}); "
-        + "; ".join(reasons)
-    )
-    _log_once(reason)
-    return Selection(
-        name=entry.name,
-        schedule=schedule,
-        entry=entry,
-        source=source,
-        expected_tokens=estimate.expected_tokens,
-        expected_speedup=estimate.speedup,
-        reason=reason,
-    )
-
-
-def _only_specs(specs: dict[str, DeviceSpec | None]) -> dict[str, DeviceSpec]:
-    return {id_: spec for id_, spec in specs.items() if spec is not None}
-
-
-@cache
-def _log_once(line: str) -> None:
-    logger.info("%s", line)
 
 
 def _read_library_file(path: Path) -> LibraryFile:

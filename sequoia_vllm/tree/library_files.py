@@ -12,9 +12,10 @@ from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate, ScheduleRange
 from sequoia_vllm.tree.acceptance import Acceptance, AcceptanceError
 from sequoia_vllm.tree.json_file import FileModel, read_model
-from sequoia_vllm.tree.token_tree import SCHEMA as TREE_SCHEMA
 from sequoia_vllm.tree.token_tree import TokenTree
 
+LIBRARY_SCHEMA = "sequoia-vllm/tree-library/v1"
+USER_TREE_SCHEMA = "sequoia-vllm/user-tree/v1"
 Probability = Annotated[float, Field(ge=0, le=1)]
 Table = list[Probability] | list[list[Probability]]
 
@@ -95,7 +96,9 @@ class AcceptanceFile(FileModel):
 class StoredTree(FileModel):
     """A token tree inside another file; the keys of a tree file."""
 
-    schema_: Literal["sequoia-vllm/token-tree/v1"] = Field(default=TREE_SCHEMA, alias="schema")
+    schema_: Literal["sequoia-vllm/token-tree/v1"] = Field(
+        default="sequoia-vllm/token-tree/v1", alias="schema"
+    )
     size: int = Field(ge=1, description="Nodes, root included.")
     depth: int = Field(ge=0, description="Edges from the root to the deepest node.")
     parents: list[int] = Field(description="Parent of each node; the root's is -1.")

@@ -1,0 +1,95 @@
+"""Requests that trees cannot serve get no drafts and the right tokens; logprobs are right."""
+
+import pytest
+from tests.engine.conftest import running, sequoia, tokens_of
+from tests.engine.models import prompts
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+pytestmark = pytest.mark.engine
+
+WITHOUT_DRAFTS = {
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "presence_penalty": {"presence_penalty": 0.8},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "logit_bias": {"logit_bias": {300: 4.0, 301: -50.0}},
+    "bad_words": {"bad_words": ["self", " in"]},
+    "min_tokens": {"min_tokens": 24, "stop_token_ids": list(range(260, 400))},
+    "allowed_token_ids": {"allowed_token_ids": list(range(200, 1200))},
+    "structured_choice": {
+        "structured_outputs": StructuredOutputsParams(choice=["return None", "raise ValueError"])
+    },
+    "structured_regex": {"structured_outputs": StructuredOutputsParams(regex=r"[a-z]{3,8} = \d+")},
+}
+
+
+def mixed_params() -> list[SamplingParams]:
+    """Each kind greedy and seeded, between requests that do get trees."""
+    params = []
+    for keys in WITHOUT_DRAFTS.values():
+        params.append(SamplingParams(temperature=0, max_tokens=40, **keys))
+        params.append(SamplingParams(temperature=0, max_tokens=40))
+        params.append(SamplingParams(temperature=0.8, seed=5, max_tokens=40, **keys))
+    return params
+
+
+def test_special_requests_are_served_right_among_trees(plain_outputs):
+    params = mixed_params()
+    texts = prompts(len(params))
+    expected = plain_outputs(texts, params)
+    with running(sequoia()) as llm:
+        found = tokens_of(llm.generate(texts, params, use_tqdm=False))
+        [stats] = llm.collective_rpc("sequoia_stats")
+    wrong = [i for i, (ours, plain) in enumerate(zip(found, expected, strict=True)) if ours != plain]
+    assert wrong == []
+    assert stats["tree_steps"] > 0
+
+
+def test_custom_logits_processor_runs_without_drafts(plain_outputs):
+    options = {"logits_processors": ["tests.engine.processors:EvenTokensOnly"]}
+    params = SamplingParams(temperature=0, max_tokens=24)
+    expected = plain_outputs(prompts(4), params, **options)
+    with running(sequoia(), **options) as llm:
+        found = tokens_of(llm.generate(prompts(4), params, use_tqdm=False))
+        [stats] = llm.collective_rpc("sequoia_stats")
+    assert found == expected
+    assert all(token % 2 == 0 for tokens in found for token in tokens)
+    assert stats["tree_steps"] == 0
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
+def test_logprobs_are_those_of_plain_vllm(mode):
+    """Tokens accepted in a tree carry the values of their own node, top tokens included."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=48, logprobs=5),
+        SamplingParams(temperature=0.9, seed=1, max_tokens=48, logprobs=1),
+        SamplingParams(temperature=0, max_tokens=48, logprobs=0, prompt_logprobs=2),
+        SamplingParams(temperature=0, max_tokens=48, logprobs=3, presence_penalty=0.5),
+        SamplingParams(temperature=0, max_tokens=48),
+    ]
+    texts = prompts(len(params))
+    results = []
+    for speculative_config in (None, sequoia()):
+        with running(speculative_config, logprobs_mode=mode) as llm:
+            results.append(llm.generate(texts, params, use_tqdm=False))
+    for plain, ours in zip(*results, strict=True):
+        plain_output, our_output = plain.outputs[0], ours.outputs[0]
+        assert list(our_output.token_ids) == list(plain_output.token_ids)
+        assert (our_output.logprobs is None) == (plain_output.logprobs is None)
+        for position, expected in enumerate(plain_output.logprobs or []):
+            found = our_output.logprobs[position]
+            assert {t: v.rank for t, v in found.items()} == {t: v.rank for t, v in expected.items()}
+            for token, value in expected.items():
+                assert found[token].logprob == pytest.approx(value.logprob, abs=1e-4)
+        if plain.prompt_logprobs is not None:
+            for found, expected in zip(ours.prompt_logprobs[1:], plain.prompt_logprobs[1:], strict=True):
+                assert found.keys() == expected.keys()
+
+
+def test_seeded_request_survives_chunked_prefill(plain_outputs):
+    """Plain vLLM 0.32 fails here on CPUs ("CPU Generator does not use offset")."""
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=32)
+    expected = plain_outputs(prompts(3), params)
+    with running(sequoia(), max_num_batched_tokens=48) as llm:
+        found = tokens_of(llm.generate(prompts(3), params, use_tqdm=False))
+    assert found == expected

@@ -1,0 +1,131 @@
+"""Sampled output follows the target's own law, through the real engine.
+
+A target with six tokens: the exact probability of every continuation of four
+tokens can be computed, and 20,000 completions are compared with it (chi-square,
+false-alarm rate 1e-6 per test; the engine's seed makes a verdict repeatable).
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+from tests.engine.conftest import metric, running, sequoia, tokens_of
+from tests.engine.models import prompts, save_llama
+from transformers import LlamaForCausalLM
+from vllm import SamplingParams
+
+pytestmark = pytest.mark.engine
+
+VOCAB, LENGTH, COMPLETIONS = 6, 4, 20_000
+PROMPT = [2, 5, 3]
+FALSE_ALARM = 1e-6
+TINY = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 256}
+
+
+@pytest.fixture(scope="module")
+def tiny_pair(tmp_path_factory):
+    """Target and draft: unrelated weights, so that rejections are frequent."""
+    paths = [tmp_path_factory.mktemp(name) for name in ("target", "draft")]
+    for path, seed, scale in zip(paths, (3, 4), (1.5, 1.0), strict=True):
+        save_llama(path, seed=seed, scale=scale, vocab_size=VOCAB, max_position_embeddings=64)
+    return paths
+
+
+def truncated(probs: np.ndarray, top_p: float) -> np.ndarray:
+    """Top-p on one row: the smallest set of likeliest tokens with mass >= top_p."""
+    order = np.argsort(-probs)
+    before = np.cumsum(probs[order]) - probs[order]
+    kept = np.zeros_like(probs)
+    kept[order[before < top_p]] = probs[order[before < top_p]]
+    return kept / kept.sum()
+
+
+def exact_law(path, temperature: float, top_p: float) -> np.ndarray:
+    """Probability of every continuation of LENGTH tokens, ``[VOCAB] * LENGTH``."""
+    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    law = np.ones(())
+    for length in range(LENGTH):
+        prefixes = list(itertools.product(range(VOCAB), repeat=length))
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPT + list(prefix) for prefix in prefixes])).logits
+        rows = torch.softmax(logits[:, -1].double() / temperature, dim=-1).numpy()
+        rows = np.stack([truncated(row, top_p) for row in rows])
+        law = law[..., None] * rows.reshape([VOCAB] * (length + 1))
+    return law
+
+
+def p_value(counts: np.ndarray, law: np.ndarray) -> float:
+    """Chi-square over the outcomes; those expected fewer than five times are pooled."""
+    counts, expected = counts.ravel(), law.ravel() * counts.sum()
+    assert counts[expected == 0].sum() == 0  # nothing impossible happened
+    rare = expected < 5
+    counts = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return float(chi2.sf(statistic, len(expected) - 1))
+
+
+def count(outputs) -> np.ndarray:
+    counts = np.zeros([VOCAB] * LENGTH)
+    for tokens in tokens_of(outputs):
+        counts[tuple(tokens[:LENGTH])] += 1
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "seeded"), [(1.0, 1.0, False), (0.6, 0.8, False), (1.0, 1.0, True)]
+)
+def test_completions_follow_the_exact_law(tiny_pair, temperature, top_p, seeded):
+    target, draft = tiny_pair
+    params = [
+        SamplingParams(
+            temperature=temperature, top_p=top_p, max_tokens=LENGTH + 1, ignore_eos=True,
+            detokenize=False, seed=index if seeded else None,
+        )
+        for index in range(COMPLETIONS)
+    ]  # fmt: skip
+    with running(sequoia(size=12, depth=3, draft=draft), model=target, **TINY) as llm:
+        requests = [{"prompt_token_ids": PROMPT}] * COMPLETIONS
+        counts = count(llm.generate(requests, params, use_tqdm=False))
+        accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
+    assert accepted > COMPLETIONS / 2  # trees were at work, with rejections among them
+    assert p_value(counts, exact_law(target, temperature, top_p)) > FALSE_ALARM
+
+
+PARAMS = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 40, "min_p": 0.02},
+    {"temperature": 0.9, "min_p": 0.1, "logprobs": 2},
+]
+
+
+def seeded_params(count: int) -> list[SamplingParams]:
+    return [SamplingParams(seed=7 + i, max_tokens=64, **PARAMS[i % 4]) for i in range(count)]
+
+
+def test_a_seed_gives_the_tokens_of_plain_vllm(plain_outputs):
+    params = seeded_params(16)
+    expected = plain_outputs(prompts(16), params)
+    with running(sequoia()) as llm:
+        found = tokens_of(llm.generate(prompts(16), params, use_tqdm=False))
+        [stats] = llm.collective_rpc("sequoia_stats")
+    assert found == expected
+    assert stats["tokens"] > 1.5 * stats["tree_steps"]
+
+
+def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(plain_outputs):
+    """Alone, among greedy and unseeded neighbours, and with trees trimmed by them."""
+    own, params = prompts(4), seeded_params(4)
+    expected = plain_outputs(own, params)
+    others = prompts(16)[4:]
+    mixed = [SamplingParams(temperature=float(i % 2), max_tokens=50) for i in range(12)]
+    for options in ({"max_num_seqs": 1}, {"max_num_seqs": 8}, {"max_num_batched_tokens": 64}):
+        with running(sequoia(), **options) as llm:
+            outputs = llm.generate(
+                others[:6] + own + others[6:], mixed[:6] + params + mixed[6:], use_tqdm=False
+            )
+        assert tokens_of(outputs)[6:10] == expected
