@@ -126,4 +126,6 @@ def _summary(error: ValidationError) -> str:
 
 
 def _is_branch(part: str) -> bool:
-    return part in {"TreeSpec", "str", "path"} or part.startswith(("literal[", "list[", "function-"))
+    return part in {"TreeSpec", "str", "path"} or part.startswith(
+        ("literal[", "list[", "function-")
+    )

@@ -26,18 +26,31 @@ class KnownPair:
 
 KNOWN_PAIRS = (
     KnownPair(
-        r".*Llama-2-(7|13|70)b.*", "JackFram/llama-68m", "the paper's draft for Llama-2 targets"
+        target=r".*Llama-2-(7|13|70)b.*",
+        draft="JackFram/llama-68m",
+        note="the paper's draft for Llama-2 targets",
     ),
     KnownPair(
-        r".*(vicuna)-(7|13)b.*", "JackFram/llama-68m", "Vicuna is a fine-tuned Llama with its tokenizer"
+        target=r".*vicuna-(7|13)b.*",
+        draft="JackFram/llama-68m",
+        note="Vicuna is a fine-tuned Llama with its tokenizer",
     ),
     KnownPair(
-        r".*Llama-3\.[123]-(8|70|405)B.*", "meta-llama/Llama-3.2-1B-Instruct",
-        "the smallest model with Llama 3's tokenizer",
+        target=r".*Llama-3\.[123]-(8|70|405)B.*",
+        draft="meta-llama/Llama-3.2-1B-Instruct",
+        note="the smallest model with Llama 3's tokenizer",
     ),
-    KnownPair(r".*Qwen3-(4|8|14|32)B.*", "Qwen/Qwen3-0.6B", "the smallest Qwen3 model"),
-    KnownPair(r"(.*/)?examples/models/target/?", "{0}/draft", "the pair in this repository"),
-)  # fmt: skip
+    KnownPair(
+        target=r".*Qwen3-(4|8|14|32)B.*",
+        draft="Qwen/Qwen3-0.6B",
+        note="the smallest Qwen3 model",
+    ),
+    KnownPair(
+        target=r"(.*/)?examples/models/target/?",
+        draft="{0}/draft",
+        note="the pair in this repository",
+    ),
+)
 
 
 def known_draft(target: str) -> str:

@@ -104,9 +104,7 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
     ) -> None:
         keys, values = gather_context(kv_cache, tree.block_table)
         heads = (-1, self.num_heads, self.head_size)
-        attended = tree_attention(
-            query.view(heads)[tree.rows], keys, values, tree.mask, self.scale
-        )
+        attended = tree_attention(query.view(heads)[tree.rows], keys, values, tree.mask, self.scale)
         rows = tree.rows
         if tree.is_node is not None:
             rows, attended = rows[tree.is_node], attended[tree.is_node]
@@ -169,4 +167,3 @@ def make_tree_queries(
         mask=mask_of(blocks * block_size),
         only_trees=only_trees,
     )
-

@@ -214,7 +214,7 @@ class SequoiaProposer(DraftModelProposer):
             scheduler_metadata=None,
             tree=queries,
         )
-        per_layer = {name: metadata for name in group.layer_names}
+        per_layer = dict.fromkeys(group.layer_names, metadata)
         hidden = self._forward(tokens.flatten(), positions, slots, per_layer)
         return self.model.compute_logits(hidden)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -138,10 +139,9 @@ def _draft_probs(drafts: list[Draft | None], max_nodes: int) -> tuple[Tensor, Te
     passes = {id(draft.grown): draft.grown for draft in drafts if draft is not None}
     if not passes:
         return torch.zeros(0, 0), torch.zeros(len(drafts), max_nodes, dtype=torch.int64)
-    offsets: dict[int, int] = {}
-    for key, grown in passes.items():
-        offsets[key] = sum(len(passes[earlier].probs) for earlier in offsets)
     stored = [grown.probs for grown in passes.values()]
+    starts = accumulate((len(part) for part in stored[:-1]), initial=0)
+    offsets = dict(zip(passes, starts, strict=True))
     probs = stored[0] if len(stored) == 1 else torch.cat(stored)
     rows = torch.zeros(len(drafts), max_nodes, dtype=torch.int64, device=probs.device)
     for index, draft in enumerate(drafts):

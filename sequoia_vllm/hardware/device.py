@@ -165,11 +165,11 @@ def nearest(hints: DeviceHints, candidates: Mapping[str, DeviceSpec]) -> tuple[s
         )
 
     def distance(id_: str) -> tuple[float, str]:
-        other = _features(DeviceHints.of(candidates[id_]))
+        other = _of_candidate(candidates[id_])
         return math.hypot(*(math.log(features[key] / other[key]) for key in features)), id_
 
     best = min(candidates, key=distance)
-    other = _features(DeviceHints.of(candidates[best]))
+    other = _of_candidate(candidates[best])
     compared = ", ".join(
         f"{value:.4g} against {other[key]:.4g} {_UNITS[key]}" for key, value in features.items()
     )
@@ -188,6 +188,10 @@ def _features(hints: DeviceHints) -> dict[str, float]:
     elif hints.memory_gb:
         features["memory"] = hints.memory_gb
     return features
+
+
+def _of_candidate(spec: DeviceSpec) -> dict[str, float]:
+    return {"ridge": spec.ridge, "bandwidth": spec.bandwidth_gb_s, "memory": spec.memory_gb}
 
 
 def _split_mig(name: str) -> tuple[str, int | None, int]:

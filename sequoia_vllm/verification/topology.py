@@ -69,7 +69,7 @@ class Topology:
 def _check_parents(parents: Tensor) -> None:
     if parents.dim() != 2 or parents.shape[1] == 0:
         raise ValueError(f"parents must be [requests, nodes], not {list(parents.shape)}")
-    indices = torch.arange(parents.shape[1])
+    indices = torch.arange(parents.shape[1], device=parents.device)
     padding = parents == PADDING
     wrong = (parents >= indices) | (parents < PADDING)
     wrong |= (parents == ROOT) != (indices == 0)
@@ -87,11 +87,12 @@ def _child_table(parents: Tensor) -> Tensor:
     # Sorted by parent, siblings are neighbours and still in draft order; a node's
     # rank is its distance from the first entry with the same parent.
     sorted_parents, order = parents.sort(dim=1, stable=True)
-    ranks = torch.arange(nodes) - torch.searchsorted(sorted_parents, sorted_parents)
+    positions = torch.arange(nodes, device=parents.device)
+    ranks = positions - torch.searchsorted(sorted_parents, sorted_parents)
     request, position = (sorted_parents >= 0).nonzero(as_tuple=True)
     rank = ranks[request, position]
     width = int(rank.max()) + 1 if rank.numel() else 1
-    table = torch.full((batch, nodes, width), -1)
+    table = parents.new_full((batch, nodes, width), -1)
     table[request, sorted_parents[request, position], rank] = order[request, position]
     return table
 

@@ -226,36 +226,35 @@ def _accept_child(residual: Tensor, draft: Tensor, rows: Tensor, siblings: _Sibl
         int64 ``[A]``: the accepted child of each node, or -1.
     """
     accepted = torch.full_like(rows, -1)
-    # Position in `rows` of each node that still has no accepted child: `draft`
-    # and `target` keep the rows of these only, so a rejection costs no other
-    # request anything.
-    open_ = torch.arange(rows.numel(), device=rows.device)
+    # Positions in `rows`. `target` and `draft` keep the rows of the undecided
+    # only, so that one request's rejections cost the others nothing.
+    undecided = torch.arange(rows.numel(), device=rows.device)
     target = _take(residual, rows)
     branches = siblings.nodes.shape[1]
     for rank in range(branches):
-        child, token = siblings.nodes[open_, rank], siblings.tokens[open_, rank]
+        child, token = siblings.nodes[undecided, rank], siblings.tokens[undecided, rank]
         target_at_token = _at(target, token)
         draft_at_token = _at(draft, token)
-        waiting = (child >= 0) & (accepted[open_] < 0)
+        waiting = (child >= 0) & (accepted[undecided] < 0)
         # u < R[x] / D[x], without dividing by zero: a u below 1 in float64 times a
         # float32 D[x] stays below D[x], so R[x] = D[x] > 0 always accepts.
-        accept = waiting & (siblings.uniforms[open_, rank] * draft_at_token < target_at_token)
-        accepted[open_] = torch.where(accept, child, accepted[open_])
+        accept = waiting & (siblings.uniforms[undecided, rank] * draft_at_token < target_at_token)
+        accepted[undecided] = torch.where(accept, child, accepted[undecided])
 
         rejecting = _true_indices(waiting & ~accept)
         if not rejecting.numel():
             break
-        open_, child, token = open_[rejecting], child[rejecting], token[rejecting]
+        undecided, child, token = undecided[rejecting], child[rejecting], token[rejecting]
         target, draft = _take(target, rejecting), _take(draft, rejecting)
 
         target, vanished = _subtract(target, draft)
-        residual[rows[open_]] = target
+        residual[rows[undecided]] = target
         # R and D differ by rounding alone: the acceptance probability was 1.
         certain = vanished & (target_at_token[rejecting] > 0)
-        accepted[open_] = torch.where(certain, child, accepted[open_])
+        accepted[undecided] = torch.where(certain, child, accepted[undecided])
 
         if rank + 1 < branches:
-            draft = _remove(draft, token, siblings.tokens[open_, : rank + 1])
+            draft = _remove(draft, token, siblings.tokens[undecided, : rank + 1])
     return accepted
 
 
@@ -306,6 +305,6 @@ def _true_indices(mask: Tensor) -> Tensor:
 
 def _partition(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Indices where ``mask`` holds and where not; waits for the device only once."""
-    order = mask.argsort(descending=True, stable=True)
+    order = mask.byte().argsort(descending=True, stable=True)  # not every device sorts bool
     split = int(mask.sum())
     return order[:split], order[split:]

@@ -9,8 +9,9 @@ from pathlib import Path
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import pytest
-from tests.engine.models import DRAFT, TARGET, save_random_draft
 from vllm import LLM
+
+from tests.engine.models import DRAFT, TARGET, save_random_draft
 
 DEFAULTS = {
     "dtype": "float32",

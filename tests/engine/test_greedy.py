@@ -1,9 +1,10 @@
 """Greedy output is plain vLLM's, token for token (float32), whatever the engine does."""
 
 import pytest
+from vllm import SamplingParams
+
 from tests.engine.conftest import metric, running, sequoia, tokens_of
 from tests.engine.models import TARGET, prompts
-from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
 

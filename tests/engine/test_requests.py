@@ -1,10 +1,11 @@
 """Requests that trees cannot serve get no drafts and the right tokens; logprobs are right."""
 
 import pytest
-from tests.engine.conftest import running, sequoia, tokens_of
-from tests.engine.models import prompts
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+
+from tests.engine.conftest import running, sequoia, tokens_of
+from tests.engine.models import prompts
 
 pytestmark = pytest.mark.engine
 
@@ -40,7 +41,9 @@ def test_special_requests_are_served_right_among_trees(plain_outputs):
     with running(sequoia()) as llm:
         found = tokens_of(llm.generate(texts, params, use_tqdm=False))
         [stats] = llm.collective_rpc("sequoia_stats")
-    wrong = [i for i, (ours, plain) in enumerate(zip(found, expected, strict=True)) if ours != plain]
+    wrong = [
+        i for i, (ours, plain) in enumerate(zip(found, expected, strict=True)) if ours != plain
+    ]
     assert wrong == []
     assert stats["tree_steps"] > 0
 
@@ -82,7 +85,9 @@ def test_logprobs_are_those_of_plain_vllm(mode):
             for token, value in expected.items():
                 assert found[token].logprob == pytest.approx(value.logprob, abs=1e-4)
         if plain.prompt_logprobs is not None:
-            for found, expected in zip(ours.prompt_logprobs[1:], plain.prompt_logprobs[1:], strict=True):
+            for found, expected in zip(
+                ours.prompt_logprobs[1:], plain.prompt_logprobs[1:], strict=True
+            ):
                 assert found.keys() == expected.keys()
 
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
-from tests.engine.conftest import metric, running, sequoia, tokens_of
-from tests.engine.models import prompts, save_llama
 from transformers import LlamaForCausalLM
 from vllm import SamplingParams
+
+from tests.engine.conftest import metric, running, sequoia, tokens_of
+from tests.engine.models import prompts, save_llama
 
 pytestmark = pytest.mark.engine
 

@@ -90,14 +90,19 @@ def random_problem(rng, max_nodes=8):
         weights[rng.randrange(vocabulary)] += 1
         return norm([Fraction(w) for w in weights])
 
+    def one_hot():
+        hot = rng.randrange(vocabulary)
+        return [Fraction(int(token == hot)) for token in range(vocabulary)]
+
     target = [distribution() for _ in parents]
-    draft = [row if rng.random() < 0.2 else distribution() for row in target]
+    draft = [rng.choice([distribution, distribution, one_hot, row.copy])() for row in target]
     tokens = [0] * len(parents)
     for node in range(len(parents)):
         children = children_of(parents, node)
-        for child, token in zip(
-            children, rng.sample(range(vocabulary), len(children)), strict=True
-        ):
+        order = rng.sample(range(vocabulary), vocabulary)
+        if rng.random() < 0.7:  # as drafting does: what Q cannot draw comes last, and exhausts it
+            order.sort(key=lambda token, q=draft[node]: q[token] == 0)
+        for child, token in zip(children, order, strict=False):
             tokens[child] = token
     return Problem(parents, tokens, target, draft)
 
@@ -236,36 +241,41 @@ def test_what_is_emitted_is_always_possible_under_the_target(seed):
 # -- rounding ------------------------------------------------------------------------
 
 
-def one_child(target, draft, token, uniforms):
-    rows = torch.tensor([target, target])[None], torch.tensor([draft, draft])[None]
+def star(target, draft, tokens, uniforms):
+    """A root with children ``tokens``, the same distributions at every node."""
+    size = 1 + len(tokens)
     with with_uniforms(torch.tensor([uniforms], dtype=torch.float64)):
-        result = verify_tree(*rows, torch.tensor([[0, token]]), torch.tensor([[-1, 0]]))
+        result = verify_tree(
+            torch.tensor(target).expand(1, size, -1),
+            torch.tensor(draft).expand(1, size, -1),
+            torch.tensor([[0, *tokens]]),
+            torch.tensor([[-1] + [0] * len(tokens)]),
+        )
     return as_lists(result)[0]
 
 
 def test_a_residual_lost_to_rounding_means_accept():
     # P is below Q everywhere, as rounding can make it: u falls between P/Q and 1.
     target, draft = [0.4999999, 0.4999999, 0.0], [0.5, 0.5, 0.0]
-    accepted, emitted = one_child(target, draft, 1, [0.1, 1 - 1e-12])
-    assert (accepted, emitted) == ([1], [1, 0])
+    assert star(target, draft, [1], [0.1, 1 - 1e-12]) == ([1], [1, 0])
+    assert star(target, draft, [1, 0], [0.1, 1 - 1e-12, 0.0]) == ([1], [1, 0])
 
 
 def test_a_residual_lost_to_rounding_never_emits_an_impossible_token():
     # The child's true Q is 1e-9: too small to show in Q[0] = 1.
-    accepted, emitted = one_child([1.0, 0.0], [1.0, 1e-9], 1, [0.9999, 0.0])
-    assert (accepted, emitted) == ([], [0])
+    assert star([1.0, 0.0], [1.0, 1e-9], [1], [0.9999, 0.0]) == ([], [0])
 
 
 def test_equal_distributions_accept_for_every_uniform_below_one():
     largest = 1 - 2.0**-53
     for p in (0.1, 1 / 3, 0.7, 1e-30):
-        accepted, _ = one_child([p, 1 - p], [p, 1 - p], 0, [0.0, largest])
+        accepted, _ = star([p, 1 - p], [p, 1 - p], [0], [0.0, largest])
         assert accepted == [1]
 
 
 def test_a_uniform_of_zero_rejects_an_impossible_token():
-    assert one_child([0.0, 1.0], [0.5, 0.5], 0, [0.0, 0.0]) == ([], [1])
-    assert one_child([0.0, 1.0], [0.0, 1.0], 0, [0.0, 0.0]) == ([], [1])
+    assert star([0.0, 1.0], [0.5, 0.5], [0], [0.0, 0.0]) == ([], [1])
+    assert star([0.0, 1.0], [0.0, 1.0], [0], [0.0, 0.0]) == ([], [1])
 
 
 def test_the_last_token_is_drawn_finely_enough_for_a_large_vocabulary():
@@ -380,6 +390,18 @@ def test_results_do_not_depend_on_torchs_default_dtype():
         assert draft_distribution(torch.zeros(1, 3), 1.0).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_nothing_is_made_on_torchs_default_device():
+    inputs = batch_of([random_problem(random.Random(s)) for s in range(64)], 9)
+    logits = torch.randn(4, 9)
+    expected = as_lists(verify_tree(*inputs, generator(0)))
+    with torch.device("meta"):  # a tensor made there could not be used with the others
+        result = verify_tree(*inputs, generator(0))
+        match_tree(lambda r, n, depth: r, *inputs[2:])
+        sample_without_replacement(logits, 3, torch.full((4,), 0.5, device="cpu"))
+        sample_without_replacement(logits, 3, 0.5, generator(0))
+    assert as_lists(result) == expected
 
 
 # -- the engine's form -----------------------------------------------------------------

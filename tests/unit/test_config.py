@@ -1,0 +1,114 @@
+"""The configuration: what is accepted, and the error for each wrong thing."""
+
+import json
+
+import pytest
+
+from sequoia_vllm.config import ConfigError, SequoiaConfig, TreeSpec
+from sequoia_vllm.known_pairs import KNOWN_PAIRS, known_draft
+
+ACCEPTED = [
+    "sequoia",
+    {"method": "sequoia"},
+    {"method": "sequoia", "model": "draft"},
+    {"method": "sequoia", "model": "draft", "tree": "auto"},
+    {"method": "sequoia", "model": "draft", "tree": "h100-llama"},
+    {"method": "sequoia", "model": "draft", "tree": "path/to/tree.json"},
+    {"method": "sequoia", "model": "draft", "tree": {"size": 16, "depth": 4}},
+    {"method": "sequoia", "model": "draft", "tree": {"size": 2}},
+    {"method": "sequoia", "tree": {"size": 9, "branch": 3}, "acceptance": [0.6, 0.2]},
+    {"method": "sequoia", "acceptance": [[0.6, 0.2], [0.5, 0.1]]},
+    {"method": "sequoia", "acceptance": "acceptance.json"},
+    {"method": "sequoia", "num_speculative_tokens": 7, "quantization": "awq"},
+    {"method": "sequoia", "num-speculative-tokens": 7, "draft-tensor-parallel-size": 2},
+    {"method": "sequoia", "num_speculative_tokens_per_batch_size": [[1, 4, 15], [5, 64, 0]]},
+]
+
+REFUSED = [
+    ({"method": "draft_model"}, "method: Input should be 'sequoia'"),
+    ({"method": "sequoia", "modle": "d"}, "unknown key 'modle': did you mean 'model'?"),
+    ({"method": "sequoia", "trees": "auto"}, "unknown key 'trees': did you mean 'tree'?"),
+    ({"method": "sequoia", "revison": "x"}, "unknown key 'revison': did you mean 'revision'?"),
+    ({"method": "sequoia", "zzz": 1}, "unknown key 'zzz': valid keys are acceptance, "),
+    ({"method": "sequoia", "prompt_lookup_max": 3}, "unknown key 'prompt_lookup_max'"),
+    ({"method": "sequoia", "model": 7}, "model: Input should be a valid string"),
+    ({"method": "sequoia", "tree": {"sizes": 8}}, "unknown key 'sizes': did you mean 'size'?"),
+    ({"method": "sequoia", "tree": {"size": 8, "dept": 3}}, "did you mean 'depth'?"),
+    ({"method": "sequoia", "tree": {"depth": 3}}, "tree.size: Field required"),
+    ({"method": "sequoia", "tree": {"size": 1}}, "tree.size: Input should be greater than or"),
+    ({"method": "sequoia", "tree": {"size": 5000}}, "tree.size: Input should be less than or"),
+    ({"method": "sequoia", "tree": {"size": "big"}}, "tree.size: Input should be a valid integer"),
+    ({"method": "sequoia", "tree": {"size": 8, "depth": 0}}, "tree.depth: Input should be greater"),
+    ({"method": "sequoia", "tree": {"size": 8, "branch": -1}}, "tree.branch: Input should be"),
+    ({"method": "sequoia", "tree": {"size": 8.5}}, "tree.size: Input should be a valid integer"),
+    ({"method": "sequoia", "num_speculative_tokens": 0}, "num_speculative_tokens: Input should be"),
+    ({"method": "sequoia", "num_speculative_tokens": "x"}, "num_speculative_tokens: Input should"),
+    ({"method": "sequoia", "max_model_len": 0}, "max_model_len: Input should be greater"),
+    ({"method": "sequoia", "draft_tensor_parallel_size": 0}, "draft_tensor_parallel_size: Input"),
+    ({"method": "sequoia", "quantization": 4}, "quantization: Input should be a valid string"),
+    ({"method": "sequoia", "draft_load_config": []}, "draft_load_config: Input should be a valid"),
+    ({"method": "sequoia", "num_speculative_tokens_per_batch_size": 4},
+     "num_speculative_tokens_per_batch_size: Input should be a valid list"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("request_", ACCEPTED, ids=json.dumps)
+def test_accepted(request_):
+    assert SequoiaConfig.parse(request_).method == "sequoia"
+
+
+@pytest.mark.parametrize(("request_", "message"), REFUSED, ids=lambda value: json.dumps(value))
+def test_refused_by_name(request_, message):
+    with pytest.raises(ConfigError) as error:
+        SequoiaConfig.parse(request_)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_several_problems_are_reported_together():
+    with pytest.raises(ConfigError) as error:
+        SequoiaConfig.parse({"method": "sequoia", "model": 1, "max_model_len": 0})
+    assert "model: " in str(error.value)
+    assert "max_model_len: " in str(error.value)
+
+
+def test_every_field_is_documented():
+    for model in (SequoiaConfig, TreeSpec):
+        assert all(field.description for field in model.model_fields.values())
+
+
+def test_draft_keys_are_vllms_own():
+    config = SequoiaConfig.parse(
+        {"method": "sequoia", "model": "d", "tree": {"size": 4}, "revision": "r",
+         "num_speculative_tokens": 3, "acceptance": [0.5]}
+    )  # fmt: skip
+    assert config.draft_keys() == {"revision": "r"}
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ("meta-llama/Llama-2-7b-hf", "JackFram/llama-68m"),
+        ("meta-llama/Llama-2-13b-chat-hf", "JackFram/llama-68m"),
+        ("lmsys/vicuna-7b-v1.3", "JackFram/llama-68m"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("/models/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B"),
+        ("examples/models/target", "examples/models/draft"),
+        ("/srv/sequoia/examples/models/target/", "/srv/sequoia/examples/models/draft"),
+    ],
+)
+def test_known_pairs(target, draft):
+    assert known_draft(target) == draft
+
+
+@pytest.mark.parametrize("target", ["gpt2", "Qwen/Qwen3-0.6B", "examples/models/other"])
+def test_unknown_target_shows_the_json_to_write(target):
+    with pytest.raises(ConfigError) as error:
+        known_draft(target)
+    assert '{"method": "sequoia", "model": "DRAFT"}' in str(error.value)
+    assert target in str(error.value)
+
+
+def test_every_pair_says_why():
+    assert all(pair.note for pair in KNOWN_PAIRS)

@@ -1,0 +1,478 @@
+"""The library: valid, reproducible, found by device name, and extended by measured files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+
+import numpy as np
+import pytest
+
+from sequoia_vllm.hardware import (
+    CostModel,
+    DeviceError,
+    DeviceHints,
+    Profile,
+    choose_schedule,
+    identify,
+    roofline_profile,
+)
+from sequoia_vllm.hardware.device import known_devices
+from sequoia_vllm.hardware.models import model_classes
+from sequoia_vllm.hardware.profile import ProfileError
+from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree
+from sequoia_vllm.tree import library as library_module
+from sequoia_vllm.tree.generate import generate_library, make_entry, profile_reference
+from sequoia_vllm.tree.library import TreeLibrary, shipped_directory, user_directory
+from sequoia_vllm.tree.library_files import AcceptanceFile, LibraryError
+from sequoia_vllm.tree.user_trees import same_model, user_tree_name
+
+SHIPPED_CLASS, STRONG_CLASS = "shipped", "appendix-e"
+
+
+@pytest.fixture
+def library(tmp_path) -> TreeLibrary:
+    """The shipped trees, and no trees of the user's own."""
+    return TreeLibrary(user=tmp_path / "user")
+
+
+@pytest.fixture(scope="module")
+def generated() -> dict[str, str]:
+    return generate_library(shipped_directory())
+
+
+# -- the shipped files ---------------------------------------------------------
+
+
+def test_generated_again_byte_for_byte(generated):
+    shipped = {
+        path.name: path.read_text(encoding="utf-8") for path in shipped_directory().glob("*.json")
+    }
+    assert sorted(shipped) == sorted(generated), "run: sequoia-vllm tree generate"
+    for name, text in generated.items():
+        assert shipped[name] == text, f"{name} is stale: run sequoia-vllm tree generate"
+
+
+def test_every_device_of_the_table_has_trees(library):
+    wanted = {device.id for device in known_devices().values() if device.library}
+    assert wanted <= set(library.devices())
+
+
+def test_every_entry_is_what_it_says(library):
+    losses = []
+    for entry in library.entries():
+        tree = library.load(entry.name)
+        acceptance = Acceptance.of(entry.acceptance)
+        assert tree == tree.sorted_by_value(acceptance), entry.name
+        prefixes = np.cumsum(tree.values(acceptance))
+        for estimate in entry.estimates:
+            drafts = entry.to_schedule().num_speculative_tokens(estimate.batch_size)
+            assert estimate.num_speculative_tokens == drafts
+            assert estimate.expected_tokens == pytest.approx(prefixes[drafts], abs=1e-4)
+            assert estimate.speedup >= 1.0
+            assert estimate.speedup <= estimate.optimum + 1e-4
+        losses.append([1 - e.speedup / e.optimum for e in entry.estimates])
+        assert entry.profile.source in ("measured", "roofline")
+        assert entry.profile.date
+        if entry.profile.source == "roofline":
+            assert entry.profile.assumptions
+            assert library.file(entry.name.split("/")[0]).datasheet is not None
+    # What prefixes of one tree cost against a tree for each batch size, over the whole library.
+    assert np.mean(losses) < 0.012
+    assert np.mean(losses, axis=1).max() < 0.035
+    assert np.max(losses) < 0.125
+
+
+def test_roofline_entries_follow_from_their_own_numbers(library):
+    """What a file holds is enough to compute its estimates again."""
+    entry = library.entry("l40s/8b-1b/shipped")
+    shapes = model_classes()[entry.model_class]
+    profile = roofline_profile(
+        library.file("l40s").datasheet,
+        shapes.target,
+        shapes.draft,
+        entry.dtype,
+        entry.tensor_parallel_size,
+        entry.profile.context_length,
+    )
+    assert profile.assumptions == entry.profile.assumptions
+    cost = CostModel(profile)
+    for estimate in entry.estimates:
+        prefix = library.load(entry.name).trim(estimate.num_speculative_tokens + 1)
+        again = cost.estimate(prefix, Acceptance.of(entry.acceptance), estimate.batch_size)
+        assert again.speedup == pytest.approx(estimate.speedup, abs=1e-3)
+
+
+def test_weights_fit_the_devices(library):
+    for device in library.devices():
+        file = library.file(device)
+        if file.datasheet is None:
+            continue
+        for entry in file.entries:
+            weights = 2 * (entry.target_parameters + entry.draft_parameters)
+            memory = file.datasheet.memory_gb * 1e9 * entry.tensor_parallel_size
+            if entry.profile.source == "roofline":
+                assert weights < memory
+
+
+def test_found_in_a_checkout_and_when_installed(tmp_path, monkeypatch):
+    root = shipped_directory()
+    assert (root / "acceptance").is_dir()
+    package = tmp_path / "site-packages" / "sequoia_vllm"
+    shutil.copytree(root / "acceptance", package / "trees" / "acceptance")
+    monkeypatch.setattr(library_module, "__file__", str(package / "tree" / "library.py"))
+    assert shipped_directory() == package / "trees"
+    shutil.rmtree(package / "trees")
+    with pytest.raises(LibraryError, match="the tree library is missing"):
+        shipped_directory()
+
+
+# -- by name -------------------------------------------------------------------
+
+
+def test_load(library):
+    tree = library.load("h200/8b-1b/shipped")
+    assert isinstance(tree, TokenTree)
+    assert library_module.load("h200/8b-1b/shipped") == tree
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h200/8b-1b/shiped", "did you mean h200/8b-1b/shipped"),
+        ("h200", "no tree named 'h200'"),
+        ("../../etc/passwd", "no tree named"),
+        ("", "no tree named ''"),
+        ("user/nothing", "no tree named"),
+    ],
+)
+def test_unknown_names(library, name, message):
+    with pytest.raises(LibraryError, match=message):
+        library.load(name)
+
+
+# -- selecting -----------------------------------------------------------------
+
+PAIR = ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct")
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb/8b-1b/shipped"),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "a100-80gb/8b-1b/shipped"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb/8b-1b/shipped"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb/8b-1b/shipped"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm/8b-1b/shipped"),
+        ("NVIDIA H100 PCIe", "h100-pcie/8b-1b/shipped"),
+        ("NVIDIA H200", "h200/8b-1b/shipped"),
+        ("NVIDIA B200", "b200/8b-1b/shipped"),
+        ("NVIDIA L40", "l40/8b-1b/shipped"),
+        ("NVIDIA L40S", "l40s/8b-1b/shipped"),
+        ("NVIDIA L4", "l4/8b-1b/shipped"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090/8b-1b/shipped"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090/8b-1b/shipped"),
+        ("AMD Instinct MI300X", "mi300x/8b-1b/shipped"),
+    ],
+)
+def test_by_driver_name(library, device, name):
+    selection = library.select(device, *PAIR)
+    assert selection.name == name
+    assert selection.tree == library.load(name)
+    assert selection.source == "roofline"
+    assert selection.expected_speedup > 1
+    assert "roofline, not measured" in selection.reason
+    assert repr(device) in selection.reason
+
+
+def test_batch_size_decides_what_is_expected(library):
+    one = library.select("NVIDIA H200", *PAIR, batch_size=1)
+    many = library.select("NVIDIA H200", *PAIR, batch_size=200)
+    assert one.expected_speedup > many.expected_speedup
+    assert one.schedule.num_speculative_tokens(200) < one.schedule.num_speculative_tokens(1)
+    assert many.expected_tokens == many.schedule.estimate(128).expected_tokens
+
+
+def test_nearest_class_by_parameters_or_name(library):
+    named = library.select("NVIDIA H200", "Qwen/Qwen3-14B", "Qwen/Qwen3-0.6B")
+    assert named.entry.model_class == "8b-0.6b"
+    assert "nearest to a target of 14b and a draft of 600m parameters" in named.reason
+    given = library.select(
+        "NVIDIA H200", "/models/a", "/models/b", target_parameters=65e9, draft_parameters=1.3e9
+    )
+    assert given.entry.model_class == "70b-1b"
+    unknown = library.select("NVIDIA H200", "/models/a", "/models/b")
+    assert "sizes of /models/a and /models/b are unknown" in unknown.reason
+    exact = library.select("NVIDIA H200", "meta-llama/Llama-2-7b-hf", "JackFram/llama-68m")
+    assert "made for meta-llama/Llama-2-7b-hf with JackFram/llama-68m" in exact.reason
+
+
+def test_acceptance_class(library):
+    weakest = library.select("NVIDIA H200", *PAIR)
+    assert weakest.entry.acceptance_class == SHIPPED_CLASS
+    assert "not measured: the weakest class, shipped" in weakest.reason
+    asked = library.select("NVIDIA H200", *PAIR, acceptance_class=STRONG_CLASS)
+    assert asked.entry.acceptance_class == STRONG_CLASS
+    measured_on = library.select(
+        "NVIDIA H200",
+        "meta-llama/Meta-Llama-3-70B-Instruct",
+        "meta-llama/Meta-Llama-3-8B-Instruct",
+    )
+    assert measured_on.name == "h200/70b-8b/appendix-e"
+    with pytest.raises(LibraryError, match="no acceptance class 'superb'.*appendix-e, shipped"):
+        library.select("NVIDIA H200", *PAIR, acceptance_class="superb")
+
+
+def test_differences_from_how_it_was_made_are_said(library):
+    reason = library.select(
+        "NVIDIA H200", *PAIR, tensor_parallel_size=4, dtype="fp8"
+    ).reason
+    assert "made for TP size 1, not 4" in reason
+    assert "made for dtype bfloat16, not fp8" in reason
+
+
+def test_unknown_devices_get_the_nearest_with_one_log_line(library, caplog):
+    with caplog.at_level(logging.INFO, logger="vllm.sequoia.library"):
+        for _ in range(3):
+            selection = library.select(
+                "NVIDIA Z9000",
+                *PAIR,
+                hints=DeviceHints(memory_gb=50, bandwidth_gb_s=900, bf16_tflops=350),
+            )
+    assert selection.name.startswith("l40s/")
+    assert "no trees for device 'NVIDIA Z9000': l40s is the nearest by roofline" in selection.reason
+    assert "388.9 against 419 operations per byte" in selection.reason
+    assert len(caplog.records) == 1
+    assert caplog.records[0].getMessage() == selection.reason
+
+
+def test_devices_with_a_datasheet_but_no_trees(library):
+    selection = library.select("NVIDIA A10G", *PAIR)
+    assert "no trees for device 'NVIDIA A10G'" in selection.reason
+    assert selection.entry.name.split("/")[0] in ("rtx-4090", "l4", "a100-40gb")
+
+
+def test_a_device_of_which_only_the_name_is_known(library):
+    selection = library.select("Neoverse-N1", *PAIR)
+    assert "nothing but its name is known" in selection.reason
+
+
+def test_empty_device_name(library):
+    with pytest.raises(DeviceError, match="device name is empty"):
+        library.select("", *PAIR)
+
+
+def test_no_trees_for_a_kind_of_device(tmp_path):
+    empty = TreeLibrary(tmp_path, tmp_path)
+    with pytest.raises(LibraryError, match="no trees for 'NVIDIA H200': tune one"):
+        empty.select("NVIDIA H200", *PAIR)
+    (tmp_path / "acceptance").mkdir()
+    shutil.copy(shipped_directory() / "h200.json", tmp_path / "h200.json")
+    with pytest.raises(LibraryError, match="no trees for 'AMD EPYC 9654 96-Core Processor'"):
+        TreeLibrary(tmp_path, tmp_path / "u").select("AMD EPYC 9654 96-Core Processor", *PAIR)
+
+
+# -- the user's own trees ------------------------------------------------------
+
+
+def tuned_entry(library: TreeLibrary):
+    return library.entry("h200/8b-1b/appendix-e").model_copy(
+        update={"target": PAIR[0], "draft": PAIR[1]}
+    )
+
+
+def test_user_trees_come_first(library):
+    path = library.save_user_tree("NVIDIA H200", tuned_entry(library))
+    assert path.parent == library.user
+    selection = library.select("NVIDIA H200", *PAIR)
+    assert selection.source == "user"
+    assert selection.name == f"user/{path.stem}"
+    assert f"tuned here ({path})" in selection.reason
+    assert library.load(selection.name) == selection.tree
+    assert library.entries()[0].name == selection.name
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"device_name": "NVIDIA H100 PCIe"},
+        {"target": "other/model-8B"},
+        {"draft": "other/draft-1B"},
+        {"dtype": "float16"},
+        {"tensor_parallel_size": 2},
+    ],
+)
+def test_user_trees_are_for_exactly_their_key(library, other):
+    library.save_user_tree("NVIDIA H200", tuned_entry(library))
+    key = {"device_name": "NVIDIA H200", "target": PAIR[0], "draft": PAIR[1], **other}
+    assert library.select(**key).source != "user"
+
+
+def test_corrupt_user_tree(library):
+    path = library.save_user_tree("NVIDIA H200", tuned_entry(library))
+    path.write_text("{")
+    with pytest.raises(LibraryError, match="user tree file .* is not JSON"):
+        library.select("NVIDIA H200", *PAIR)
+
+
+def test_user_tree_names():
+    name = user_tree_name("NVIDIA H200", "meta-llama/Llama-3.1-8B", "/m/d/", "bfloat16", 2)
+    assert name.startswith("nvidia-h200--meta-llama-llama-3.1-8b--m-d--bfloat16--tp2--")
+    assert name == user_tree_name("NVIDIA H200", "meta-llama/Llama-3.1-8B", "/m/d", "bfloat16", 2)
+    assert name != user_tree_name("NVIDIA H200", "meta-llama/llama-3.1-8b", "/m/d", "bfloat16", 2)
+    long = user_tree_name("x" * 300, "/" * 9, "名", "bfloat16", 1)
+    assert len(long) < 200
+    assert "/" not in long
+
+
+def test_user_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path))
+    assert user_directory() == tmp_path
+    monkeypatch.delenv("SEQUOIA_VLLM_TREES")
+    assert user_directory().name == "trees"
+    assert "sequoia-vllm" in str(user_directory())
+
+
+@pytest.mark.parametrize(
+    ("stored", "given", "same"),
+    [
+        ("a/b", "a/b", True),
+        ("a/b", "a/b/", True),
+        ("examples/models/target", "/home/u/repo/examples/models/target", True),
+        ("examples/models/target", "/home/u/myexamples/models/target", False),
+        ("a/b", "c/a-b", False),
+        ("", "a/b", False),
+    ],
+)
+def test_same_model(stored, given, same):
+    assert same_model(stored, given) is same
+
+
+# -- measured inputs -----------------------------------------------------------
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    """Inputs of a library, without any generated file."""
+    shutil.copytree(shipped_directory() / "acceptance", tmp_path / "in" / "acceptance")
+    (tmp_path / "in" / "profiles").mkdir()
+    return tmp_path / "in"
+
+
+def made_up_profile(device: str, target: str, draft: str, source_class: str = "7b-68m") -> Profile:
+    """Stands for a measurement, so that what reads one can be tested."""
+    shapes = model_classes()[source_class]
+    predicted = roofline_profile(identify("NVIDIA L4").spec, shapes.target, shapes.draft)
+    return predicted.model_copy(
+        update={
+            "source": "measured", "device": device, "target": target, "draft": draft,
+            "target_parameters": 8.3e8, "draft_parameters": 1.1e6, "datasheet": None,
+            "target_shape": None, "draft_shape": None, "assumptions": None,
+        }
+    )  # fmt: skip
+
+
+def measured_vector(name: str, temperature: float, target: str, draft: str) -> AcceptanceFile:
+    return AcceptanceFile(
+        name=name, description="made up for a test", source="measured", date="2026-02-01",
+        target=target, draft=draft, temperature=temperature,
+        acceptance=[[0.7, 0.1], [0.6, 0.1]] if temperature else [0.7, 0.1, 0.05],
+    )  # fmt: skip
+
+
+def write(directory, name: str, model) -> None:
+    (directory / name).write_text(json.dumps(model.to_dict()))
+
+
+def test_measured_files_add_entries(inputs, tmp_path):
+    pair = "examples/models/target", "examples/models/draft"
+    cpu = "Intel(R) Xeon(R) Processor"
+    write(inputs / "profiles", "cpu.json", made_up_profile(cpu, *pair))
+    for name, temperature in (("pair-greedy", 0.0), ("pair-sampled", 1.0)):
+        write(
+            inputs / "acceptance", f"{name}.json", measured_vector(name, temperature, *pair)
+        )
+    files = generate_library(inputs)
+    assert "x86-cpu.json" in files
+    for name, text in files.items():
+        (inputs / name).write_text(text)
+    library = TreeLibrary(inputs, tmp_path / "user")
+    names = [entry.name for entry in library.file("x86-cpu").entries]
+    assert names == [
+        "x86-cpu/830m-1.1m/appendix-e",
+        "x86-cpu/830m-1.1m/pair-greedy",
+        "x86-cpu/830m-1.1m/pair-sampled",
+        "x86-cpu/830m-1.1m/shipped",
+    ]
+    entry = library.entry("x86-cpu/830m-1.1m/pair-greedy")
+    assert entry.profile.source == "measured"
+    assert entry.profile.file == "profiles/cpu.json"
+    assert len(entry.profile.sha256) == 64
+    # No GPU has the measured pair's class, and its vector serves no other pair.
+    assert all("pair-" not in text for name, text in files.items() if name != "x86-cpu.json")
+    for temperature, wanted in ((0.0, "pair-greedy"), (0.8, "pair-sampled"), (None, "pair-greedy")):
+        selection = library.select(
+            cpu, *(f"/home/user/code/{part}" for part in pair), temperature=temperature
+        )
+        assert selection.entry.acceptance_class == wanted
+        assert selection.source == "measured"
+        assert "(measured)" in selection.reason
+
+
+def test_a_measured_profile_replaces_the_roofline(inputs):
+    shapes = model_classes()["7b-68m"]
+    profile = made_up_profile("NVIDIA H200", shapes.target.name, shapes.draft.name)
+    write(inputs / "profiles", "h200.json", profile)
+    entries = json.loads(generate_library(inputs)["h200.json"])["entries"]
+    sources = {entry["model_class"]: entry["profile"]["source"] for entry in entries}
+    assert sources.pop("7b-68m") == "measured"
+    assert set(sources.values()) == {"roofline"}
+
+
+def test_wrong_inputs(inputs, tmp_path):
+    with pytest.raises(LibraryError, match="no acceptance vectors in"):
+        generate_library(tmp_path / "nowhere")
+    pair = "a/t-1B", "a/d-1M"
+    write(inputs / "profiles", "one.json", made_up_profile("NVIDIA Z9000", *pair))
+    with pytest.raises(LibraryError, match="'NVIDIA Z9000' is not in the device table"):
+        generate_library(inputs)
+    write(inputs / "profiles", "one.json", made_up_profile("cpu", *pair))
+    write(inputs / "profiles", "two.json", made_up_profile("cpu", *pair))
+    with pytest.raises(LibraryError, match=r"two.json: profiles/one.json is already of x86-cpu"):
+        generate_library(inputs)
+    (inputs / "profiles" / "two.json").write_text("{}")
+    with pytest.raises(ProfileError, match="two.json"):
+        generate_library(inputs)
+    (inputs / "profiles" / "two.json").unlink()
+    vector = measured_vector("named-so", 0.0, *pair)
+    write(inputs / "acceptance", "other.json", vector)
+    with pytest.raises(LibraryError, match="other.json is named 'named-so' inside"):
+        generate_library(inputs)
+    (inputs / "acceptance" / "other.json").write_text("[0.5]")
+    with pytest.raises(AcceptanceError, match="other.json must hold one JSON object"):
+        generate_library(inputs)
+
+
+def test_make_entry_for_a_tuned_tree(library):
+    """What the tune command does with its two measurements."""
+    profile = made_up_profile("NVIDIA H200", *PAIR)
+    vector = measured_vector("mine", 0.0, *PAIR)
+    schedule = choose_schedule(vector.vector, profile)
+    entry = make_entry("tuned", "8b-1b", profile, profile_reference(profile), vector, schedule)
+    library.save_user_tree("NVIDIA H200", entry)
+    selection = library.select("NVIDIA H200", *PAIR)
+    assert selection.source == "user"
+    assert selection.schedule.per_batch_size() == schedule.per_batch_size()
+    assert selection.entry.acceptance_class == "mine"
+
+
+def test_names_in_the_inputs_of_the_shipped_library():
+    vectors = [
+        AcceptanceFile.load(path)
+        for path in sorted((shipped_directory() / "acceptance").glob("*.json"))
+    ]
+    published = [vector.name for vector in vectors if vector.source == "published"]
+    assert published == [STRONG_CLASS, SHIPPED_CLASS]
+    for path in (shipped_directory() / "profiles").glob("*.json"):
+        assert Profile.load(path).source == "measured"
