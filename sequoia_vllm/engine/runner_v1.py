@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, build_logitsprocs
@@ -82,17 +83,15 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             ValueError: Naming the layer and what it uses.
         """
         super().load_model(load_dummy_weights)
-        layers = self.compilation_config.static_forward_context
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         for name, layer in layers.items():
-            if hasattr(layer, "impl") and (reason := unsupported_attention(name, layer.impl)):
+            if reason := unsupported_attention(name, getattr(layer, "impl", layer)):
                 raise ValueError(
                     f"Sequoia cannot run this model: {reason}. Serve it without "
                     "--speculative-config, or with one of vLLM's own methods."
                 )
         self._target_layers = [
-            name
-            for name, layer in layers.items()
-            if hasattr(layer, "impl") and name not in self.drafter._draft_attn_layer_names
+            name for name in layers if name not in self.drafter._draft_attn_layer_names
         ]
 
     # -- before the target's forward -------------------------------------------------

@@ -78,7 +78,7 @@ def _model_reasons(model: Any, role: str) -> list[str]:
         "uses multi-head latent attention (MLA)": model.use_mla,
         "uses sliding-window attention": model.get_sliding_window() is not None,
         "has recurrent (Mamba or linear-attention) layers": (
-            model.is_hybrid or model.is_attention_free
+            model.is_hybrid or model.is_attention_free or model.has_inner_state
         ),
         "uses multi-axis RoPE (M-RoPE)": model.uses_mrope,
         "is multimodal": model.is_multimodal_model,

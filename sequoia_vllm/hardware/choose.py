@@ -291,11 +291,13 @@ def _estimate(
         entry.num_speculative_tokens for entry in ranges if entry.first <= batch_size <= entry.last
     )
     row = table.batch_sizes.index(batch_size)
+    speedup = float(table.speedups[row, drafts])
     return ScheduleEstimate(
         batch_size=batch_size,
         num_speculative_tokens=drafts,
         expected_tokens=round(float(table.expected_tokens[drafts]), 4),
-        speedup=round(float(table.speedups[row, drafts]), 4),
-        optimum=round(float(optimum), 4),
+        speedup=round(speedup, 4),
+        # A prefix may have narrower levels than the tree of most tokens, and be a bit faster.
+        optimum=round(max(float(optimum), speedup), 4),
         extrapolated=cost.extrapolates(drafts + 1, batch_size),
     )

@@ -28,7 +28,7 @@ class ScheduleEstimate(FileModel):
     expected_tokens: float = Field(ge=1, description="Per request and step.")
     speedup: float = Field(gt=0, description="Against plain decoding at this batch size.")
     optimum: float = Field(
-        gt=0, description="Speedup of the tree that is best for this batch size alone."
+        gt=0, description="Speedup of the best tree found for this batch size alone."
     )
     extrapolated: bool = Field(
         default=False, description="Whether it rests on times outside what was measured."

@@ -14,7 +14,7 @@ covers is not generated.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,13 +56,16 @@ class Job:
 
 
 def generate_library(
-    inputs: Path, progress: Callable[[str, int, int], None] | None = None
+    inputs: Path,
+    progress: Callable[[str, int, int], None] | None = None,
+    devices: Collection[str] | None = None,
 ) -> dict[str, str]:
     """The content of every library file.
 
     Args:
         inputs: Directory with ``acceptance/`` and ``profiles/``.
         progress: Called with (job, jobs done, jobs in all).
+        devices: Only these; None: all.
 
     Returns:
         File name -> text, sorted by name.
@@ -72,7 +75,7 @@ def generate_library(
         AcceptanceError: If an acceptance file is wrong.
         ProfileError: If a profile is wrong.
     """
-    jobs = list(_jobs(inputs))
+    jobs = [job for job in _jobs(inputs) if devices is None or job.device in devices]
     entries: dict[str, list[TreeEntry]] = {}
     for done, job in enumerate(jobs):
         if progress is not None:
@@ -81,12 +84,12 @@ def generate_library(
             entries.setdefault(job.device, []).append(_entry(job, vector))
     if progress is not None:
         progress("done", len(jobs), len(jobs))
-    devices = known_devices()
+    known = known_devices()
     return {
         f"{device}.json": dump_json(
             LibraryFile(
                 device=device,
-                datasheet=devices[device].spec() if device in devices else None,
+                datasheet=known[device].spec() if device in known else None,
                 generated_by=COMMAND,
                 entries=entries[device],
             ).to_dict()

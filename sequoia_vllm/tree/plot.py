@@ -118,7 +118,11 @@ def _draw_expected(axes: Axes, frontier: Frontier) -> None:
     sizes = np.arange(2, max_size + 1)
     ends: list[tuple[float, str, str]] = []
     # A depth that is as good as none limited would only hide that curve.
-    depths = [depth for depth in _DEPTHS if best[-1, depth] < 0.995 * best[-1, -1]]
+    depths = [
+        depth
+        for depth in _DEPTHS
+        if depth < best.shape[1] and best[-1, depth] < 0.995 * best[-1, -1]
+    ]
     for depth, colour in zip((*depths, best.shape[1] - 1), _shades(len(depths) + 1), strict=True):
         label = "no limit" if depth == best.shape[1] - 1 else f"depth {depth}"
         axes.plot(sizes, best[2:, depth], color=colour, linewidth=2)

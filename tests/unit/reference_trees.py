@@ -36,9 +36,7 @@ def all_trees(size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[
             parent = node - 1
             while parent != -1:
                 rank = sum(1 for other in parents if other == parent)
-                grown.append(
-                    ([*parents, parent], [*ranks, rank], [*depths, depths[parent] + 1])
-                )
+                grown.append(([*parents, parent], [*ranks, rank], [*depths, depths[parent] + 1]))
                 parent = parents[parent]
         trees = grown
     return tuple(np.array([tree[part] for tree in trees]) for part in range(3))

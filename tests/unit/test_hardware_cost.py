@@ -104,14 +104,13 @@ class TestLimitsOfTheChoice:
 
         narrow = choose_tree(SHIPPED, profile(flat, cheap_while_narrow), max_size=64)
         wide = choose_tree(SHIPPED, profile(flat, lambda n, b: 0.02), max_size=64)
-        assert Prefixes.of(narrow, SHIPPED).widths[-1].max() < Prefixes.of(
-            wide, SHIPPED
-        ).widths[-1].max()
+        assert (
+            Prefixes.of(narrow, SHIPPED).widths[-1].max()
+            < Prefixes.of(wide, SHIPPED).widths[-1].max()
+        )
 
     def test_limits_are_kept(self):
-        tree = choose_tree(
-            SHIPPED, profile(flat, free), max_size=40, max_depth=3, max_branch=4
-        )
+        tree = choose_tree(SHIPPED, profile(flat, free), max_size=40, max_depth=3, max_branch=4)
         assert (tree.size, tree.depth, tree.max_branch) == (40, 3, 4)
 
     def test_never_larger_than_what_was_timed(self):
@@ -196,9 +195,7 @@ class TestTimes:
     @given(trees(), acceptances())
     @settings(max_examples=60, deadline=None)
     def test_a_step_is_the_sum_of_its_parts(self, tree, acceptance):
-        times = profile(
-            lambda n, b: 1 + 0.1 * n, lambda n, b: 0.2 + 0.01 * n, overhead=(0.05, 0.3)
-        )
+        times = profile(lambda n, b: 1 + 0.1 * n, lambda n, b: 0.2 + 0.01 * n, overhead=(0.05, 0.3))
         cost = CostModel(times)
         estimate = cost.estimate(tree, acceptance, 1)
         plain = 1.1 + 0.05
@@ -285,7 +282,9 @@ class TestSchedule:
         assert ratios.min() > 0.919
 
     def test_no_tree_helps_anywhere(self):
-        schedule = choose_schedule(SHIPPED, profile(lambda n, b: float(n * b), free, batches=(1, 64)))
+        schedule = choose_schedule(
+            SHIPPED, profile(lambda n, b: float(n * b), free, batches=(1, 64))
+        )
         assert schedule.per_batch_size() == [(1, 256, 0)]
         assert schedule.tree.size == 1
         assert schedule.num_speculative_tokens(9) == 0
@@ -378,7 +377,9 @@ class TestRoofline:
         assert seconds[3] > seconds[0] / 8
         slow_link = CostModel(gpu("NVIDIA L4", "8b-1b", tensor_parallel_size=8))
         fast_link = CostModel(gpu("NVIDIA H200", "8b-1b", tensor_parallel_size=8))
-        grows = [float(c.target_seconds(128, 8) / c.target_seconds(1, 8)) for c in (slow_link, fast_link)]
+        grows = [
+            float(c.target_seconds(128, 8) / c.target_seconds(1, 8)) for c in (slow_link, fast_link)
+        ]
         assert grows[0] > grows[1]
 
     def test_smaller_types_move_fewer_bytes(self):

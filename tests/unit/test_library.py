@@ -225,9 +225,7 @@ def test_acceptance_class(library):
 
 
 def test_differences_from_how_it_was_made_are_said(library):
-    reason = library.select(
-        "NVIDIA H200", *PAIR, tensor_parallel_size=4, dtype="fp8"
-    ).reason
+    reason = library.select("NVIDIA H200", *PAIR, tensor_parallel_size=4, dtype="fp8").reason
     assert "made for TP size 1, not 4" in reason
     assert "made for dtype bfloat16, not fp8" in reason
 
@@ -390,11 +388,9 @@ def test_measured_files_add_entries(inputs, tmp_path):
     cpu = "Intel(R) Xeon(R) Processor"
     write(inputs / "profiles", "cpu.json", made_up_profile(cpu, *pair))
     for name, temperature in (("pair-greedy", 0.0), ("pair-sampled", 1.0)):
-        write(
-            inputs / "acceptance", f"{name}.json", measured_vector(name, temperature, *pair)
-        )
-    files = generate_library(inputs)
-    assert "x86-cpu.json" in files
+        write(inputs / "acceptance", f"{name}.json", measured_vector(name, temperature, *pair))
+    files = generate_library(inputs, devices=["x86-cpu", "l4"])
+    assert sorted(files) == ["l4.json", "x86-cpu.json"]
     for name, text in files.items():
         (inputs / name).write_text(text)
     library = TreeLibrary(inputs, tmp_path / "user")
@@ -424,7 +420,7 @@ def test_a_measured_profile_replaces_the_roofline(inputs):
     shapes = model_classes()["7b-68m"]
     profile = made_up_profile("NVIDIA H200", shapes.target.name, shapes.draft.name)
     write(inputs / "profiles", "h200.json", profile)
-    entries = json.loads(generate_library(inputs)["h200.json"])["entries"]
+    entries = json.loads(generate_library(inputs, devices=["h200"])["h200.json"])["entries"]
     sources = {entry["model_class"]: entry["profile"]["source"] for entry in entries}
     assert sources.pop("7b-68m") == "measured"
     assert set(sources.values()) == {"roofline"}

@@ -160,7 +160,7 @@ def changed(path: str, value: object) -> dict:
 
 
 PROFILES = [
-    (changed("schema", "x"), '"schema" is \'x\'; this version reads'),
+    (changed("schema", "x"), "\"schema\" is 'x'; this version reads"),
     (changed("schema", ...), '"schema" is None'),
     (changed("source", "guessed"), "source: Input should be 'measured' or 'roofline'"),
     (changed("source", "roofline"), "must carry the datasheet values"),
@@ -265,7 +265,7 @@ def library_with(tmp_path, text: str) -> TreeLibrary:
     [
         (lambda file: "{", "is not JSON"),
         (lambda file: "[]", "must hold one JSON object"),
-        (lambda file: file | {"schema": "v0"}, '"schema" is \'v0\''),
+        (lambda file: file | {"schema": "v0"}, "\"schema\" is 'v0'"),
         (lambda file: file | {"device": "h100"}, "does not belong to device h100"),
         (lambda file: file | {"entries": []}, "entries: "),
         (lambda file: file | {"entries": file["entries"][:1] * 2}, "two entries are named"),

@@ -90,9 +90,7 @@ def test_values_are_products_along_the_path(tree, acceptance):
         product, walk = 1.0, node
         while walk:
             parent = tree.parents[walk]
-            product *= acceptance.probability(
-                int(tree.child_ranks[walk]), int(tree.depths[parent])
-            )
+            product *= acceptance.probability(int(tree.child_ranks[walk]), int(tree.depths[parent]))
             walk = parent
         assert values[node] == pytest.approx(product)
     assert tree.expected_tokens(acceptance) == pytest.approx(values.sum())

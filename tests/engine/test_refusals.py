@@ -1,0 +1,252 @@
+"""Set-ups that would run and be wrong are refused at start-up, with the reason and the fix."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import transformers
+from tests.engine.conftest import running, sequoia
+from tests.engine.models import DRAFT, TARGET, save_llama
+from vllm import LLM
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from sequoia_vllm import plugin
+from sequoia_vllm.config import ConfigError
+from sequoia_vllm.engine import support
+from sequoia_vllm.engine.settings import SequoiaSettings
+
+plugin.register()
+
+
+def engine_config(**options):
+    defaults = {"model": TARGET, "speculative_config": sequoia(), "max_model_len": 256}
+    return EngineArgs(**{**defaults, **options}).create_engine_config()
+
+
+def refused(message: str, **options) -> None:
+    with pytest.raises((ConfigError, ValueError)) as error:
+        engine_config(**options)
+    assert message in str(error.value)
+
+
+TINY = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 256,
+}  # fmt: skip
+
+MODELS = {
+    "sliding-window": (
+        lambda: transformers.MistralConfig(
+            **TINY, sliding_window=64, architectures=["MistralForCausalLM"]
+        ),
+        "uses sliding-window attention",
+    ),
+    "mla": (
+        lambda: transformers.DeepseekV2Config(
+            **TINY, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=16, v_head_dim=16,
+            qk_nope_head_dim=16, architectures=["DeepseekV2ForCausalLM"],
+        ),
+        "uses multi-head latent attention",
+    ),
+    "mamba": (
+        lambda: transformers.MambaConfig(
+            vocab_size=4096, hidden_size=64, num_hidden_layers=2,
+            architectures=["MambaForCausalLM"],
+        ),
+        "has recurrent",
+    ),
+    "hybrid": (
+        lambda: transformers.FalconH1Config(
+            **TINY, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16,
+            architectures=["FalconH1ForCausalLM"],
+        ),
+        "has recurrent",
+    ),
+    "encoder-decoder": (
+        lambda: transformers.WhisperConfig(
+            vocab_size=4096, d_model=64, encoder_layers=1, decoder_layers=1,
+            encoder_attention_heads=2, decoder_attention_heads=2,
+            max_target_positions=256, architectures=["WhisperForConditionalGeneration"],
+        ),
+        "is an encoder-decoder model",
+    ),
+}  # fmt: skip
+
+
+def save_config(path: Path, config) -> str:
+    config.save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(TARGET) / name, path / name)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_target_models(kind, tmp_path):
+    make, reason = MODELS[kind]
+    target = save_config(tmp_path, make())
+    refused(reason, model=target, enable_prefix_caching=False, skip_tokenizer_init=True)
+
+
+def test_draft_models(tmp_path):
+    make, reason = MODELS["sliding-window"]
+    draft = save_config(tmp_path, make())
+    refused(f"the draft model {draft} {reason}", speculative_config=sequoia(draft=draft))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "reason"),
+    [
+        ("uses_mrope", True, "uses multi-axis RoPE"),
+        ("is_multimodal_model", True, "is multimodal"),
+        ("runner_type", "pooling", "is a pooling model"),
+    ],
+)
+def test_models_that_need_packages_we_do_not_install(attribute, value, reason):
+    config = engine_config()
+    model = SimpleNamespace(
+        **{
+            name: getattr(config.model_config, name)
+            for name in (
+                "model", "use_mla", "get_sliding_window", "is_hybrid", "is_attention_free",
+                "has_inner_state", "uses_mrope", "is_multimodal_model", "is_encoder_decoder",
+                "runner_type",
+            )
+        }
+    )  # fmt: skip
+    assert support._model_reasons(model, "target") == []
+    setattr(model, attribute, value)
+    [found] = support._model_reasons(model, "target")
+    assert reason in found
+    assert "serve it without Sequoia" in found
+
+
+def test_draft_vocabulary(tmp_path):
+    save_llama(tmp_path, seed=0, vocab_size=512)
+    refused("same vocabulary size", speculative_config=sequoia(draft=tmp_path))
+
+
+def test_draft_longer_than_allowed():
+    refused("greater than the derived max_model_len", speculative_config=sequoia(max_model_len=100_000))
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("pipeline parallelism is not supported", {"pipeline_parallel_size": 2}),
+        ("run one engine per replica", {"data_parallel_size": 2}),
+        ("drop --enable-lora", {"enable_lora": True}),
+        ("use --kv-cache-dtype auto", {"kv_cache_dtype": "fp8"}),
+        ("drop --kv-transfer-config", {"kv_transfer_config": "kv"}),
+        ("use raw_logprobs", {"logprobs_mode": "processed_logprobs"}),
+        ("drop --enable-prompt-embeds", {"enable_prompt_embeds": True}),
+        ("drop --use-fp64-gumbel", {"use_fp64_gumbel": True}),
+        ("leave it at 'auto'", {"worker_cls": "some.Worker"}),
+        (
+            "does not fit in max_num_batched_tokens=64",
+            {"speculative_config": sequoia(size=64), "max_num_batched_tokens": 64},
+        ),
+        (
+            "does not fit in max_model_len=48",
+            {"speculative_config": sequoia(size=64), "max_model_len": 48},
+        ),
+    ],
+)
+def test_engine_options(message, options):
+    if options.get("kv_transfer_config"):
+        from vllm.config import KVTransferConfig
+
+        options = {
+            "kv_transfer_config": KVTransferConfig(
+                kv_connector="ExampleConnector", kv_role="kv_both"
+            )
+        }
+    refused(message, **options)
+
+
+def test_several_reasons_are_reported_together():
+    with pytest.raises(ConfigError) as error:
+        engine_config(pipeline_parallel_size=2, kv_cache_dtype="fp8")
+    assert "pipeline" in str(error.value)
+    assert "--kv-cache-dtype auto" in str(error.value)
+
+
+@pytest.mark.engine
+def test_attention_features_are_found_in_the_layers(tmp_path):
+    """What no configuration shows is caught when the model is loaded."""
+    config = transformers.BloomConfig(
+        vocab_size=4096, hidden_size=64, n_layer=1, n_head=2, seq_length=256,
+    )  # fmt: skip
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
+    with (
+        pytest.raises(ValueError, match=r"layer .* uses ALiBi"),
+        running(sequoia(), model=tmp_path, max_model_len=128, skip_tokenizer_init=True),
+    ):
+        pass
+
+
+# -- what users write -------------------------------------------------------------------
+
+
+def parsed(*arguments: str) -> AsyncEngineArgs:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    return AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", TARGET, *arguments]))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--speculative-config", "sequoia"),
+        ("-sc", "sequoia"),
+        ("--speculative-config", '{"method": "sequoia"}'),
+        ("--speculative-config", f'{{"method": "sequoia", "model": "{DRAFT}"}}'),
+        ("--spec-method", "sequoia"),
+        ("--spec-method", "sequoia", "--spec-model", DRAFT, "--spec-tokens", "7"),
+    ],
+)
+def test_command_line_forms(arguments):
+    config = parsed(*arguments).create_engine_config()
+    assert SequoiaSettings.enabled(config)
+    assert config.speculative_config.model == DRAFT
+    drafts = config.speculative_config.num_speculative_tokens
+    assert SequoiaSettings.of(config).tree.num_speculative_tokens == drafts
+    assert config.parallel_config.worker_cls == "sequoia_vllm.engine.worker.SequoiaCPUWorker"
+    if "--spec-tokens" in arguments:
+        assert drafts <= 7
+
+
+def test_python_shorthand_and_repeated_creation():
+    args = EngineArgs(model=TARGET, speculative_config="sequoia", max_model_len=256)
+    for _ in range(2):
+        assert SequoiaSettings.enabled(args.create_engine_config())
+
+
+def test_other_methods_are_vllms_own():
+    for speculative_config in (
+        None,
+        {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 3},
+        {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
+    ):
+        config = engine_config(speculative_config=speculative_config)
+        assert not SequoiaSettings.enabled(config)
+        assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def test_errors_reach_the_user_of_llm():
+    with pytest.raises(ConfigError, match="did you mean 'tree'"):
+        LLM(model=TARGET, speculative_config={"method": "sequoia", "treee": "auto"})
+    with pytest.raises(ValueError, match=r"cannot read tree file missing\.json"):
+        LLM(model=TARGET, speculative_config={"method": "sequoia", "tree": "missing.json"})
+
+
+def test_unknown_pair_is_refused_with_the_json_to_write(tmp_path):
+    target = shutil.copytree(TARGET, tmp_path / "target")
+    with pytest.raises(ConfigError, match='"model": "DRAFT"'):
+        engine_config(model=str(target), speculative_config="sequoia")
+
+
+def test_num_speculative_tokens_is_an_upper_bound():
+    for bound, drafts in ((3, 3), (15, 15), (100, 15)):
+        config = engine_config(speculative_config=sequoia(num_speculative_tokens=bound))
+        assert config.speculative_config.num_speculative_tokens == drafts

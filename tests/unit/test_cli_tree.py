@@ -1,0 +1,409 @@
+"""``sequoia-vllm tree``: output, files, pictures, errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+from reference_trees import published
+from typer.testing import CliRunner
+
+from sequoia_vllm import __version__, cli
+from sequoia_vllm.cli import app
+from sequoia_vllm.tree import Acceptance, TokenTree, bench, optimize_tree
+from sequoia_vllm.tree.library import TreeLibrary, shipped_directory
+
+VECTOR = [0.6, 0.2, 0.1]
+
+
+def run(*arguments: object, code: int = 0):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def run_json(*arguments: object):
+    return json.loads(run(*arguments, "--json").stdout)
+
+
+def fails(*arguments: object) -> str:
+    """The error message of a command that must end with exit code 2."""
+    result = run(*arguments, code=2)
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+    return " ".join(result.stderr.split())
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal_and_empty_user_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "user"))
+
+
+@pytest.fixture
+def vector(tmp_path):
+    path = tmp_path / "acceptance.json"
+    path.write_text(json.dumps(VECTOR))
+    return path
+
+
+@pytest.fixture
+def profile(tmp_path):
+    path = tmp_path / "profile.json"
+    run("tree", "roofline", "NVIDIA H200", "--class", "8b-1b", "-o", path)
+    return path
+
+
+@pytest.fixture
+def tree_file(vector, tmp_path):
+    path = tmp_path / "tree.json"
+    run("tree", "build", "--acceptance", vector, "--size", 16, "--max-depth", 4, "--output", path)
+    return path
+
+
+class TestBuild:
+    def test_json(self, vector):
+        data = run_json("tree", "build", "--acceptance", vector, "--size", 16, "--max-depth", 4)
+        best = optimize_tree(VECTOR, 16, 4)
+        assert data["parents"] == list(best.parents)
+        assert (data["size"], data["depth"]) == (16, best.depth)
+        assert data["expected_tokens"] == pytest.approx(best.expected_tokens(Acceptance.of(VECTOR)))
+        assert data["num_speculative_tokens"] == 15
+        assert sum(data["nodes_per_level"]) == 16
+        assert data["acceptance"] == VECTOR
+
+    def test_known_answer(self, tmp_path):
+        path = tmp_path / "shipped.json"
+        path.write_text(json.dumps({"acceptance": published()["shipped"]}))
+        data = run_json("tree", "build", "--acceptance", path, "--size", 128, "--max-depth", 9)
+        assert round(data["expected_tokens"], 3) == 4.192
+
+    def test_output_is_a_tree_file(self, tree_file):
+        assert TokenTree.load(tree_file) == optimize_tree(VECTOR, 16, 4)
+
+    def test_by_depth(self, tmp_path):
+        path = tmp_path / "by_depth.json"
+        path.write_text(json.dumps([[0.6, 0.2], [0.1, 0.05]]))
+        data = run_json("tree", "build", "--acceptance", path, "--size", 3)
+        assert data["parents"] == [-1, 0, 0]
+
+    def test_profile(self, vector, profile):
+        arguments = ["tree", "build", "--acceptance", vector, "--size", 64, "--profile", profile]
+        few = run_json(*arguments)
+        many = run_json(*arguments, "--batch-size", 64)
+        assert few["speedup"] > many["speedup"] >= 1
+        assert few["size"] > many["size"]
+        assert few["step_seconds"] > 0
+        assert not few["extrapolated"]
+
+    def test_profile_says_when_nothing_helps(self, tmp_path, profile):
+        path = tmp_path / "weak.json"
+        path.write_text("[0.01]")
+        result = run(
+            "tree", "build", "--acceptance", path, "--size", 8, "--profile", profile, "--json"
+        )
+        assert json.loads(result.stdout)["size"] == 1
+        assert "no tree is faster than plain decoding" in result.stderr
+
+    def test_says_when_the_limits_leave_no_room(self, vector):
+        result = run("tree", "build", "--acceptance", vector, "--size", 99, "--max-depth", 1)
+        assert "room for 4 of the 99 nodes" in result.stderr
+
+    def test_text(self, vector):
+        output = run("tree", "build", "--acceptance", vector, "--size", 8).stdout
+        assert "size 8 (root included)" in output
+        assert "expected tokens per step" in output
+
+
+class TestShow:
+    def test_file(self, tree_file):
+        output = run("tree", "show", tree_file).stdout
+        assert "size 16 (root included), depth 4" in output
+        assert "└──" in output
+        assert "0.6000" in output
+        assert "with children" in output
+
+    def test_library_name(self):
+        output = run("tree", "show", "h200/8b-1b/shipped", "--nodes", 10).stdout
+        assert "less valuable nodes (--nodes 128)" in output
+        assert "by batch size (roofline, not measured)" in output
+
+    def test_json(self, tree_file):
+        data = run_json("tree", "show", tree_file)
+        assert data["parents"] == list(TokenTree.load(tree_file).parents)
+        assert data["values"][0] == 1
+        entry = run_json("tree", "show", "h200/8b-1b/shipped")["entry"]
+        assert entry["schedule"][0][0] == 1
+
+    def test_without_a_vector(self, tmp_path):
+        path = tmp_path / "bare.json"
+        TokenTree.chain(3).save(path)
+        result = run("tree", "show", path)
+        assert "expected tokens" not in result.stdout
+        assert "give --acceptance" in result.stderr
+        assert "expected_tokens" not in run_json("tree", "show", path)
+
+    def test_another_vector(self, tree_file, tmp_path):
+        path = tmp_path / "other.json"
+        path.write_text("[0.1]")
+        data = run_json("tree", "show", tree_file, "--acceptance", path)
+        assert data["expected_tokens"] == pytest.approx(1.1111)
+
+    def test_user_tree(self):
+        library = TreeLibrary()
+        path = library.save_user_tree("NVIDIA H200", library.entry("h200/8b-1b/shipped"))
+        by_name = run_json("tree", "show", f"user/{path.stem}")
+        by_file = run_json("tree", "show", path)
+        assert by_name["parents"] == by_file["parents"]
+        assert by_name["expected_tokens"] == by_file["expected_tokens"]
+
+
+class TestPlot:
+    def test_svg_of_a_file(self, tree_file, tmp_path):
+        picture = tmp_path / "tree.svg"
+        assert f"wrote {picture}" in run("tree", "plot", tree_file, "-o", picture).stdout
+        first = picture.read_bytes()
+        ET.fromstring(first)
+        run("tree", "plot", tree_file, "-o", picture)
+        assert picture.read_bytes() == first
+
+    def test_png_of_a_library_tree(self, tmp_path):
+        picture = tmp_path / "tree.png"
+        run("tree", "plot", "l4/7b-68m/shipped", "-o", picture)
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert picture.stat().st_size > 20_000
+
+    def test_root_only_and_without_values(self, tmp_path):
+        path = tmp_path / "root.json"
+        TokenTree((-1,)).save(path)
+        run("tree", "plot", path, "-o", tmp_path / "root.png")
+        assert (tmp_path / "root.png").is_file()
+
+    @pytest.mark.parametrize("with_profile", [False, True])
+    def test_frontier(self, vector, profile, tmp_path, with_profile):
+        picture = tmp_path / "frontier.svg"
+        extra = ["--profile", profile] if with_profile else []
+        run(
+            "tree", "plot", "--frontier", "--acceptance", vector, "--max-size", 32, *extra,
+            "-o", picture,
+        )  # fmt: skip
+        ET.fromstring(picture.read_text())
+
+    def test_frontier_of_a_library_trees_vector(self, tmp_path):
+        picture = tmp_path / "frontier.png"
+        run("tree", "plot", "l4/7b-68m/shipped", "--frontier", "--max-size", 16, "-o", picture)
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+class TestLibraryCommands:
+    def test_list(self):
+        data = run_json("tree", "list")
+        assert len(data["trees"]) == len(TreeLibrary().entries())
+        assert data["user_directory"].endswith("user")
+        output = run("tree", "list", "--device", "NVIDIA H200").stdout
+        assert "h200/8b-1b/shipped" in output
+        assert "l40s/" not in output
+
+    def test_compare(self, tree_file, tmp_path, vector, profile):
+        other = tmp_path / "chain.json"
+        TokenTree.chain(15).save(other)
+        data = run_json("tree", "compare", tree_file, other, "--acceptance", vector)
+        assert data["a"]["expected_tokens"] > data["b"]["expected_tokens"]
+        assert data["expected_tokens_ratio"] == pytest.approx(
+            data["a"]["expected_tokens"] / data["b"]["expected_tokens"]
+        )
+        timed = run_json("tree", "compare", tree_file, other, "--profile", profile)
+        assert timed["a"]["speedup"] > timed["b"]["speedup"]
+        output = run("tree", "compare", tree_file, other, "--profile", profile).stdout
+        assert "speedup" in output
+        assert "depth 15" in output
+
+    def test_generate(self, tmp_path, monkeypatch):
+        files = {path.name: path.read_text() for path in shipped_directory().glob("l4*.json")}
+        monkeypatch.setattr(
+            "sequoia_vllm.tree.generate.generate_library", lambda inputs, report: dict(files)
+        )
+        output = tmp_path / "out"
+        assert (
+            "would change l4.json"
+            in run("tree", "generate", "--output", output, "--check", code=1).stdout
+        )
+        assert not output.exists()
+        assert "3 changed" in run("tree", "generate", "--output", output).stdout
+        run("tree", "generate", "--output", output, "--check")
+        # What is no library file is not ours to remove.
+        (output / "mine.json").write_text("{}")
+        (output / "old.json").write_text(files["l4.json"])
+        result = run("tree", "generate", "--output", output)
+        assert "0 changed, 1 removed" in result.stdout
+        assert sorted(path.name for path in output.glob("*")) == sorted([*files, "mine.json"])
+
+    def test_bench(self, monkeypatch):
+        monkeypatch.setattr(bench, "CASES", (bench.BenchCase(16, 4, 8, 1.0, 64.0),))
+        (case,) = run_json("tree", "bench")["cases"]
+        assert 0 < case["seconds"] < case["limit_seconds"]
+        assert 0 < case["peak_mib"] < case["limit_mib"]
+        assert "peak memory" in run("tree", "bench").stdout
+
+
+class TestErrors:
+    """Exit code 2, one message that names the fix, no traceback, nothing on stdout."""
+
+    def test_acceptance(self, tmp_path):
+        path = tmp_path / "a.json"
+        for text, message in {
+            "{": "is not JSON",
+            "{}": 'has no "acceptance" key',
+            "[]": "non-empty list",
+            "[0.5, NaN]": "not a finite number",
+            "[-0.5]": "negative",
+            "[0.9, 0.9]": "sum to 1.8",
+            "7": "holds no list",
+        }.items():
+            path.write_text(text)
+            assert message in fails("tree", "build", "--acceptance", path, "--size", 4)
+        missing = fails("tree", "build", "--acceptance", tmp_path / "none", "--size", 4)
+        assert "No such file" in missing
+
+    @pytest.mark.parametrize(
+        ("option", "value", "message"),
+        [
+            ("--size", 0, "size must be at least 1, not 0 (sizes count the root)"),
+            ("--size", "x", "Invalid value for '--size'"),
+            ("--max-depth", 0, "max_depth must be at least 1"),
+            ("--max-branch", -1, "max_branch must be at least 1"),
+            ("--output", "/nowhere/at/all/t.json", "No such file or directory"),
+        ],
+    )
+    def test_build(self, vector, option, value, message):
+        arguments = ["tree", "build", "--acceptance", vector]
+        if option != "--size":
+            arguments += ["--size", 4]
+        assert message in fails(*arguments, option, value)
+
+    def test_missing_options(self, vector):
+        assert "--size" in fails("tree", "build", "--acceptance", vector)
+        assert "--acceptance" in fails("tree", "build", "--size", 4)
+
+    def test_profile(self, vector, tmp_path):
+        path = tmp_path / "p.json"
+        path.write_text('{"schema": "sequoia-vllm/profile/v1", "source": "measured"}')
+        arguments = ["tree", "build", "--acceptance", vector, "--size", 4, "--profile"]
+        assert "target_forward: Field required" in fails(*arguments, path)
+        assert "No such file" in fails(*arguments, tmp_path / "none.json")
+
+    def test_batch_size(self, vector, profile):
+        arguments = ["--size", 4, "--profile", profile, "--batch-size", 0]
+        assert "batch size 0" in fails("tree", "build", "--acceptance", vector, *arguments)
+
+    def test_trees(self, tmp_path, tree_file):
+        path = tmp_path / "t.json"
+        path.write_text(json.dumps({"schema": "sequoia-vllm/token-tree/v1", "parents": [-1, 4]}))
+        assert "node 1 has parent 4" in fails("tree", "show", path)
+        path.write_text("nonsense")
+        assert "is not JSON" in fails("tree", "show", path)
+        assert "No such file" in fails("tree", "show", tmp_path / "none.json")
+        assert "no tree named 'h100/x'" in fails("tree", "show", "h100/x")
+        library_file = shipped_directory() / "h200.json"
+        assert "is a library file with 16 trees" in fails("tree", "show", library_file)
+        assert "draw at least 1" in fails("tree", "show", tree_file, "--nodes", 0)
+
+    def test_plot(self, tree_file, vector, tmp_path):
+        assert "name a file ending in .svg" in fails("tree", "plot", tree_file, "-o", "t.bmp")
+        assert "name the tree to draw" in fails("tree", "plot", "-o", tmp_path / "t.png")
+        assert "--frontier needs a vector" in fails(
+            "tree", "plot", "--frontier", "-o", tmp_path / "t.png"
+        )
+        assert "give at least 8" in fails(
+            "tree", "plot", "--frontier", "--acceptance", vector, "--max-size", 4,
+            "-o", tmp_path / "t.png",
+        )  # fmt: skip
+        unwritable = fails("tree", "plot", tree_file, "-o", "/nowhere/at/all/t.png")
+        assert "No such file or directory" in unwritable
+
+    def test_compare(self, tmp_path):
+        path = tmp_path / "bare.json"
+        TokenTree.chain(3).save(path)
+        assert "neither --acceptance nor" in fails("tree", "compare", path, path)
+
+    def test_devices(self):
+        assert "no trees for device 'abacus'" in fails("tree", "list", "--device", "abacus")
+        assert "device name is empty" in fails("tree", "list", "--device", "")
+        assert "no datasheet values for 'abacus'" in fails(
+            "tree", "roofline", "abacus", "--class", "8b-1b"
+        )
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--class", "1b-1b"], "no model class '1b-1b'; there are 7b-68m"),
+            (["--class", "8b-1b", "--dtype", "int3"], "dtype 'int3'"),
+            (["--class", "8b-1b", "--tensor-parallel-size", 0], "at least 1 device"),
+            (["--class", "8b-1b", "--context-length", 0], "must be at least 1"),
+        ],
+    )
+    def test_roofline(self, arguments, message):
+        assert message in fails("tree", "roofline", "h200", *arguments)
+
+    def test_generate(self, tmp_path):
+        assert "no acceptance vectors in" in fails("tree", "generate", "--inputs", tmp_path)
+
+    def test_corrupt_library(self, monkeypatch, tmp_path):
+        user = tmp_path / "user"
+        user.mkdir()
+        (user / "x.json").write_text("{")
+        assert "user tree file" in fails("tree", "list")
+
+    def test_bugs_keep_their_traceback(self, monkeypatch, vector):
+        def broken(*_: object) -> None:
+            raise ValueError("a bug")
+
+        monkeypatch.setattr("sequoia_vllm.cli.tree.optimize_tree", broken)
+        with pytest.raises(ValueError, match="a bug"):
+            run("tree", "build", "--acceptance", vector, "--size", 4, code=1)
+
+
+class TestCommand:
+    def test_version(self):
+        assert run("--version").stdout.strip() == f"sequoia-vllm {__version__}"
+
+    def test_help_lists_what_is_there(self):
+        output = run("--help").stdout
+        assert "tree" in output
+        assert "build" in run("tree", "--help").stdout
+
+    def test_unknown_command(self):
+        assert "No such command 'plant'" in fails("plant")
+
+    def test_a_plain_function_can_be_a_command(self, monkeypatch):
+        monkeypatch.setitem(cli.COMMANDS, "seedling", "sequoia_vllm.cli.tree:bench")
+        monkeypatch.setattr(bench, "CASES", ())
+        assert json.loads(run("seedling", "--json").stdout) == {"cases": []}
+
+    def test_a_command_whose_module_is_missing_is_not_shown(self, monkeypatch):
+        monkeypatch.setitem(cli.COMMANDS, "later", "sequoia_vllm.cli.not_yet:app")
+        assert "later" not in run("--help").stdout
+        assert "No such command" in fails("later")
+
+    def test_tree_commands_load_neither_torch_nor_vllm(self, tmp_path):
+        code = (
+            "import sys\n"
+            "from sequoia_vllm.cli import main\n"
+            "sys.argv = ['sequoia-vllm', 'tree', 'show', 'h200/8b-1b/shipped', '--json']\n"
+            "try:\n"
+            "    main()\n"
+            "except SystemExit as end:\n"
+            "    assert not end.code\n"
+            "loaded = {'torch', 'vllm', 'matplotlib', 'transformers'} & set(sys.modules)\n"
+            "assert not loaded, loaded\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["size"] == 128
