@@ -21,6 +21,7 @@ COMMANDS = {
     "tree": "sequoia_vllm.cli.tree:app",
     "demo": "sequoia_vllm.cli.demo:demo",
     "doctor": "sequoia_vllm.cli.doctor:doctor",
+    "setup-cpu": "sequoia_vllm.cli.setup_cpu:setup_cpu",
 }
 
 

@@ -133,8 +133,8 @@ class SequoiaProposer(DraftModelProposer):
             positions=committed.positions,
         )
         _, metadata = self.build_per_group_and_layer_attn_metadata(common)
-        hidden = self._forward(committed.tokens, committed.positions, slots, metadata)
-        return self.model.compute_logits(hidden[committed.ends - 1])
+        last = committed.ends - 1
+        return self._forward(committed.tokens, committed.positions, slots, metadata, last)
 
     def grow(
         self,
@@ -215,22 +215,31 @@ class SequoiaProposer(DraftModelProposer):
             tree=queries,
         )
         per_layer = dict.fromkeys(group.layer_names, metadata)
-        hidden = self._forward(tokens.flatten(), positions, slots, per_layer)
-        return self.model.compute_logits(hidden)
+        return self._forward(tokens.flatten(), positions, slots, per_layer)
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, metadata: dict[str, Any]
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        metadata: dict[str, Any],
+        rows: Tensor | None = None,
     ) -> Tensor:
-        with set_forward_context(
-            metadata,
-            self.vllm_config,
-            num_tokens=len(tokens),
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            slot_mapping=dict.fromkeys(self._draft_attn_layer_names, slots),
+        """Draft logits of these rows (all if None) after one forward over all tokens."""
+        with (
+            self.runner.stats.timed("draft"),
+            set_forward_context(
+                metadata,
+                self.vllm_config,
+                num_tokens=len(tokens),
+                cudagraph_runtime_mode=CUDAGraphMode.NONE,
+                slot_mapping=dict.fromkeys(self._draft_attn_layer_names, slots),
+            ),
         ):
-            return self.model(
+            hidden = self.model(
                 input_ids=tokens.to(torch.int32), positions=positions, inputs_embeds=None
             )
+            return self.model.compute_logits(hidden if rows is None else hidden[rows])
 
     def _block_table(self, requests: Tensor) -> Tensor:
         """int32 ``[B, max_blocks]``: cache blocks of these requests, for the draft's layers."""

@@ -232,14 +232,12 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     def _commit(self, trees: ScheduledTrees, result: VerifyResult) -> None:
         source, target = accepted_moves(trees, result.accepted_nodes)
         layers = self.compilation_config.static_forward_context
-        move_accepted(
-            source,
-            target,
-            (
-                (layers[name].kv_cache, metadata.slot_mapping)
-                for name, metadata in self._target_metadata.items()
-            ),
-        )
+        # By address: layers may share one cache, whose tokens must move once.
+        caches = {
+            layers[name].kv_cache.data_ptr(): (layers[name].kv_cache, metadata.slot_mapping)
+            for name, metadata in self._target_metadata.items()
+        }
+        move_accepted(source, target, caches.values())
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, without rewinding generators: `_sample` never advanced them."""
@@ -268,31 +266,30 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             Draft tokens in stored tree order for each request of the batch;
             empty for those that get none.
         """
-        with self.stats.timed("draft"):
-            drafts: list[list[int]] = [[] for _ in range(self.input_batch.num_reqs)]
-            committed = self._committed_tokens(sampled_token_ids)
-            if committed is None:
-                return drafts
-            logits = self.drafter.advance(committed)
-            tree = self.tree.trim(scheduler_output.num_spec_tokens_to_schedule + 1)
-            chosen = self._requests_to_draft(committed, tree)
-            if len(chosen) == 0:
-                return drafts
-            ends = committed.ends[chosen] - 1
-            requests = committed.requests[chosen]
-            grown = self.drafter.grow(
-                tree,
-                root_logits=logits[chosen],
-                root_tokens=committed.tokens[ends],
-                root_positions=committed.positions[ends],
-                requests=requests,
-                sampling=self._draft_sampling(requests, sampling_metadata, tree.depth),
-            )
-            tokens = grown.tokens[:, 1:].tolist()
-            for row, request in enumerate(requests.tolist()):
-                self._drafts[self.input_batch.req_ids[request]] = Draft(grown, row)
-                drafts[request] = tokens[row]
+        drafts: list[list[int]] = [[] for _ in range(self.input_batch.num_reqs)]
+        committed = self._committed_tokens(sampled_token_ids)
+        if committed is None:
             return drafts
+        logits = self.drafter.advance(committed)
+        tree = self.tree.trim(scheduler_output.num_spec_tokens_to_schedule + 1)
+        chosen = self._requests_to_draft(committed, tree)
+        if len(chosen) == 0:
+            return drafts
+        ends = committed.ends[chosen] - 1
+        requests = committed.requests[chosen]
+        grown = self.drafter.grow(
+            tree,
+            root_logits=logits[chosen],
+            root_tokens=committed.tokens[ends],
+            root_positions=committed.positions[ends],
+            requests=requests,
+            sampling=self._draft_sampling(requests, sampling_metadata, tree.depth),
+        )
+        tokens = grown.tokens[:, 1:].tolist()
+        for row, request in enumerate(requests.tolist()):
+            self._drafts[self.input_batch.req_ids[request]] = Draft(grown, row)
+            drafts[request] = tokens[row]
+        return drafts
 
     def _committed_tokens(self, sampled_token_ids: Tensor) -> CommittedTokens | None:
         """This step's prompt chunks, roots and emitted tokens, at their final positions."""

@@ -19,8 +19,8 @@ class StepStats:
 
     Attributes:
         tree: The engine's tree.
-        seconds: Wall time by part: "target", "draft", "step" (the whole step,
-            the two model forwards included).
+        seconds: Wall time by part: "target" (its forward, without the LM head),
+            "draft" (its forwards, with theirs) and "step" (all of the step).
         steps: Engine steps.
         tree_steps: Times a request's tree was verified.
         tokens: Tokens emitted by those.

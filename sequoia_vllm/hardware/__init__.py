@@ -2,7 +2,14 @@
 
 from sequoia_vllm.hardware.choose import choose_schedule, choose_tree
 from sequoia_vllm.hardware.cost import CostModel, Estimate
-from sequoia_vllm.hardware.device import Device, DeviceError, DeviceHints, DeviceSpec, identify
+from sequoia_vllm.hardware.device import (
+    Device,
+    DeviceError,
+    DeviceHints,
+    DeviceSpec,
+    current_device_name,
+    identify,
+)
 from sequoia_vllm.hardware.profile import Curve, Overhead, Profile, ProfileError
 from sequoia_vllm.hardware.roofline import Assumptions, roofline_profile
 from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate, ScheduleRange
@@ -24,6 +31,7 @@ __all__ = [
     "ScheduleRange",
     "choose_schedule",
     "choose_tree",
+    "current_device_name",
     "identify",
     "roofline_profile",
 ]

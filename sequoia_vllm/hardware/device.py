@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -140,6 +141,22 @@ def identify(name: str) -> Device:
     return Device(name, None, None)
 
 
+def current_device_name() -> str:
+    """The model name of this machine's CPU; of a GPU vLLM's platform gives the name.
+
+    "cpu" on an x86 machine that does not say, and the architecture on others.
+    """
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(\S.*)$", text, flags=re.MULTILINE)
+    if found:
+        return found[1].strip()
+    machine = platform.machine().lower()
+    return platform.processor() or ("cpu" if machine in ("x86_64", "amd64") else machine or "cpu")
+
+
 def nearest(hints: DeviceHints, candidates: Mapping[str, DeviceSpec]) -> tuple[str, str]:
     """The candidate most like the device, and why.
 
@@ -218,5 +235,8 @@ def _slice(spec: DeviceSpec, gpus: int, memory_gb: int, mig: str) -> DeviceSpec:
 def _is_x86_cpu(words: str) -> bool:
     if words in ("cpu", "x86 cpu"):
         return True
-    brands = r"\b(xeon|epyc|ryzen|threadripper|athlon|opteron|core|pentium|celeron|atom)\b"
+    brands = (
+        r"\b(xeon|epyc|ryzen|threadripper|athlon|opteron|core|pentium|celeron|atom|"
+        r"qemu virtual|kvm|intel .*(cpu|processor))\b"
+    )
     return bool(re.search(brands, words)) and "gpu" not in words.split()

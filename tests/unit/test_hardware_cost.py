@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -239,7 +240,7 @@ class TestSchedule:
         ranges = schedule.per_batch_size()
         assert ranges[0][0] == 1
         assert ranges[-1][1] == 256
-        for (_, last, _), (first, _, _) in zip(ranges, ranges[1:], strict=False):
+        for (_, last, _), (first, _, _) in pairwise(ranges):
             assert first == last + 1
         drafts = [k for _, _, k in ranges]
         assert drafts == sorted(drafts, reverse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sequoia_vllm.hardware import DeviceError, DeviceHints, identify
+from sequoia_vllm.hardware import DeviceError, DeviceHints, current_device_name, identify
 from sequoia_vllm.hardware.device import known_devices, nearest, normalize
 from sequoia_vllm.hardware.models import (
     model_classes,
@@ -49,10 +49,14 @@ NAMES = {
         "AMD EPYC 9654 96-Core Processor",
         "13th Gen Intel(R) Core(TM) i7-13700K",
         "AMD Ryzen 9 7950X 16-Core Processor",
+        "QEMU Virtual CPU version 2.5+",
+        "Common KVM processor",
+        "Genuine Intel(R) CPU 0000%@",
     ],
     None: [
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "Intel(R) Data Center GPU Max 1550",
+        "Intel(R) Arc(TM) A770 Graphics",
         "NVIDIA GB10",
         "Neoverse-N1",
         "Apple M4",
@@ -124,6 +128,21 @@ def test_the_table_says_where_its_values_are_from():
         "a100-40gb", "a100-80gb", "b200", "h100-pcie", "h100-sxm", "h200", "l4", "l40", "l40s",
         "mi300x", "rtx-4090", "rtx-5090",
     ]  # fmt: skip
+
+
+def test_this_machine_has_a_name(monkeypatch):
+    import platform
+    from pathlib import Path
+
+    assert current_device_name().strip()
+    text = "processor\t: 0\nmodel name\t: Intel(R) Xeon(R) Gold 6430\nflags: x\n"
+    monkeypatch.setattr(Path, "read_text", lambda self, encoding: text)
+    assert current_device_name() == "Intel(R) Xeon(R) Gold 6430"
+    monkeypatch.setattr(Path, "read_text", lambda self, encoding: "")
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    for machine, name in {"x86_64": "cpu", "AMD64": "cpu", "aarch64": "aarch64"}.items():
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        assert current_device_name() == name
 
 
 class TestNearest:

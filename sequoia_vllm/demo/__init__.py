@@ -1,0 +1,1 @@
+"""The demo: the same prompts through plain vLLM, its chain speculation, and Sequoia."""
