@@ -134,7 +134,7 @@ class SequoiaProposer(DraftModelProposer):
         )
         _, metadata = self.build_per_group_and_layer_attn_metadata(common)
         last = committed.ends - 1
-        return self._forward(committed.tokens, committed.positions, slots, metadata, last)
+        return self._forward(committed.tokens, committed.positions, slots, metadata, len(counts), last)
 
     def grow(
         self,
@@ -215,7 +215,7 @@ class SequoiaProposer(DraftModelProposer):
             tree=queries,
         )
         per_layer = dict.fromkeys(group.layer_names, metadata)
-        return self._forward(tokens.flatten(), positions, slots, per_layer)
+        return self._forward(tokens.flatten(), positions, slots, per_layer, batch)
 
     def _forward(
         self,
@@ -223,11 +223,12 @@ class SequoiaProposer(DraftModelProposer):
         positions: Tensor,
         slots: Tensor,
         metadata: dict[str, Any],
+        num_reqs: int,
         rows: Tensor | None = None,
     ) -> Tensor:
         """Draft logits of these rows (all if None) after one forward over all tokens."""
         with (
-            self.runner.stats.timed("draft"),
+            self.runner.stats.timed("draft", num_reqs, len(tokens)),
             set_forward_context(
                 metadata,
                 self.vllm_config,

@@ -57,6 +57,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         with swapped(gpu_model_runner, "build_logitsprocs", build_all_logitsprocs):
             super().__init__(vllm_config, device)
         self.tree = SequoiaSettings.of(vllm_config).tree
+        self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
         self.drafter = SequoiaProposer(vllm_config, device, self)
         self.tree_verifier = TreeVerifier(
             greedy_argmax=self.sampler.greedy_sample,
@@ -153,7 +154,9 @@ class SequoiaCPUModelRunner(CPUModelRunner):
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, timed."""
-        with self.stats.timed("target"):
+        num_reqs = self.input_batch.num_reqs
+        tokens = int(self.query_start_loc.np[num_reqs]) if num_reqs else 0
+        with self.stats.timed("target", num_reqs, tokens):
             return super()._model_forward(*args, **kwargs)
 
     # -- after it: verify and commit ---------------------------------------------------
@@ -271,7 +274,8 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         if committed is None:
             return drafts
         logits = self.drafter.advance(committed)
-        tree = self.tree.trim(scheduler_output.num_spec_tokens_to_schedule + 1)
+        drafts_each = min(scheduler_output.num_spec_tokens_to_schedule, self.max_drafts)
+        tree = self.tree.trim(drafts_each + 1)
         chosen = self._requests_to_draft(committed, tree)
         if len(chosen) == 0:
             return drafts

@@ -25,6 +25,7 @@ class StepStats:
         tree_steps: Times a request's tree was verified.
         tokens: Tokens emitted by those.
         depth_counts: ``[depth + 1]``: how often exactly d nodes were accepted.
+        trace: If not None, every model forward: (part, requests, tokens, seconds).
         offered, accepted: ``[depth, branch]``: how often a node of depth d on
             the accepted path had a child k, and how often that child was taken.
     """
@@ -34,6 +35,7 @@ class StepStats:
     steps: int = 0
     tree_steps: int = 0
     tokens: int = 0
+    trace: list[tuple[str, int, int, float]] | None = None
 
     def __post_init__(self) -> None:
         no_child = np.iinfo(np.int64).max
@@ -46,18 +48,22 @@ class StepStats:
         """Starts counting anew."""
         self.seconds = {"target": 0.0, "draft": 0.0, "step": 0.0}
         self.steps = self.tree_steps = self.tokens = 0
+        self.trace = None if self.trace is None else []
         self.depth_counts = np.zeros(self.tree.depth + 1, dtype=np.int64)
         self.offered = np.zeros((self.tree.depth, self.tree.max_branch), dtype=np.int64)
         self.accepted = np.zeros_like(self.offered)
 
     @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Adds the wall time of the block to ``part``."""
+    def timed(self, part: str, requests: int = 0, tokens: int = 0) -> Iterator[None]:
+        """Adds the wall time of the block to ``part``, and to the trace of forwards."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[part] += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.seconds[part] += seconds
+            if self.trace is not None and tokens:
+                self.trace.append((part, requests, tokens, seconds))
 
     def observe(
         self,
@@ -95,5 +101,6 @@ class StepStats:
             "offered": self.offered.tolist(),
             "accepted": self.accepted.tolist(),
             "seconds": dict(self.seconds),
+            "trace": self.trace,
             "tree": self.tree.to_dict(),
         }

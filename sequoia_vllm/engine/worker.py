@@ -56,9 +56,20 @@ class SequoiaCPUWorker(CPUWorker):
         with self.model_runner.stats.timed("step"):
             return super().sample_tokens(*args, **kwargs)
 
-    def sequoia_stats(self, reset: bool = False) -> dict[str, Any]:
-        """Counters since the last reset (`StepStats.to_dict`); called by ``collective_rpc``."""
-        stats = self.model_runner.stats.to_dict()
+    def sequoia_stats(self, reset: bool = False, trace: bool = False) -> dict[str, Any]:
+        """Counters since the last reset (`StepStats.to_dict`); called by ``collective_rpc``.
+
+        Args:
+            reset: Start counting anew.
+            trace: With ``reset``: from now on record every model forward.
+        """
+        stats = self.model_runner.stats
+        counted = stats.to_dict()
         if reset:
-            self.model_runner.stats.reset()
-        return stats
+            stats.trace = [] if trace else None
+            stats.reset()
+        return counted
+
+    def sequoia_limit_drafts(self, drafts: int) -> None:
+        """Grows at most this many nodes from the next step on (a prefix of the tree)."""
+        self.model_runner.max_drafts = drafts
