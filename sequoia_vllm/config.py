@@ -60,10 +60,11 @@ class SequoiaConfig(_Strict):
         description="Draft model (name or path), with the target's vocabulary. None: the known "
         "draft of that target, see `sequoia_vllm.known_pairs`.",
     )
-    tree: Literal["auto"] | str | TreeSpec = Field(
-        default="auto",
-        description='"auto": chosen for the device, the model pair and the batch size; the name '
-        'of a library tree; a path to a tree file (.json); or {"size": n, "depth": d}.',
+    tree: str | TreeSpec | None = Field(
+        default=None,
+        description='"auto": chosen for the device, the model pair and the batch size, which may '
+        "be no speculation at all; the name of a library tree; a path to a tree file (.json); or "
+        '{"size": n, "depth": d}. None: as "auto", but always with some tree.',
     )
     acceptance: list[float] | list[list[float]] | Path | None = Field(
         default=None,
@@ -117,8 +118,8 @@ def _summary(error: ValidationError) -> str:
     for problem in error.errors():
         place = [str(part) for part in problem["loc"] if not _is_branch(str(part))]
         message = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] in ("literal_error", "string_type") and place[:1] == ["tree"]:
-            continue
+        if problem["type"] == "string_type" and place == ["tree"]:
+            message = 'Input should be "auto", a name, a path or {"size": n, "depth": d}'
         line = f"{'.'.join(place)}: {message}" if place else message
         if line not in lines:
             lines.append(line)

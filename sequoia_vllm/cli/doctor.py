@@ -144,5 +144,3 @@ def _print(checks: list[Check]) -> None:
         if check.fix:
             table.add_row("", "", f"[yellow]-> {check.fix}[/]")
     console().print(table)
-
-

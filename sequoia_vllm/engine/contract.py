@@ -7,6 +7,7 @@ import inspect
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 SUPPORTED_VERSIONS = ("0.32.0",)
 
@@ -188,9 +189,9 @@ def check_contract() -> None:
         )
 
 
-def _resolve(path: str) -> object:
+def _resolve(path: str) -> Any:
     module, _, attributes = path.partition(":")
-    found: object = importlib.import_module(module)
+    found: Any = importlib.import_module(module)
     for name in attributes.split("."):
         found = getattr(found, name)
     return found

@@ -49,6 +49,8 @@ class CPUTreeAttentionMetadata(CPUAttentionMetadata):
 class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     """Builds `CPUTreeAttentionMetadata`, and pins a cache layout we can read."""
 
+    isa: str
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # "amx" packs keys in tiles; "vec" reads and writes the same cache for

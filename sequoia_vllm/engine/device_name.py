@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import platform
-from pathlib import Path
+from sequoia_vllm import hardware
 
 
 def current_device_name() -> str:
     """E.g. "NVIDIA H200", or a CPU's model name."""
     from vllm.platforms import current_platform
 
-    return cpu_model_name() if current_platform.is_cpu() else current_platform.get_device_name()
-
-
-def cpu_model_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The CPU's model name; its architecture where the system tells no more."""
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.processor() or platform.machine()
+    if current_platform.is_cpu():
+        return hardware.current_device_name()
+    return current_platform.get_device_name()

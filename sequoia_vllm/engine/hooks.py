@@ -17,9 +17,10 @@ from vllm.sampling_params import SamplingParams
 
 from sequoia_vllm.config import METHOD, ConfigError, SequoiaConfig
 from sequoia_vllm.engine.contract import check_contract
-from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.engine.device_name import current_device_name
+from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.engine.support import refuse_unsupported
-from sequoia_vllm.engine.tree_choice import choose_engine_tree
+from sequoia_vllm.engine.tree_choice import EnginePair, choose_engine_tree
 from sequoia_vllm.known_pairs import known_draft
 
 logger = logging.getLogger("vllm.sequoia")
@@ -111,6 +112,8 @@ def _create_engine_config(
     self.speculative_config = request
     self.spec_method = self.spec_model = self.spec_tokens = None
     vllm_config = original(self, *args, **kwargs)
+    if SequoiaSettings.declined(vllm_config):
+        return vllm_config
     if not SequoiaSettings.enabled(vllm_config):
         raise ConfigError(
             f"the checkpoint {self.model!r} brings its own speculator, which replaces the "
@@ -134,8 +137,21 @@ def _create_speculative_config(
         return original(self, target_model_config, target_parallel_config)
     config = SequoiaConfig.parse(request)
     draft = config.model or known_draft(target_model_config.model)
-    choice = choose_engine_tree(config, draft, target_model_config, target_parallel_config)
+    choice = choose_engine_tree(
+        config,
+        EnginePair(
+            device=current_device_name(),
+            target=target_model_config.model,
+            draft=draft,
+            dtype=str(target_model_config.dtype).removeprefix("torch."),
+            tensor_parallel_size=target_parallel_config.tensor_parallel_size,
+        ),
+    )
     drafts = choice.tree.num_speculative_tokens
+    if drafts == 0:
+        logger.warning("Sequoia: not speculating, as plain decoding is faster (%s)", choice.source)
+        self.additional_config = {**(self.additional_config or {}), DECLINED: choice.source}
+        return None
     logger.info(
         "Sequoia: draft model %s; tree of %d nodes, depth %d (%s)",
         draft, choice.tree.size, choice.tree.depth, choice.source,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,33 +13,12 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from sequoia_vllm.attention.tree_attention import tree_attention_mask
 from sequoia_vllm.engine.cpu_attention import CPUTreeAttentionMetadata, make_tree_queries
+from sequoia_vllm.engine.draft_progress import CommittedTokens
 from sequoia_vllm.engine.draft_sampling import DraftSampling
 from sequoia_vllm.engine.drafts import GrownTrees
 from sequoia_vllm.tree import TokenTree
 
 PADDING_SLOT = -1  # vLLM's cache-update op skips it
-
-
-@dataclass(frozen=True)
-class CommittedTokens:
-    """Tokens that a step committed, which the draft model has not seen yet.
-
-    Attributes:
-        requests: int64 ``[R]``: rows of the batch these belong to.
-        tokens: int64 ``[T]``: all their tokens, request after request.
-        positions: int64 ``[T]``.
-        counts: int64 ``[R]``: tokens of each request, at least 1.
-    """
-
-    requests: Tensor
-    tokens: Tensor
-    positions: Tensor
-    counts: Tensor
-
-    @cached_property
-    def ends(self) -> Tensor:
-        """int64 ``[R]``: end of each request's tokens."""
-        return self.counts.cumsum(0)
 
 
 class TreeLevels:
@@ -114,8 +91,8 @@ class SequoiaProposer(DraftModelProposer):
         """
         requests, counts = committed.requests, committed.counts
         starts = torch.zeros(len(counts) + 1, dtype=torch.int32)
-        starts[1:] = committed.ends
-        seq_lens = committed.positions[committed.ends - 1] + 1
+        starts[1:] = committed.last + 1
+        seq_lens = committed.positions[committed.last] + 1
         block_table = self._block_table(requests)
         request_of_token = torch.repeat_interleave(counts)
         slots = self._slots(block_table, request_of_token, committed.positions)
@@ -133,8 +110,9 @@ class SequoiaProposer(DraftModelProposer):
             positions=committed.positions,
         )
         _, metadata = self.build_per_group_and_layer_attn_metadata(common)
-        last = committed.ends - 1
-        return self._forward(committed.tokens, committed.positions, slots, metadata, len(counts), last)
+        return self._forward(
+            committed.tokens, committed.positions, slots, metadata, len(counts), committed.last
+        )
 
     def grow(
         self,

@@ -21,11 +21,12 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from sequoia_vllm.attention.tree_attention import tree_attention_mask
 from sequoia_vllm.engine.cpu_attention import make_tree_queries, unsupported_attention
+from sequoia_vllm.engine.draft_progress import CommittedTokens, DraftProgress
 from sequoia_vllm.engine.draft_sampling import DraftSampling
 from sequoia_vllm.engine.drafts import Draft, ScheduledTrees, schedule_trees
 from sequoia_vllm.engine.eligibility import reason_without_drafts
 from sequoia_vllm.engine.kv_commit import accepted_moves, move_accepted
-from sequoia_vllm.engine.proposer import CommittedTokens, SequoiaProposer
+from sequoia_vllm.engine.proposer import SequoiaProposer
 from sequoia_vllm.engine.sampler_output import SamplerRows, combine_outputs
 from sequoia_vllm.engine.seeded import peek_seeds
 from sequoia_vllm.engine.settings import SequoiaSettings
@@ -59,6 +60,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self.tree = SequoiaSettings.of(vllm_config).tree
         self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
         self.drafter = SequoiaProposer(vllm_config, device, self)
+        self.draft_progress = DraftProgress(self.drafter.draft_max_len, self.max_num_tokens)
         self.tree_verifier = TreeVerifier(
             greedy_argmax=self.sampler.greedy_sample,
             seeded_argmax=torch.ops._C.fused_gumbel_argmax,
@@ -66,7 +68,6 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self.stats = StepStats(self.tree)
         self._drafts: dict[str, Draft] = {}
         self._trees: ScheduledTrees | None = None
-        self._emitted_counts: Tensor | None = None
         self._target_metadata: dict[str, Any] = {}
         self._depths = torch.from_numpy(self.tree.depths.copy()).to(device)
         self._ancestors = torch.from_numpy(self.tree.ancestor_mask.copy()).to(device)
@@ -98,9 +99,16 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     # -- before the target's forward -------------------------------------------------
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        """As vLLM's; forgets the drafts of finished requests."""
+        """As vLLM's; follows requests that finish, start, or resume after preemption."""
         for request_id in scheduler_output.finished_req_ids:
             self._drafts.pop(request_id, None)
+            self.draft_progress.forget(request_id)
+        for new in scheduler_output.scheduled_new_reqs:
+            self.draft_progress.start(new.req_id, new.num_computed_tokens)
+        cached = scheduler_output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            if request_id in cached.resumed_req_ids:
+                self.draft_progress.start(request_id, cached.num_computed_tokens[index])
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(
@@ -171,13 +179,10 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         trees, self._trees = self._trees, None
         metadata = self._sampling_metadata()
         if trees is None:
-            output = self.sampler(logits=logits, sampling_metadata=metadata)
-            self._emitted_counts = torch.ones(len(output.sampled_token_ids), dtype=torch.int64)
-            return output
+            return self.sampler(logits=logits, sampling_metadata=metadata)
         result = self._verify(trees, logits, metadata)
         output = self._combine(trees, result, logits, metadata)
         self._commit(trees, result)
-        self._emitted_counts = (output.sampled_token_ids >= 0).sum(dim=1)
         self.stats.observe(
             result.accepted_nodes.cpu().numpy(),
             result.num_accepted.cpu().numpy(),
@@ -270,22 +275,24 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             empty for those that get none.
         """
         drafts: list[list[int]] = [[] for _ in range(self.input_batch.num_reqs)]
+        drafts_each = min(scheduler_output.num_spec_tokens_to_schedule, self.max_drafts)
+        if drafts_each == 0 or self._has_custom_processors:
+            return drafts
         committed = self._committed_tokens(sampled_token_ids)
         if committed is None:
             return drafts
         logits = self.drafter.advance(committed)
-        drafts_each = min(scheduler_output.num_spec_tokens_to_schedule, self.max_drafts)
-        tree = self.tree.trim(drafts_each + 1)
-        chosen = self._requests_to_draft(committed, tree)
+        chosen = self._requests_to_draft(committed)
         if len(chosen) == 0:
             return drafts
-        ends = committed.ends[chosen] - 1
+        tree = self.tree.trim(drafts_each + 1)
+        roots = committed.last[chosen]
         requests = committed.requests[chosen]
         grown = self.drafter.grow(
             tree,
             root_logits=logits[chosen],
-            root_tokens=committed.tokens[ends],
-            root_positions=committed.positions[ends],
+            root_tokens=committed.tokens[roots],
+            root_positions=committed.positions[roots],
             requests=requests,
             sampling=self._draft_sampling(requests, sampling_metadata, tree.depth),
         )
@@ -296,46 +303,33 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         return drafts
 
     def _committed_tokens(self, sampled_token_ids: Tensor) -> CommittedTokens | None:
-        """This step's prompt chunks, roots and emitted tokens, at their final positions."""
+        """Prompt chunks, roots and emitted tokens that the draft has yet to read."""
         num_reqs = self.input_batch.num_reqs
-        query_starts = self.query_start_loc.cpu[:num_reqs].long()
-        scheduled = self.query_start_loc.cpu[1 : num_reqs + 1].long() - query_starts
-        drafted = torch.tensor([len(ids) for ids in self.input_batch.spec_token_ids[:num_reqs]])
-        discarded = self.discard_request_mask.cpu[:num_reqs]
-        assert self._emitted_counts is not None
-        emitted = torch.where(discarded, 0, self._emitted_counts)
-        own = scheduled - drafted  # prompt chunk or root
-        counts = own + emitted
-        first = self.input_batch.num_computed_tokens_cpu_tensor[:num_reqs].long()
-        requests = (first + counts <= self.drafter.draft_max_len).nonzero().squeeze(1)
-        if len(requests) == 0:
-            return None
-        counts = counts[requests]
-        request_of_token = requests.repeat_interleave(counts)
-        starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
-        offset = torch.arange(len(request_of_token)) - starts
-        from_input = offset < own[request_of_token]
-        input_row = (query_starts[request_of_token] + offset).clamp(max=len(self.input_ids.cpu) - 1)
-        column = (offset - own[request_of_token]).clamp(min=0)
-        tokens = torch.where(
-            from_input,
-            self.input_ids.gpu[input_row].long(),
-            sampled_token_ids[request_of_token, column.clamp(max=sampled_token_ids.shape[1] - 1)],
+        scheduled = np.diff(self.query_start_loc.np[: num_reqs + 1])
+        drafted = [len(ids) for ids in self.input_batch.spec_token_ids[:num_reqs]]
+        computed = self.input_batch.num_computed_tokens_cpu[:num_reqs]
+        sampled = sampled_token_ids.cpu().numpy()
+        discarded = self.discard_request_mask.np[:num_reqs]
+        return self.draft_progress.take(
+            self.input_batch.req_ids,
+            self.input_batch.token_ids_cpu,
+            known=(computed + scheduled - np.array(drafted)).astype(np.int64),
+            sampled=sampled,
+            num_sampled=np.where(discarded, 0, (sampled >= 0).sum(axis=1)),
+            device=self.device,
         )
-        return CommittedTokens(requests, tokens, first[request_of_token] + offset, counts)
 
-    def _requests_to_draft(self, committed: CommittedTokens, tree: Any) -> Tensor:
+    def _requests_to_draft(self, committed: CommittedTokens) -> Tensor:
         """Entries of ``committed`` that get a tree now, int64."""
-        if tree.size == 1 or self._has_custom_processors:
-            return torch.zeros(0, dtype=torch.int64)
         discarded = self.discard_request_mask.np
-        ends = committed.positions[committed.ends - 1]
         longest = min(self.drafter.draft_max_len, self.max_model_len) - 1
+        fits = committed.complete & (committed.positions[committed.last] < longest)
         chosen = []
-        for entry, request in enumerate(committed.requests.tolist()):
+        for entry in fits.nonzero().squeeze(1).tolist():
+            request = int(committed.requests[entry])
             state = self.requests[self.input_batch.req_ids[request]]
             reason = reason_without_drafts(state.sampling_params, len(state.output_token_ids))
-            if not discarded[request] and reason is None and int(ends[entry]) < longest:
+            if not discarded[request] and reason is None:
                 chosen.append(entry)
         return torch.tensor(chosen, dtype=torch.int64)
 

@@ -8,6 +8,7 @@ from typing import Any
 from sequoia_vllm.tree import TokenTree
 
 KEY = "sequoia"
+DECLINED = "sequoia_declined"
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,12 @@ class SequoiaSettings:
         """Whether this engine runs Sequoia."""
         additional = vllm_config.additional_config
         return isinstance(additional, dict) and KEY in additional
+
+    @staticmethod
+    def declined(vllm_config: Any) -> bool:
+        """Whether "auto" found that this engine had better not speculate."""
+        additional = vllm_config.additional_config
+        return isinstance(additional, dict) and DECLINED in additional
 
     @classmethod
     def of(cls, vllm_config: Any) -> SequoiaSettings:

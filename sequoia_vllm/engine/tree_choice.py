@@ -1,49 +1,105 @@
-"""From the ``tree`` setting to the tree that an engine drafts."""
+"""From the ``tree`` setting to the tree that an engine drafts, and how much of it when."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sequoia_vllm.config import SequoiaConfig, TreeSpec
-from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
+from sequoia_vllm.tree import Acceptance, TokenTree, library, optimize_tree
+from sequoia_vllm.tree.library_files import LibraryError
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
-DEFAULT_TREE = TreeSpec(size=16, depth=5)
+AUTO = "auto"
+DEFAULT_TREE = TreeSpec(size=16, depth=4)
+
+
+@dataclass(frozen=True)
+class EnginePair:
+    """What a tree is chosen for: names of device and models, dtype and devices per engine."""
+
+    device: str
+    target: str
+    draft: str
+    dtype: str
+    tensor_parallel_size: int
 
 
 @dataclass(frozen=True)
 class TreeChoice:
-    """A tree, drafts by batch size (None: the whole tree always), and where they came from."""
+    """A tree and how much of it to draft.
+
+    Attributes:
+        tree: Size 1: do not speculate.
+        source: Where it came from, for the log.
+        schedule: Drafts by batch size, (first, last, drafts); None: the whole
+            tree at every batch size.
+    """
 
     tree: TokenTree
     source: str
     schedule: list[tuple[int, int, int]] | None = None
 
 
-def choose_engine_tree(
-    config: SequoiaConfig, draft: str, target_model_config: Any, parallel_config: Any
-) -> TreeChoice:
-    """Resolves ``config.tree`` and applies ``num_speculative_tokens`` to it.
+def choose_engine_tree(config: SequoiaConfig, pair: EnginePair) -> TreeChoice:
+    """Resolves the configuration's tree, with its bounds and schedule applied.
 
     Raises:
-        TreeError, AcceptanceError: Naming the file and what is wrong with it.
+        TreeError, AcceptanceError, LibraryError: Naming the file or entry and
+            what is wrong with it.
     """
-    tree, source = _resolve(config)
+    choice = _resolve(config, pair)
     if config.num_speculative_tokens is not None:
-        tree = tree.trim(config.num_speculative_tokens + 1)
-    return TreeChoice(tree, source, config.num_speculative_tokens_per_batch_size)
+        choice = TreeChoice(
+            choice.tree.trim(config.num_speculative_tokens + 1), choice.source, choice.schedule
+        )
+    if config.num_speculative_tokens_per_batch_size is not None:
+        choice = TreeChoice(
+            choice.tree, choice.source, config.num_speculative_tokens_per_batch_size
+        )
+    return choice
 
 
-def _resolve(config: SequoiaConfig) -> tuple[TokenTree, str]:
-    if isinstance(config.tree, str) and config.tree != "auto":
-        return TokenTree.load(config.tree), config.tree
-    spec = config.tree if isinstance(config.tree, TreeSpec) else DEFAULT_TREE
+def _resolve(config: SequoiaConfig, pair: EnginePair) -> TreeChoice:
+    if isinstance(config.tree, TreeSpec):
+        return _optimal(config, config.tree, "optimal for the given size")
+    if config.tree not in (None, AUTO):
+        is_file = config.tree.endswith(".json")
+        tree = TokenTree.load(config.tree) if is_file else library.load(config.tree)
+        return TreeChoice(tree, config.tree)
+    if config.acceptance is not None:
+        return _optimal(config, DEFAULT_TREE, "optimal for the given acceptance")
+    try:
+        choice = _from_library(pair)
+    except LibraryError as error:
+        return _optimal(config, DEFAULT_TREE, f"default size; {error}")
+    if choice.tree.size == 1 and config.tree is None:
+        return _optimal(
+            config,
+            DEFAULT_TREE,
+            f'default size; speculation is expected not to pay here ("tree": "{AUTO}" turns it '
+            f"off): {choice.source}",
+        )
+    return choice
+
+
+def _from_library(pair: EnginePair) -> TreeChoice:
+    selection = library.select(
+        pair.device,
+        pair.target,
+        pair.draft,
+        dtype=pair.dtype,
+        tensor_parallel_size=pair.tensor_parallel_size,
+    )
+    schedule = selection.schedule
+    return TreeChoice(schedule.tree, selection.reason, schedule.per_batch_size())
+
+
+def _optimal(config: SequoiaConfig, spec: TreeSpec, why: str) -> TreeChoice:
     acceptance = _acceptance(config)
     tree = optimize_tree(acceptance, spec.size, spec.depth, spec.branch)
     expected = tree.expected_tokens(acceptance)
-    return tree, f"optimal for the given size, {expected:.2f} tokens per step expected"
+    return TreeChoice(tree, f"{why}; {expected:.2f} tokens per step if acceptance is as assumed")
 
 
 def _acceptance(config: SequoiaConfig) -> Acceptance:

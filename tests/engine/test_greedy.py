@@ -119,15 +119,18 @@ def test_same_tokens_with_any_shape(tree, plain_outputs):
     assert found == expected
 
 
-def test_schedule_by_batch_size_down_to_none(plain_outputs):
-    """Drafts per step change with the batch size, to 0 and back; the output does not."""
-    expected = plain_outputs(PROMPTS, GREEDY)
+def test_schedule_by_batch_size_from_none_to_full(plain_outputs):
+    """As requests end, the batch shrinks past both thresholds; the draft catches up first."""
+    params = [SamplingParams(temperature=0, max_tokens=16 + 12 * i) for i in range(8)]
+    expected = plain_outputs(PROMPTS[:8], params)
     schedule = [[1, 2, 15], [3, 5, 4], [6, 8, 0]]
     with running(sequoia(num_speculative_tokens_per_batch_size=schedule)) as llm:
-        found = tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
-        drafts = metric(llm, "vllm:spec_decode_num_drafts")
+        found = tokens_of(llm.generate(PROMPTS[:8], params, use_tqdm=False))
+        [stats] = llm.collective_rpc("sequoia_stats")
     assert found == expected
-    assert drafts > 0
+    # At least 8 requests x 16 tokens were decoded before the first drafts.
+    assert 0 < stats["tokens"] < sum(p.max_tokens for p in params) - 8 * 16
+    assert stats["tokens"] > 1.5 * stats["tree_steps"]  # a draft that missed tokens gets 1.1
 
 
 def test_draft_shorter_than_target(plain_outputs):

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
-from tests.engine.conftest import running, sequoia
-from tests.engine.models import DRAFT, TARGET, save_llama
 from vllm import LLM
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -16,6 +14,8 @@ from sequoia_vllm import plugin
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine import support
 from sequoia_vllm.engine.settings import SequoiaSettings
+from tests.engine.conftest import running, sequoia
+from tests.engine.models import DRAFT, TARGET, save_llama
 
 plugin.register()
 
@@ -128,7 +128,9 @@ def test_draft_vocabulary(tmp_path):
 
 
 def test_draft_longer_than_allowed():
-    refused("greater than the derived max_model_len", speculative_config=sequoia(max_model_len=100_000))
+    refused(
+        "greater than the derived max_model_len", speculative_config=sequoia(max_model_len=100_000)
+    )
 
 
 @pytest.mark.parametrize(

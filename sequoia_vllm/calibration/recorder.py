@@ -1,0 +1,99 @@
+"""Times the parts of every engine step, inside vLLM's worker.
+
+Given to an engine as ``worker_extension_cls``; works in plain engines and in
+Sequoia's. Nothing is timed until `StepRecorder.sequoia_record_steps` is called.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+EXTENSION = "sequoia_vllm.calibration.recorder.StepRecorder"
+
+
+class StepRecorder:
+    """Methods added to vLLM's worker, called by ``collective_rpc``."""
+
+    model_runner: Any
+
+    def sequoia_record_steps(self) -> None:
+        """Starts recording every step."""
+        self._sequoia_recording = _Recording(self.model_runner)
+
+    def sequoia_take_steps(self) -> list[dict[str, Any]]:
+        """The steps recorded since the last call (fields of `StepTimes`)."""
+        recording = self._sequoia_recording
+        steps, recording.steps = recording.steps, []
+        return steps
+
+    def sequoia_count_parameters(self) -> dict[str, int]:
+        """Parameters of the target, and of the draft if there is one, on this device."""
+        models = {"target": self.model_runner.model}
+        if (drafter := getattr(self.model_runner, "drafter", None)) is not None:
+            models["draft"] = drafter.model
+        return {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
+
+
+class _Recording:
+    """Wraps the runner's methods, on this one instance, to time them."""
+
+    def __init__(self, runner: Any) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self._stats = getattr(runner, "stats", None)  # Sequoia's runner only
+        _around(runner, "execute_model", before=self._begin)
+        _around(runner, "_model_forward", after=self._add_target)
+        _around(runner.model, "compute_logits", after=self._add_target)
+        if self._stats is not None:
+            _around(runner, "propose_draft_token_ids", self._begin_drafting, self._add_drafting)
+
+    def _begin(self, scheduler_output: Any, *unused: Any) -> None:
+        self.steps.append(
+            {
+                "start": time.perf_counter(),
+                "requests": len(scheduler_output.num_scheduled_tokens),
+                "tokens": scheduler_output.total_num_scheduled_tokens,
+                "target": 0.0,
+                "drafting": 0.0,
+                "passes": [],
+            }
+        )
+
+    def _add_target(self, seconds: float) -> None:
+        if self.steps:
+            self.steps[-1]["target"] += seconds
+
+    def _begin_drafting(self, *unused: Any) -> None:
+        assert self._stats is not None
+        self._stats.trace = []
+
+    def _add_drafting(self, seconds: float) -> None:
+        assert self._stats is not None
+        if self.steps:
+            self.steps[-1]["drafting"] += seconds
+            self.steps[-1]["passes"] = [
+                (tokens, taken) for part, _, tokens, taken in self._stats.trace if part == "draft"
+            ]
+
+
+def _around(
+    owner: Any,
+    name: str,
+    before: Callable[..., None] | None = None,
+    after: Callable[[float], None] | None = None,
+) -> None:
+    """Calls ``before`` with the arguments, and ``after`` with the seconds, of each call."""
+    method = getattr(owner, name)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args, **kwargs)
+        start = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            if after is not None:
+                after(time.perf_counter() - start)
+
+    setattr(owner, name, timed)
