@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sequoia_vllm.engine.drafts import Draft, ScheduledTrees
 from sequoia_vllm.engine.seeded import consume_seeds, peek_seeds
 from sequoia_vllm.engine.target_distribution import TargetDistribution
-from sequoia_vllm.verification import VerifyResult, match_tree, walk_tree
+from sequoia_vllm.verification import Topology, VerifyResult, match_tree, walk_tree
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class TreeVerifier:
         return match_tree(
             lambda requests, nodes, depth: tokens[requests, nodes],
             trees.tokens[chosen],
-            trees.parents[chosen],
+            topology_of(trees.parents[chosen]),
         )
 
     def _verify_seeded(
@@ -101,7 +103,8 @@ class TreeVerifier:
             logits = target.process(rows, requests_in_batch[requests])
             return self.seeded_argmax(logits, seeds[requests, depth])
 
-        result = match_tree(target_token, trees.tokens[chosen], trees.parents[chosen])
+        topology = topology_of(trees.parents[chosen])
+        result = match_tree(target_token, trees.tokens[chosen], topology)
         for generator, accepted in zip(own, result.num_accepted.tolist(), strict=True):
             consume_seeds(generator, accepted + 1)
         return result
@@ -126,8 +129,24 @@ class TreeVerifier:
             return probs[probs_rows[requests, nodes]]
 
         return walk_tree(
-            target_at, draft_at, trees.tokens[chosen], trees.parents[chosen], generators=None
+            target_at,
+            draft_at,
+            trees.tokens[chosen],
+            topology_of(trees.parents[chosen]),
+            generators=None,
         )
+
+
+def topology_of(parents: Tensor) -> Topology:
+    """Look-ups of these trees, int64 ``[B, N]``; remembered, as steps mostly repeat them."""
+    host = parents.cpu().numpy()
+    return _topology(host.tobytes(), host.shape).to(parents.device)
+
+
+@lru_cache(maxsize=1024)
+def _topology(parents: bytes, shape: tuple[int, int]) -> Topology:
+    array = np.frombuffer(parents, dtype=np.int64).reshape(shape)
+    return Topology.from_parents(torch.from_numpy(array.copy()))
 
 
 def _draft_probs(drafts: list[Draft | None], max_nodes: int) -> tuple[Tensor, Tensor]:
