@@ -96,7 +96,7 @@ def acceptance_file(
         provenance=provenance(
             settings.target,
             settings.draft,
-            settings={**asdict(settings), "prompts": str(settings.prompts)},
+            settings={**asdict(settings), "prompts": settings.prompts.name},
             prompts_sha256=file_hash(settings.prompts),
             counts={key: stats[key] for key in ("tree_steps", "tokens", "offered", "accepted")},
         ),

@@ -28,13 +28,6 @@ class StepRecorder:
         steps, recording.steps = recording.steps, []
         return steps
 
-    def sequoia_count_parameters(self) -> dict[str, int]:
-        """Parameters of the target, and of the draft if there is one, on this device."""
-        models = {"target": self.model_runner.model}
-        if (drafter := getattr(self.model_runner, "drafter", None)) is not None:
-            models["draft"] = drafter.model
-        return {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
-
 
 class _Recording:
     """Wraps the runner's methods, on this one instance, to time them."""
@@ -48,7 +41,7 @@ class _Recording:
         if self._stats is not None:
             _around(runner, "propose_draft_token_ids", self._begin_drafting, self._add_drafting)
 
-    def _begin(self, scheduler_output: Any, *unused: Any) -> None:
+    def _begin(self, scheduler_output: Any, *unused: Any, **unused_too: Any) -> None:
         self.steps.append(
             {
                 "start": time.perf_counter(),
@@ -64,7 +57,7 @@ class _Recording:
         if self.steps:
             self.steps[-1]["target"] += seconds
 
-    def _begin_drafting(self, *unused: Any) -> None:
+    def _begin_drafting(self, *unused: Any, **unused_too: Any) -> None:
         assert self._stats is not None
         self._stats.trace = []
 

@@ -19,6 +19,7 @@ from sequoia_vllm import __version__
 # name -> "module:attribute"; the attribute is a typer app or a plain function.
 COMMANDS = {
     "tree": "sequoia_vllm.cli.tree:app",
+    "calibrate": "sequoia_vllm.cli.calibrate:app",
     "demo": "sequoia_vllm.cli.demo:demo",
     "doctor": "sequoia_vllm.cli.doctor:doctor",
     "setup-cpu": "sequoia_vllm.cli.setup_cpu:setup_cpu",

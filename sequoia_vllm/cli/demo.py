@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,8 +13,9 @@ import typer
 from sequoia_vllm.cli.common import console, error_console, fail, print_json
 
 if TYPE_CHECKING:
-    from sequoia_vllm.demo.run import EngineRun
+    from sequoia_vllm.demo.run import DemoSettings, EngineRun
 
+COMPLETION_LINES = 12
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 
 
@@ -29,20 +32,42 @@ def demo(
     chain_length: Annotated[int, typer.Option(min=1, help="Drafts of vLLM's chain.")] = 4,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 1,
     dtype: Annotated[str, typer.Option(help="float32 makes identical output certain.")] = "float32",
+    grow: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Layers to add to the target that cost their time and change nothing: the "
+            "speeds of a larger target, the output of this one.",
+        ),
+    ] = 0,
+    grow_width: Annotated[int, typer.Option(help="MLP width of the grown target.")] = 4096,
     eager: Annotated[bool, typer.Option(help="Do not compile: starts faster.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Generates the same prompts with plain vLLM, its chain speculation, and Sequoia trees."""
-    from sequoia_vllm.demo.run import DemoSettings, load_prompts, run_engine, speculative_configs
+    from sequoia_vllm.demo.grow import grow_target
+    from sequoia_vllm.demo.run import DemoSettings, load_prompts
 
     if not prompts.is_file():
         fail(f"no prompts at {prompts}: run from a checkout, or name files with --target, "
              "--draft and --prompts")  # fmt: skip
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    settings = DemoSettings(
-        target, draft, load_prompts(prompts, num_prompts), max_tokens, tree_size, tree_depth,
-        chain_length, batch_size, dtype, eager,
-    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        if grow:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sequoia-demo-"))
+            target = str(grow_target(Path(target), Path(folder), grow, grow_width))
+        _compare(
+            DemoSettings(
+                target, draft, load_prompts(prompts, num_prompts), max_tokens, tree_size,
+                tree_depth, chain_length, batch_size, dtype, eager,
+            ),
+            as_json,
+        )  # fmt: skip
+
+
+def _compare(settings: DemoSettings, as_json: bool) -> None:
+    from sequoia_vllm.demo.run import run_engine, speculative_configs
+
     runs = []
     for name in speculative_configs(settings):
         with error_console().status(f"{name}: starting the engine and generating"):
@@ -60,7 +85,7 @@ def demo(
         )
     else:
         _print(settings.prompts, runs, identical)
-    if not all(identical[-1]) and dtype == "float32":
+    if not all(identical[-1]) and settings.dtype == "float32":
         fail("Sequoia's greedy output differs from plain vLLM's: please report this")
 
 
@@ -71,9 +96,10 @@ def _print(prompts: tuple[str, ...], runs: list[EngineRun], identical: list[list
 
     out = console()
     plain, sequoia = runs[0], runs[-1]
+    completion = "\n".join(sequoia.texts[0].splitlines()[:COMPLETION_LINES])
     out.print(
         Panel(
-            f"[dim]{escape(prompts[0][-200:])}[/][bold]{escape(sequoia.texts[0])}[/]",
+            f"[dim]{escape(prompts[0][-200:])}[/][bold]{escape(completion)}[/]",
             title="prompt 1 (end), and its completion with Sequoia",
         )
     )

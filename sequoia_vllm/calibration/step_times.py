@@ -1,0 +1,239 @@
+"""From the recorded times of engine steps to the curves of a profile.
+
+A step is timed from its start to the start of the next one, so that scheduling,
+sampling and output are in it. The cost model adds up a step as
+
+    target_forward(n) + draft_level(committed) + draft_level(width) ... + tree_seconds
+
+and the curves made here add up to exactly the measured step for every tree size
+that was measured: what the draft's levels do not explain is the target's part,
+and of it `tree_seconds` is what does not grow with the tree.
+
+Machines are shared and times are noisy, so everything is measured in rounds and
+a value is the median of its quietest round; its spread is the interquartile
+range of all rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from sequoia_vllm.calibration.errors import CalibrationError
+from sequoia_vllm.hardware.profile import Curve, Overhead
+from sequoia_vllm.tree.token_tree import TokenTree
+
+_DIGITS = 7  # a tenth of a microsecond
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One step of an engine; times in seconds.
+
+    Attributes:
+        start: When it started, by the worker's clock.
+        requests: Requests in it.
+        tokens: Tokens in it, of all requests together.
+        target: The target's forward passes, LM head included.
+        drafting: All of the drafting.
+        passes: The draft's forward passes: (tokens of all requests, seconds).
+            The first is over what the last step committed, each other one over
+            one level of the trees.
+    """
+
+    start: float
+    requests: int
+    tokens: int
+    target: float
+    drafting: float = 0.0
+    passes: Sequence[tuple[int, float]] = ()
+
+    def levels(self) -> list[tuple[float, float]]:
+        """Each pass as (tokens per request, seconds), drawing children included.
+
+        What drafting spends outside its forward passes is shared among them.
+        """
+        outside = self.drafting - sum(seconds for _, seconds in self.passes)
+        share = outside / max(1, len(self.passes))
+        return [(tokens / self.requests, seconds + share) for tokens, seconds in self.passes]
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A step and its time up to the start of the next one, seconds."""
+
+    step: StepTimes
+    seconds: float
+
+
+Rounds = list[list[TimedStep]]
+
+
+@dataclass(frozen=True)
+class BatchTimes:
+    """What was measured at one batch size.
+
+    Attributes:
+        batch_size: Requests.
+        plain: Steps of a plain engine, by round.
+        trees: Steps of a Sequoia engine, by tree size (root included) and round.
+    """
+
+    batch_size: int
+    plain: Rounds
+    trees: Mapping[int, Rounds]
+
+
+@dataclass(frozen=True)
+class BatchCurves:
+    """A profile's entries for one batch size.
+
+    Attributes:
+        target, draft, overhead: The entries.
+        step_seconds: Measured time of a whole step, by tree size; 1: plain.
+        forward_seconds: Of it, the target's forward pass and LM head alone.
+    """
+
+    target: Curve
+    draft: Curve
+    overhead: Overhead
+    step_seconds: dict[int, float]
+    forward_seconds: dict[int, float]
+
+
+def measuring_tree(size: int) -> TokenTree:
+    """A complete binary tree: its prefixes have levels of many widths."""
+    return TokenTree((-1, *((node - 1) // 2 for node in range(1, size))))
+
+
+def steady_steps(
+    records: Iterable[Mapping[str, Any]], batch_size: int, size: int
+) -> list[TimedStep]:
+    """The steps in which every request scores a tree of ``size`` nodes, and so does the next.
+
+    Args:
+        records: Consecutive steps (fields of `StepTimes`).
+        batch_size: Requests that must be in the step.
+        size: Tokens of each; 1 is plain decoding.
+    """
+    steps = [StepTimes(**record) for record in records]
+    wanted = (batch_size, batch_size * size)
+    return [
+        TimedStep(step, following.start - step.start)
+        for step, following in pairwise(steps)
+        if (step.requests, step.tokens) == wanted == (following.requests, following.tokens)
+        and bool(step.passes) == (size > 1)
+    ]
+
+
+def batch_curves(times: BatchTimes, context_length: int) -> BatchCurves:
+    """Curves and overheads at one batch size.
+
+    Raises:
+        CalibrationError: If steps of some kind are missing.
+    """
+    _check(times)
+    levels = _level_times(times)
+    quiet = {size: _quietest(rounds) for size, rounds in sorted(times.trees.items())}
+    plain = _quietest(times.plain)
+    forward = {1: _median(_forwards(plain))}
+    forward |= {size: _median(_forwards(steps)) for size, steps in quiet.items()}
+    step = {1: _median(_seconds(plain))}
+    step |= {size: _median(_seconds(steps)) for size, steps in quiet.items()}
+    scoring = {size: _median(_without_drafting(steps, levels)) for size, steps in quiet.items()}
+    tree_seconds = max(0.0, min(scoring[size] - forward[size] for size in scoring))
+    target = {1: forward[1]} | {size: value - tree_seconds for size, value in scoring.items()}
+    spreads = [_spread(map(_forwards, times.plain))]
+    spreads += [_spread(map(_seconds, times.trees[size])) for size in quiet]
+    common = {"batch_size": times.batch_size, "context_length": context_length}
+    return BatchCurves(
+        target=Curve(
+            **common,
+            tokens=list(target),
+            seconds=[max(round(value, _DIGITS), 1e-7) for value in target.values()],
+            spread=spreads,
+        ),
+        draft=Curve(**common, tokens=levels.widths, seconds=levels.seconds, spread=levels.spreads),
+        overhead=Overhead(
+            batch_size=times.batch_size,
+            plain_seconds=round(step[1] - forward[1], _DIGITS),
+            tree_seconds=round(tree_seconds, _DIGITS),
+        ),
+        step_seconds={size: round(value, _DIGITS) for size, value in step.items()},
+        forward_seconds={size: round(value, _DIGITS) for size, value in forward.items()},
+    )
+
+
+def _check(times: BatchTimes) -> None:
+    kinds = {1: times.plain, **times.trees}
+    for size, rounds in kinds.items():
+        if not any(rounds):
+            raise CalibrationError(
+                f"no step had {times.batch_size} requests of {size} tokens: the KV cache may be "
+                "too small (--kv-cache-gib), or completions too short (--max-tokens)"
+            )
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """Draft passes over one level, by its width (nodes per request), ascending."""
+
+    widths: list[int]
+    seconds: list[float]
+    spreads: list[float]
+
+    def seconds_of(self, step: StepTimes) -> float:
+        """What the cost model says of this step's drafting."""
+        rows = [width for width, _ in step.levels()]
+        seconds = np.maximum.accumulate(self.seconds)
+        return float(np.interp(rows, self.widths, seconds).sum())
+
+
+def _level_times(times: BatchTimes) -> _Levels:
+    found: dict[float, dict[tuple[int, int], list[float]]] = {}
+    for size, rounds in times.trees.items():
+        for number, steps in enumerate(rounds):
+            for timed in steps:
+                for width, seconds in timed.step.levels()[1:]:
+                    by_round = found.setdefault(width, {})
+                    by_round.setdefault((size, number), []).append(seconds)
+    if not found:
+        raise CalibrationError(
+            "no tree measured has a second level: give a larger size in --tokens (4 or more)"
+        )
+    widths = sorted(found)
+    return _Levels(
+        [int(width) for width in widths],
+        [round(min(map(_median, found[width].values())), _DIGITS) for width in widths],
+        [_spread(found[width].values()) for width in widths],
+    )
+
+
+def _without_drafting(steps: Iterable[TimedStep], levels: _Levels) -> list[float]:
+    return [timed.seconds - levels.seconds_of(timed.step) for timed in steps]
+
+
+def _quietest(rounds: Rounds) -> list[TimedStep]:
+    return min((steps for steps in rounds if steps), key=lambda steps: _median(_seconds(steps)))
+
+
+def _seconds(steps: Iterable[TimedStep]) -> list[float]:
+    return [timed.seconds for timed in steps]
+
+
+def _forwards(steps: Iterable[TimedStep]) -> list[float]:
+    return [timed.step.target for timed in steps]
+
+
+def _median(values: Iterable[float]) -> float:
+    return float(np.median(list(values)))
+
+
+def _spread(rounds: Iterable[Sequence[float]]) -> float:
+    pooled = np.concatenate([np.asarray(values, dtype=np.float64) for values in rounds])
+    low, high = np.percentile(pooled, [25, 75])
+    return round(float(high - low), _DIGITS)

@@ -1,0 +1,50 @@
+"""The engine as users run it: engine core and workers in processes of their own, compiled."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.conftest import sequoia
+from tests.engine.models import TARGET, prompts
+
+pytestmark = pytest.mark.engine
+
+# It never imports sequoia_vllm: vLLM finds the plugin by its entry point, in every process.
+SCRIPT = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    model, prompts, speculative_config = map(json.loads, sys.argv[1:])
+    llm = LLM(model=model, dtype="float32", max_model_len=256, max_num_seqs=8, seed=0,
+              kv_cache_memory_bytes=64 << 20, speculative_config=speculative_config)
+    params = SamplingParams(temperature=0, max_tokens=32)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    [stats] = llm.collective_rpc("sequoia_stats")
+    print("RESULT" + json.dumps({
+        "tokens": [list(o.outputs[0].token_ids) for o in outputs],
+        "core": type(llm.llm_engine.engine_core).__name__,
+        "mode": llm.llm_engine.vllm_config.compilation_config.mode.name,
+        "stats": stats,
+    }))
+"""
+
+
+def test_same_tokens_from_a_compiled_engine_in_other_processes(plain_outputs):
+    expected = plain_outputs(prompts(4), SamplingParams(temperature=0, max_tokens=32))
+    engines = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *map(json.dumps, (TARGET, prompts(4), sequoia()))],
+        env={**engines, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    result = json.loads(line.removeprefix("RESULT"))
+    assert result["tokens"] == expected
+    assert result["core"] == "SyncMPClient"
+    assert result["mode"] != "NONE"  # it was compiled
+    assert result["stats"]["tokens"] > 1.5 * result["stats"]["tree_steps"] > 0

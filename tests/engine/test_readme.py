@@ -1,0 +1,87 @@
+"""The README is true: its code runs, its commands work, its links lead somewhere."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sequoia_vllm.engine.settings import SequoiaSettings
+from tests.engine.conftest import metric, running, sequoia
+from tests.engine.test_refusals import parsed
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SCRIPTS = Path(sys.executable).parent
+# Setting up is what CI itself does; the demo and the tests are not run within a test.
+NOT_RUN = ("make demo", "make test", "pip install")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def commands() -> list[str]:
+    lines = [line for block in blocks("console") for line in block.splitlines()]
+    return [line.removeprefix("$ ").split("  #")[0].split("   #")[0].strip() for line in lines]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Looks like the checkout's root, and may be written to."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    return tmp_path
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_examples_run(code, folder):
+    script = folder / "example.py"
+    script.write_text(code, encoding="utf-8")
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    done = subprocess.run(
+        [sys.executable, script], cwd=folder, env=env, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_work(command, folder, monkeypatch):
+    if command.startswith(NOT_RUN):
+        assert command.split()[0] == "pip" or f"\n{command.split()[1]}:" in (
+            ROOT / "Makefile"
+        ).read_text(encoding="utf-8")
+        return
+    words = shlex.split(command)
+    if words[:2] == ["vllm", "serve"]:
+        monkeypatch.chdir(ROOT)
+        config = parsed("--model", words[2], *words[3:]).create_engine_config()
+        assert SequoiaSettings.enabled(config)
+        return
+    assert words[0] == "sequoia-vllm"
+    done = subprocess.run(
+        [SCRIPTS / words[0], *words[1:]], cwd=folder, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!https?:)([^)#]+)\)", README))))
+def test_links_lead_somewhere(link):
+    assert (ROOT / link).exists()
+
+
+@pytest.mark.parametrize("document", ["README.md", "CHANGELOG.md", "examples/models/README.md"])
+def test_documents_have_no_unfinished_places(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert not re.search(r"\b(TODO|FIXME|XXX|TBD|MEASURED)\b", text)
+
+
+@pytest.mark.engine
+def test_quickstart_configuration_speculates():
+    with running(sequoia()) as llm:
+        llm.generate(["def fibonacci(n):"], use_tqdm=False)
+        assert metric(llm, "vllm:spec_decode_num_drafts") > 0

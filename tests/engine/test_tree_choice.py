@@ -1,0 +1,110 @@
+"""The ``tree`` setting: files, names, sizes, "auto", and what the engine is told."""
+
+import json
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from sequoia_vllm.config import SequoiaConfig
+from sequoia_vllm.engine import tree_choice
+from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.engine.tree_choice import EnginePair, choose_engine_tree
+from sequoia_vllm.tree import AcceptanceError, TokenTree, TreeError
+from sequoia_vllm.tree.library_files import LibraryError
+from tests.engine.conftest import sequoia
+from tests.engine.models import DRAFT, TARGET
+
+H200 = EnginePair(
+    "NVIDIA H200", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", "bfloat16", 1
+)
+
+
+def choose(pair: EnginePair = H200, **keys):
+    return choose_engine_tree(SequoiaConfig.parse({"method": "sequoia", **keys}), pair)
+
+
+def test_auto_takes_device_and_pair_from_the_library():
+    choice = choose(tree="auto")
+    assert choice.tree.size > 8
+    assert "h200/8b-1b" in choice.source
+    assert choice.schedule[0][0] == 1
+    assert max(drafts for _, _, drafts in choice.schedule) == choice.tree.num_speculative_tokens
+
+
+def test_nothing_given_is_auto_where_that_speculates():
+    assert choose() == choose(tree="auto")
+
+
+def test_library_name_and_file(tmp_path):
+    assert choose(tree="h200/70b-1b/shipped").tree.size > 8
+    path = tmp_path / "tree.json"
+    TokenTree((-1, 0, 0, 1)).save(path)
+    assert choose(tree=str(path)).tree == TokenTree((-1, 0, 0, 1))
+
+
+def test_size_with_an_acceptance_vector(tmp_path):
+    assert choose(tree={"size": 4}, acceptance=[0.9]).tree == TokenTree.chain(3)
+    assert choose(tree={"size": 4}, acceptance=[0.34, 0.33, 0.33]).tree.depth == 1
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({"acceptance": [0.9]}), encoding="utf-8")
+    assert choose(acceptance=str(path)).tree.max_branch == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "message"),
+    [
+        ({"tree": "nowhere.json"}, TreeError, "cannot read tree file nowhere.json"),
+        ({"tree": "h200/no-such-class/x"}, LibraryError, "no-such-class"),
+        ({"tree": {"size": 8}, "acceptance": [0.9, 0.9]}, AcceptanceError, "sum to 1.8"),
+        ({"tree": {"size": 8}, "acceptance": "none.json"}, AcceptanceError, "cannot read"),
+    ],
+)
+def test_wrong_settings_say_what_is_wrong(keys, error, message):
+    with pytest.raises(error) as raised:
+        choose(**keys)
+    assert message in str(raised.value)
+
+
+def test_bounds_apply_to_any_tree():
+    assert choose(tree="auto", num_speculative_tokens=5).tree.size == 6
+    schedule = [(1, 8, 3), (9, 64, 0)]
+    choice = choose(tree="auto", num_speculative_tokens_per_batch_size=schedule)
+    assert choice.schedule == schedule
+
+
+def declining(pair, monkeypatch):
+    """As if the library's answer were: do not speculate."""
+    none = tree_choice.TreeChoice(TokenTree((-1,)), "too slow here", [(1, 256, 0)])
+    monkeypatch.setattr(tree_choice, "_from_library", lambda pair: none)
+
+
+def test_auto_may_answer_no_speculation(monkeypatch):
+    declining(H200, monkeypatch)
+    assert choose(tree="auto").tree.size == 1
+    assert choose().tree.size > 1  # asked for without "auto": some tree
+    assert "too slow here" in choose().source
+
+
+def test_engine_without_speculation_is_plain_vllm(monkeypatch):
+    declining(H200, monkeypatch)
+    args = EngineArgs(
+        model=TARGET,
+        speculative_config={"method": "sequoia", "model": DRAFT, "tree": "auto"},
+        max_model_len=256,
+    )
+    config = args.create_engine_config()
+    assert SequoiaSettings.declined(config)
+    assert not SequoiaSettings.enabled(config)
+    assert config.speculative_config is None
+    assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def test_schedule_reaches_vllm():
+    schedule = [[1, 2, 15], [3, 8, 0]]
+    args = EngineArgs(
+        model=TARGET,
+        speculative_config=sequoia(num_speculative_tokens_per_batch_size=schedule),
+        max_model_len=256,
+    )
+    config = args.create_engine_config().speculative_config
+    assert [list(r) for r in config.num_speculative_tokens_per_batch_size] == schedule

@@ -1,0 +1,167 @@
+"""The real ``vllm serve`` as a process, and the openai client to call it with."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import NoReturn
+
+import httpx
+import openai
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).parents[2]
+TARGET = "examples/models/target"
+DRAFT = "examples/models/draft"
+VLLM = Path(sys.executable).with_name("vllm")
+
+OPTIONS = (
+    "--host=127.0.0.1",
+    "--dtype=float32",
+    "--enforce-eager",
+    "--max-model-len=512",
+    "--max-num-seqs=8",
+    "--kv-cache-memory-bytes=67108864",
+)
+START_DEADLINE = 240.0  # seconds; an idle two-core machine needs 20
+STOP_DEADLINE = 30.0
+
+
+def environment() -> dict[str, str]:
+    """This process's, less what the in-process engine tests, and their engines, left in it."""
+    theirs = ("VLLM_", "TORCHINDUCTOR_")
+    return {key: value for key, value in os.environ.items() if not key.startswith(theirs)} | {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every server pins itself to core 0
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+class Server:
+    """One ``vllm serve`` process, with those that it starts."""
+
+    def __init__(self, log: Path, *options: str, model: str = TARGET) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.model = model
+        self.url = f"http://127.0.0.1:{port}"
+        self.log_file = log
+        with log.open("wb") as output:
+            self.process = psutil.Popen(
+                [str(VLLM), "serve", model, f"--port={port}", *OPTIONS, *options],
+                cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(encoding="utf-8", errors="replace")
+
+    def fail(self, what: str) -> NoReturn:
+        tail = "\n".join(self.log.splitlines()[-60:])
+        raise AssertionError(f"{what}\nthe end of the server's log:\n{tail}")
+
+    def wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + START_DEADLINE
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                self.fail(f"vllm serve ended with exit status {self.process.returncode}")
+            try:
+                if httpx.get(f"{self.url}/health", trust_env=False).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.2)
+        self.fail(f"vllm serve was not healthy within {START_DEADLINE:.0f} s")
+
+    @cached_property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=120,
+            http_client=openai.DefaultHttpxClient(trust_env=False),  # no proxy to localhost
+        )
+
+    def complete(self, **request):
+        return self.client.completions.create(model=self.model, **request)
+
+    def metric(self, name: str, **labels: str) -> list[float]:
+        """The values of ``name`` with these labels, in the order in which ``/metrics`` has them."""
+        text = httpx.get(f"{self.url}/metrics", trust_env=False).raise_for_status().text
+        return [
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        ]
+
+    def stop(self, signal_number: signal.Signals) -> None:
+        """Sends the signal, then checks the end as `check_clean_end` does."""
+        family = self.process.children(recursive=True)
+        assert len(family) >= 2, "an engine core and a worker were expected"
+        self.process.send_signal(signal_number)
+        self.check_clean_end(family)
+
+    def check_clean_end(self, family: list[psutil.Process]) -> None:
+        """The server ends in time with status 0, without orphans or unexpected tracebacks."""
+        deadline = time.monotonic() + STOP_DEADLINE
+        try:
+            status = self.process.wait(STOP_DEADLINE)
+        except psutil.TimeoutExpired:
+            self.fail(f"still running {STOP_DEADLINE:.0f} s after the signal")
+        if status != 0:
+            self.fail(f"vllm serve ended with exit status {status}")
+        while orphans := [process for process in family if not has_ended(process)]:
+            if time.monotonic() > deadline:
+                self.fail(f"the server left processes behind: {orphans}")
+            time.sleep(0.1)
+        if trouble := unexpected_tracebacks(self.log):
+            self.fail(trouble)
+
+    def kill(self) -> None:
+        """Ends whatever is left, for the tests' clean-up."""
+        try:
+            family = [*self.process.children(recursive=True), self.process]
+        except psutil.NoSuchProcess:
+            return
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait()
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Also true of a zombie: in a container without an init nobody collects orphans."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def unexpected_tracebacks(log: str) -> str | None:
+    """What is wrong with this log of a server that was told to end, if anything.
+
+    vLLM's API server races with its own engine client there, and now and then
+    logs an `EngineDeadError` of its output handler, also without speculation.
+    """
+    running, triggered, ending = log.partition("[shutdown] API server: shutdown triggered")
+    if not triggered:
+        return "the log does not mention the shutdown"
+    if "Traceback (most recent call last)" in running:
+        return "there is a traceback in the server's log"
+    of_vllm = ending.count("vllm.v1.engine.exceptions.EngineDeadError: ")
+    if ending.count("Traceback (most recent call last)") != of_vllm or "sequoia_vllm" in ending:
+        return "there is a traceback in the log of the server's shutdown"
+    return None

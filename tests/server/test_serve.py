@@ -1,0 +1,268 @@
+"""``vllm serve`` with Sequoia, called with the openai client, answers as plain vLLM does."""
+
+import json
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import numpy as np
+import openai
+import pytest
+
+from tests.engine.models import prompts
+from tests.server.serving import DRAFT, Server
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = prompts(8)
+GREEDY = {"prompt": PROMPTS[0], "temperature": 0, "max_tokens": 64}
+SEEDED = {"prompt": PROMPTS[1], "temperature": 0.8, "seed": 7, "max_tokens": 64}
+REGEX = r"[a-z]{3,8} = \d{2,4}"
+CHOICE = ["return None", "raise ValueError"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["list", "tuple"]}, "sorted": {"type": "boolean"}},
+    "required": ["kind", "sorted"],
+    "additionalProperties": False,
+}
+REQUESTS = {
+    "greedy": GREEDY,
+    "seeded": SEEDED,
+    "top_p": {**SEEDED, "top_p": 0.8, "extra_body": {"top_k": 40}},
+    "min_p": {**SEEDED, "temperature": 1.0, "extra_body": {"min_p": 0.1}},
+    "logit_bias": {**GREEDY, "logit_bias": {"300": 5, "330": -100}},
+    "logit_bias_seeded": {**SEEDED, "logit_bias": {"300": 5, "330": -100}},
+    "penalties": {
+        **SEEDED, "frequency_penalty": 0.5, "presence_penalty": 0.3,
+        "extra_body": {"repetition_penalty": 1.1},
+    },
+    "two_answers": {**SEEDED, "n": 2},
+    "several_prompts": {**GREEDY, "prompt": PROMPTS[2:6]},
+    "stop_strings": {**GREEDY, "prompt": PROMPTS[6], "stop": ["\n\n", "self"], "max_tokens": 120},
+    "ends": {**GREEDY, "max_tokens": 400, "extra_body": {"stop_token_ids": list(range(300, 330))}},
+    "to_the_limit": {**GREEDY, "max_tokens": 450, "extra_body": {"ignore_eos": True}},
+    "logprobs": {**GREEDY, "logprobs": 3},
+    "logprobs_seeded": {**SEEDED, "logprobs": 1},
+    "regex": {**GREEDY, "extra_body": {"structured_outputs": {"regex": REGEX}}},
+    "choice": {**SEEDED, "extra_body": {"structured_outputs": {"choice": CHOICE}}},
+    "json_schema": {
+        **GREEDY,
+        "extra_body": {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": SCHEMA},
+            }
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
+    """Sequoia's server and a plain one, otherwise with the same options."""
+    folder = tmp_path_factory.mktemp("servers")
+    template = folder / "chat.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    common = (
+        f"--chat-template={template}",
+        # The embedded target would fill its answers with spaces where JSON allows them.
+        '--structured-outputs-config={"backend": "xgrammar", "disable_any_whitespace": true}',
+    )
+    config = json.dumps({"method": "sequoia", "model": DRAFT})
+    with ExitStack() as stack:
+        ours = Server(folder / "sequoia.log", *common, "--speculative-config", config)
+        stack.callback(ours.kill)
+        plain = Server(folder / "plain.log", *common)
+        stack.callback(plain.kill)
+        ours.wait_until_healthy()
+        plain.wait_until_healthy()
+        yield ours, plain
+        ours.stop(signal.SIGINT)
+
+
+@pytest.fixture(scope="module")
+def server(servers) -> Server:
+    return servers[0]
+
+
+@pytest.fixture(scope="module")
+def plain_answer(servers) -> Callable:
+    """Plain vLLM's answer to the request of this name, asked for once."""
+    known: dict[str, dict] = {}
+
+    def answered(name: str) -> dict:
+        if name not in known:
+            known[name] = answer(servers[1], REQUESTS[name])
+        return known[name]
+
+    return answered
+
+
+def answer(server: Server, request: dict) -> dict:
+    """Everything in the answer that does not name the request: texts, tokens, ends, usage."""
+    body = {**request.get("extra_body", {}), "return_token_ids": True}
+    completion = server.complete(**{**request, "extra_body": body})
+    return completion.model_dump(include={"choices", "usage"})
+
+
+def texts(answered: dict) -> list[str]:
+    return [choice["text"] for choice in answered["choices"]]
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    """Equal, but for the rounding of log-probabilities."""
+    assert found["usage"] == expected["usage"]
+    for ours, plain in zip(found["choices"], expected["choices"], strict=True):
+        assert ours["token_ids"] == plain["token_ids"]
+        assert {**ours, "logprobs": None} == {**plain, "logprobs": None}
+        assert (ours["logprobs"] is None) == (plain["logprobs"] is None)
+        if plain["logprobs"] is not None:
+            for key in ("tokens", "text_offset"):
+                assert ours["logprobs"][key] == plain["logprobs"][key]
+            close = pytest.approx(plain["logprobs"]["token_logprobs"], abs=1e-4)
+            assert ours["logprobs"]["token_logprobs"] == close
+            tops = (ours["logprobs"]["top_logprobs"], plain["logprobs"]["top_logprobs"])
+            for our_top, plain_top in zip(*tops, strict=True):
+                assert our_top == pytest.approx(plain_top, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_answer_is_plain_vllms(name, server, plain_answer):
+    assert_same(answer(server, REQUESTS[name]), plain_answer(name))
+
+
+def test_requests_that_should_differ_do(server):
+    """The options compared above are no mere decoration: each changes the answer."""
+    greedy = texts(answer(server, GREEDY))
+    assert texts(answer(server, REQUESTS["logit_bias"])) != greedy
+    seeded = texts(answer(server, SEEDED))
+    assert texts(answer(server, {**SEEDED, "seed": 8})) != seeded
+    first, second = texts(answer(server, REQUESTS["two_answers"]))
+    assert first != second
+
+
+def test_structured_output_is_valid(server):
+    [text] = texts(answer(server, REQUESTS["regex"]))
+    assert re.fullmatch(REGEX, text)
+    [text] = texts(answer(server, REQUESTS["choice"]))
+    assert text in CHOICE
+    [text] = texts(answer(server, REQUESTS["json_schema"]))
+    parsed = json.loads(text)
+    assert parsed.keys() == {"kind", "sorted"}
+    assert parsed["kind"] in ("list", "tuple")
+    assert parsed["sorted"] in (True, False)
+
+
+@pytest.mark.parametrize("name", ["greedy", "seeded", "stop_strings", "two_answers", "regex"])
+def test_stream_adds_up_to_the_answer(name, server, plain_answer):
+    request = REQUESTS[name]
+    expected = plain_answer(name)
+    streamed = [""] * len(expected["choices"])
+    ends: list[str | None] = [None] * len(streamed)
+    pieces = 0
+    usage = None
+    options = {"include_usage": True}
+    for chunk in server.complete(**request, stream=True, stream_options=options):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+            ends[choice.index] = choice.finish_reason or ends[choice.index]
+            pieces += 1
+    assert streamed == texts(expected)
+    assert ends == [choice["finish_reason"] for choice in expected["choices"]]
+    assert usage.completion_tokens == expected["usage"]["completion_tokens"]
+    assert pieces > 1
+
+
+def test_many_at_once(server, plain_answer):
+    """Twice every request, between unseeded ones, more than fit in a batch: the same answers."""
+    noise = {"prompt": PROMPTS[7], "temperature": 1.0, "max_tokens": 48}
+    expected = {name: plain_answer(name) for name in REQUESTS}
+    names = [*REQUESTS, *reversed(REQUESTS)]
+    with ThreadPoolExecutor(max_workers=12) as pool:
+        jobs = []
+        for name in names:
+            jobs.append(pool.submit(answer, server, REQUESTS[name]))
+            jobs.append(pool.submit(answer, server, noise))
+        answers = [job.result() for job in jobs]
+    for name, found in zip(names, answers[::2], strict=True):
+        assert_same(found, expected[name])
+    assert len({texts(found)[0] for found in answers[1::2]}) > 1
+
+
+def test_chat(servers):
+    messages = [{"role": "user", "content": PROMPTS[0]}]
+    ours, plain = (
+        server.client.chat.completions.create(
+            model=server.model, messages=messages, temperature=0, max_tokens=48
+        )
+        for server in servers
+    )
+    assert ours.choices[0].message.content
+    assert ours.choices[0].message.content == plain.choices[0].message.content
+    assert ours.usage == plain.usage
+
+
+def wait_until_idle(server: Server, seconds: float = 60) -> None:
+    """No request runs, and the last one's step is counted."""
+    deadline = time.monotonic() + seconds
+    while server.metric("vllm:num_requests_running") != [0]:
+        assert time.monotonic() < deadline, f"requests still run after {seconds:.0f} s"
+        time.sleep(0.1)
+
+
+def test_metrics_count_drafts_and_accepted_tokens(servers):
+    server, plain = servers
+
+    def counts(what: str) -> list[float]:
+        return server.metric(f"vllm:spec_decode_num_{what}_total")
+
+    wait_until_idle(server)
+    sums = ("drafts", "draft_tokens", "accepted_tokens")
+    before = [counts(what)[0] for what in sums]
+    levels_before = counts("accepted_tokens_per_pos")
+    request = {**GREEDY, "max_tokens": 65, "extra_body": {"ignore_eos": True}}
+    assert answer(server, request)["usage"]["completion_tokens"] == 65
+    wait_until_idle(server)
+
+    drafts, draft_tokens, accepted = np.subtract([counts(what)[0] for what in sums], before)
+    levels = np.subtract(counts("accepted_tokens_per_pos"), levels_before).tolist()
+    # The prefill brings the first token, a step one more than it accepts; the
+    # last step may accept past the end.
+    assert 64 <= drafts + accepted <= 64 + len(levels)
+    assert accepted > drafts  # 1.7 per step measured
+    assert drafts < draft_tokens <= len(levels) * drafts
+    assert sum(levels) == accepted
+    assert levels == sorted(levels, reverse=True)  # a path has a node on each level
+    assert 0 < levels[0] <= drafts
+    assert plain.metric("vllm:spec_decode_num_drafts_total") == []
+
+
+def test_client_that_leaves_does_no_harm(server, plain_answer):
+    """A request aborted between two trees gives back its place and its cache."""
+    wait_until_idle(server)
+    aborted = server.metric("vllm:request_success_total", finished_reason="abort")
+    with server.complete(**REQUESTS["to_the_limit"], stream=True) as stream:
+        for _ in range(8):
+            next(stream)
+        assert server.metric("vllm:num_requests_running") == [1]
+    wait_until_idle(server)
+    assert server.metric("vllm:kv_cache_usage_perc") == [0]
+    [now] = server.metric("vllm:request_success_total", finished_reason="abort")
+    assert now == aborted[0] + 1
+    assert_same(answer(server, GREEDY), plain_answer("greedy"))
+
+
+def test_bad_request_is_refused_and_the_server_goes_on(server, plain_answer):
+    with pytest.raises(openai.BadRequestError):
+        server.complete(**{**GREEDY, "extra_body": {"min_p": 1.5}})
+    assert_same(answer(server, GREEDY), plain_answer("greedy"))
+
+
+def test_log_names_the_draft_and_the_tree(server):
+    [line] = [line for line in server.log.splitlines() if "Sequoia: draft model" in line]
+    assert DRAFT in line
+    assert re.search(r"tree of \d+ nodes, depth \d+", line)
