@@ -19,7 +19,7 @@ demo: setup
 	LD_PRELOAD="$(IOMP)" $(BIN)/sequoia-vllm demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

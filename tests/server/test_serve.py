@@ -244,15 +244,15 @@ def test_metrics_count_drafts_and_accepted_tokens(servers):
 def test_client_that_leaves_does_no_harm(server, plain_answer):
     """A request aborted between two trees gives back its place and its cache."""
     wait_until_idle(server)
-    aborted = server.metric("vllm:request_success_total", finished_reason="abort")
+    [before] = server.metric("vllm:generation_tokens_total")
     with server.complete(**REQUESTS["to_the_limit"], stream=True) as stream:
         for _ in range(8):
             next(stream)
         assert server.metric("vllm:num_requests_running") == [1]
     wait_until_idle(server)
     assert server.metric("vllm:kv_cache_usage_perc") == [0]
-    [now] = server.metric("vllm:request_success_total", finished_reason="abort")
-    assert now == aborted[0] + 1
+    [after] = server.metric("vllm:generation_tokens_total")
+    assert after - before < REQUESTS["to_the_limit"]["max_tokens"]  # it was cut short
     assert_same(answer(server, GREEDY), plain_answer("greedy"))
 
 
