@@ -147,7 +147,8 @@ def _engine_options(
         "enforce_eager": settings.enforce_eager,
         "max_model_len": longest,
         "max_num_seqs": settings.batch_size,
-        "max_num_batched_tokens": max(2048, longest, settings.batch_size * tree.size),
+        # vLLM keeps one slot of each request free for drafting.
+        "max_num_batched_tokens": max(2048, longest, settings.batch_size * (tree.size + 1)),
         "enable_prefix_caching": False,
         "kv_cache_memory_bytes": int(settings.kv_cache_gib * (1 << 30)),
     }  # fmt: skip

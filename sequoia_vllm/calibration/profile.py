@@ -20,6 +20,7 @@ from sequoia_vllm.calibration.step_times import (
     BatchCurves,
     BatchTimes,
     batch_curves,
+    check_steady,
     measuring_tree,
     steady_steps,
 )
@@ -161,7 +162,8 @@ def _engines(settings: ProfileSettings, progress: Progress | None) -> Iterator[_
         "enforce_eager": settings.enforce_eager,
         "max_model_len": length,
         "max_num_seqs": max(settings.batch_sizes),
-        "max_num_batched_tokens": max(2048, length, max(settings.batch_sizes) * largest),
+        # vLLM keeps one slot of each request free for drafting.
+        "max_num_batched_tokens": max(2048, length, max(settings.batch_sizes) * (largest + 1)),
         "enable_prefix_caching": True,  # prompts are read in the first round only
         "kv_cache_memory_bytes": int(settings.kv_cache_gib * (1 << 30)),
         "worker_extension_cls": EXTENSION,
@@ -201,6 +203,7 @@ def _measure(
         records = _generate(engine, prompts[:batch], settings)
         found = times[batch].plain if size == 1 else times[batch].trees[size]
         found.append(steady_steps(records, batch, size))
+        check_steady(found, batch, size)
     return list(times.values())
 
 

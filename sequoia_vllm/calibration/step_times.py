@@ -130,13 +130,27 @@ def steady_steps(
     ]
 
 
+def check_steady(rounds: Rounds, batch_size: int, size: int) -> None:
+    """Whether any round has a steady step.
+
+    Raises:
+        CalibrationError: If none has.
+    """
+    if not any(rounds):
+        raise CalibrationError(
+            f"no step had {batch_size} requests of {size} tokens: the KV cache may be too small "
+            "(--kv-cache-gib), or completions too short (--max-tokens)"
+        )
+
+
 def batch_curves(times: BatchTimes, context_length: int) -> BatchCurves:
     """Curves and overheads at one batch size.
 
     Raises:
         CalibrationError: If steps of some kind are missing.
     """
-    _check(times)
+    for size, rounds in {1: times.plain, **times.trees}.items():
+        check_steady(rounds, times.batch_size, size)
     levels = _level_times(times)
     quiet = {size: _quietest(rounds) for size, rounds in sorted(times.trees.items())}
     plain = _quietest(times.plain)
@@ -166,16 +180,6 @@ def batch_curves(times: BatchTimes, context_length: int) -> BatchCurves:
         step_seconds={size: round(value, _DIGITS) for size, value in step.items()},
         forward_seconds={size: round(value, _DIGITS) for size, value in forward.items()},
     )
-
-
-def _check(times: BatchTimes) -> None:
-    kinds = {1: times.plain, **times.trees}
-    for size, rounds in kinds.items():
-        if not any(rounds):
-            raise CalibrationError(
-                f"no step had {times.batch_size} requests of {size} tokens: the KV cache may be "
-                "too small (--kv-cache-gib), or completions too short (--max-tokens)"
-            )
 
 
 @dataclass(frozen=True)

@@ -384,7 +384,7 @@ def write(directory, name: str, model) -> None:
 
 
 def test_measured_files_add_entries(inputs, tmp_path):
-    pair = "examples/models/target", "examples/models/draft"
+    pair = "made/up/target", "made/up/draft"
     cpu = "Intel(R) Xeon(R) Processor"
     write(inputs / "profiles", "cpu.json", made_up_profile(cpu, *pair))
     for name, temperature in (("pair-greedy", 0.0), ("pair-sampled", 1.0)):
