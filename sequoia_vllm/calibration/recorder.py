@@ -42,11 +42,13 @@ class _Recording:
             _around(runner, "propose_draft_token_ids", self._begin_drafting, self._add_drafting)
 
     def _begin(self, scheduler_output: Any, *unused: Any, **unused_too: Any) -> None:
+        scheduled = list(scheduler_output.num_scheduled_tokens.values())
         self.steps.append(
             {
                 "start": time.perf_counter(),
-                "requests": len(scheduler_output.num_scheduled_tokens),
-                "tokens": scheduler_output.total_num_scheduled_tokens,
+                "requests": len(scheduled),
+                "fewest": min(scheduled, default=0),
+                "most": max(scheduled, default=0),
                 "target": 0.0,
                 "drafting": 0.0,
                 "passes": [],

@@ -37,7 +37,7 @@ class StepTimes:
     Attributes:
         start: When it started, by the worker's clock.
         requests: Requests in it.
-        tokens: Tokens in it, of all requests together.
+        fewest, most: Tokens of the request that has fewest, and most, in it.
         target: The target's forward passes, LM head included.
         drafting: All of the drafting.
         passes: The draft's forward passes: (tokens of all requests, seconds).
@@ -47,7 +47,8 @@ class StepTimes:
 
     start: float
     requests: int
-    tokens: int
+    fewest: int
+    most: int
     target: float
     drafting: float = 0.0
     passes: Sequence[tuple[int, float]] = ()
@@ -121,12 +122,14 @@ def steady_steps(
         size: Tokens of each; 1 is plain decoding.
     """
     steps = [StepTimes(**record) for record in records]
-    wanted = (batch_size, batch_size * size)
+
+    def is_wanted(step: StepTimes) -> bool:
+        return (step.requests, step.fewest, step.most) == (batch_size, size, size)
+
     return [
         TimedStep(step, following.start - step.start)
         for step, following in pairwise(steps)
-        if (step.requests, step.tokens) == wanted == (following.requests, following.tokens)
-        and bool(step.passes) == (size > 1)
+        if is_wanted(step) and is_wanted(following) and bool(step.passes) == (size > 1)
     ]
 
 

@@ -19,7 +19,7 @@ LENGTH = 400
 @pytest.fixture
 def shorthand_server(tmp_path):
     server = Server(
-        tmp_path / "server.log", "--speculative-config", "sequoia", "--shutdown-timeout=60"
+        tmp_path / "server.log", "--speculative-config", "sequoia", "--shutdown-timeout=120"
     )
     yield server
     server.kill()

@@ -144,7 +144,7 @@ def records(batch: int, size: int, count: int = 8, slower: float = 1.0) -> list[
         rest = TREE_REST + GROWTH[size] if size > 1 else PLAIN_REST
         made.append(
             {
-                "start": clock, "requests": batch, "tokens": batch * size,
+                "start": clock, "requests": batch, "fewest": size, "most": size,
                 "target": slower * TARGET[size], "drafting": drafting, "passes": passes,
             }
         )  # fmt: skip
@@ -221,8 +221,8 @@ def test_overhead_is_never_negative():
 
 def test_only_steady_steps_count():
     steps = records(2, 4, count=4)
-    prefill = {**steps[0], "tokens": 200, "passes": []}
-    fewer = {**steps[0], "requests": 1, "tokens": 4}
+    prefill = {**steps[0], "fewest": 1, "most": 7}  # as many tokens in all
+    fewer = {**steps[0], "requests": 1}
     mixed = [prefill, *steps[:3], fewer, steps[3]]
     assert len(steady_steps(mixed, 2, 4)) == 2  # the third is followed by another kind
     assert steady_steps(mixed, 2, 8) == []
