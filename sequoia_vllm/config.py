@@ -119,6 +119,8 @@ def _summary(error: ValidationError) -> str:
         place = [str(part) for part in problem["loc"] if not _is_branch(str(part))]
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "string_type" and place == ["tree"]:
+            if isinstance(problem["input"], dict):
+                continue  # the problems of {"size": ...} follow
             message = 'Input should be "auto", a name, a path or {"size": n, "depth": d}'
         line = f"{'.'.join(place)}: {message}" if place else message
         if line not in lines:

@@ -85,7 +85,9 @@ def sequoia_request(args: EngineArgs) -> dict[str, Any] | None:
     """The Sequoia configuration in these engine arguments, or None if there is none."""
     request = args.speculative_config
     if isinstance(request, str):
-        request = {"method": METHOD} if request.strip() == METHOD else json.loads(request)
+        request = {"method": METHOD} if request.strip() == METHOD else _json_object(request)
+    if request is not None and not isinstance(request, dict):
+        return None  # vLLM reports what is wrong with it
     merged = dict(request or {})
     flags = {
         "method": args.spec_method,
@@ -99,6 +101,13 @@ def sequoia_request(args: EngineArgs) -> dict[str, Any] | None:
             raise ConfigError(f"{key} is given twice: {merged[key]!r} and {value!r}")
         merged[key] = value
     return merged if merged.get("method") == METHOD else None
+
+
+def _json_object(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _create_engine_config(

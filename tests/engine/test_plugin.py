@@ -126,7 +126,12 @@ def test_plain_vllm_is_untouched_when_the_plugin_is_unused():
     """Same seed, same tokens (greedy and sampled), same worker, with and without the plugin."""
     results = {}
     for plugins in ("sequoia", "none"):
-        env = {**os.environ, "VLLM_PLUGINS": plugins, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        env = {
+            **os.environ,
+            "VLLM_PLUGINS": plugins,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # one thread; "auto" takes all cores
+        }
         done = subprocess.run(
             [sys.executable, "-c", PLAIN, TARGET, json.dumps(prompts(3))],
             env=env, capture_output=True, text=True, timeout=300, check=True,

@@ -12,7 +12,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from sequoia_vllm import plugin
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.engine import support
+from sequoia_vllm.engine import hooks, support
 from sequoia_vllm.engine.settings import SequoiaSettings
 from tests.engine.conftest import running, sequoia
 from tests.engine.models import DRAFT, TARGET, save_llama
@@ -233,6 +233,11 @@ def test_other_methods_are_vllms_own():
         config = engine_config(speculative_config=speculative_config)
         assert not SequoiaSettings.enabled(config)
         assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+@pytest.mark.parametrize("nonsense", ["nonsense", ["sequoia"], 3])
+def test_what_is_not_ours_is_left_to_vllm(nonsense):
+    assert hooks.sequoia_request(EngineArgs(model=TARGET, speculative_config=nonsense)) is None
 
 
 def test_errors_reach_the_user_of_llm():

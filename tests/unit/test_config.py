@@ -72,6 +72,15 @@ def test_several_problems_are_reported_together():
     assert "max_model_len: " in str(error.value)
 
 
+def test_a_wrong_tree_is_reported_once():
+    with pytest.raises(ConfigError) as error:
+        SequoiaConfig.parse({"method": "sequoia", "tree": {"size": 16, "dept": 4}})
+    assert str(error.value).endswith("tree: unknown key 'dept': did you mean 'depth'?")
+    assert ";" not in str(error.value)
+    with pytest.raises(ConfigError, match='"auto", a name, a path'):
+        SequoiaConfig.parse({"method": "sequoia", "tree": 16})
+
+
 def test_every_field_is_documented():
     for model in (SequoiaConfig, TreeSpec):
         assert all(field.description for field in model.model_fields.values())
