@@ -30,13 +30,19 @@ def friendly_errors() -> Iterator[None]:
     The message of each of our error classes names the fix; any other error is
     a bug and keeps its traceback.
     """
+    from sequoia_vllm.calibration.errors import CalibrationError
     from sequoia_vllm.hardware import DeviceError, ProfileError
+    from sequoia_vllm.prompts import PromptError
     from sequoia_vllm.tree import AcceptanceError, TreeError
     from sequoia_vllm.tree.library_files import LibraryError
 
+    ours = (
+        TreeError, AcceptanceError, ProfileError, DeviceError, LibraryError, PromptError,
+        CalibrationError,
+    )  # fmt: skip
     try:
         yield
-    except (TreeError, AcceptanceError, ProfileError, DeviceError, LibraryError) as error:
+    except ours as error:
         fail(str(error))
     except OSError as error:
         fail(f"{error.filename or 'file'}: {error.strerror or error}")

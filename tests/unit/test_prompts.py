@@ -1,0 +1,174 @@
+"""Prompt files, and their token ids with and without a chat template."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from sequoia_vllm.prompts import (
+    Prompt,
+    PromptError,
+    encode_prompts,
+    load_prompts,
+    load_tokenizer,
+    prompts_sha256,
+    source_name,
+)
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(str(MODELS / "target"))
+
+
+@pytest.fixture
+def chat_tokenizer():
+    tokenizer = load_tokenizer(str(MODELS / "target"))
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def test_importing_loads_no_tokenizers():
+    code = (
+        "import sys, sequoia_vllm.prompts; assert not {'transformers', 'vllm'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_built_in_set():
+    prompts = load_prompts(None)
+    assert len(prompts) == 64 == len({prompt.prompt for prompt in prompts})
+    assert load_prompts(None, 5) == prompts[:5]
+    assert source_name(None) == "built-in"
+    with pytest.raises(PromptError, match="holds 64 prompts, not 65"):
+        load_prompts(None, 65)
+
+
+def test_jsonl(tmp_path):
+    path = tmp_path / "p.jsonl"
+    chat = {"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "hé"}]}
+    path.write_text(
+        '{"prompt": "a\\nb", "id": 3}\n\n' + json.dumps(chat, ensure_ascii=False) + "\r\n"
+    )
+    first, second = load_prompts(path)
+    assert first == Prompt(prompt="a\nb")
+    assert [message.content for message in second.messages] == ["", "hé"]
+    assert source_name(path) == "p.jsonl"
+
+
+def test_unicode_line_separators_do_not_split_a_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a\u2028b\x85c"}\n', encoding="utf-8")
+    assert load_prompts(path) == [Prompt(prompt="a\u2028b\x85c")]
+
+
+def test_text(tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\r\n\n  two \n")
+    assert load_prompts(path) == [Prompt(prompt="one"), Prompt(prompt="  two ")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not JSON"),
+        ('"text"', "line 2: "),
+        ("{}", r'line 2: a line holds \{"prompt": "text"\} or'),
+        ('{"prompt": ""}', "line 2: prompt: .*at least 1 character"),
+        ('{"prompt": 7}', "line 2: prompt: .*valid string"),
+        ('{"messages": []}', "line 2: messages: "),
+        ('{"messages": [{"role": "user"}]}', r"line 2: messages.0.content: Field required"),
+        ('{"prompt": "a", "messages": [{"role": "u", "content": ""}]}', "line 2: a line holds"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "is to be generated: cut it"),
+    ],
+)
+def test_wrong_lines(tmp_path, line, message):
+    path = tmp_path / "p.jsonl"
+    path.write_text(f'{{"prompt": "a"}}\n{line}\n')
+    with pytest.raises(PromptError, match=message):
+        load_prompts(path)
+    assert load_prompts(path, 1) == [Prompt(prompt="a")]  # it is not reached
+
+
+def test_wrong_files(tmp_path):
+    with pytest.raises(PromptError, match="name a file with --prompts"):
+        load_prompts(tmp_path / "none.jsonl")
+    other = tmp_path / "p.csv"
+    other.write_text("a")
+    with pytest.raises(PromptError, match=r"give a \.jsonl file.* or a \.txt file"):
+        load_prompts(other)
+    binary = tmp_path / "p.txt"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PromptError, match="not UTF-8"):
+        load_prompts(binary)
+    binary.write_text("\n \n")
+    with pytest.raises(PromptError, match="holds 0 prompts, not any"):
+        load_prompts(binary)
+    with pytest.raises(PromptError, match="at least one"):
+        load_prompts(None, 0)
+
+
+def test_prompts_are_frozen():
+    with pytest.raises(ValidationError):
+        Prompt(prompt="a").prompt = "b"
+
+
+@given(st.lists(st.text(min_size=1), min_size=1, max_size=4))
+def test_the_hash_is_of_the_content(texts):
+    prompts = [Prompt(prompt=text) for text in texts]
+    digest = prompts_sha256(prompts)
+    assert digest == prompts_sha256([Prompt.model_validate(p.model_dump()) for p in prompts])
+    assert digest != prompts_sha256([*prompts, Prompt(prompt="x")])
+    assert digest != prompts_sha256([Prompt(prompt=texts[0] + "x"), *prompts[1:]])
+    assert len(digest) == 64
+
+
+# -- token ids -------------------------------------------------------------------
+
+
+def test_without_a_template_prompts_are_encoded_as_they_are(tokenizer):
+    assert encode_prompts([Prompt(prompt="def f():")], tokenizer) == [tokenizer.encode("def f():")]
+    chat = Prompt(messages=[{"role": "user", "content": "a"}])
+    with pytest.raises(PromptError, match="no chat template: give bare texts"):
+        encode_prompts([chat], tokenizer)
+
+
+def test_with_a_template_prompts_are_turns(chat_tokenizer):
+    bare = Prompt(prompt="a")
+    chat = Prompt(messages=[{"role": "system", "content": "s"}, {"role": "user", "content": "a"}])
+    texts = [chat_tokenizer.decode(ids) for ids in encode_prompts([bare, chat], chat_tokenizer)]
+    assert texts == ["<user>a<assistant>", "<system>s<user>a<assistant>"]
+    raw = encode_prompts([bare, chat], chat_tokenizer, raw=True)
+    assert [chat_tokenizer.decode(ids) for ids in raw] == ["a", texts[1]]
+
+
+def test_what_the_template_refuses(chat_tokenizer):
+    chat_tokenizer.chat_template = "{{ raise_exception('only users speak here') }}"
+    with pytest.raises(PromptError, match="template refuses a prompt: only users speak here"):
+        encode_prompts([Prompt(prompt="a")], chat_tokenizer)
+
+
+def test_a_prompt_without_tokens():
+    class Silent:
+        chat_template = None
+
+        def encode(self, text):
+            return []
+
+    with pytest.raises(PromptError, match="prompt 1 has no tokens"):
+        encode_prompts([Prompt(prompt="a")], Silent())
+
+
+def test_no_tokenizer():
+    with pytest.raises(PromptError, match="no tokenizer for the target 'none/such/model'"):
+        load_tokenizer("none/such/model")
