@@ -19,7 +19,8 @@ from sequoia_vllm import __version__
 # name -> "module:attribute"; the attribute is a typer app or a plain function.
 COMMANDS = {
     "tree": "sequoia_vllm.cli.tree:app",
-    "calibrate": "sequoia_vllm.cli.calibrate:app",
+    "calibrate": "sequoia_vllm.cli.calibrate:calibrate",
+    "grow": "sequoia_vllm.cli.grow:grow",
     "demo": "sequoia_vllm.cli.demo:demo",
     "doctor": "sequoia_vllm.cli.doctor:doctor",
     "setup-cpu": "sequoia_vllm.cli.setup_cpu:setup_cpu",

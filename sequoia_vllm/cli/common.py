@@ -31,6 +31,7 @@ def friendly_errors() -> Iterator[None]:
     a bug and keeps its traceback.
     """
     from sequoia_vllm.calibration.errors import CalibrationError
+    from sequoia_vllm.grow.mark import GrowError
     from sequoia_vllm.hardware import DeviceError, ProfileError
     from sequoia_vllm.prompts import PromptError
     from sequoia_vllm.tree import AcceptanceError, TreeError
@@ -38,7 +39,7 @@ def friendly_errors() -> Iterator[None]:
 
     ours = (
         TreeError, AcceptanceError, ProfileError, DeviceError, LibraryError, PromptError,
-        CalibrationError,
+        CalibrationError, GrowError,
     )  # fmt: skip
     try:
         yield

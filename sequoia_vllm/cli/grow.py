@@ -1,0 +1,115 @@
+"""``sequoia-vllm grow``: a larger model that computes what a small trained one does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sequoia_vllm.cli.common import console, fail, friendly_errors, print_json, progress_bar
+
+if TYPE_CHECKING:
+    from sequoia_vllm.grow.check import Agreement
+    from sequoia_vllm.grow.write import Growth
+
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
+
+
+def grow(
+    source: Annotated[
+        str, typer.Argument(help="Small trained model: a folder, or a name on the Hub.")
+    ],
+    folder: Annotated[Path, typer.Argument(help="Where the grown model goes.")],
+    params: Annotated[
+        str | None,
+        typer.Option(help='Parameters it shall have, like "800M" or "7B"; met within 2 %.'),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Decoder layers in all, instead of --params.")
+    ] = None,
+    width: Annotated[
+        int | None, typer.Option(min=1, help="MLP width (intermediate_size), likewise.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of its weights: auto (the source's), float32, bfloat16, float16.")
+    ] = "auto",
+    check: Annotated[
+        bool,
+        typer.Option(help="Compare both models' float32 logits (needs 4 bytes per parameter)."),
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Make a larger model that computes exactly what a small trained one does.
+
+    For timing realistic sizes with realistic acceptance where no trained large
+    pair is at hand: added layers and MLP columns cost their full compute and
+    memory traffic and change nothing. Its config.json says what it is.
+    """
+    from sequoia_vllm.grow.write import DTYPES, grow_model
+
+    if (params is None) == (layers is None and width is None):
+        fail("give either --params, or --layers and/or --width")
+    if dtype not in DTYPES:
+        fail(f"--dtype {dtype!r}: give one of {', '.join(DTYPES)}")
+    count = None if params is None else parse_parameters(params)
+    with friendly_errors():
+        with progress_bar("grow:") as report:
+            grown = grow_model(
+                source, folder, parameters=count, layers=layers, width=width, dtype=dtype,
+                report=report,
+            )  # fmt: skip
+        agreement = _check(source, grown) if check else None
+    if as_json:
+        print_json(_as_dict(grown, agreement))
+    else:
+        _print(grown, agreement)
+
+
+def parse_parameters(text: str) -> float:
+    """A parameter count like "800M"; ends the command if it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBG]?)", text.strip().upper())
+    if found is None:
+        fail(f"--params {text!r}: give a number like 800M or 1.5B")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _check(source: str, grown: Growth) -> Agreement:
+    from transformers.utils import logging
+
+    from sequoia_vllm.grow.check import check_growth
+
+    logging.disable_progress_bar()
+    return check_growth(source, grown.folder, grown.dtype)
+
+
+def _as_dict(grown: Growth, agreement: Agreement | None) -> dict[str, object]:
+    from dataclasses import asdict
+
+    return {
+        "folder": str(grown.folder),
+        "dtype": grown.dtype,
+        **asdict(grown.shape),
+        "check": asdict(agreement) if agreement else None,
+    }
+
+
+def _print(grown: Growth, agreement: Agreement | None) -> None:
+    shape, own = grown.shape, grown.source
+    out = console()
+    out.print(
+        f"{grown.folder}: {shape.parameters / 1e6:,.1f}M parameters in {grown.dtype}, "
+        f"{shape.layers} layers of MLP width {shape.width} "
+        f"(from {own.parameters(own.layers, own.width) / 1e6:,.1f}M, {own.layers} layers of "
+        f"{own.width})",
+        soft_wrap=True,
+    )
+    if agreement is None:
+        out.print("Not checked.")
+    else:
+        out.print(
+            f"Checked at {agreement.positions} positions: float32 logits differ by at most "
+            f"{agreement.difference:.1e} (their standard deviation is {agreement.deviation:.2f}).",
+            soft_wrap=True,
+        )

@@ -1,0 +1,125 @@
+"""Reading and writing safetensors checkpoints piece by piece."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sequoia_vllm.grow.mark import GrowError
+
+if TYPE_CHECKING:
+    import torch
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+SHARD_BYTES = 1 << 30  # at most so much is in memory before it is written
+
+
+def find_checkpoint(model: str) -> Path:
+    """The folder of a model given by path or by name; a name is downloaded if need be.
+
+    Raises:
+        GrowError: If there is none, or it is not in safetensors.
+    """
+    folder = Path(model) if Path(model).is_dir() else _download(model)
+    if not (folder / "config.json").is_file():
+        raise GrowError(f"{model}: there is no config.json; give the folder of a checkpoint")
+    if not any((folder / name).is_file() for name in (_INDEX, _SINGLE)):
+        raise GrowError(
+            f"{model}: there is no {_SINGLE}; save the model in safetensors "
+            "(transformers' save_pretrained does)"
+        )
+    return folder
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model"]))
+    except (OSError, ValueError) as error:
+        raise GrowError(
+            f"{model!r} is no folder, and cannot be had from the Hub: {error}"
+        ) from error
+
+
+class Checkpoint:
+    """The tensors of a safetensors checkpoint, by name, read when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        index = folder / _INDEX
+        names = [_SINGLE]
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        self._files = [folder / name for name in names]
+        handles = [safe_open(path, framework="pt") for path in self._files]
+        self._handles = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
+        self._config = folder / "config.json"
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._handles)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor; nothing is read."""
+        return tuple(self._handles[name].get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, as stored."""
+        return self._handles[name].get_tensor(name)
+
+    def sha256(self) -> str:
+        """Of config.json and the weights, hexadecimal."""
+        total = hashlib.sha256()
+        for path in (self._config, *self._files):
+            with path.open("rb") as file:
+                total.update(hashlib.file_digest(file, "sha256").digest())
+        return total.hexdigest()
+
+
+def write_checkpoint(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Writes tensors into one file, or into shards of about 1 GiB and their index."""
+    from safetensors.torch import save_file
+
+    shards: list[list[str]] = []
+    pending: dict[str, torch.Tensor] = {}
+    size = total = 0
+
+    def flush() -> None:
+        nonlocal size
+        save_file(pending, folder / _temporary(len(shards)), metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+        size = 0
+
+    for name, tensor in tensors:
+        pending[name] = tensor.contiguous()
+        size += tensor.nbytes
+        total += tensor.nbytes
+        if size >= SHARD_BYTES:
+            flush()
+    if pending:
+        flush()
+    _name_shards(folder, shards, total)
+
+
+def _temporary(number: int) -> str:
+    return f"model-{number + 1:05d}.partial.safetensors"
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
+    """Gives shards their final names, which hold how many there are."""
+    weight_map: dict[str, Any] = {}
+    for number, names in enumerate(shards):
+        final = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        final = _SINGLE if len(shards) == 1 else final
+        (folder / _temporary(number)).rename(folder / final)
+        weight_map |= dict.fromkeys(names, final)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")

@@ -1,0 +1,104 @@
+"""How deep and how wide a grown model is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sequoia_vllm.grow.mark import GrowError
+
+# MLP widths are multiples of this: matrix kernels and tensor parallelism like them.
+WIDTH_STEP = 64
+# A size asked for is met within this share.
+TOLERANCE = 0.02
+# Models in use have about 24 layers at 1B parameters, 42 at 8B and 75 at 70B.
+_LAYERS_AT_1B, _DEPTH_EXPONENT = 24, 0.27
+_MOST_LAYERS = 512
+
+
+@dataclass(frozen=True)
+class SourceShape:
+    """Sizes of the model that is grown; parameter counts.
+
+    Attributes:
+        layers: Decoder layers.
+        width: MLP width (``intermediate_size``).
+        outside: Parameters outside the layers: embeddings, final norm.
+        per_layer: Parameters of a layer outside the columns of its MLP.
+        per_column: Parameters that one more column of MLP width adds to a layer.
+    """
+
+    layers: int
+    width: int
+    outside: int
+    per_layer: int
+    per_column: int
+
+    def parameters(self, layers: int, width: int) -> int:
+        """Parameters with this many layers of this MLP width."""
+        return self.outside + layers * (self.per_layer + width * self.per_column)
+
+
+@dataclass(frozen=True)
+class GrownShape:
+    """Decoder layers and MLP width of a grown model, and its parameters."""
+
+    layers: int
+    width: int
+    parameters: int
+
+
+def explicit_shape(source: SourceShape, layers: int | None, width: int | None) -> GrownShape:
+    """The shape with these sizes; None: the source's own.
+
+    Raises:
+        GrowError: If a size is below the source's.
+    """
+    layers, width = layers or source.layers, width or source.width
+    for what, asked, own in (("layers", layers, source.layers), ("width", width, source.width)):
+        if asked < own:
+            raise GrowError(
+                f"{asked} {what}: the model already has {own}, and growing only adds; give {own} "
+                "or more"
+            )
+    return GrownShape(layers, width, source.parameters(layers, width))
+
+
+def shape_for_parameters(source: SourceShape, parameters: float) -> GrownShape:
+    """The shape of about this many parameters, as deep as models of that size usually are.
+
+    The hidden size stays, so the MLP's width takes up what depth does not.
+
+    Raises:
+        GrowError: If the source is larger, or no shape comes within 2 %.
+    """
+    own = source.parameters(source.layers, source.width)
+    if parameters < own * (1 - TOLERANCE):
+        raise GrowError(f"{parameters:.4g} parameters: the model already has {own:,}; give more")
+    usual = _LAYERS_AT_1B * (parameters / 1e9) ** _DEPTH_EXPONENT
+
+    def rank(shape: GrownShape) -> tuple[bool, float]:
+        missed = abs(shape.parameters / parameters - 1)
+        return missed > TOLERANCE, missed if missed > TOLERANCE else _distance(shape.layers, usual)
+
+    best = min(
+        (_with_layers(source, layers, parameters) for layers in range(source.layers, _MOST_LAYERS)),
+        key=rank,
+    )
+    if rank(best)[0]:
+        raise GrowError(
+            f"{parameters:.4g} parameters cannot be met within {TOLERANCE:.0%}: the nearest shape "
+            f"has {best.parameters:,} ({best.layers} layers, MLP width {best.width}); ask for "
+            "that, or give --layers and --width"
+        )
+    return best
+
+
+def _with_layers(source: SourceShape, layers: int, parameters: float) -> GrownShape:
+    columns = (parameters - source.outside) / layers - source.per_layer
+    width = round(columns / source.per_column / WIDTH_STEP) * WIDTH_STEP
+    return explicit_shape(source, layers, max(width, source.width))
+
+
+def _distance(layers: int, usual: float) -> float:
+    return abs(math.log(layers / usual))

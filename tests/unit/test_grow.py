@@ -1,0 +1,264 @@
+"""A grown model is larger, says so, and computes exactly what its source does."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from typer.testing import CliRunner
+
+from sequoia_vllm.cli import app
+from sequoia_vllm.grow import (
+    GrowError,
+    SourceShape,
+    checkpoint,
+    grow_model,
+    grown_from,
+    shape_for_parameters,
+)
+from sequoia_vllm.grow.check import check_growth
+from tests.engine.models import TARGET
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+KINDS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
+    "llama-untied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
+    "llama-biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2-sliding": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
+}
+
+
+def save_model(kind, folder):
+    model_class, config_class, extra = KINDS[kind]
+    torch.manual_seed(0)
+    model = model_class(config_class(**SIZES, **extra))
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms, too
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=KINDS)
+def source(request, tmp_path):
+    return save_model(request.param, tmp_path / "source")
+
+
+def logits(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.arange(48).reshape(2, 24) * 7 % 96
+    with torch.inference_mode():
+        return model(tokens).logits
+
+
+def test_the_function_is_preserved(source, tmp_path):
+    grown = grow_model(str(source), tmp_path / "grown", layers=5, width=448)
+    expected, found = logits(source), logits(grown.folder)
+    assert torch.equal(expected.argmax(-1), found.argmax(-1))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert check_growth(str(source), grown.folder, grown.dtype).difference < 1e-4
+
+
+def test_parameters_and_shape_are_as_said(source, tmp_path):
+    grown = grow_model(str(source), tmp_path / "grown", parameters=1e6)
+    model = AutoModelForCausalLM.from_pretrained(grown.folder)
+    assert sum(parameter.numel() for parameter in model.parameters()) == grown.shape.parameters
+    assert grown.shape.parameters == pytest.approx(1e6, rel=0.02)
+    assert model.config.num_hidden_layers == grown.shape.layers
+    assert model.config.intermediate_size == grown.shape.width
+
+
+def test_added_layers_cost_their_full_time(tmp_path):
+    grown = grow_model(
+        str(save_model("llama", tmp_path / "s")), tmp_path / "g", layers=4, width=224
+    )
+    tensors = load_file(grown.folder / "model.safetensors")
+    for layer in range(4):
+        for part in ("gate_proj", "up_proj"):
+            weight = tensors[f"model.layers.{layer}.mlp.{part}.weight"]
+            assert weight.shape == (224, 64)
+            assert (weight != 0).float().mean() > 0.99
+    assert (tensors["model.layers.3.self_attn.q_proj.weight"] != 0).float().mean() > 0.99
+
+
+def test_the_config_says_what_it_is(source, tmp_path):
+    grown = grow_model(str(source), tmp_path / "grown", layers=4)
+    mark = grown_from(grown.folder)
+    assert mark is not None
+    assert (mark["from"], mark["from_layers"], mark["layers"]) == (str(source), 3, 4)
+    assert mark["parameters"] == grown.shape.parameters
+    assert len(mark["from_sha256"]) == 64
+    assert AutoConfig.from_pretrained(grown.folder).sequoia_grown == mark
+    assert grown_from(source) is None
+    assert grown_from("nobody/has-this-model") is None
+
+
+def test_the_hash_is_of_the_weights_and_the_config(tmp_path):
+    source = save_model("llama", tmp_path / "source")
+    before = grow_model(str(source), tmp_path / "a").folder
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    after = grow_model(str(source), tmp_path / "b").folder
+    assert grown_from(before)["from_sha256"] != grown_from(after)["from_sha256"]
+
+
+def test_layer_types_of_added_layers(tmp_path):
+    source = save_model("qwen2-sliding", tmp_path / "source")
+    grown = grow_model(str(source), tmp_path / "grown", layers=5)
+    types = json.loads((grown.folder / "config.json").read_text())["layer_types"]
+    assert types == ["full_attention"] + ["sliding_attention"] * 4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtype(tmp_path, dtype):
+    source = save_model("llama", tmp_path / "source")
+    grown = grow_model(str(source), tmp_path / "grown", layers=4, dtype=dtype)
+    tensors = load_file(grown.folder / "model.safetensors")
+    assert {str(tensor.dtype) for tensor in tensors.values()} == {f"torch.{dtype}"}
+    assert str(AutoConfig.from_pretrained(grown.folder).dtype) == f"torch.{dtype}"
+    check_growth(str(source), grown.folder, dtype)
+
+
+def test_shards(tmp_path, monkeypatch):
+    """Both a source in shards and a result in shards."""
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 100_000)
+    source = save_model("qwen2", tmp_path / "source")
+    first = grow_model(str(source), tmp_path / "first", layers=4)
+    assert len(list(first.folder.glob("model-*.safetensors"))) > 2
+    second = grow_model(str(first.folder), tmp_path / "second", layers=5)
+    torch.testing.assert_close(logits(second.folder), logits(source), rtol=1e-4, atol=1e-4)
+    assert not list(second.folder.glob("*partial*"))
+
+
+def test_the_tokenizer_comes_along(tmp_path):
+    grown = grow_model(TARGET, tmp_path / "grown", layers=5)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (grown.folder / name).is_file()
+
+
+def test_a_model_that_computes_something_else_is_found(tmp_path):
+    source = save_model("llama", tmp_path / "source")
+    grown = grow_model(str(source), tmp_path / "grown", layers=4)
+    path = grown.folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.3.mlp.down_proj.weight"] += 0.01
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(GrowError, match="does not compute what"):
+        check_growth(str(source), grown.folder, "float32")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel; can grow Llama"),
+        ({"architectures": None}, "architecture none named"),
+        ({"quantization_config": {"quant_method": "awq"}}, "is quantized"),
+    ],
+)
+def test_other_models_are_refused_by_name(tmp_path, change, message):
+    source = save_model("llama", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(GrowError, match=message):
+        grow_model(str(source), tmp_path / "grown", layers=4)
+
+
+def test_nothing_is_overwritten(tmp_path):
+    source = save_model("llama", tmp_path / "source")
+    with pytest.raises(GrowError, match="not empty"):
+        grow_model(str(source), source, layers=4)
+
+
+@pytest.mark.parametrize("sizes", [{"layers": 2}, {"width": 100}, {"parameters": 1000}])
+def test_nothing_shrinks(tmp_path, sizes):
+    source = save_model("llama", tmp_path / "source")
+    with pytest.raises(GrowError, match="give"):
+        grow_model(str(source), tmp_path / "grown", **sizes)
+
+
+def test_weights_must_be_in_safetensors(tmp_path):
+    shutil.copytree(TARGET, tmp_path / "source")
+    (tmp_path / "source" / "model.safetensors").unlink()
+    with pytest.raises(GrowError, match="save the model in safetensors"):
+        grow_model(str(tmp_path / "source"), tmp_path / "grown", layers=5)
+
+
+EMBEDDED = SourceShape(
+    layers=4, width=672, outside=4096 * 256 + 256, per_layer=4 * 256 * 256 + 512, per_column=768
+)
+
+
+@pytest.mark.parametrize(("parameters", "layers"), [(830e6, 23), (8e9, 42), (50e6, 11)])
+def test_depth_is_that_of_models_of_the_size(parameters, layers):
+    shape = shape_for_parameters(EMBEDDED, parameters)
+    assert shape.layers == layers
+    assert shape.width % 64 == 0
+
+
+@given(st.floats(2, 1e4))
+def test_any_size_is_met(factor):
+    asked = EMBEDDED.parameters(4, 672) * factor
+    shape = shape_for_parameters(EMBEDDED, asked)
+    assert shape.parameters == EMBEDDED.parameters(shape.layers, shape.width)
+    assert shape.parameters == pytest.approx(asked, rel=0.02)
+    assert 4 <= shape.layers <= 80
+    assert shape.width >= 672
+
+
+def test_a_size_between_two_steps_is_refused_with_the_nearest():
+    coarse = SourceShape(layers=4, width=672, outside=0, per_layer=10**8, per_column=10**6)
+    with pytest.raises(GrowError, match=r"has 3,472,000,000 \(4 layers, MLP width 768\)"):
+        shape_for_parameters(coarse, 3.35e9)
+    assert shape_for_parameters(coarse, 3.472e9).width == 768
+
+
+def test_command(tmp_path):
+    source = save_model("llama", tmp_path / "source")
+    command = ["grow", str(source), str(tmp_path / "grown"), "--params", "0.5M", "--json"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert said["parameters"] == pytest.approx(5e5, rel=0.02)
+    assert said["check"]["difference"] < 1e-4
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code == 2
+    assert "not empty" in again.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "either --params"),
+        (["--params", "1M", "--layers", "9"], "either --params"),
+        (["--params", "large"], "like 800M"),
+        (["--layers", "9", "--dtype", "int8"], "auto, float32"),
+    ],
+)
+def test_wrong_options(tmp_path, options, message):
+    done = CliRunner().invoke(app, ["grow", TARGET, str(tmp_path / "grown"), *options])
+    assert done.exit_code == 2
+    assert message in done.output
