@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
@@ -16,27 +16,57 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from sequoia_vllm.attention.cpu_cache import SUPPORTED_ISA, gather_context
-from sequoia_vllm.attention.tree_attention import tree_attention
+from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernel
+from sequoia_vllm.attention.tree_attention import tree_attention, tree_attention_mask
 
 
-@dataclass
+@dataclass(frozen=True)
 class TreeQueries:
     """The rows of a batch that are tree nodes, and what they attend to.
 
     Attributes:
-        rows: int64 ``[B, Q]``: row of each node in the batch's flat tokens.
-        is_node: bool ``[B, Q]``, or None if every entry is a node. Padding
-            entries hold any valid row and are computed but not written.
-        block_table: int32 ``[B, blocks]``: each request's cache blocks.
-        mask: ``[B, 1, Q, blocks * block_size]``, additive.
+        rows: int64 ``[B, Q]``: row of each node in the batch's flat tokens; -1
+            for padding, which is neither computed nor written.
+        block_table: int32 ``[B, max_blocks]``: each request's cache blocks.
+        context_lens: int64 ``[B]``: committed tokens; node j is in slot
+            ``context_lens + j``.
+        num_nodes: int64 ``[B]``: nodes of each request that have slots.
+        ancestors: bool ``[Q, M]``: query q sees node j.
+        max_keys: Slots of the longest request.
         only_trees: No row of the batch is anything but a tree node.
     """
 
     rows: Tensor
-    is_node: Tensor | None
     block_table: Tensor
-    mask: Tensor
+    context_lens: Tensor
+    num_nodes: Tensor
+    ancestors: Tensor
+    max_keys: int
     only_trees: bool
+    _batches: dict[AttentionShape, TreeAttentionBatch] = field(default_factory=dict)
+    _masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def for_kernel(self, shape: AttentionShape) -> TreeAttentionBatch:
+        """These queries for the compiled kernel; made once for all layers of a shape."""
+        if shape not in self._batches:
+            self._batches[shape] = TreeAttentionBatch(
+                shape, self.rows, self.block_table, self.context_lens, self.num_nodes,
+                self.ancestors, self.max_keys,
+            )  # fmt: skip
+        return self._batches[shape]
+
+    def blocks_in_use(self, block_size: int) -> Tensor:
+        """The block table, cut to the longest request."""
+        return self.block_table[:, : -(-self.max_keys // block_size)]
+
+    def mask(self, num_keys: int, dtype: torch.dtype) -> Tensor:
+        """Additive mask ``[B, 1, Q, num_keys]``; made once for all layers."""
+        key = num_keys, dtype
+        if key not in self._masks:
+            self._masks[key] = tree_attention_mask(
+                self.context_lens, self.ancestors, num_keys, dtype
+            )
+        return self._masks[key]
 
 
 @dataclass
@@ -58,6 +88,7 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.isa not in SUPPORTED_ISA:
             self.isa = "vec"
             self._set_isa_to_layers(self.layer_names)
+        load_kernel()  # compiled now, not in the first step
 
     def build(
         self,
@@ -104,13 +135,27 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
     def _forward_trees(
         self, query: Tensor, kv_cache: Tensor, tree: TreeQueries, output: Tensor
     ) -> None:
-        keys, values = gather_context(kv_cache, tree.block_table)
+        shape = AttentionShape(
+            self.num_heads, self.num_kv_heads, self.head_size, kv_cache.shape[2], self.scale,
+            kv_cache.dtype,
+        )  # fmt: skip
+        kernel = load_kernel()
+        if kernel is not None and shape.supported:
+            tree.for_kernel(shape).attend(kernel, query, kv_cache, output)
+        else:
+            self._forward_gathered(query, kv_cache, tree, output)
+
+    def _forward_gathered(
+        self, query: Tensor, kv_cache: Tensor, tree: TreeQueries, output: Tensor
+    ) -> None:
+        """Without the compiled kernel: over a copy of the context, in torch."""
+        keys, values = gather_context(kv_cache, tree.blocks_in_use(kv_cache.shape[2]))
         heads = (-1, self.num_heads, self.head_size)
-        attended = tree_attention(query.view(heads)[tree.rows], keys, values, tree.mask, self.scale)
-        rows = tree.rows
-        if tree.is_node is not None:
-            rows, attended = rows[tree.is_node], attended[tree.is_node]
-        output.view(heads)[rows] = attended
+        queries = query.view(heads)[tree.rows.clamp(min=0)]
+        mask = tree.mask(keys.shape[2], query.dtype)
+        attended = tree_attention(queries, keys, values, mask, self.scale)
+        is_node = tree.rows >= 0
+        output.view(heads)[tree.rows[is_node]] = attended[is_node]
 
 
 class CPUTreeAttentionBackend(CPUAttentionBackend):
@@ -141,31 +186,3 @@ def unsupported_attention(layer_name: str, impl: Any) -> str | None:
     }
     used = [name for name, present in features.items() if present]
     return f"layer {layer_name} uses {', '.join(used)}" if used else None
-
-
-def make_tree_queries(
-    rows: Tensor,
-    is_node: Tensor | None,
-    block_table: Tensor,
-    block_size: int,
-    num_keys: int,
-    mask_of: Callable[[int], Tensor],
-    only_trees: bool,
-) -> TreeQueries:
-    """Cuts the block table to the blocks in use and builds the mask over them.
-
-    Args:
-        rows, is_node, only_trees: See `TreeQueries`.
-        block_table: int32 ``[B, max_blocks]``.
-        block_size: Tokens per block.
-        num_keys: Slots that any request of the batch uses.
-        mask_of: ``num_keys -> mask [B, 1, Q, num_keys]``.
-    """
-    blocks = -(-num_keys // block_size)
-    return TreeQueries(
-        rows=rows,
-        is_node=is_node,
-        block_table=block_table[:, :blocks],
-        mask=mask_of(blocks * block_size),
-        only_trees=only_trees,
-    )

@@ -11,8 +11,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from sequoia_vllm.attention.tree_attention import tree_attention_mask
-from sequoia_vllm.engine.cpu_attention import CPUTreeAttentionMetadata, make_tree_queries
+from sequoia_vllm.engine.cpu_attention import CPUTreeAttentionMetadata, TreeQueries
 from sequoia_vllm.engine.draft_progress import CommittedTokens
 from sequoia_vllm.engine.draft_sampling import DraftSampling
 from sequoia_vllm.engine.drafts import GrownTrees
@@ -168,17 +167,16 @@ class SequoiaProposer(DraftModelProposer):
         slot_positions = (root_positions[:, None] + nodes).flatten()
         slots = self._slots(block_table, request_of_token, slot_positions)
         rows = torch.arange(batch * width, device=self.device).view(batch, width)
-        num_keys = min(int(root_positions.max()) + levels.tree.size, self.max_model_len)
+        num_nodes = (self.max_model_len - root_positions).clamp(max=levels.tree.size)
+        num_keys = int((root_positions + num_nodes).max())
         group = self.draft_attn_groups[0]
-        queries = make_tree_queries(
+        queries = TreeQueries(
             rows=rows,
-            is_node=None,
             block_table=block_table,
-            block_size=self.block_size,
-            num_keys=num_keys,
-            mask_of=lambda keys: tree_attention_mask(
-                root_positions, levels.ancestors[nodes], keys, self.dtype
-            ),
+            context_lens=root_positions,
+            num_nodes=num_nodes,
+            ancestors=levels.ancestors[nodes],
+            max_keys=num_keys,
             only_trees=True,
         )
         metadata = CPUTreeAttentionMetadata(

@@ -19,8 +19,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from sequoia_vllm.attention.tree_attention import tree_attention_mask
-from sequoia_vllm.engine.cpu_attention import make_tree_queries, unsupported_attention
+from sequoia_vllm.engine.cpu_attention import TreeQueries, unsupported_attention
 from sequoia_vllm.engine.draft_progress import CommittedTokens, DraftProgress
 from sequoia_vllm.engine.draft_sampling import DraftSampling
 from sequoia_vllm.engine.drafts import Draft, ScheduledTrees, schedule_trees
@@ -146,17 +145,13 @@ class SequoiaCPUModelRunner(CPUModelRunner):
 
     def _add_trees(self, metadata: Any, trees: ScheduledTrees) -> None:
         max_nodes = trees.tokens.shape[1]
-        ancestors = self._ancestors[:max_nodes, :max_nodes]
-        layer = self.compilation_config.static_forward_context[self._target_layers[0]]
-        metadata.tree = make_tree_queries(
-            rows=trees.rows,
-            is_node=None if trees.all_full else trees.is_node,
+        metadata.tree = TreeQueries(
+            rows=torch.where(trees.is_node, trees.rows, -1),
             block_table=metadata.block_table[trees.requests],
-            block_size=layer.kv_cache.shape[2],
-            num_keys=int((trees.context_lens + trees.num_nodes).max()),
-            mask_of=lambda keys: tree_attention_mask(
-                trees.context_lens, ancestors, keys, self.dtype
-            ),
+            context_lens=trees.context_lens,
+            num_nodes=trees.num_nodes,
+            ancestors=self._ancestors[:max_nodes, :max_nodes],
+            max_keys=int((trees.context_lens + trees.num_nodes).max()),
             only_trees=int(trees.num_nodes.sum()) == metadata.num_actual_tokens,
         )
 

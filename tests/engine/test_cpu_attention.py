@@ -8,11 +8,11 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from sequoia_vllm.attention.cpu_cache import gather_context, keys_and_values, move_tokens
-from sequoia_vllm.attention.tree_attention import tree_attention_mask
+from sequoia_vllm.engine import cpu_attention
 from sequoia_vllm.engine.cpu_attention import (
     CPUTreeAttentionImpl,
     CPUTreeAttentionMetadata,
-    make_tree_queries,
+    TreeQueries,
 )
 
 BLOCK = 32
@@ -95,6 +95,16 @@ def reference(query, keys, values, scale, visible):
     return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values)
 
 
+@pytest.fixture(params=["kernel", "torch"])
+def way(request, monkeypatch):
+    """The compiled kernel, which must be there, or what runs without a compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_attention, "load_kernel", lambda: None)
+    else:
+        assert cpu_attention.load_kernel() is not None
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -189,13 +199,13 @@ def batch_metadata(requests, block_table, tree, dtype, heads, kv_heads, head_siz
         block_table=block_table,
         slot_mapping=torch.empty(0),
         scheduler_metadata=scheduler_metadata,
-        tree=make_tree_queries(
-            rows=first_row[:, None] + torch.where(is_node, nodes, 0),
-            is_node=None if bool(is_node.all()) else is_node,
+        tree=TreeQueries(
+            rows=torch.where(is_node, first_row[:, None] + nodes, -1),
             block_table=block_table[rows],
-            block_size=BLOCK,
-            num_keys=int(seq_lens[rows].max()),
-            mask_of=lambda keys: tree_attention_mask(contexts, tree, keys, dtype),
+            context_lens=contexts,
+            num_nodes=counts[rows].long(),
+            ancestors=tree,
+            max_keys=int(seq_lens[rows].max()),
             only_trees=bool(is_tree.all()),
         ),
     )

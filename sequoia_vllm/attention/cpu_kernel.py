@@ -1,0 +1,162 @@
+"""The compiled CPU kernel for tree attention: see ``tree_attention.cpp``.
+
+It is compiled once per machine by the toolchain that torch.compile uses, and
+kept in that one's cache. Where there is no C++ compiler `load_kernel` gives
+None, and callers use `sequoia_vllm.attention.tree_attention` instead, which
+copies the context of every request for every layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("vllm.sequoia.attention")  # shown by vLLM's own handler
+
+_SOURCE = Path(__file__).with_name("tree_attention.cpp")
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_LANES = 16  # of the source: head and block sizes must be multiples
+# Threads cost more than they save below this much work (multiplications).
+_SERIAL_WORK = 1 << 20
+# A part of the context is worth a task of its own from this many blocks up.
+_BLOCKS_PER_SPLIT = 4
+
+
+class _TreeBatch(ctypes.Structure):
+    """The source's ``TreeBatch``: same fields, same order."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "rows", "block_table", "context_lens", "num_nodes", "ancestors", "partials"
+        )),
+        *((name, ctypes.c_int64) for name in (
+            "batch", "queries", "heads", "key_heads", "head_size", "block_size",
+            "table_stride", "ancestors_stride", "splits", "threads", "dtype",
+        )),
+        ("scale", ctypes.c_float),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What the kernel must know of the layers it serves.
+
+    Attributes:
+        heads, key_heads: Query heads, and key heads that they share.
+        head_size: A multiple of 16.
+        block_size: Tokens per cache block; a multiple of 16.
+        scale: Softmax scale.
+        dtype: Of query, output and cache.
+    """
+
+    heads: int
+    key_heads: int
+    head_size: int
+    block_size: int
+    scale: float
+    dtype: torch.dtype
+
+    @property
+    def supported(self) -> bool:
+        """Whether the kernel takes these sizes."""
+        sizes = (self.head_size, self.block_size)
+        return self.dtype in _DTYPES and all(size % _LANES == 0 for size in sizes)
+
+
+class TreeAttentionBatch:
+    """The trees of one forward pass, ready to be attended layer after layer.
+
+    Args:
+        shape: Of the layers.
+        rows: int64 ``[B, Q]``: row of each node in the flat tokens; -1: padding.
+        block_table: int32 ``[B, blocks]``, or a view that is contiguous in its rows.
+        context_lens: int64 ``[B]``: slots below are context; node j is in slot
+            ``context_lens + j``.
+        num_nodes: int64 ``[B]``: nodes that have slots.
+        ancestors: bool ``[Q, M]``: query q sees node j.
+        max_keys: Slots of the longest request.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        rows: Tensor,
+        block_table: Tensor,
+        context_lens: Tensor,
+        num_nodes: Tensor,
+        ancestors: Tensor,
+        max_keys: int,
+    ) -> None:
+        batch, queries = rows.shape
+        query_rows = queries * (shape.heads // shape.key_heads)
+        units = batch * shape.key_heads
+        work = 2 * units * query_rows * max_keys * shape.head_size
+        threads = 1 if work < _SERIAL_WORK else torch.get_num_threads()
+        splits = _splits(units, threads, -(-max_keys // shape.block_size))
+        partials = torch.empty(units * splits * query_rows * (shape.head_size + 2))
+        # The structure holds addresses: the tensors must live as long.
+        self._tensors = (
+            rows.contiguous(), block_table, context_lens.contiguous(), num_nodes.contiguous(),
+            ancestors.contiguous(), partials,
+        )  # fmt: skip
+        self._batch = _TreeBatch(
+            *(tensor.data_ptr() for tensor in self._tensors),
+            batch, queries, shape.heads, shape.key_heads, shape.head_size, shape.block_size,
+            block_table.stride(0), self._tensors[4].stride(0), splits, threads,
+            _DTYPES[shape.dtype], shape.scale * math.log2(math.e),
+        )  # fmt: skip
+
+    def attend(self, kernel: Any, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
+        """Writes the attention of every node into its row of ``output``.
+
+        Args:
+            kernel: From `load_kernel`.
+            query, output: ``[tokens, heads * head_size]`` or ``[tokens, heads,
+                head_size]``, contiguous within a token.
+            kv_cache: One layer's cache, contiguous, in the layout of `cpu_cache`.
+        """
+        kernel(
+            ctypes.byref(self._batch),
+            query.data_ptr(), query.stride(0), output.data_ptr(), output.stride(0),
+            kv_cache.data_ptr(),
+        )  # fmt: skip
+
+
+@cache
+def load_kernel() -> Any | None:
+    """The kernel, compiled if need be; None where it cannot be (logged once)."""
+    from torch._inductor.codecache import CppCodeCache
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    source = _SOURCE.read_text(encoding="utf-8")
+    try:
+        library = CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",), needs_vec_isa=True)
+    except (CppCompileError, InvalidCxxCompiler, OSError) as error:
+        logger.warning(
+            "Sequoia's tree attention runs without its compiled kernel, slower at long "
+            "contexts: install a C++ compiler (g++), as torch.compile needs one too. %s",
+            str(error).strip().splitlines()[-1],
+        )
+        return None
+    kernel = library.sequoia_tree_attention
+    kernel.argtypes = [
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
+        ctypes.c_void_p,
+    ]  # fmt: skip
+    kernel.restype = None
+    return kernel
+
+
+def _splits(units: int, threads: int, blocks: int) -> int:
+    """Parts to cut each context into, so that all threads have work."""
+    if units >= 2 * threads:
+        return 1
+    return max(1, min(-(-2 * threads // units), blocks // _BLOCKS_PER_SPLIT))

@@ -1,0 +1,318 @@
+// Tree attention over vLLM's paged CPU cache: each node attends to its request's
+// committed context and to its own ancestors, in one pass with an online softmax.
+// Nothing is copied: keys and values are read where they lie.
+//
+// A block of the cache holds, per head, keys transposed [head_size, block_size]
+// and then values [block_size, head_size]. So both products of attention are
+// C[rows, columns] += A[rows, inner] B[inner, columns] with B as stored:
+// scores = queries x keys, output = weights x values. Rows are the nodes of one
+// request times the query heads that share a key head.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int LANES = 16;
+constexpr int ROW_TILE = 8;  // 8 x 2 vectors of sums stay in registers (AVX-512 has 32)
+constexpr float MASKED = -1e30f;
+typedef float Floats __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2)));
+
+struct Float32 {
+  typedef float Stored;
+  static Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
+  static float encode(float value) { return value; }
+};
+
+struct BFloat16 {
+  typedef uint16_t Stored;
+  static Floats load(const uint16_t* from) {
+    Halves raw = *reinterpret_cast<const Halves*>(from);
+    return reinterpret_cast<Floats>(__builtin_convertvector(raw, Ints) << 16);
+  }
+  static uint16_t encode(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    if (value != value) return bits >> 16 | 0x40;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, ties to even
+  }
+};
+
+struct Float16 {
+  typedef uint16_t Stored;
+  static Floats load(const uint16_t* from) {
+    // Exponent and mantissa in float32's places, then the exponent's bias is
+    // made up for by a multiplication, which subnormals survive.
+    Ints bits = __builtin_convertvector(*reinterpret_cast<const Halves*>(from), Ints);
+    Floats size = reinterpret_cast<Floats>((bits & 0x7fff) << 13) * 0x1p112f;
+    return reinterpret_cast<Floats>(reinterpret_cast<Ints>(size) | ((bits & 0x8000) << 16));
+  }
+  static uint16_t encode(float value) {
+    const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
+    const float size = std::fabs(value);
+    if (size != size) return sign | 0x7e00;
+    if (size >= 65520.f) return sign | 0x7c00;
+    uint32_t bits;
+    if (size < 0x1p-14f) {  // subnormal: adding 0.5 leaves the rounded mantissa in the low bits
+      const float shifted = size + 0.5f;
+      std::memcpy(&bits, &shifted, sizeof bits);
+      return sign | (bits - 0x3f000000);
+    }
+    std::memcpy(&bits, &size, sizeof bits);
+    return sign | (bits - (112u << 23) + 0xfff + (bits >> 13 & 1)) >> 13;
+  }
+};
+
+// 2^x for x <= 0; 0 below the smallest normal float.
+inline Floats exp2_vector(Floats x) {
+  Floats clamped = x < -126.f ? Floats{} - 126.f : x;
+  Ints whole = __builtin_convertvector(clamped - 0.5f, Ints);  // to the nearest
+  Floats part = clamped - __builtin_convertvector(whole, Floats);
+  // Taylor series of 2^part; |part| <= 1/2, so the error is below float32's.
+  Floats sum = part * 1.5252734e-5f + 1.5403530e-4f;
+  sum = sum * part + 1.3333558e-3f;
+  sum = sum * part + 9.6181291e-3f;
+  sum = sum * part + 5.5504109e-2f;
+  sum = sum * part + 2.4022651e-1f;
+  sum = sum * part + 6.9314718e-1f;
+  sum = sum * part + 1.f;
+  Floats value = sum * reinterpret_cast<Floats>((whole + 127) << 23);
+  return x < -126.f ? Floats{} : value;
+}
+
+// C[ROWS, VECTORS * LANES] += A[ROWS, inner] B[inner, VECTORS * LANES]
+template <class Cache, int ROWS, int VECTORS>
+void multiply_tile(const float* a, int64_t a_stride, const typename Cache::Stored* b,
+                   int64_t b_stride, int64_t inner, float* c, int64_t c_stride) {
+  Floats sums[ROWS][VECTORS];
+#pragma GCC unroll 8
+  for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 2
+    for (int vector = 0; vector < VECTORS; ++vector)
+      sums[row][vector] = Float32::load(c + row * c_stride + vector * LANES);
+  for (int64_t k = 0; k < inner; ++k) {
+    Floats loaded[VECTORS];
+#pragma GCC unroll 2
+    for (int vector = 0; vector < VECTORS; ++vector)
+      loaded[vector] = Cache::load(b + k * b_stride + vector * LANES);
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 2
+      for (int vector = 0; vector < VECTORS; ++vector)
+        sums[row][vector] += a[row * a_stride + k] * loaded[vector];
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 2
+    for (int vector = 0; vector < VECTORS; ++vector)
+      *reinterpret_cast<Floats*>(c + row * c_stride + vector * LANES) = sums[row][vector];
+}
+
+template <class Cache, int ROWS>
+void multiply_rows(const float* a, int64_t a_stride, const typename Cache::Stored* b,
+                   int64_t b_stride, int64_t inner, float* c, int64_t c_stride, int64_t columns) {
+  int64_t column = 0;
+  for (; column + 2 * LANES <= columns; column += 2 * LANES)
+    multiply_tile<Cache, ROWS, 2>(a, a_stride, b + column, b_stride, inner, c + column, c_stride);
+  if (column < columns)
+    multiply_tile<Cache, ROWS, 1>(a, a_stride, b + column, b_stride, inner, c + column, c_stride);
+}
+
+// C[rows, columns] += A[rows, inner] B[inner, columns]; columns: a multiple of LANES.
+template <class Cache>
+void multiply(const float* a, int64_t a_stride, const typename Cache::Stored* b, int64_t b_stride,
+              int64_t rows, int64_t inner, float* c, int64_t c_stride, int64_t columns) {
+  for (int64_t row = 0; row < rows; row += ROW_TILE) {
+    const float* own_a = a + row * a_stride;
+    float* own_c = c + row * c_stride;
+    switch (std::min<int64_t>(ROW_TILE, rows - row)) {
+#define TILE(n)                                                                                \
+  case n:                                                                                      \
+    multiply_rows<Cache, n>(own_a, a_stride, b, b_stride, inner, own_c, c_stride, columns);    \
+    break;
+      TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8)
+#undef TILE
+    }
+  }
+}
+
+}  // namespace
+
+// What stays the same for all layers of a step. Its Python twin is TreeBatch in
+// cpu_kernel.py: same fields, same order.
+struct TreeBatch {
+  const int64_t* rows;          // [batch, queries]: row of each node; below 0: padding
+  const int32_t* block_table;   // [batch, table_stride]
+  const int64_t* context_lens;  // [batch]: slots below are context
+  const int64_t* num_nodes;     // [batch]: the slots after them that hold the tree
+  const uint8_t* ancestors;     // [queries, ancestors_stride]: query sees node
+  float* partials;              // [batch, key_heads, splits, rows, head_size + 2]
+  int64_t batch, queries, heads, key_heads, head_size, block_size;
+  int64_t table_stride, ancestors_stride, splits, threads, dtype;
+  float scale;                  // of the softmax, times log2(e)
+};
+
+namespace {
+
+// Sums of one part of the context: what the softmax has seen so far.
+struct Partial {
+  float* largest;  // [rows]
+  float* total;    // [rows]
+  float* output;   // [rows, head_size], not yet divided by total
+};
+
+// Weights of one block in place of its scores; rescales what was summed before.
+void softmax_block(float* scores, int64_t rows, int64_t keys, int64_t block_size, int64_t head_size,
+                   const Partial& sums) {
+  for (int64_t row = 0; row < rows; ++row) {
+    float* own = scores + row * block_size;
+    Floats highest = Float32::load(own);
+    for (int64_t key = LANES; key < keys; key += LANES) {
+      Floats next = Float32::load(own + key);
+      highest = next > highest ? next : highest;
+    }
+    float largest = sums.largest[row];
+    for (int lane = 0; lane < LANES; ++lane) largest = std::max(largest, highest[lane]);
+    Floats total = {};
+    for (int64_t key = 0; key < keys; key += LANES) {
+      Floats weight = exp2_vector(Float32::load(own + key) - largest);
+      *reinterpret_cast<Floats*>(own + key) = weight;
+      total += weight;
+    }
+    float scale = std::exp2(sums.largest[row] - largest);
+    sums.largest[row] = largest;
+    sums.total[row] *= scale;
+    for (int lane = 0; lane < LANES; ++lane) sums.total[row] += total[lane];
+    if (scale == 1.f) continue;
+    float* output = sums.output + row * head_size;
+    for (int64_t column = 0; column < head_size; column += LANES)
+      *reinterpret_cast<Floats*>(output + column) *= scale;
+  }
+}
+
+// One request and key head over the cache blocks [first, last).
+template <class Cache>
+void attend(const TreeBatch& given, const void* cache, int64_t request, int64_t key_head,
+            int64_t first, int64_t last, const float* query, float* scores, const Partial& sums) {
+  const int64_t group = given.heads / given.key_heads, rows = given.queries * group;
+  const int64_t size = given.head_size, block_size = given.block_size;
+  const int64_t context = given.context_lens[request];
+  const int64_t end = context + given.num_nodes[request];
+  std::fill_n(sums.largest, rows, MASKED);
+  std::fill_n(sums.total, rows, 0.f);
+  std::fill_n(sums.output, rows * size, 0.f);
+  for (int64_t block = first; block < last; ++block) {
+    const int64_t number = given.block_table[request * given.table_stride + block];
+    const typename Cache::Stored* keys =
+        static_cast<const typename Cache::Stored*>(cache) +
+        (number * given.key_heads + key_head) * 2 * size * block_size;
+    const typename Cache::Stored* values = keys + size * block_size;
+    const int64_t start = block * block_size, used = std::min(block_size, end - start);
+    const int64_t columns = (used + LANES - 1) / LANES * LANES;
+    for (int64_t row = 0; row < rows; ++row) std::fill_n(scores + row * block_size, columns, 0.f);
+    multiply<Cache>(query, size, keys, block_size, rows, size, scores, block_size, columns);
+    for (int64_t slot = std::max(context, start); slot < start + columns; ++slot)
+      for (int64_t row = 0; row < rows; ++row)
+        if (slot >= end || !given.ancestors[row / group * given.ancestors_stride + slot - context])
+          scores[row * block_size + slot - start] = MASKED;
+    softmax_block(scores, rows, columns, block_size, size, sums);
+    multiply<Cache>(scores, block_size, values, size, rows, used, sums.output, size, size);
+  }
+}
+
+// Row of a node and query head in the batch's flat tokens, or below 0 for padding.
+inline int64_t token_of(const TreeBatch& given, int64_t request, int64_t row) {
+  return given.rows[request * given.queries + row / (given.heads / given.key_heads)];
+}
+
+template <class Cache>
+void load_queries(const TreeBatch& given, const typename Cache::Stored* query, int64_t stride,
+                  int64_t request, int64_t key_head, int64_t rows, float* loaded) {
+  const int64_t group = given.heads / given.key_heads, size = given.head_size;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t head = key_head * group + row % group;
+    const int64_t token = std::max<int64_t>(0, token_of(given, request, row));
+    for (int64_t column = 0; column < size; column += LANES)
+      *reinterpret_cast<Floats*>(loaded + row * size + column) =
+          Cache::load(query + token * stride + head * size + column) * given.scale;
+  }
+}
+
+// One request and key head: adds up its parts and writes the output.
+template <class Cache>
+void finish(const TreeBatch& given, typename Cache::Stored* output, int64_t stride,
+            int64_t request, int64_t key_head, int64_t rows, float* first) {
+  const int64_t group = given.heads / given.key_heads, size = given.head_size;
+  const int64_t partial_size = rows * (size + 2);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t token = token_of(given, request, row);
+    if (token < 0) continue;
+    float largest = MASKED, total = 0.f;
+    for (int64_t split = 0; split < given.splits; ++split)
+      largest = std::max(largest, first[split * partial_size + row]);
+    float* sums = first + 2 * rows + row * size;
+    for (int64_t split = 0; split < given.splits; ++split) {
+      const float* part = first + split * partial_size;
+      const float weight = std::exp2(part[row] - largest);
+      total += weight * part[rows + row];
+      for (int64_t column = 0; column < size; ++column) {
+        const float value = weight * part[2 * rows + row * size + column];
+        sums[column] = split == 0 ? value : sums[column] + value;
+      }
+    }
+    typename Cache::Stored* own = output + token * stride + (key_head * group + row % group) * size;
+    for (int64_t column = 0; column < size; ++column)
+      own[column] = Cache::encode(sums[column] / total);
+  }
+}
+
+template <class Cache>
+void run(const TreeBatch& given, const void* query, int64_t query_stride, void* output,
+         int64_t output_stride, const void* cache) {
+  typedef typename Cache::Stored Stored;
+  const int64_t rows = given.queries * (given.heads / given.key_heads), size = given.head_size;
+  const int64_t units = given.batch * given.key_heads, partial_size = rows * (size + 2);
+  const int64_t splits = given.splits;
+#pragma omp parallel num_threads(given.threads) if (given.threads > 1)
+  {
+    std::vector<float> scratch(rows * (size + given.block_size));
+    float *loaded = scratch.data(), *scores = loaded + rows * size;
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < units * splits; ++task) {
+      const int64_t request = task / splits / given.key_heads, split = task % splits;
+      const int64_t key_head = task / splits % given.key_heads;
+      const int64_t end = given.context_lens[request] + given.num_nodes[request];
+      const int64_t blocks = (end + given.block_size - 1) / given.block_size;
+      load_queries<Cache>(given, static_cast<const Stored*>(query), query_stride, request,
+                          key_head, rows, loaded);
+      float* own = given.partials + task * partial_size;
+      attend<Cache>(given, cache, request, key_head, blocks * split / splits,
+                    blocks * (split + 1) / splits, loaded, scores,
+                    Partial{own, own + rows, own + 2 * rows});
+    }
+#pragma omp for schedule(static)
+    for (int64_t unit = 0; unit < units; ++unit)
+      finish<Cache>(given, static_cast<Stored*>(output), output_stride, unit / given.key_heads,
+                    unit % given.key_heads, rows, given.partials + unit * splits * partial_size);
+  }
+}
+
+}  // namespace
+
+// Query and output: [tokens, heads, head_size] with these strides between tokens,
+// and the cache [blocks, key_heads, 2 * head_size * block_size], all in the dtype
+// that TreeBatch names: 0 float32, 1 bfloat16, 2 float16.
+extern "C" void sequoia_tree_attention(const TreeBatch* batch, const void* query,
+                                       int64_t query_stride, void* output, int64_t output_stride,
+                                       const void* cache) {
+  if (batch->dtype == 0)
+    run<Float32>(*batch, query, query_stride, output, output_stride, cache);
+  else if (batch->dtype == 1)
+    run<BFloat16>(*batch, query, query_stride, output, output_stride, cache);
+  else
+    run<Float16>(*batch, query, query_stride, output, output_stride, cache);
+}

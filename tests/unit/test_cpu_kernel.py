@@ -1,0 +1,129 @@
+"""The compiled tree attention kernel against dense float64 attention."""
+
+import logging
+
+import pytest
+import torch
+
+from sequoia_vllm.attention import cpu_kernel
+from sequoia_vllm.attention.cpu_cache import keys_and_values
+from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernel
+
+BLOCK = 32
+
+
+@pytest.fixture
+def _threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def attend(shape, cache, table, contexts, sizes, ancestors, query):
+    batch, queries = query.shape[:2]
+    output = torch.full(query.flatten(0, 1).shape, 7.0, dtype=shape.dtype)
+    trees = TreeAttentionBatch(
+        shape, torch.arange(batch * queries).view(batch, queries), table, contexts, sizes,
+        ancestors, int((contexts + sizes).max()),
+    )  # fmt: skip
+    trees.attend(load_kernel(), query.flatten(0, 1), cache, output)
+    return output.view_as(query)
+
+
+def dense(shape, cache, table, context, size, ancestors, query):
+    """float64 attention of one request; query ``[Q, heads, head_size]``."""
+    keys, values = (
+        torch.cat([tokens[block] for block in table.tolist()], dim=1)[:, : context + size].double()
+        for tokens in keys_and_values(cache)
+    )
+    group = shape.heads // shape.key_heads
+    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    scores = torch.einsum("qhd,hkd->hqk", query.double(), keys) * shape.scale
+    scores[:, :, context:].masked_fill_(~ancestors[:, :size], float("-inf"))
+    return torch.einsum("hqk,hkd->qhd", scores.softmax(dim=-1), values)
+
+
+@pytest.mark.parametrize("_threads", [1, 2], indirect=True)
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(1, 1), (8, 2)])
+def test_long_and_short_contexts_in_one_batch(dtype, heads):
+    """1,500 keys are cut into parts where there are more threads than key heads."""
+    generator = torch.Generator().manual_seed(0)
+    shape = AttentionShape(*heads, 48, BLOCK, 48**-0.5, dtype)
+    contexts, sizes = torch.tensor([1500, 3, 65]), torch.tensor([5, 5, 2])
+    table = torch.randperm(150, generator=generator).view(3, 50).to(torch.int32)
+    cache = torch.randn(150, heads[1], BLOCK, 96, generator=generator).to(dtype)
+    query = torch.randn(3, 5, heads[0], 48, generator=generator).to(dtype)
+    ancestors = torch.eye(5, dtype=torch.bool)
+    ancestors[:, 0] = True
+    found = attend(shape, cache, table, contexts, sizes, ancestors, query)
+    for row, (context, size) in enumerate(zip(contexts.tolist(), sizes.tolist(), strict=True)):
+        expected = dense(shape, cache, table[row], context, size, ancestors, query[row])[:size]
+        error = (found[row, :size].double() - expected).abs().max()
+        assert error < {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+
+
+def test_large_scores_do_not_overflow():
+    """One key outweighs all others by e**300: its value comes out, and no NaN."""
+    shape = AttentionShape(1, 1, 16, BLOCK, 1.0, torch.float32)
+    cache = torch.zeros(2, 1, BLOCK, 32)
+    keys, values = keys_and_values(cache)
+    keys[1, 0, 7], values[1, 0, 7] = 75.0, 3.0
+    query = torch.full((1, 1, 1, 16), 0.25)
+    found = attend(
+        shape, cache, torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([60]),
+        torch.tensor([1]), torch.ones(1, 1, dtype=torch.bool), query,
+    )  # fmt: skip
+    assert torch.equal(found, torch.full_like(found, 3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_values_are_rounded_as_torch_rounds_them(dtype):
+    """A single visible key gives its own value back, whatever the value; sums are rounded."""
+    shape = AttentionShape(1, 1, 16, BLOCK, 1.0, dtype)
+    cache = torch.zeros(1, 1, BLOCK, 32, dtype=dtype)
+    largest = torch.finfo(dtype).max
+    special = [0.0, -0.0, 1.0, -largest, largest, float("inf"), 6e-8, -6e-5, 1e-20, 0.1]
+    _, values = keys_and_values(cache)
+    values[0, 0, 0, : len(special)] = torch.tensor(special, dtype=dtype)
+    table, query = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 16, dtype=dtype)
+    visible = torch.ones(1, 1, dtype=torch.bool)
+    found = attend(
+        shape, cache, table, torch.tensor([0]), torch.tensor([1]), visible, query
+    ).flatten()
+    assert torch.equal(found, values[0, 0, 0])
+    # Equal scores: the mean of two values, which needs rounding.
+    values[0, 0, 0], values[0, 0, 1] = 1.0, torch.linspace(-3, 3, 16).to(dtype)
+    found = attend(
+        shape, cache, table, torch.tensor([1]), torch.tensor([1]), visible, query
+    ).flatten()
+    mean = (values[0, 0, 0].float() + values[0, 0, 1].float()) / 2
+    assert torch.equal(found, mean.to(dtype))
+
+
+def test_padding_rows_are_not_written():
+    shape = AttentionShape(2, 1, 16, BLOCK, 1.0, torch.float32)
+    output = torch.full((3, 32), 7.0)
+    trees = TreeAttentionBatch(
+        shape, torch.tensor([[2, -1]]), torch.zeros(1, 1, dtype=torch.int32), torch.tensor([4]),
+        torch.tensor([1]), torch.ones(2, 1, dtype=torch.bool), 5,
+    )  # fmt: skip
+    trees.attend(load_kernel(), torch.randn(3, 32), torch.randn(1, 1, BLOCK, 32), output)
+    assert (output[:2] == 7).all()
+    assert (output[2] != 7).all()
+
+
+def test_without_a_compiler_there_is_no_kernel(monkeypatch, caplog):
+    from torch._inductor.codecache import CppCodeCache
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def fail(*args, **kwargs):
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(CppCodeCache, "load", fail)
+    monkeypatch.setattr(cpu_kernel.logger, "propagate", True)
+    with caplog.at_level(logging.WARNING, cpu_kernel.logger.name):
+        assert load_kernel.__wrapped__() is None
+    assert "install a C++ compiler" in caplog.text
