@@ -1,9 +1,9 @@
-"""The compiled CPU kernel for tree attention: see ``tree_attention.cpp``.
+"""The compiled CPU kernels for tree attention and commit: see ``tree_attention.cpp``.
 
 It is compiled once per machine by the toolchain that torch.compile uses, and
-kept in that one's cache. Where there is no C++ compiler `load_kernel` gives
-None, and callers use `sequoia_vllm.attention.tree_attention` instead, which
-copies the context of every request for every layer.
+kept in that one's cache. Where there is no C++ compiler `load_kernels` gives
+None, and callers use torch instead, which copies the context of every request
+for every layer.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from sequoia_vllm.attention.cpu_cache import move_tokens
 
 logger = logging.getLogger("vllm.sequoia.attention")  # shown by vLLM's own handler
 
@@ -114,25 +116,70 @@ class TreeAttentionBatch:
             _DTYPES[shape.dtype], shape.scale * math.log2(math.e),
         )  # fmt: skip
 
-    def attend(self, kernel: Any, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
+    def attend(self, kernels: Kernels, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         """Writes the attention of every node into its row of ``output``.
 
         Args:
-            kernel: From `load_kernel`.
+            kernels: From `load_kernels`.
             query, output: ``[tokens, heads * head_size]`` or ``[tokens, heads,
                 head_size]``, contiguous within a token.
             kv_cache: One layer's cache, contiguous, in the layout of `cpu_cache`.
         """
-        kernel(
+        kernels.attend(
             ctypes.byref(self._batch),
             query.data_ptr(), query.stride(0), output.data_ptr(), output.stride(0),
             kv_cache.data_ptr(),
         )  # fmt: skip
 
 
+class CacheGroup:
+    """Caches of layers that move their tokens together.
+
+    Args:
+        kv_caches: One per layer, all of one shape and dtype, in the layout of
+            `cpu_cache`.
+    """
+
+    def __init__(self, kv_caches: Sequence[Tensor]) -> None:
+        # By address: layers may share one cache, whose tokens must move once.
+        self.kv_caches = list({cache.data_ptr(): cache for cache in kv_caches}.values())
+        first = self.kv_caches[0]
+        assert all(cache.is_contiguous() for cache in self.kv_caches)
+        assert all(cache.shape[1:] == first.shape[1:] for cache in self.kv_caches)
+        self._addresses = (ctypes.c_void_p * len(self.kv_caches))(
+            *(cache.data_ptr() for cache in self.kv_caches)
+        )
+        _, key_heads, block_size, twice_head_size = first.shape
+        self._shape = first.element_size(), key_heads, twice_head_size // 2, block_size
+
+    def move_tokens(self, source_slots: Tensor, target_slots: Tensor) -> None:
+        """`cpu_cache.move_tokens` in every layer, in place.
+
+        Args:
+            source_slots, target_slots: int64 ``[M]``, contiguous.
+        """
+        kernels = load_kernels()
+        if kernels is None:
+            for kv_cache in self.kv_caches:
+                move_tokens(kv_cache, source_slots, target_slots)
+            return
+        kernels.move_tokens(
+            self._addresses, len(self.kv_caches), *self._shape,
+            source_slots.data_ptr(), target_slots.data_ptr(), len(source_slots),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The functions of ``tree_attention.cpp``."""
+
+    attend: Callable[..., None]
+    move_tokens: Callable[..., None]
+
+
 @cache
-def load_kernel() -> Any | None:
-    """The kernel, compiled if need be; None where it cannot be (logged once)."""
+def load_kernels() -> Kernels | None:
+    """The kernels, compiled if need be; None where they cannot be (logged once)."""
     from torch._inductor.codecache import CppCodeCache
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
@@ -146,13 +193,12 @@ def load_kernel() -> Any | None:
             str(error).strip().splitlines()[-1],
         )
         return None
-    kernel = library.sequoia_tree_attention
-    kernel.argtypes = [
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
-        ctypes.c_void_p,
-    ]  # fmt: skip
-    kernel.restype = None
-    return kernel
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    attend, move = library.sequoia_tree_attention, library.sequoia_move_tokens
+    attend.argtypes = [pointer, pointer, number, pointer, number, pointer]
+    move.argtypes = [pointer, *[number] * 5, pointer, pointer, number]
+    attend.restype = move.restype = None
+    return Kernels(attend, move)
 
 
 def _splits(units: int, threads: int, blocks: int) -> int:

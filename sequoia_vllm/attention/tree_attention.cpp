@@ -158,6 +158,10 @@ struct TreeBatch {
 
 namespace {
 
+struct CacheShape {
+  int64_t key_heads, head_size, block_size;
+};
+
 // Sums of one part of the context: what the softmax has seen so far.
 struct Partial {
   float* largest;  // [rows]
@@ -301,7 +305,43 @@ void run(const TreeBatch& given, const void* query, int64_t query_stride, void* 
   }
 }
 
+template <class Stored>
+void move(Stored* cache, const CacheShape& shape, const int64_t* source, const int64_t* target,
+          int64_t count, Stored* kept) {
+  const int64_t size = shape.head_size, block_size = shape.block_size;
+  const auto each = [&](int64_t slot, int64_t head, Stored* token, bool read) {
+    Stored* keys = cache + (slot / block_size * shape.key_heads + head) * 2 * size * block_size +
+                   slot % block_size;
+    Stored* values = keys - slot % block_size + size * block_size + slot % block_size * size;
+    for (int64_t i = 0; i < size; ++i) {
+      Stored& key = keys[i * block_size];
+      if (read) token[i] = key, token[size + i] = values[i];
+      else key = token[i], values[i] = token[size + i];
+    }
+  };
+  for (int64_t head = 0; head < shape.key_heads; ++head) {
+    for (int64_t i = 0; i < count; ++i) each(source[i], head, kept + i * 2 * size, true);
+    for (int64_t i = 0; i < count; ++i) each(target[i], head, kept + i * 2 * size, false);
+  }
+}
+
 }  // namespace
+
+// Copies tokens between slots of several layers' caches, all reads of a layer
+// before its writes. element_size: 2 or 4 bytes.
+extern "C" void sequoia_move_tokens(void* const* caches, int64_t num_caches, int64_t element_size,
+                                    int64_t key_heads, int64_t head_size, int64_t block_size,
+                                    const int64_t* source, const int64_t* target, int64_t count) {
+  const CacheShape shape{key_heads, head_size, block_size};
+  std::vector<uint32_t> kept(count * 2 * head_size);
+  for (int64_t i = 0; i < num_caches; ++i) {
+    if (element_size == 4)
+      move(static_cast<uint32_t*>(caches[i]), shape, source, target, count, kept.data());
+    else
+      move(static_cast<uint16_t*>(caches[i]), shape, source, target, count,
+           reinterpret_cast<uint16_t*>(kept.data()));
+  }
+}
 
 // Query and output: [tokens, heads, head_size] with these strides between tokens,
 // and the cache [blocks, key_heads, 2 * head_size * block_size], all in the dtype

@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from sequoia_vllm.attention.cpu_cache import SUPPORTED_ISA, gather_context
-from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernel
+from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernels
 from sequoia_vllm.attention.tree_attention import tree_attention, tree_attention_mask
 
 
@@ -88,7 +88,7 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.isa not in SUPPORTED_ISA:
             self.isa = "vec"
             self._set_isa_to_layers(self.layer_names)
-        load_kernel()  # compiled now, not in the first step
+        load_kernels()  # compiled now, not in the first step
 
     def build(
         self,
@@ -139,9 +139,9 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
             self.num_heads, self.num_kv_heads, self.head_size, kv_cache.shape[2], self.scale,
             kv_cache.dtype,
         )  # fmt: skip
-        kernel = load_kernel()
-        if kernel is not None and shape.supported:
-            tree.for_kernel(shape).attend(kernel, query, kv_cache, output)
+        kernels = load_kernels()
+        if kernels is not None and shape.supported:
+            tree.for_kernel(shape).attend(kernels, query, kv_cache, output)
         else:
             self._forward_gathered(query, kv_cache, tree, output)
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
 class CommittedTokens:
     """Committed tokens that the draft model has not seen yet.
+
+    All on the host.
 
     Attributes:
         requests: int64 ``[R]``: rows of the batch these belong to.
@@ -23,16 +24,16 @@ class CommittedTokens:
         complete: bool ``[R]``: these are all that the request has.
     """
 
-    requests: Tensor
-    tokens: Tensor
-    positions: Tensor
-    counts: Tensor
-    complete: Tensor
+    requests: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    complete: NDArray[np.bool_]
 
     @cached_property
-    def last(self) -> Tensor:
+    def last(self) -> NDArray[np.int64]:
         """int64 ``[R]``: index of each request's last token."""
-        return self.counts.cumsum(0) - 1
+        return self.counts.cumsum() - 1
 
 
 class DraftProgress:
@@ -66,7 +67,6 @@ class DraftProgress:
         known: np.ndarray,
         sampled: np.ndarray,
         num_sampled: np.ndarray,
-        device: torch.device,
     ) -> CommittedTokens | None:
         """The tokens to read now, which then count as read.
 
@@ -76,7 +76,6 @@ class DraftProgress:
             known: int ``[requests]``: ...of which this many are in the target's cache.
             sampled: int ``[requests, W]``: tokens emitted by this step...
             num_sampled: int ``[requests]``: ...this many of them.
-            device: Where the tensors go.
 
         Returns:
             None if there is nothing to read.
@@ -101,13 +100,10 @@ class DraftProgress:
             sampled[row, np.clip(column, 0, sampled.shape[1] - 1)],
         )
 
-        def tensor(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(device)
-
         return CommittedTokens(
-            requests=tensor(requests),
-            tokens=tensor(tokens.astype(np.int64)),
-            positions=tensor(positions),
-            counts=tensor(taken[requests]),
-            complete=tensor(taken[requests] == counts[requests]),
+            requests=requests,
+            tokens=tokens.astype(np.int64),
+            positions=positions,
+            counts=taken[requests],
+            complete=taken[requests] == counts[requests],
         )

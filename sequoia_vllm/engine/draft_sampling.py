@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_vllm.engine.drafts import GrownTrees
 from sequoia_vllm.engine.seeded import gumbel_noise
 from sequoia_vllm.tree import TokenTree
-from sequoia_vllm.verification import draft_distribution, sample_without_replacement
+from sequoia_vllm.verification import draft_distribution, draw_without_replacement
 
 
 class DraftSampling:
@@ -31,6 +33,11 @@ class DraftSampling:
         self.seeded = (is_seeded & ~greedy).nonzero().squeeze(1)
         self.sampled = (~is_seeded & ~greedy).nonzero().squeeze(1)
 
+    @classmethod
+    def greedy(cls, batch: int) -> DraftSampling:
+        """All requests at temperature 0."""
+        return cls(torch.zeros(batch), torch.zeros(batch, 0), torch.zeros(batch, dtype=torch.bool))
+
     def start(self, tree: TokenTree, vocab_size: int) -> None:
         """Begins growing a tree; allocates the stored Q of its internal nodes."""
         internal = sum(1 for children in tree.children if children)
@@ -42,7 +49,7 @@ class DraftSampling:
         )
         self._stored = 0
 
-    def children(self, logits: Tensor, depth: int, nodes: Tensor, branch: int) -> Tensor:
+    def children(self, logits: Tensor, depth: int, nodes: NDArray[np.int64], branch: int) -> Tensor:
         """Draws children of one level's nodes, for every request.
 
         Args:
@@ -56,6 +63,8 @@ class DraftSampling:
         """
         batch, width = len(self.temperature), len(nodes)
         logits = logits.to(torch.float32)
+        if not len(self.sampled) and not len(self.seeded):
+            return logits.topk(branch, dim=-1).indices.view(batch, width, branch)
         temperature = self.temperature.repeat_interleave(width)
         if len(self.sampled) == batch:
             shape = (batch, width, branch)
@@ -66,8 +75,9 @@ class DraftSampling:
         if len(self.sampled):
             own = per_request[self.sampled].flatten(0, 1)
             own_temperature = temperature.view(batch, width)[self.sampled].flatten()
-            self._store(draft_distribution(own, own_temperature), nodes)
-            tokens = sample_without_replacement(own, branch, own_temperature, None)
+            draft = draft_distribution(own, own_temperature)
+            self._store(draft, nodes)
+            tokens = draw_without_replacement(draft, branch)
             drawn[self.sampled] = tokens.view(-1, width, branch)
         if len(self.seeded):
             noise = gumbel_noise(self.seeds[self.seeded, depth], logits.shape[-1])
@@ -79,7 +89,7 @@ class DraftSampling:
         """What was grown; ``tokens`` is int64 ``[B, size]``."""
         return GrownTrees(self._tree, tokens, self._probs, self._probs_rows)
 
-    def _store(self, probs: Tensor, nodes: Tensor) -> None:
+    def _store(self, probs: Tensor, nodes: NDArray[np.int64]) -> None:
         end = self._stored + len(probs)
         self._probs[self._stored : end] = probs
         rows = torch.arange(self._stored, end, device=probs.device)

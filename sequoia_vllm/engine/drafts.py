@@ -80,9 +80,9 @@ class ScheduledTrees:
         return self.first_row[:, None] + torch.where(self.is_node, offsets, 0)
 
     @property
-    def all_full(self) -> bool:
-        """No request's tree is shorter than another's."""
-        return bool(self.is_node.all())
+    def logits_rows(self) -> Tensor:
+        """Row of each node in the step's logits, int64 ``[B, N]``; padding repeats the root's."""
+        return self.rows + (self.first_logits_row - self.first_row)[:, None]
 
 
 def schedule_trees(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sequoia_vllm.attention.cpu_cache import move_tokens
+from sequoia_vllm.attention.cpu_kernel import CacheGroup
 from sequoia_vllm.engine.drafts import ScheduledTrees
 
 
@@ -30,16 +30,32 @@ def accepted_moves(trees: ScheduledTrees, accepted_nodes: Tensor) -> tuple[Tenso
     return (first_row + accepted_nodes)[moves], (first_row + place)[moves]
 
 
-def move_accepted(
-    source_rows: Tensor, target_rows: Tensor, layers: Iterable[tuple[Tensor, Tensor]]
-) -> None:
-    """Moves keys and values in every layer's cache, in place.
+class TargetCaches:
+    """The target's caches, grouped by who shares a slot mapping.
 
     Args:
-        source_rows, target_rows: From `accepted_moves`.
-        layers: Each target layer's cache and the step's slot mapping for it.
+        kv_caches: Each target layer's cache, by name.
+        metadata: Each layer's attention metadata of some step; layers that
+            share one object now do so in every step.
     """
-    if len(source_rows) == 0:
-        return
-    for kv_cache, slot_mapping in layers:
-        move_tokens(kv_cache, slot_mapping[source_rows], slot_mapping[target_rows])
+
+    def __init__(self, kv_caches: dict[str, Tensor], metadata: dict[str, Any]) -> None:
+        groups: dict[tuple[int, torch.Size], list[str]] = {}
+        for name, kv_cache in kv_caches.items():
+            groups.setdefault((id(metadata[name]), kv_cache.shape), []).append(name)
+        self._groups = [
+            (names[0], CacheGroup([kv_caches[name] for name in names])) for names in groups.values()
+        ]
+
+    def move(self, source_rows: Tensor, target_rows: Tensor, metadata: dict[str, Any]) -> None:
+        """Moves keys and values in every layer's cache, in place.
+
+        Args:
+            source_rows, target_rows: From `accepted_moves`.
+            metadata: Each layer's attention metadata of this step.
+        """
+        if len(source_rows) == 0:
+            return
+        for layer, caches in self._groups:
+            slots = metadata[layer].slot_mapping
+            caches.move_tokens(slots[source_rows], slots[target_rows])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
@@ -21,36 +24,54 @@ PADDING_SLOT = -1  # vLLM's cache-update op skips it
 
 
 class TreeLevels:
-    """Index arrays of one tree, level by level, on the device.
+    """Index arrays of one tree, level by level.
 
     Attributes:
-        parents: For each depth, int64 ``[m]``: its nodes that have children.
+        parents: For each depth, int64 ``[m]`` (host): its nodes that have children.
+        ancestors: For each depth, bool ``[m, size]``: what these nodes see.
         children: For each depth, int64 ``[c]``: their children...
         parent_index: ...the position of each child's parent in ``parents``...
         ranks: ...and each child's draft order among its siblings.
         branch: For each depth, the most children of any of these nodes.
-        ancestors: bool ``[size, size]``.
-        depths: int64 ``[size]``.
     """
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
         def tensor(values: Any) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
-        self.tree = tree
-        self.ancestors = torch.from_numpy(tree.ancestor_mask.copy()).to(device)
-        self.depths = tensor(tree.depths.tolist())
         self.parents, self.children, self.parent_index, self.ranks = [], [], [], []
-        self.branch = []
+        self.branch, self.ancestors = [], []
         for level in tree.levels[:-1]:
             parents = [node for node in level.tolist() if tree.children[node]]
             children = [child for node in parents for child in tree.children[node]]
             index = [i for i, node in enumerate(parents) for _ in tree.children[node]]
-            self.parents.append(tensor(parents))
+            self.parents.append(np.array(parents))
+            self.ancestors.append(torch.from_numpy(tree.ancestor_mask[parents]).to(device))
             self.children.append(tensor(children))
             self.parent_index.append(tensor(index))
             self.ranks.append(tensor(tree.child_ranks[children].tolist()))
             self.branch.append(max(len(tree.children[node]) for node in parents))
+
+
+@dataclass(frozen=True)
+class TreeSlots:
+    """Where one drafting pass's trees lie, for all levels at once.
+
+    Attributes:
+        positions, slots: int64 ``[B, size]`` (host): RoPE position and cache
+            slot of each node.
+        block_table: int32 ``[B, max_blocks]``.
+        root_positions, num_nodes: int64 ``[B]``: context before the root, and
+            nodes that have slots.
+        max_keys: Slots of the longest request.
+    """
+
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    block_table: Tensor
+    root_positions: Tensor
+    num_nodes: Tensor
+    max_keys: int
 
 
 class SequoiaProposer(DraftModelProposer):
@@ -88,38 +109,39 @@ class SequoiaProposer(DraftModelProposer):
         Returns:
             Draft logits ``[R, V]`` after each request's last committed token.
         """
-        requests, counts = committed.requests, committed.counts
+        requests, counts, last = committed.requests, committed.counts, committed.last
         starts = torch.zeros(len(counts) + 1, dtype=torch.int32)
-        starts[1:] = committed.last + 1
-        seq_lens = committed.positions[committed.last] + 1
-        block_table = self._block_table(requests)
-        request_of_token = torch.repeat_interleave(counts)
-        slots = self._slots(block_table, request_of_token, committed.positions)
+        starts[1:] = torch.from_numpy(last) + 1
+        seq_lens = committed.positions[last] + 1
+        slots = self._slots(np.repeat(requests, counts), committed.positions)
+        positions = torch.from_numpy(committed.positions).to(self.device)
         common = CommonAttentionMetadata(
             query_start_loc=starts.to(self.device),
             query_start_loc_cpu=starts,
-            seq_lens=seq_lens.to(torch.int32),
+            seq_lens=torch.from_numpy(seq_lens.astype(np.int32)).to(self.device),
             num_reqs=len(counts),
             num_actual_tokens=len(committed.tokens),
             max_query_len=int(counts.max()),
             max_seq_len=int(seq_lens.max()),
-            block_table_tensor=block_table,
+            block_table_tensor=self._block_table(requests),
             slot_mapping=slots,
             causal=True,
-            positions=committed.positions,
+            positions=positions,
         )
         _, metadata = self.build_per_group_and_layer_attn_metadata(common)
-        return self._forward(
-            committed.tokens, committed.positions, slots, metadata, len(counts), committed.last
-        )
+        tokens = torch.from_numpy(committed.tokens.astype(np.int32)).to(self.device)
+        rows = None
+        if len(tokens) > len(counts):
+            rows = torch.from_numpy(last).to(self.device)
+        return self._forward(tokens, positions, slots, metadata, len(counts), rows)
 
     def grow(
         self,
         tree: TokenTree,
         root_logits: Tensor,
-        root_tokens: Tensor,
-        root_positions: Tensor,
-        requests: Tensor,
+        root_tokens: NDArray[np.int64],
+        root_positions: NDArray[np.int64],
+        requests: NDArray[np.int64],
         sampling: DraftSampling,
     ) -> GrownTrees:
         """Grows one tree per request, level by level.
@@ -132,66 +154,70 @@ class SequoiaProposer(DraftModelProposer):
             sampling: How each request draws children.
         """
         levels = self.levels_of(tree)
-        batch = len(requests)
-        block_table = self._block_table(requests)
-        tokens = torch.zeros(batch, tree.size, dtype=torch.int64, device=self.device)
-        tokens[:, 0] = root_tokens
+        slots = self._tree_slots(tree, requests, root_positions)
+        tokens = torch.zeros(len(requests), tree.size, dtype=torch.int64, device=self.device)
+        tokens[:, 0] = torch.from_numpy(root_tokens)
         sampling.start(tree, root_logits.shape[-1])
         logits = root_logits
         for depth, nodes in enumerate(levels.parents):
             if depth > 0:
-                logits = self._level_forward(
-                    levels, nodes, tokens[:, nodes], root_positions, block_table
-                )
+                logits = self._level_forward(tokens, slots, nodes, levels.ancestors[depth])
             drawn = sampling.children(logits, depth, nodes, levels.branch[depth])
             tokens[:, levels.children[depth]] = drawn[
                 :, levels.parent_index[depth], levels.ranks[depth]
             ]
         return sampling.finish(tokens)
 
-    def _level_forward(
-        self,
-        levels: TreeLevels,
-        nodes: Tensor,
-        tokens: Tensor,
-        root_positions: Tensor,
-        block_table: Tensor,
-    ) -> Tensor:
-        """Draft logits ``[B * m, V]`` at one level's internal nodes, all requests at once."""
-        batch, width = tokens.shape
+    def _tree_slots(
+        self, tree: TokenTree, requests: NDArray[np.int64], root_positions: NDArray[np.int64]
+    ) -> TreeSlots:
         # A node past the model's length is always trimmed by the scheduler; it
         # only must not write outside the request's blocks or the RoPE table.
-        positions = root_positions[:, None] + levels.depths[nodes]
-        positions = positions.clamp(max=self.draft_max_len - 1).flatten()
-        request_of_token = torch.arange(batch, device=self.device).repeat_interleave(width)
-        slot_positions = (root_positions[:, None] + nodes).flatten()
-        slots = self._slots(block_table, request_of_token, slot_positions)
-        rows = torch.arange(batch * width, device=self.device).view(batch, width)
-        num_nodes = (self.max_model_len - root_positions).clamp(max=levels.tree.size)
-        num_keys = int((root_positions + num_nodes).max())
-        group = self.draft_attn_groups[0]
-        queries = TreeQueries(
-            rows=rows,
-            block_table=block_table,
-            context_lens=root_positions,
-            num_nodes=num_nodes,
-            ancestors=levels.ancestors[nodes],
-            max_keys=num_keys,
-            only_trees=True,
+        positions = np.minimum(root_positions[:, None] + tree.depths, self.draft_max_len - 1)
+        nodes = root_positions[:, None] + np.arange(tree.size)
+        num_nodes = np.minimum(self.max_model_len - root_positions, tree.size)
+        return TreeSlots(
+            positions=positions,
+            slots=self._slots(requests[:, None], nodes).numpy(),
+            block_table=self._block_table(requests),
+            root_positions=torch.from_numpy(root_positions).to(self.device),
+            num_nodes=torch.from_numpy(num_nodes).to(self.device),
+            max_keys=int((root_positions + num_nodes).max()),
         )
+
+    def _level_forward(
+        self, tokens: Tensor, trees: TreeSlots, nodes: NDArray[np.int64], ancestors: Tensor
+    ) -> Tensor:
+        """Draft logits ``[B * m, V]`` at one level's internal nodes, all requests at once."""
+        batch, width = len(tokens), len(nodes)
+        rows = torch.arange(batch * width, device=self.device).view(batch, width)
+        slots = torch.from_numpy(trees.slots[:, nodes]).to(self.device).flatten()
         metadata = CPUTreeAttentionMetadata(
             num_actual_tokens=batch * width,
             max_query_len=width,
             query_start_loc=rows[:, 0],
-            max_seq_len=num_keys,
-            seq_lens=root_positions,
-            block_table=block_table,
+            max_seq_len=trees.max_keys,
+            seq_lens=trees.root_positions,
+            block_table=trees.block_table,
             slot_mapping=slots,
             scheduler_metadata=None,
-            tree=queries,
+            tree=TreeQueries(
+                rows=rows,
+                block_table=trees.block_table,
+                context_lens=trees.root_positions,
+                num_nodes=trees.num_nodes,
+                ancestors=ancestors,
+                max_keys=trees.max_keys,
+                only_trees=True,
+            ),
         )
-        per_layer = dict.fromkeys(group.layer_names, metadata)
-        return self._forward(tokens.flatten(), positions, slots, per_layer, batch)
+        return self._forward(
+            tokens[:, nodes].flatten().to(torch.int32),
+            torch.from_numpy(trees.positions[:, nodes]).to(self.device).flatten(),
+            slots,
+            dict.fromkeys(self.draft_attn_groups[0].layer_names, metadata),
+            batch,
+        )
 
     def _forward(
         self,
@@ -213,19 +239,25 @@ class SequoiaProposer(DraftModelProposer):
                 slot_mapping=dict.fromkeys(self._draft_attn_layer_names, slots),
             ),
         ):
-            hidden = self.model(
-                input_ids=tokens.to(torch.int32), positions=positions, inputs_embeds=None
-            )
+            hidden = self.model(input_ids=tokens, positions=positions, inputs_embeds=None)
             return self.model.compute_logits(hidden if rows is None else hidden[rows])
 
-    def _block_table(self, requests: Tensor) -> Tensor:
+    def _block_table(self, requests: NDArray[np.int64]) -> Tensor:
         """int32 ``[B, max_blocks]``: cache blocks of these requests, for the draft's layers."""
-        table = self.runner.input_batch.block_table[self.kv_cache_gid]
-        return table.get_device_tensor(self.runner.input_batch.num_reqs)[requests]
+        num_reqs = self.runner.input_batch.num_reqs
+        table = self._table.get_device_tensor(num_reqs)
+        if len(requests) == num_reqs:  # in order: all of them
+            return table
+        return table[torch.from_numpy(requests).to(self.device)]
 
-    def _slots(self, block_table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    def _slots(self, requests: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
         """Cache slots of these positions, int64; past the model's length the padding slot."""
+        table = self._table.get_numpy_array()
+        block = np.minimum(positions // self.block_size, table.shape[1] - 1)
+        slots = table[requests, block] * np.int64(self.block_size) + positions % self.block_size
         inside = positions < self.max_model_len
-        block = (positions // self.block_size).clamp(max=block_table.shape[1] - 1)
-        slots = block_table[rows, block].long() * self.block_size + positions % self.block_size
-        return torch.where(inside, slots, PADDING_SLOT)
+        return torch.from_numpy(np.where(inside, slots, PADDING_SLOT)).to(self.device)
+
+    @property
+    def _table(self) -> Any:
+        return self.runner.input_batch.block_table[self.kv_cache_gid]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
@@ -24,7 +25,7 @@ from sequoia_vllm.engine.draft_progress import CommittedTokens, DraftProgress
 from sequoia_vllm.engine.draft_sampling import DraftSampling
 from sequoia_vllm.engine.drafts import Draft, ScheduledTrees, schedule_trees
 from sequoia_vllm.engine.eligibility import reason_without_drafts
-from sequoia_vllm.engine.kv_commit import accepted_moves, move_accepted
+from sequoia_vllm.engine.kv_commit import TargetCaches, accepted_moves
 from sequoia_vllm.engine.proposer import SequoiaProposer
 from sequoia_vllm.engine.sampler_output import SamplerRows, combine_outputs
 from sequoia_vllm.engine.seeded import peek_seeds
@@ -68,6 +69,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self._drafts: dict[str, Draft] = {}
         self._trees: ScheduledTrees | None = None
         self._target_metadata: dict[str, Any] = {}
+        self._target_caches: TargetCaches | None = None
         self._depths = torch.from_numpy(self.tree.depths.copy()).to(device)
         self._ancestors = torch.from_numpy(self.tree.ancestor_mask.copy()).to(device)
         self._has_custom_processors = any(
@@ -138,8 +140,9 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         """As vLLM's; then adds the trees' rows and masks for the target's layers."""
         metadata, common = super()._build_attention_metadata(*args, **kwargs)
         if (trees := self._trees) is not None:
-            self._target_metadata = {name: metadata[name] for name in self._target_layers}
-            for layer_metadata in {id(m): m for m in self._target_metadata.values()}.values():
+            self._target_metadata = metadata
+            own = (metadata[name] for name in self._target_layers)
+            for layer_metadata in {id(m): m for m in own}.values():
                 self._add_trees(layer_metadata, trees)
         return metadata, common
 
@@ -233,14 +236,12 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         return combine_outputs(self.sampler, rows, sampled, logits, metadata)
 
     def _commit(self, trees: ScheduledTrees, result: VerifyResult) -> None:
+        if self._target_caches is None:
+            layers = self.compilation_config.static_forward_context
+            caches = {name: layers[name].kv_cache for name in self._target_layers}
+            self._target_caches = TargetCaches(caches, self._target_metadata)
         source, target = accepted_moves(trees, result.accepted_nodes)
-        layers = self.compilation_config.static_forward_context
-        # By address: layers may share one cache, whose tokens must move once.
-        caches = {
-            layers[name].kv_cache.data_ptr(): (layers[name].kv_cache, metadata.slot_mapping)
-            for name, metadata in self._target_metadata.items()
-        }
-        move_accepted(source, target, caches.values())
+        self._target_caches.move(source, target, self._target_metadata)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, without rewinding generators: `_sample` never advanced them."""
@@ -285,7 +286,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         requests = committed.requests[chosen]
         grown = self.drafter.grow(
             tree,
-            root_logits=logits[chosen],
+            root_logits=logits if len(chosen) == len(logits) else logits[chosen],
             root_tokens=committed.tokens[roots],
             root_positions=committed.positions[roots],
             requests=requests,
@@ -311,31 +312,29 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             known=(computed + scheduled - np.array(drafted)).astype(np.int64),
             sampled=sampled,
             num_sampled=np.where(discarded, 0, (sampled >= 0).sum(axis=1)),
-            device=self.device,
         )
 
-    def _requests_to_draft(self, committed: CommittedTokens) -> Tensor:
-        """Entries of ``committed`` that get a tree now, int64."""
+    def _requests_to_draft(self, committed: CommittedTokens) -> NDArray[np.int64]:
+        """Entries of ``committed`` that get a tree now."""
         discarded = self.discard_request_mask.np
         longest = min(self.drafter.draft_max_len, self.max_model_len) - 1
         fits = committed.complete & (committed.positions[committed.last] < longest)
         chosen = []
-        for entry in fits.nonzero().squeeze(1).tolist():
+        for entry in np.flatnonzero(fits).tolist():
             request = int(committed.requests[entry])
             state = self.requests[self.input_batch.req_ids[request]]
             reason = reason_without_drafts(state.sampling_params, len(state.output_token_ids))
             if not discarded[request] and reason is None:
                 chosen.append(entry)
-        return torch.tensor(chosen, dtype=torch.int64)
+        return np.array(chosen, dtype=np.int64)
 
     def _draft_sampling(
-        self, requests: Tensor, metadata: SamplingMetadata, depth: int
+        self, requests: NDArray[np.int64], metadata: SamplingMetadata, depth: int
     ) -> DraftSampling:
         if metadata.temperature is None:
-            temperature = torch.zeros(len(requests))
-        else:
-            temperature = metadata.temperature[requests]
-            temperature = torch.where(temperature < 1e-5, 0.0, temperature)
+            return DraftSampling.greedy(len(requests))
+        temperature = metadata.temperature[requests]
+        temperature = torch.where(temperature < 1e-5, 0.0, temperature)
         generators = self.input_batch.generators
         seeds = torch.zeros(len(requests), depth, dtype=torch.int64)
         is_seeded = torch.zeros(len(requests), dtype=torch.bool)

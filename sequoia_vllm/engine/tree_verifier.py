@@ -14,7 +14,7 @@ from torch import Tensor
 from sequoia_vllm.engine.drafts import Draft, ScheduledTrees
 from sequoia_vllm.engine.seeded import consume_seeds, peek_seeds
 from sequoia_vllm.engine.target_distribution import TargetDistribution
-from sequoia_vllm.verification import Topology, VerifyResult, match_tree, walk_tree
+from sequoia_vllm.verification import Topology, VerifyResult, match_nodes, match_tree, walk_tree
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class TreeVerifier:
         Returns:
             Rows in the order of ``trees.requests``.
         """
+        if target.temperature is None:
+            return self._verify_greedy(trees, slice(None), target, generators)
         greedy = target.is_greedy(trees.requests)
         seeded = torch.tensor(
             [request in generators for request in trees.requests.tolist()],
@@ -72,20 +74,17 @@ class TreeVerifier:
     def _verify_greedy(
         self,
         trees: ScheduledTrees,
-        chosen: Tensor,
+        chosen: Tensor | slice,
         target: TargetDistribution,
         generators: dict[int, torch.Generator],
     ) -> VerifyResult:
-        is_node = trees.is_node[chosen]
-        first_row = trees.first_logits_row[chosen]
-        rows = (first_row[:, None] + torch.arange(is_node.shape[1]))[is_node]
-        tokens = torch.zeros(is_node.shape, dtype=torch.int64, device=is_node.device)
-        tokens[is_node] = self.greedy_argmax(target.logits[rows].to(torch.float32))
-        return match_tree(
-            lambda requests, nodes, depth: tokens[requests, nodes],
-            trees.tokens[chosen],
-            topology_of(trees.parents[chosen]),
-        )
+        logits = target.logits
+        rows = trees.logits_rows[chosen]
+        if rows.numel() != len(logits):  # else they are all of the rows, in order
+            logits = logits[rows.flatten()]
+        tokens = self.greedy_argmax(logits.to(torch.float32)).view(rows.shape)
+        topology = topology_of(trees.parents[chosen])
+        return match_nodes(tokens, trees.tokens[chosen], topology)
 
     def _verify_seeded(
         self,

@@ -77,12 +77,25 @@ def sample_without_replacement(
         raise ValueError(f"cannot draw {k} different tokens from a vocabulary of {vocabulary}")
     if not isinstance(temperature, Tensor) and temperature < GREEDY_BELOW:
         return _greedy_scores(logits).topk(k, dim=1).indices
-    draft = draft_distribution(logits, temperature)
-    scores = _race(draft, generators)
+    scores = _race(draft_distribution(logits, temperature), generators)
     if isinstance(temperature, Tensor):
         greedy = (temperature < GREEDY_BELOW)[:, None]
         scores = torch.where(greedy, _greedy_scores(logits), scores)
     return scores.topk(k, dim=1).indices
+
+
+def draw_without_replacement(draft: Tensor, k: int, generators: Generators = None) -> Tensor:
+    """`sample_without_replacement` from a Q that is at hand; none of its rows greedy.
+
+    Args:
+        draft: Q, float32 ``[R, V]``, from `draft_distribution`.
+        k: How many tokens, 0 to V.
+        generators: As in `sample_without_replacement`.
+
+    Returns:
+        int64 ``[R, k]``.
+    """
+    return _race(draft, generators).topk(k, dim=1).indices
 
 
 def _softmax(logits: Tensor, temperature: Tensor) -> Tensor:

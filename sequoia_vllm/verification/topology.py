@@ -18,6 +18,8 @@ class Topology:
     """The shapes of a batch's trees, as the verifier looks them up.
 
     Attributes:
+        parents: int64 ``[B, N+1]``: as given.
+        depths: int64 ``[B, N+1]``: edges from the root; 0 in padding.
         children: int64 ``[B, N+1, b]``: the k-th child of each node in draft
             order, -1 where it has no k-th child; b is at least 1.
         sizes: Nodes of each request's tree, root included.
@@ -25,6 +27,8 @@ class Topology:
             so the last is 0.
     """
 
+    parents: Tensor
+    depths: Tensor
     children: Tensor
     sizes: tuple[int, ...]
     branches: tuple[int, ...]
@@ -52,18 +56,22 @@ class Topology:
         """
         host = parents.detach().to("cpu", torch.int64)
         _check_parents(host)
-        children = _child_table(host)
-        return cls(
-            children=children.to(device or parents.device),
+        children, depths = _child_table(host), _depths(host)
+        topology = cls(
+            parents=host,
+            depths=depths,
+            children=children,
             sizes=tuple((host != PADDING).sum(dim=1).tolist()),
-            branches=_branches_by_depth(children, _depths(host)),
+            branches=_branches_by_depth(children, depths),
         )
+        return topology.to(device or parents.device)
 
     def to(self, device: torch.device) -> Topology:
-        """This topology with ``children`` on ``device``."""
+        """This topology with its tensors on ``device``."""
         if self.children.device == device:
             return self
-        return replace(self, children=self.children.to(device))
+        moved = {name: getattr(self, name).to(device) for name in ("parents", "depths", "children")}
+        return replace(self, **moved)
 
 
 def _check_parents(parents: Tensor) -> None:

@@ -168,6 +168,38 @@ def match_tree(
     return _walk(choose, topology, tokens)
 
 
+def match_nodes(target_tokens: Tensor, tokens: Tensor, parents: Tensor | Topology) -> VerifyResult:
+    """`match_tree` where the target's token is known at every node: no walk, no waiting.
+
+    A node is accepted if it and all its ancestors carry the target's token
+    after their parents. Siblings must carry different tokens.
+
+    Args:
+        target_tokens: int64 ``[B, N+1]``: the target's token after each node.
+        tokens: int64 ``[B, N+1]``; the root's is not read.
+        parents: int ``[B, N+1]`` (-1 the root, -2 padding), or the `Topology`
+            made from it.
+
+    Raises:
+        ValueError: If ``parents`` does not hold trees, or differs from
+            ``tokens`` in shape.
+    """
+    topology = _topology_of(parents, tokens)
+    above = topology.parents.clamp(min=0)
+    accepted = (tokens == target_tokens.gather(1, above)) & (topology.parents >= 0)
+    accepted[:, 0] = True
+    depth = topology.max_depth
+    for _ in range(depth.bit_length()):  # ancestors 1, 2, 4, ... edges up
+        accepted &= accepted.gather(1, above)
+        above = above.gather(1, above)
+    nodes = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    # One column per depth, and one more for the nodes that are not on the path.
+    column = torch.where(accepted, topology.depths, depth + 1)
+    path = tokens.new_full((tokens.shape[0], depth + 2), -1).scatter_(1, column, nodes)[:, :-1]
+    emitted = torch.where(path >= 0, target_tokens.gather(1, path.clamp(min=0)), -1)
+    return VerifyResult(path[:, 1:], emitted, accepted.sum(dim=1) - 1)
+
+
 def _topology_of(parents: Tensor | Topology, tokens: Tensor) -> Topology:
     if isinstance(parents, Topology):
         topology = parents.to(tokens.device)

@@ -7,7 +7,7 @@ import torch
 
 from sequoia_vllm.attention import cpu_kernel
 from sequoia_vllm.attention.cpu_cache import keys_and_values
-from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernel
+from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernels
 
 BLOCK = 32
 
@@ -27,7 +27,7 @@ def attend(shape, cache, table, contexts, sizes, ancestors, query):
         shape, torch.arange(batch * queries).view(batch, queries), table, contexts, sizes,
         ancestors, int((contexts + sizes).max()),
     )  # fmt: skip
-    trees.attend(load_kernel(), query.flatten(0, 1), cache, output)
+    trees.attend(load_kernels(), query.flatten(0, 1), cache, output)
     return output.view_as(query)
 
 
@@ -110,7 +110,7 @@ def test_padding_rows_are_not_written():
         shape, torch.tensor([[2, -1]]), torch.zeros(1, 1, dtype=torch.int32), torch.tensor([4]),
         torch.tensor([1]), torch.ones(2, 1, dtype=torch.bool), 5,
     )  # fmt: skip
-    trees.attend(load_kernel(), torch.randn(3, 32), torch.randn(1, 1, BLOCK, 32), output)
+    trees.attend(load_kernels(), torch.randn(3, 32), torch.randn(1, 1, BLOCK, 32), output)
     assert (output[:2] == 7).all()
     assert (output[2] != 7).all()
 
@@ -125,5 +125,5 @@ def test_without_a_compiler_there_is_no_kernel(monkeypatch, caplog):
     monkeypatch.setattr(CppCodeCache, "load", fail)
     monkeypatch.setattr(cpu_kernel.logger, "propagate", True)
     with caplog.at_level(logging.WARNING, cpu_kernel.logger.name):
-        assert load_kernel.__wrapped__() is None
+        assert load_kernels.__wrapped__() is None
     assert "install a C++ compiler" in caplog.text

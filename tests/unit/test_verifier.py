@@ -15,6 +15,7 @@ from reference_verifier import Uniforms, algorithm_2, children_of, match, norm
 from sequoia_vllm.verification import (
     Topology,
     draft_distribution,
+    match_nodes,
     match_tree,
     sample_without_replacement,
     verifier,
@@ -440,6 +441,7 @@ def test_no_requests():
     result = verify_tree(torch.empty(0, 3, 4), torch.empty(0, 3, 4), empty, empty, [])
     assert (result.accepted_nodes.shape, result.output_tokens.shape) == ((0, 0), (0, 1))
     assert match_tree(lambda r, n, d: r, empty, empty).num_accepted.shape == (0,)
+    assert match_nodes(empty, empty, empty).num_accepted.shape == (0,)
 
 
 def test_mismatched_arguments_are_refused():
@@ -491,6 +493,7 @@ def test_with_a_one_hot_target_any_draft_gives_the_greedy_path(seed):
     verified = verify_tree(target, draft, tokens, parents)
     matched = match_tree(lambda r, n, depth: best[r, n], tokens, parents)
     assert as_lists(verified) == as_lists(matched)
+    assert as_lists(match_nodes(best, tokens, parents)) == as_lists(matched)
 
 
 # -- GPU ---------------------------------------------------------------------------------
