@@ -5,18 +5,33 @@ from __future__ import annotations
 import datetime
 import re
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sequoia_vllm.calibration.counts import AcceptanceEstimate, estimate_acceptance, spine_tree
-from sequoia_vllm.calibration.engines import encode, load_prompts, open_engine
-from sequoia_vllm.calibration.provenance import file_hash, provenance
-from sequoia_vllm.tree.library_files import AcceptanceFile
+from sequoia_vllm.calibration.counts import estimate_acceptance, probing_tree
+from sequoia_vllm.calibration.engines import load_config, longest_context, open_engine
+from sequoia_vllm.calibration.errors import CalibrationError
+from sequoia_vllm.calibration.probing import Budget, Checkpoint, Counters, Probe, StoppedBy
+from sequoia_vllm.calibration.provenance import model_hashes, provenance
+from sequoia_vllm.calibration.workload import Workload
+from sequoia_vllm.prompts import (
+    encode_prompts,
+    load_prompts,
+    load_tokenizer,
+    prompts_sha256,
+    source_name,
+)
+from sequoia_vllm.tree.library_files import AcceptanceFile, CalibrationState
 from sequoia_vllm.tree.token_tree import TokenTree
 
 Progress = Callable[[str, int, int], None]
+Save = Callable[[AcceptanceFile], None]
+
+# A small model's greedy text soon repeats itself, and repetition is easy to draft.
+_MOST_GREEDY_PASSES = 4
 
 
 @dataclass(frozen=True)
@@ -25,64 +40,190 @@ class AcceptanceSettings:
 
     Attributes:
         target, draft: Model names or paths.
-        prompts: ``.jsonl`` file with a "prompt" per line.
-        num_prompts: Prompts to use.
+        prompts: File with prompts (`load_prompts`); None: the built-in set.
+        num_prompts: Prompts to use; None: all.
+        raw_prompts: Give bare prompts to the target without its chat template.
         max_tokens: Tokens per completion; it may end earlier by itself.
         temperature, top_p: Sampling of every request; temperature 0 is greedy.
-        branch: Children offered at a node: entries of the vector.
-        depth: Rows of the vector; 1: one row, of the root.
+        branch: Children offered at a node: entries of a row.
+        depth: Rows of the vector at most.
+        precision: Stop when the vector is known this well (`counts.precision`).
+        max_tokens_total: Stop when so many tokens were generated.
         batch_size: Requests at once.
         dtype: Of weights and activations.
+        tensor_parallel_size: Devices the target is split over.
         enforce_eager: Without compilation.
         kv_cache_gib: Memory for the KV cache, GiB.
     """
 
     target: str
     draft: str
-    prompts: Path
-    num_prompts: int = 100
-    max_tokens: int = 64
+    prompts: Path | None = None
+    num_prompts: int | None = None
+    raw_prompts: bool = False
+    max_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
-    branch: int = 32
-    depth: int = 1
+    branch: int = 16
+    depth: int = 3
+    precision: float = 0.02
+    max_tokens_total: int = 100_000
     batch_size: int = 8
     dtype: str = "auto"
+    tensor_parallel_size: int = 1
     enforce_eager: bool = False
     kv_cache_gib: float = 1.0
 
 
+@dataclass(frozen=True)
+class AcceptanceTask:
+    """A measurement ready to run.
+
+    Attributes:
+        settings: What to measure.
+        prompts: Token ids of each prompt.
+        most_tokens: Longest completion over all passes.
+        measures: What makes two measurements the same one; plain data.
+        name: Draft strength class of the result.
+    """
+
+    settings: AcceptanceSettings
+    prompts: list[list[int]]
+    most_tokens: int
+    measures: dict[str, Any]
+    name: str
+
+    @classmethod
+    def prepare(cls, settings: AcceptanceSettings, name: str) -> AcceptanceTask:
+        """Reads prompts and models' files; starts no engine.
+
+        Raises:
+            PromptError, CalibrationError, TreeError: If they cannot be used.
+        """
+        prompts = load_prompts(settings.prompts, settings.num_prompts)
+        tokenizer = load_tokenizer(settings.target)
+        encoded = encode_prompts(prompts, tokenizer, raw=settings.raw_prompts)
+        # Room for a whole tree after the last token: trees are never trimmed.
+        room = longest_context(settings.target) - _tree(settings).size
+        fitting = [ids for ids in encoded if len(ids) + settings.max_tokens <= room]
+        if not fitting:
+            raise CalibrationError(
+                f"no prompt leaves room for {settings.max_tokens} tokens in the target's context: "
+                "give shorter prompts, or a smaller --max-tokens"
+            )
+        passes = _MOST_GREEDY_PASSES if settings.temperature == 0 else 1
+        most = min(passes * settings.max_tokens, room - max(map(len, fitting)))
+        load_config(settings.draft)  # refused here if it is not there, before an engine starts
+        measures = {
+            "target": settings.target,
+            "draft": settings.draft,
+            "target_sha256": model_hashes(settings.target),
+            "draft_sha256": model_hashes(settings.draft),
+            "prompts": source_name(settings.prompts),
+            "prompts_sha256": prompts_sha256(prompts),
+            "prompts_used": len(fitting),
+            "raw_prompts": settings.raw_prompts,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p if settings.temperature > 0 else None,
+            "max_tokens": settings.max_tokens,
+            "branch": settings.branch,
+            "depth": settings.depth,
+            "dtype": settings.dtype,
+        }
+        return cls(settings, fitting, most, measures, name)
+
+    def differences(self, state: CalibrationState) -> list[str]:
+        """What an earlier measurement measured otherwise; empty: it is this same one."""
+        keys = self.measures.keys() | state.measures.keys()
+        return sorted(k for k in keys if self.measures.get(k) != state.measures.get(k))
+
+    def is_done(self, state: CalibrationState) -> bool:
+        """Whether an earlier run of this measurement found all that is asked for now."""
+        if not state.complete:
+            return False
+        reached = state.precision is not None and state.precision <= self.settings.precision
+        used_up = state.stopped_by == "tokens" and (
+            state.most_tokens >= self.settings.max_tokens_total
+        )
+        return reached or used_up or state.stopped_by == "prompts"
+
+    def can_go_on(self, state: CalibrationState) -> bool:
+        """Whether an earlier run of this measurement left what another needs to continue it.
+
+        A finished greedy one did not: its completions are not kept.
+        """
+        return not state.complete or self.settings.temperature > 0
+
+
 def measure_acceptance(
-    settings: AcceptanceSettings, name: str, progress: Progress | None = None
+    task: AcceptanceTask,
+    previous: CalibrationState | None = None,
+    progress: Progress | None = None,
+    save: Save | None = None,
+    *,
+    checkpoint_seconds: float = 1.0,
 ) -> AcceptanceFile:
-    """Runs the engine with a star of ``branch`` drafts, and counts what is accepted.
+    """Runs the engine with a wide tree and counts what the verifier accepts.
 
     Args:
-        settings: What to measure.
-        name: Draft strength class of the result.
-        progress: Called with (what is done, prompts done, prompts in all).
+        task: What to measure.
+        previous: Where an interrupted run stopped; None: start anew.
+        progress: Called with (what is done, trees verified, trees needed as it seems).
+        save: Called with what there is so far, marked incomplete, at each checkpoint.
+        checkpoint_seconds: Time between checkpoints; 0: after every step.
+
+    Returns:
+        The measurement; marked incomplete if a KeyboardInterrupt ended it.
 
     Raises:
-        CalibrationError: If the prompts or models cannot be used.
+        CalibrationError: If the models cannot be used.
+        KeyboardInterrupt: If it came before any tree was verified.
     """
-    prompts = encode(settings.target, load_prompts(settings.prompts, settings.num_prompts))
-    stats = _generate(settings, prompts, spine_tree(settings.branch, settings.depth), progress)
-    estimate = estimate_acceptance(stats["offered"], stats["accepted"])
-    return acceptance_file(settings, name, estimate, stats)
+    settings = task.settings
+    workload = _workload(task, previous)
+    start = Counters() if previous is None else Counters.of_state(previous)
+    budget = Budget(settings.precision, settings.max_tokens_total)
+    probe = Probe(workload, start, budget, interval=checkpoint_seconds)
+    report = progress or (lambda what, done, total: None)
+
+    def on_checkpoint(checkpoint: Checkpoint) -> None:
+        trees, reached = checkpoint.counters.trees, checkpoint.counters.precision()
+        if reached is None:
+            return
+        needed = round(trees * max(1.0, (reached / settings.precision) ** 2))
+        report(f"within {reached:.3f}, to be {settings.precision:g}", trees, needed)
+        if save is not None:
+            save(_file(task, checkpoint, "interrupt"))
+
+    report("starting the engine", 0, 1)
+    stopped_by: StoppedBy = "interrupt"
+    with suppress(KeyboardInterrupt), _engine(task, seed=workload.started) as llm:
+        stopped_by = probe.run(
+            llm, settings.temperature, settings.top_p, settings.batch_size, on_checkpoint
+        )
+    if stopped_by == "interrupt" and probe.checkpoint.counters.trees == 0:
+        raise KeyboardInterrupt
+    return _file(task, probe.checkpoint, stopped_by)
 
 
-def acceptance_file(
-    settings: AcceptanceSettings, name: str, estimate: AcceptanceEstimate, stats: dict[str, Any]
-) -> AcceptanceFile:
-    """The file of a measurement; ``stats``: the engine's counters (`StepStats.to_dict`)."""
+def class_name(text: str) -> str:
+    """``text`` as the name of a draft strength class."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") or "measured"
+
+
+def _file(task: AcceptanceTask, checkpoint: Checkpoint, stopped_by: StoppedBy) -> AcceptanceFile:
+    settings, counters = task.settings, checkpoint.counters
+    estimate = estimate_acceptance(counters.offered, counters.accepted)
+    shape = slice(None) if len(estimate.acceptance) > 1 else 0
+    state = _state(task, checkpoint, stopped_by)
     how = "greedy" if settings.temperature == 0 else f"temperature {settings.temperature:g}"
     if settings.temperature > 0 and settings.top_p < 1:
         how += f", top-p {settings.top_p:g}"
-    shape = slice(None) if settings.depth > 1 else 0
+    unfinished = "" if state.complete else " (interrupted)"
     return AcceptanceFile(
-        name=name,
-        description=f"{settings.target} with {settings.draft}, {how}, "
-        f"{settings.num_prompts} prompts of {settings.prompts.name}.",
+        name=task.name,
+        description=f"{settings.target} with {settings.draft}, {how}, {counters.trees} trees on "
+        f"{source_name(settings.prompts)} prompts{unfinished}.",
         source="measured",
         date=datetime.datetime.now(datetime.UTC).date(),
         target=settings.target,
@@ -93,62 +234,75 @@ def acceptance_file(
         trials=estimate.trials[shape],
         low=estimate.low[shape],
         high=estimate.high[shape],
-        provenance=provenance(
-            settings.target,
-            settings.draft,
-            settings={**asdict(settings), "prompts": settings.prompts.name},
-            prompts_sha256=file_hash(settings.prompts),
-            counts={key: stats[key] for key in ("tree_steps", "tokens", "offered", "accepted")},
-        ),
+        calibration=state,
+        provenance=provenance(settings={**asdict(settings), "prompts": task.measures["prompts"]}),
     )
 
 
-def class_name(text: str) -> str:
-    """``text`` as the name of a draft strength class."""
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") or "measured"
-
-
-def _generate(
-    settings: AcceptanceSettings,
-    prompts: list[list[int]],
-    tree: TokenTree,
-    progress: Progress | None,
-) -> dict[str, Any]:
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=settings.temperature, top_p=settings.top_p, max_tokens=settings.max_tokens
+def _state(task: AcceptanceTask, checkpoint: Checkpoint, stopped_by: StoppedBy) -> CalibrationState:
+    counters, workload = checkpoint.counters, dict(checkpoint.workload)
+    complete = stopped_by != "interrupt"
+    if complete:
+        del workload["completions"]  # nothing goes on from here
+    return CalibrationState(
+        complete=complete,
+        stopped_by=stopped_by,
+        precision=counters.precision(),
+        wanted_precision=task.settings.precision,
+        most_tokens=task.settings.max_tokens_total,
+        trees=counters.trees,
+        tokens=counters.tokens,
+        offered=counters.offered,
+        accepted=counters.accepted,
+        measures=task.measures,
+        **workload,
     )
-    report = progress or (lambda what, done, total: None)
+
+
+def _workload(task: AcceptanceTask, previous: CalibrationState | None) -> Workload:
+    settings = task.settings
+    workload = Workload(
+        prompts=task.prompts,
+        greedy=settings.temperature == 0,
+        max_tokens=settings.max_tokens,
+        most_tokens=task.most_tokens,
+    )
+    return (
+        workload
+        if previous is None
+        else replace(
+            workload,
+            started=previous.started,
+            completions=previous.completions,
+            ended=set(previous.ended),
+        )
+    )
+
+
+def _tree(settings: AcceptanceSettings) -> TokenTree:
+    return probing_tree(settings.branch, settings.depth)
+
+
+@contextmanager
+def _engine(task: AcceptanceTask, seed: int) -> Iterator[Any]:
+    settings, tree = task.settings, _tree(task.settings)
+    longest = max(map(len, task.prompts)) + task.most_tokens + tree.size
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tree.json"
         tree.save(path)
-        report("starting the engine", 0, len(prompts))
-        with open_engine(settings.target, **_engine_options(settings, prompts, tree, path)) as llm:
-            for start in range(0, len(prompts), settings.batch_size):
-                report("generating", start, len(prompts))
-                chunk = prompts[start : start + settings.batch_size]
-                requests = [{"prompt_token_ids": tokens} for tokens in chunk]
-                llm.generate(requests, params, use_tqdm=False)
-            stats: dict[str, Any] = llm.collective_rpc("sequoia_stats", args=(False, False))[0]
-    return stats
-
-
-def _engine_options(
-    settings: AcceptanceSettings, prompts: list[list[int]], tree: TokenTree, path: Path
-) -> dict[str, Any]:
-    # Room for a whole tree after the last token: trees are never trimmed.
-    longest = max(map(len, prompts)) + settings.max_tokens + tree.size
-    return {
-        "speculative_config": {
-            "method": "sequoia", "model": settings.draft, "tree": str(path)
-        },
-        "dtype": settings.dtype,
-        "enforce_eager": settings.enforce_eager,
-        "max_model_len": longest,
-        "max_num_seqs": settings.batch_size,
-        # vLLM keeps one slot of each request free for drafting.
-        "max_num_batched_tokens": max(2048, longest, settings.batch_size * (tree.size + 1)),
-        "enable_prefix_caching": False,
-        "kv_cache_memory_bytes": int(settings.kv_cache_gib * (1 << 30)),
-    }  # fmt: skip
+        options = {
+            "speculative_config": {
+                "method": "sequoia", "model": settings.draft, "tree": str(path)
+            },
+            "dtype": settings.dtype,
+            "tensor_parallel_size": settings.tensor_parallel_size,
+            "enforce_eager": settings.enforce_eager,
+            "max_model_len": longest,
+            "max_num_seqs": settings.batch_size,
+            # vLLM keeps one slot of each request free for drafting.
+            "max_num_batched_tokens": max(2048, longest, settings.batch_size * (tree.size + 1)),
+            "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": int(settings.kv_cache_gib * (1 << 30)),
+        }  # fmt: skip
+        with open_engine(settings.target, seed=seed, **options) as llm:
+            yield llm

@@ -11,6 +11,7 @@ from sequoia_vllm.tree.token_tree import TokenTree
 
 _Z95 = 1.959964
 _DIGITS = 6
+_FEWEST_TRIALS = 100
 Counts = Sequence[Sequence[int]]
 
 
@@ -30,21 +31,25 @@ class AcceptanceEstimate:
     trials: list[list[int]]
 
 
-def spine_tree(branch: int, depth: int = 1) -> TokenTree:
-    """A root with ``branch`` children, and as many below the first child of each level.
+def probing_tree(branch: int, depth: int = 1) -> TokenTree:
+    """The wide tree whose children are counted.
 
-    Depth 1 is a star. Below it, a node's children are the draft's likeliest
-    tokens after an accepted first child: the commonest way to get there.
+    Depth 1 is a star: a root with ``branch`` children. Below it the first and
+    the second child of each level's first node have ``branch`` children, too:
+    the commonest ways to get there, likely tokens of the draft and less likely
+    ones, so that a row is not one of easy contexts alone.
 
     Raises:
         TreeError: If a number is below 1.
     """
     parents = [-1]
-    spine = 0
+    leading, second = 0, None
     for _ in range(depth):
         first = len(parents)
-        parents += [spine] * branch
-        spine = first
+        parents += [leading] * branch
+        if second is not None:
+            parents += [second] * branch
+        leading, second = first, first + 1 if branch > 1 else None
     return TokenTree(tuple(parents))
 
 
@@ -62,22 +67,50 @@ def wilson_interval(successes: int, trials: int, z: float = _Z95) -> tuple[float
 def estimate_acceptance(offered: Counts, accepted: Counts) -> AcceptanceEstimate:
     """The acceptance vector of these counts (`StepStats.offered`, `StepStats.accepted`).
 
-    Trees are sometimes trimmed from the end, so a late child may have fewer
-    trials than an early one; if the shares then sum to more than 1 they are
-    scaled to sum to 1.
+    Rows below the root with fewer than 100 trials are left out: the tree
+    optimizer uses the last row for all depths below it, and would take noise
+    for a fact. Trees are sometimes trimmed from the end, so a late child may
+    have fewer trials than an early one; if the shares then sum to more than 1
+    they are scaled to sum to 1.
 
     Raises:
         CalibrationError: If no tree was verified.
     """
     if not offered or not offered[0] or offered[0][0] == 0:
         raise CalibrationError("no tree was verified: give more prompts, or more tokens for each")
-    rows = [
-        _row(tried, taken)
-        for tried, taken in zip(offered, accepted, strict=True)
-        if tried[0] > 0  # deeper levels may never have been reached
-    ]
+    counted = list(zip(offered, accepted, strict=True))
+    rows = [_row(*counted[0])]
+    for tried, taken in counted[1:]:
+        if tried[0] < _FEWEST_TRIALS:
+            break
+        rows.append(_row(tried, taken))
     shares, lows, highs = (list(part) for part in zip(*rows, strict=True))
     return AcceptanceEstimate(shares, lows, highs, [list(row) for row in offered[: len(rows)]])
+
+
+def precision(estimate: AcceptanceEstimate) -> float:
+    """How well the vector is known: the one number that `calibrate --precision` bounds.
+
+    The half-width of each entry's 95 % interval, times the share of trees that
+    reach its depth; the largest of these. That is how far off, from one entry,
+    the expected number of nodes accepted at its depth may be.
+    """
+    roots = estimate.trials[0][0]
+    return max(
+        (high - low) / 2 * trials[0] / roots
+        for lows, highs, trials in zip(estimate.low, estimate.high, estimate.trials, strict=True)
+        for low, high in zip(lows, highs, strict=True)
+    )
+
+
+def add_counts(first: Counts, second: Counts) -> list[list[int]]:
+    """The sum of two tables of counts of the same shape; an empty one counts as zeros."""
+    if not first or not second:
+        return [list(row) for row in first or second]
+    return [
+        [a + b for a, b in zip(row, other, strict=True)]
+        for row, other in zip(first, second, strict=True)
+    ]
 
 
 def _row(tried: Sequence[int], taken: Sequence[int]) -> tuple[list[float], ...]:

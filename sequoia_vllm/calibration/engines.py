@@ -1,20 +1,20 @@
-"""Engines for measuring, and the prompts they are given."""
+"""Engines for measuring, and prompts of the length wanted."""
 
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from sequoia_vllm.calibration.errors import CalibrationError
 
+_NO_LIMIT = 1 << 20
+
 
 @contextmanager
-def open_engine(target: str, **options: Any) -> Iterator[Any]:
-    """A ``vllm.LLM``, shut down at the end.
+def open_engine(target: str, *, seed: int = 0, **options: Any) -> Iterator[Any]:
+    """A ``vllm.LLM``, shut down at the end; ``options`` are its arguments.
 
     Raises:
         CalibrationError: If vLLM cannot start it.
@@ -22,7 +22,7 @@ def open_engine(target: str, **options: Any) -> Iterator[Any]:
     from vllm import LLM
 
     try:
-        llm = LLM(model=target, seed=0, **options)
+        llm = LLM(model=target, seed=seed, **options)
     except (ValueError, OSError, RuntimeError) as error:
         draft = (options.get("speculative_config") or {}).get("model")
         pair = f"{target!r} with draft {draft!r}" if draft else repr(target)
@@ -35,45 +35,41 @@ def open_engine(target: str, **options: Any) -> Iterator[Any]:
         gc.collect()
 
 
-def load_prompts(path: Path, count: int | None = None) -> list[str]:
-    """Prompts of a ``.jsonl`` file with a "prompt" per line; None: all of them.
+def load_config(model: str) -> Any:
+    """The model's configuration, as transformers reads it.
 
     Raises:
-        CalibrationError: If the file is missing, has another format or too few prompts.
+        CalibrationError: If there is none.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise CalibrationError(
-            f"cannot read prompts {path}: {error.strerror or error}; name a file with --prompts"
-        ) from error
-    prompts = []
-    for number, line in enumerate(filter(str.strip, lines[:count]), start=1):
-        try:
-            prompt = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CalibrationError(
-                f'prompts {path}, line {number}: every line must be {{"prompt": "text"}}'
-            ) from error
-        prompts.append(str(prompt))
-    if not prompts or (count is not None and len(prompts) < count):
-        raise CalibrationError(f"prompts {path} holds {len(prompts)} prompts, not {count or 'any'}")
-    return prompts
-
-
-def encode(target: str, prompts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each prompt, by the target's tokenizer.
-
-    Raises:
-        CalibrationError: If there is no tokenizer.
-    """
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(target)
+        return AutoConfig.from_pretrained(model)
     except (ValueError, OSError) as error:
-        raise CalibrationError(f"no tokenizer for the target {target!r}: {error}") from error
-    return [tokenizer.encode(prompt) for prompt in prompts]
+        raise CalibrationError(f"no configuration of the model {model!r}: {error}") from error
+
+
+def longest_context(model: str) -> int:
+    """Tokens that the model takes at most."""
+    config = load_config(model).get_text_config()
+    return int(getattr(config, "max_position_embeddings", None) or _NO_LIMIT)
+
+
+def count_parameters(model: str) -> float:
+    """Parameters of a model by its configuration; no weights are read.
+
+    Raises:
+        CalibrationError: If transformers does not know the model.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(load_config(model))
+    except (ValueError, OSError) as error:
+        raise CalibrationError(f"cannot count the parameters of {model!r}: {error}") from error
+    return float(sum(parameter.numel() for parameter in built.parameters()))
 
 
 def token_windows(encoded: Sequence[Sequence[int]], count: int, length: int) -> list[list[int]]:

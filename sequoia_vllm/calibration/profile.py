@@ -5,16 +5,21 @@ from __future__ import annotations
 import datetime
 import random
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sequoia_vllm.calibration.acceptance import Progress
-from sequoia_vllm.calibration.engines import encode, load_prompts, open_engine, token_windows
+from sequoia_vllm.calibration.engines import (
+    count_parameters,
+    longest_context,
+    open_engine,
+    token_windows,
+)
 from sequoia_vllm.calibration.errors import CalibrationError
-from sequoia_vllm.calibration.provenance import file_hash, provenance
+from sequoia_vllm.calibration.provenance import model_hashes, provenance
 from sequoia_vllm.calibration.recorder import EXTENSION
 from sequoia_vllm.calibration.step_times import (
     BatchCurves,
@@ -22,10 +27,26 @@ from sequoia_vllm.calibration.step_times import (
     batch_curves,
     check_steady,
     measuring_tree,
+    pays_to_go_on,
     steady_steps,
 )
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.hardware.profile import Profile
+from sequoia_vllm.prompts import (
+    encode_prompts,
+    load_prompts,
+    load_tokenizer,
+    prompts_sha256,
+    source_name,
+)
+
+Progress = Callable[[str, int, int], None]
+
+# A worker polls its queue for a second after its last step, and would take a
+# core from the other engine; then it sleeps (SpinCondition in vLLM's
+# shm_broadcast.py).
+_SETTLE_SECONDS = 1.2
+_SMALLEST_TREE = 4  # with a second level: its draft pass can be timed
 
 
 @dataclass(frozen=True)
@@ -34,59 +55,70 @@ class ProfileSettings:
 
     Attributes:
         target, draft: Model names or paths.
-        prompts: ``.jsonl`` file with a "prompt" per line; cut and joined to length.
+        prompts: File with prompts (`load_prompts`), cut and joined to length;
+            None: the built-in set.
         batch_sizes: Requests at once.
-        tokens: Tree sizes, root included; 1 is plain decoding.
-        context: Tokens of each request in the middle of its completion.
+        tokens: Tree sizes, root included; 1 is plain decoding. At each batch
+            size and context the ladder ends where `pays_to_go_on` says so.
+        contexts: Tokens of each request in the middle of its completion.
         max_tokens: Tokens per completion.
         rounds: Times everything is measured; the quietest counts.
         temperature: Sampling of every request; 0 is greedy.
         dtype: Of weights and activations.
+        tensor_parallel_size: Devices the target is split over.
         enforce_eager: Without compilation.
         kv_cache_gib: Memory for the KV cache of each of the two engines, GiB.
     """
 
     target: str
     draft: str
-    prompts: Path
+    prompts: Path | None = None
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    context: int = 256
-    max_tokens: int = 48
-    rounds: int = 5
+    contexts: tuple[int, ...] = (256, 1024)
+    max_tokens: int = 32
+    rounds: int = 3
     temperature: float = 0.0
     dtype: str = "auto"
+    tensor_parallel_size: int = 1
     enforce_eager: bool = False
     kv_cache_gib: float = 1.0
 
+    @property
+    def trees(self) -> list[int]:
+        """Tree sizes."""
+        return [size for size in self.tokens if size > 1]
+
 
 def measure_profile(settings: ProfileSettings, progress: Progress | None = None) -> Profile:
-    """Times a plain and a Sequoia engine in turns, at every batch and tree size.
+    """Times a plain and a Sequoia engine in turns, at every batch size, context and tree size.
 
     Args:
         settings: What to measure.
         progress: Called with (what is done, runs done, runs in all).
 
     Raises:
-        CalibrationError: If the settings, prompts or models cannot be used.
+        PromptError, CalibrationError, ProfileError: If the settings, prompts or
+            models cannot be used.
     """
     settings = _checked(settings)
-    encoded = encode(settings.target, load_prompts(settings.prompts))
-    length = settings.context - settings.max_tokens // 2
-    prompts = token_windows(encoded, max(settings.batch_sizes), length)
-    with _engines(settings, progress) as engines:
-        times = _measure(settings, prompts, engines, progress)
-        dtype = engines.plain.llm_engine.vllm_config.model_config.dtype
-    curves = [batch_curves(batch, settings.context) for batch in times]
-    return profile_of(settings, curves, str(dtype).removeprefix("torch."))
+    prompts = load_prompts(settings.prompts)
+    encoded = encode_prompts(prompts, load_tokenizer(settings.target), raw=True)
+    report = progress or (lambda what, done, total: None)
+    with _engines(settings, report) as (plain, sequoia):
+        measuring = _Measuring(settings, encoded, plain, sequoia, report)
+        measuring.run()
+        dtype = plain.llm_engine.vllm_config.model_config.dtype
+    curves = [batch_curves(times) for times in measuring.times]
+    return profile_of(settings, curves, str(dtype).removeprefix("torch."), prompts_sha256(prompts))
 
 
-def profile_of(settings: ProfileSettings, curves: list[BatchCurves], dtype: str) -> Profile:
+def profile_of(
+    settings: ProfileSettings, curves: list[BatchCurves], dtype: str, prompts_hash: str
+) -> Profile:
     """The profile of what was measured with weights and activations of this dtype."""
     from sequoia_vllm.engine.device_name import current_device_name
 
-    steps = {str(c.overhead.batch_size): _by_size(c.step_seconds) for c in curves}
-    forwards = {str(c.overhead.batch_size): _by_size(c.forward_seconds) for c in curves}
     return Profile(
         source="measured",
         date=datetime.datetime.now(datetime.UTC).date(),
@@ -96,79 +128,82 @@ def profile_of(settings: ProfileSettings, curves: list[BatchCurves], dtype: str)
         target_parameters=count_parameters(settings.target),
         draft_parameters=count_parameters(settings.draft),
         dtype=dtype,
+        tensor_parallel_size=settings.tensor_parallel_size,
         target_forward=[c.target for c in curves],
         draft_level=[c.draft for c in curves],
+        verification=[c.verification for c in curves],
         overhead=[c.overhead for c in curves],
         provenance=provenance(
-            settings.target,
-            settings.draft,
-            settings={**asdict(settings), "prompts": settings.prompts.name},
-            prompts_sha256=file_hash(settings.prompts),
+            settings={**asdict(settings), "prompts": source_name(settings.prompts)},
+            models={
+                "target": model_hashes(settings.target),
+                "draft": model_hashes(settings.draft),
+            },
+            prompts_sha256=prompts_hash,
             target_forward="the forward pass, the LM head, and all of a step that grows with "
-            "the tree (verification, preparing inputs); see forward_seconds for the first two",
-            step_seconds=steps,
-            forward_seconds=forwards,
+            "the tree but verification (preparing inputs); steps gives the first two alone",
+            steps=[_steps(c) for c in curves],
         ),
     )
 
 
-def count_parameters(model: str) -> float:
-    """Parameters of a model by its configuration; no weights are read.
-
-    Raises:
-        CalibrationError: If transformers does not know the model.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-    except (ValueError, OSError) as error:
-        raise CalibrationError(f"cannot count the parameters of {model!r}: {error}") from error
-    return float(sum(parameter.numel() for parameter in built.parameters()))
+def _steps(curves: BatchCurves) -> dict[str, Any]:
+    """Whole steps and their target passes as measured, in the order of ``tokens``."""
+    return {
+        "batch_size": curves.target.batch_size,
+        "context_length": curves.target.context_length,
+        "tokens": list(curves.step_seconds),
+        "step_seconds": list(curves.step_seconds.values()),
+        "forward_seconds": list(curves.forward_seconds.values()),
+    }
 
 
 def _checked(settings: ProfileSettings) -> ProfileSettings:
     tokens = sorted(set(settings.tokens) | {1})
-    if tokens[0] < 1 or tokens[-1] < 4:
+    if tokens[0] < 1 or tokens[-1] < _SMALLEST_TREE:
         raise CalibrationError(
-            f"tokens {list(settings.tokens)}: give sizes from 1 up, the largest at least 4"
+            f"tokens {list(settings.tokens)}: give sizes from 1 up, the largest at least "
+            f"{_SMALLEST_TREE}"
         )
-    if settings.context <= settings.max_tokens // 2:
+    half = settings.max_tokens // 2
+    if not settings.contexts or min(settings.contexts) <= half:
         raise CalibrationError(
-            f"context {settings.context} is too short for {settings.max_tokens} tokens per "
-            f"completion: at least {settings.max_tokens // 2 + 1}"
+            f"contexts {list(settings.contexts)}: too short for {settings.max_tokens} tokens per "
+            f"completion; give at least {half + 1}"
         )
-    batch_sizes = check_batch_sizes(list(settings.batch_sizes))
-    changes = {"tokens": tuple(tokens), "batch_sizes": tuple(batch_sizes)}
-    return ProfileSettings(**{**asdict(settings), **changes})
-
-
-@dataclass(frozen=True)
-class _Engines:
-    """Both engines, alive together, so that they are measured in turns."""
-
-    plain: Any
-    sequoia: Any
+    most = longest_context(settings.target) - (settings.max_tokens - half) - tokens[-1]
+    if max(settings.contexts) > most:
+        raise CalibrationError(
+            f"contexts {list(settings.contexts)}: the target takes {most} at most, with the "
+            "completion and the largest tree"
+        )
+    return replace(
+        settings,
+        tokens=tuple(tokens),
+        batch_sizes=tuple(check_batch_sizes(list(settings.batch_sizes))),
+        contexts=tuple(sorted(set(settings.contexts))),
+    )
 
 
 @contextmanager
-def _engines(settings: ProfileSettings, progress: Progress | None) -> Iterator[_Engines]:
-    largest = max(settings.tokens)
-    length = settings.context + settings.max_tokens + largest
-    options = {
+def _engines(settings: ProfileSettings, report: Progress) -> Iterator[tuple[Any, Any]]:
+    """A plain and a Sequoia engine, alive together, so that they are measured in turns."""
+    largest = settings.tokens[-1]
+    half = settings.max_tokens // 2
+    length = settings.contexts[-1] + settings.max_tokens - half + largest
+    most_requests = settings.batch_sizes[-1]
+    options: dict[str, Any] = {
         "dtype": settings.dtype,
+        "tensor_parallel_size": settings.tensor_parallel_size,
         "enforce_eager": settings.enforce_eager,
         "max_model_len": length,
-        "max_num_seqs": max(settings.batch_sizes),
+        "max_num_seqs": most_requests,
         # vLLM keeps one slot of each request free for drafting.
-        "max_num_batched_tokens": max(2048, length, max(settings.batch_sizes) * (largest + 1)),
+        "max_num_batched_tokens": max(2048, length, most_requests * (largest + 1)),
         "enable_prefix_caching": True,  # prompts are read in the first round only
         "kv_cache_memory_bytes": int(settings.kv_cache_gib * (1 << 30)),
         "worker_extension_cls": EXTENSION,
     }
-    report = progress or (lambda what, done, total: None)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tree.json"
         measuring_tree(largest).save(path)
@@ -178,44 +213,80 @@ def _engines(settings: ProfileSettings, progress: Progress | None) -> Iterator[_
         with open_engine(settings.target, speculative_config=speculation, **options) as sequoia:
             report("starting the plain engine", 0, 1)
             with open_engine(settings.target, **options) as plain:
-                yield _Engines(plain, sequoia)
+                yield plain, sequoia
 
 
-def _measure(
-    settings: ProfileSettings,
-    prompts: list[list[int]],
-    engines: _Engines,
-    progress: Progress | None,
-) -> list[BatchTimes]:
-    trees = [size for size in settings.tokens if size > 1]
-    times = {
-        batch: BatchTimes(batch, [], {size: [] for size in trees}) for batch in settings.batch_sizes
-    }
-    for engine in (engines.plain, engines.sequoia):
-        engine.collective_rpc("sequoia_record_steps")
-    runs = _runs(settings, trees)
-    for done, (batch, size) in enumerate(runs):
-        if progress is not None:
-            progress(f"batch {batch}, {size} tokens", done, len(runs))
-        engine = engines.plain if size == 1 else engines.sequoia
+class _Measuring:
+    """Runs both engines in rounds; collects the times.
+
+    Attributes:
+        times: By batch size and context.
+    """
+
+    def __init__(
+        self,
+        settings: ProfileSettings,
+        encoded: list[list[int]],
+        plain: Any,
+        sequoia: Any,
+        report: Progress,
+    ) -> None:
+        self._settings = settings
+        self._encoded = encoded
+        self._plain = plain
+        self._sequoia = sequoia
+        self._report = report
+        self._done = 0
+        self._shuffle = random.Random(0).shuffle
+        self.times = [
+            BatchTimes(batch, context, [], {})
+            for batch in settings.batch_sizes
+            for context in settings.contexts
+        ]
+        self._total = settings.rounds * len(self.times) * len(settings.tokens)
+
+    def run(self) -> None:
+        """All rounds: the first climbs the ladders, the others repeat it in other orders."""
+        for engine in (self._plain, self._sequoia):
+            engine.collective_rpc("sequoia_record_steps")
+        for number in range(self._settings.rounds):
+            plain = [(times, 1) for times in self.times]
+            self._shuffle(plain)
+            self._run_all(self._plain, plain)
+            if number == 0:
+                self._climb()
+                sizes = sum(1 + len(times.trees) for times in self.times)
+                self._total = self._settings.rounds * sizes
+                continue
+            trees = [(times, size) for times in self.times for size in times.trees]
+            self._shuffle(trees)
+            self._run_all(self._sequoia, trees)
+
+    def _run_all(self, engine: Any, runs: list[tuple[BatchTimes, int]]) -> None:
+        time.sleep(_SETTLE_SECONDS)
+        for times, size in runs:
+            self._run(engine, times, size)
+
+    def _climb(self) -> None:
+        time.sleep(_SETTLE_SECONDS)
+        for times in self.times:
+            for size in self._settings.trees:
+                self._run(self._sequoia, times, size)
+                if size >= _SMALLEST_TREE and not pays_to_go_on(times, size):
+                    break
+
+    def _run(self, engine: Any, times: BatchTimes, size: int) -> None:
+        """One batch of completions; keeps its steady steps as one round."""
+        batch, context = times.batch_size, times.context_length
+        self._report(f"batch {batch}, context {context}, {size} tokens", self._done, self._total)
         if size > 1:
             engine.collective_rpc("sequoia_limit_drafts", args=(size - 1,))
-        records = _generate(engine, prompts[:batch], settings)
-        found = times[batch].plain if size == 1 else times[batch].trees[size]
-        found.append(steady_steps(records, batch, size))
-        check_steady(found, batch, size)
-    return list(times.values())
-
-
-def _runs(settings: ProfileSettings, trees: list[int]) -> list[tuple[int, int]]:
-    """(batch size, tree size) of every run: all in each round, each time in another order."""
-    shuffle: Callable[[list[tuple[int, int]]], None] = random.Random(0).shuffle
-    runs = []
-    for _ in range(settings.rounds):
-        one_round = [(batch, size) for batch in settings.batch_sizes for size in (1, *trees)]
-        shuffle(one_round)
-        runs += one_round
-    return runs
+        length = context - self._settings.max_tokens // 2
+        records = _generate(engine, token_windows(self._encoded, batch, length), self._settings)
+        rounds = times.plain if size == 1 else times.trees.setdefault(size, [])
+        rounds.append(steady_steps(records, batch, size))
+        check_steady(rounds, batch, size)
+        self._done += 1
 
 
 def _generate(
@@ -231,7 +302,3 @@ def _generate(
     engine.generate(requests, params, use_tqdm=False)
     steps: list[dict[str, Any]] = engine.collective_rpc("sequoia_take_steps")[0]
     return steps
-
-
-def _by_size(values: dict[int, float]) -> dict[str, float]:
-    return {str(size): value for size, value in values.items()}

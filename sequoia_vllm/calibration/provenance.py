@@ -15,8 +15,8 @@ _MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.jso
 _HASHED_BYTES = 4 << 30
 
 
-def provenance(target: str, draft: str, **more: Any) -> dict[str, Any]:
-    """Arguments, time, versions, device and hashes of the models' files, as plain data."""
+def provenance(**more: Any) -> dict[str, Any]:
+    """Arguments, time, versions and device, and what else is given, as plain data."""
     from sequoia_vllm.engine.device_name import current_device_name
 
     return {
@@ -25,22 +25,37 @@ def provenance(target: str, draft: str, **more: Any) -> dict[str, Any]:
         "device": current_device_name(),
         "python": platform.python_version(),
         "versions": _versions(),
-        "models": {"target": model_hashes(target), "draft": model_hashes(draft)},
         **more,
     }
 
 
 def model_hashes(model: str) -> dict[str, str]:
-    """SHA-256 of a local model's configuration and weights; empty for a model by name.
+    """SHA-256 of a model's configuration and, of a local one, its weights; by file name.
 
-    Files above 4 GiB are left out: hashing them takes longer than measuring.
+    Of a model by name only the configuration is hashed, if it is in the Hub's
+    cache: which weights are there depends on what was loaded before. Files
+    above 4 GiB are left out: hashing them takes longer than measuring.
     """
-    files = (Path(model) / name for name in _MODEL_FILES)
+    if Path(model).is_dir():
+        paths = [Path(model) / name for name in _MODEL_FILES]
+    else:
+        paths = _cached_configuration(model)
     return {
         path.name: file_hash(path)
-        for path in files
+        for path in paths
         if path.is_file() and path.stat().st_size <= _HASHED_BYTES
     }
+
+
+def _cached_configuration(model: str) -> list[Path]:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, _MODEL_FILES[0])
+    except HFValidationError:  # a path that is not there
+        return []
+    return [Path(found)] if isinstance(found, str) else []
 
 
 def file_hash(path: Path) -> str:

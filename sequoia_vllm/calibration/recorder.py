@@ -36,9 +36,11 @@ class _Recording:
         self.steps: list[dict[str, Any]] = []
         self._stats = getattr(runner, "stats", None)  # Sequoia's runner only
         _around(runner, "execute_model", before=self._begin)
-        _around(runner, "_model_forward", after=self._add_target)
-        _around(runner.model, "compute_logits", after=self._add_target)
+        _around(runner, "_model_forward", after=self._adder("target"))
+        _around(runner.model, "compute_logits", after=self._adder("target"))
         if self._stats is not None:
+            _around(runner, "_verify", after=self._adder("verify"))
+            _around(runner, "_commit", after=self._adder("commit"))
             _around(runner, "propose_draft_token_ids", self._begin_drafting, self._add_drafting)
 
     def _begin(self, scheduler_output: Any, *unused: Any, **unused_too: Any) -> None:
@@ -50,14 +52,19 @@ class _Recording:
                 "fewest": min(scheduled, default=0),
                 "most": max(scheduled, default=0),
                 "target": 0.0,
+                "verify": 0.0,
+                "commit": 0.0,
                 "drafting": 0.0,
                 "passes": [],
             }
         )
 
-    def _add_target(self, seconds: float) -> None:
-        if self.steps:
-            self.steps[-1]["target"] += seconds
+    def _adder(self, part: str) -> Callable[[float], None]:
+        def add(seconds: float) -> None:
+            if self.steps:
+                self.steps[-1][part] += seconds
+
+        return add
 
     def _begin_drafting(self, *unused: Any, **unused_too: Any) -> None:
         assert self._stats is not None

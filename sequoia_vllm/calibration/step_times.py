@@ -3,11 +3,12 @@
 A step is timed from its start to the start of the next one, so that scheduling,
 sampling and output are in it. The cost model adds up a step as
 
-    target_forward(n) + draft_level(committed) + draft_level(width) ... + tree_seconds
+    target_forward(n) + verification(n) + draft_level(committed) + draft_level(width) ...
+        + tree_seconds
 
 and the curves made here add up to exactly the measured step for every tree size
-that was measured: what the draft's levels do not explain is the target's part,
-and of it `tree_seconds` is what does not grow with the tree.
+that was measured: what neither the draft's levels nor verification explain is
+the target's part, and of it `tree_seconds` is what does not grow with the tree.
 
 Machines are shared and times are noisy, so everything is measured in rounds and
 a value is the median of its quietest round; its spread is the interquartile
@@ -16,7 +17,7 @@ range of all rounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -28,6 +29,7 @@ from sequoia_vllm.hardware.profile import Curve, Overhead
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _DIGITS = 7  # a tenth of a microsecond
+_MOST_PLAIN_STEPS = 12.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class StepTimes:
         requests: Requests in it.
         fewest, most: Tokens of the request that has fewest, and most, in it.
         target: The target's forward passes, LM head included.
+        verify: Walking the trees; 0 in a plain engine.
+        commit: Moving accepted keys and values; likewise.
         drafting: All of the drafting.
         passes: The draft's forward passes: (tokens of all requests, seconds).
             The first is over what the last step committed, each other one over
@@ -50,6 +54,8 @@ class StepTimes:
     fewest: int
     most: int
     target: float
+    verify: float = 0.0
+    commit: float = 0.0
     drafting: float = 0.0
     passes: Sequence[tuple[int, float]] = ()
 
@@ -76,31 +82,34 @@ Rounds = list[list[TimedStep]]
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """What was measured at one batch size.
+    """What was measured at one batch size and context length.
 
     Attributes:
         batch_size: Requests.
+        context_length: Tokens of each in the middle of its completion.
         plain: Steps of a plain engine, by round.
         trees: Steps of a Sequoia engine, by tree size (root included) and round.
     """
 
     batch_size: int
+    context_length: int
     plain: Rounds
-    trees: Mapping[int, Rounds]
+    trees: dict[int, Rounds]
 
 
 @dataclass(frozen=True)
 class BatchCurves:
-    """A profile's entries for one batch size.
+    """A profile's entries for one batch size and context length.
 
     Attributes:
-        target, draft, overhead: The entries.
+        target, draft, verification, overhead: The entries.
         step_seconds: Measured time of a whole step, by tree size; 1: plain.
         forward_seconds: Of it, the target's forward pass and LM head alone.
     """
 
     target: Curve
     draft: Curve
+    verification: Curve
     overhead: Overhead
     step_seconds: dict[int, float]
     forward_seconds: dict[int, float]
@@ -146,8 +155,20 @@ def check_steady(rounds: Rounds, batch_size: int, size: int) -> None:
         )
 
 
-def batch_curves(times: BatchTimes, context_length: int) -> BatchCurves:
-    """Curves and overheads at one batch size.
+def pays_to_go_on(times: BatchTimes, size: int) -> bool:
+    """Whether a tree larger than ``size`` might be worth timing.
+
+    Not when a step with this one already takes as long as 12 plain steps: no
+    draft gets so many tokens accepted that a larger tree would win, and the
+    largest trees at the largest batches take most of the measuring time.
+    """
+    plain = _median(timed.seconds for timed in _quietest(times.plain))
+    tree = _median(timed.seconds for timed in _quietest(times.trees[size]))
+    return tree < _MOST_PLAIN_STEPS * plain
+
+
+def batch_curves(times: BatchTimes) -> BatchCurves:
+    """Curves and overheads at one batch size and context length.
 
     Raises:
         CalibrationError: If steps of some kind are missing.
@@ -155,30 +176,39 @@ def batch_curves(times: BatchTimes, context_length: int) -> BatchCurves:
     for size, rounds in {1: times.plain, **times.trees}.items():
         check_steady(rounds, times.batch_size, size)
     levels = _level_times(times)
-    quiet = {size: _quietest(rounds) for size, rounds in sorted(times.trees.items())}
     plain = _quietest(times.plain)
-    forward = {1: _median(_forwards(plain))}
-    forward |= {size: _median(_forwards(steps)) for size, steps in quiet.items()}
-    step = {1: _median(_seconds(plain))}
-    step |= {size: _median(_seconds(steps)) for size, steps in quiet.items()}
-    scoring = {size: _median(_without_drafting(steps, levels)) for size, steps in quiet.items()}
-    tree_seconds = max(0.0, min(scoring[size] - forward[size] for size in scoring))
-    target = {1: forward[1]} | {size: value - tree_seconds for size, value in scoring.items()}
-    spreads = [_spread(map(_forwards, times.plain))]
-    spreads += [_spread(map(_seconds, times.trees[size])) for size in quiet]
-    common = {"batch_size": times.batch_size, "context_length": context_length}
+    quiet = {size: _quietest(rounds) for size, rounds in sorted(times.trees.items())}
+    forward = _medians({1: plain, **quiet}, lambda timed: timed.step.target)
+    step = _medians({1: plain, **quiet}, lambda timed: timed.seconds)
+    verify = _medians(quiet, lambda timed: timed.step.verify)
+    rest = _medians(
+        quiet, lambda timed: timed.seconds - levels.seconds_of(timed.step) - timed.step.verify
+    )
+    tree_seconds = max(0.0, min(rest[size] - forward[size] for size in rest))
+    target = {1: forward[1]} | {size: value - tree_seconds for size, value in rest.items()}
+    place = {"batch_size": times.batch_size, "context_length": times.context_length}
     return BatchCurves(
         target=Curve(
-            **common,
+            **place,
             tokens=list(target),
-            seconds=[max(round(value, _DIGITS), 1e-7) for value in target.values()],
-            spread=spreads,
+            seconds=[_positive(value) for value in target.values()],
+            spread=[_spread(times.plain, lambda timed: timed.step.target)]
+            + [_spread(times.trees[size], lambda timed: timed.seconds) for size in quiet],
         ),
-        draft=Curve(**common, tokens=levels.widths, seconds=levels.seconds, spread=levels.spreads),
+        draft=Curve(**place, tokens=levels.widths, seconds=levels.seconds, spread=levels.spreads),
+        verification=Curve(
+            **place,
+            tokens=list(verify),
+            seconds=[_positive(value) for value in verify.values()],
+            spread=[_spread(times.trees[size], lambda timed: timed.step.verify) for size in quiet],
+        ),
         overhead=Overhead(
-            batch_size=times.batch_size,
+            **place,
             plain_seconds=round(step[1] - forward[1], _DIGITS),
             tree_seconds=round(tree_seconds, _DIGITS),
+            commit_seconds=round(
+                _median(timed.step.commit for steps in quiet.values() for timed in steps), _DIGITS
+            ),
         ),
         step_seconds={size: round(value, _DIGITS) for size, value in step.items()},
         forward_seconds={size: round(value, _DIGITS) for size, value in forward.items()},
@@ -216,31 +246,35 @@ def _level_times(times: BatchTimes) -> _Levels:
     return _Levels(
         [int(width) for width in widths],
         [round(min(map(_median, found[width].values())), _DIGITS) for width in widths],
-        [_spread(found[width].values()) for width in widths],
+        [_range_of([v for values in found[width].values() for v in values]) for width in widths],
     )
 
 
-def _without_drafting(steps: Iterable[TimedStep], levels: _Levels) -> list[float]:
-    return [timed.seconds - levels.seconds_of(timed.step) for timed in steps]
-
-
 def _quietest(rounds: Rounds) -> list[TimedStep]:
-    return min((steps for steps in rounds if steps), key=lambda steps: _median(_seconds(steps)))
+    return min(
+        (steps for steps in rounds if steps),
+        key=lambda steps: _median(timed.seconds for timed in steps),
+    )
 
 
-def _seconds(steps: Iterable[TimedStep]) -> list[float]:
-    return [timed.seconds for timed in steps]
+def _medians(
+    by_size: Mapping[int, list[TimedStep]], value: Callable[[TimedStep], float]
+) -> dict[int, float]:
+    return {size: _median(map(value, steps)) for size, steps in by_size.items()}
 
 
-def _forwards(steps: Iterable[TimedStep]) -> list[float]:
-    return [timed.step.target for timed in steps]
+def _positive(seconds: float) -> float:
+    return max(round(seconds, _DIGITS), 10.0**-_DIGITS)
 
 
 def _median(values: Iterable[float]) -> float:
     return float(np.median(list(values)))
 
 
-def _spread(rounds: Iterable[Sequence[float]]) -> float:
-    pooled = np.concatenate([np.asarray(values, dtype=np.float64) for values in rounds])
-    low, high = np.percentile(pooled, [25, 75])
+def _spread(rounds: Rounds, value: Callable[[TimedStep], float]) -> float:
+    return _range_of([value(timed) for steps in rounds for timed in steps])
+
+
+def _range_of(values: Sequence[float]) -> float:
+    low, high = np.percentile(values, [25, 75])
     return round(float(high - low), _DIGITS)

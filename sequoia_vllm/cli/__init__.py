@@ -20,6 +20,9 @@ from sequoia_vllm import __version__
 COMMANDS = {
     "tree": "sequoia_vllm.cli.tree:app",
     "calibrate": "sequoia_vllm.cli.calibrate:calibrate",
+    "profile": "sequoia_vllm.cli.profile:profile",
+    "tune": "sequoia_vllm.cli.tune:tune",
+    "bench": "sequoia_vllm.cli.bench:bench",
     "grow": "sequoia_vllm.cli.grow:grow",
     "demo": "sequoia_vllm.cli.demo:demo",
     "doctor": "sequoia_vllm.cli.doctor:doctor",

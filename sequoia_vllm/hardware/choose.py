@@ -205,7 +205,9 @@ class TreeSearch:
         cost = self.cost
         tokens = self.frontier.expected_tokens[sizes, 1:]
         deeper_levels = np.arange(tokens.shape[1])
-        seconds = cost.target_seconds(sizes, batch_size)[:, None] + cost.tree_overhead(batch_size)
+        scoring = cost.target_seconds(sizes, batch_size)
+        scoring = scoring + cost.verification_seconds(sizes, batch_size)
+        seconds = scoring[:, None] + cost.tree_overhead(batch_size)
         seconds = seconds + cost.draft_seconds(tokens, batch_size)
         return tokens / (seconds + deeper_levels * cost.draft_seconds(1, batch_size))
 

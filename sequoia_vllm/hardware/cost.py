@@ -3,7 +3,8 @@
 The paper maximises G(n, d) / (t(n) + d c). Here t and c come from a profile,
 depend on the batch size, and c on the width of each level as well:
 
-    step(tree) = target(n) + draft(new tokens) + sum over deeper levels draft(width) + overhead
+    step(tree) = target(n) + verification(n)
+                 + draft(new tokens) + sum over deeper levels draft(width) + overhead
 
 where the first draft pass of a step runs over the tokens the last one
 committed, and each later one over the nodes of a level that have children.
@@ -11,13 +12,15 @@ committed, and each later one over the nodes of a level that have children.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sequoia_vllm.hardware.profile import Curve, Profile, ProfileError
+from sequoia_vllm.hardware.profile import Curve, Overhead, Profile, ProfileError
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.token_tree import TokenTree
 
@@ -61,7 +64,10 @@ class CostModel:
         self.profile = profile
         self._target = _Surface(profile.target_forward, context_length)
         self._draft = _Surface(profile.draft_level, context_length)
-        overhead = sorted(profile.overhead, key=lambda entry: entry.batch_size)
+        self._verification = (
+            _Surface(profile.verification, context_length) if profile.verification else None
+        )
+        overhead = _nearest_context(profile.overhead, context_length)
         self._overhead_batches = [entry.batch_size for entry in overhead]
         self._plain_overhead = [entry.plain_seconds for entry in overhead]
         self._tree_overhead = [entry.tree_seconds for entry in overhead]
@@ -84,6 +90,12 @@ class CostModel:
         """One draft pass over ``tokens`` tokens of each request; any shape."""
         return self._draft.seconds(tokens, batch_size)
 
+    def verification_seconds(self, tokens: ArrayLike, batch_size: int) -> Floats:
+        """Verifying trees of ``tokens`` nodes; any shape. 0 where the profile has no such curve."""
+        if self._verification is None:
+            return np.zeros_like(np.asarray(tokens, dtype=np.float64))
+        return self._verification.seconds(tokens, batch_size)
+
     def tree_overhead(self, batch_size: int) -> float:
         """The rest of a speculative step."""
         return float(np.interp(batch_size, self._overhead_batches, self._tree_overhead))
@@ -103,7 +115,7 @@ class CostModel:
             widths > 0, self.draft_seconds(np.maximum(widths, 1.0), batch_size), 0.0
         ).sum(axis=1)
         seconds = self.target_seconds(sizes, batch_size) + first + deeper
-        seconds += self.tree_overhead(batch_size)
+        seconds += self.verification_seconds(sizes, batch_size) + self.tree_overhead(batch_size)
         seconds[0] = self.plain_seconds(batch_size)
         return seconds
 
@@ -163,13 +175,7 @@ class _Surface:
     """Seconds over (tokens per request, batch size) at one context length."""
 
     def __init__(self, curves: list[Curve], context_length: int | None) -> None:
-        contexts = sorted({curve.context_length for curve in curves})
-        wanted = contexts[0] if context_length is None else context_length
-        nearest = min(contexts, key=lambda context: (abs(context - wanted), context))
-        kept = sorted(
-            (curve for curve in curves if curve.context_length == nearest),
-            key=lambda curve: curve.batch_size,
-        )
+        kept = _nearest_context(curves, context_length)
         self.batches = [curve.batch_size for curve in kept]
         self._curves = [
             (
@@ -218,6 +224,18 @@ class _Surface:
             return inside
         slope = (seconds[-1] - seconds[-2]) / (points[-1] - points[-2])
         return inside + slope * np.maximum(tokens - points[-1], 0.0)
+
+
+Entry = TypeVar("Entry", Curve, Overhead)
+
+
+def _nearest_context(entries: Sequence[Entry], context_length: int | None) -> list[Entry]:
+    """Those of the context nearest to this one (None: the shortest), by batch size."""
+    contexts = {entry.context_length or 0 for entry in entries}
+    wanted = context_length or 0
+    nearest = min(contexts, key=lambda context: (abs(context - wanted), context))
+    kept = [entry for entry in entries if (entry.context_length or 0) == nearest]
+    return sorted(kept, key=lambda entry: entry.batch_size)
 
 
 def check_batch_sizes(batch_sizes: list[int]) -> list[int]:

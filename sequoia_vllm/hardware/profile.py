@@ -59,14 +59,21 @@ class Overhead(FileModel):
     """Time of a step outside the models' forward passes, at one batch size."""
 
     batch_size: Count = Field(description="Requests in the batch.")
+    context_length: Count | None = Field(
+        default=None, description="Committed tokens of each request; none: whatever it is."
+    )
     plain_seconds: float = Field(
         ge=0, le=1e5, description="A plain decoding step: scheduling, sampling, output."
     )
     tree_seconds: float = Field(
         ge=0,
         le=1e5,
-        description="A speculative step: all of the plain one's, plus verification, commit "
-        "and tree bookkeeping (drawing children belongs to the draft level).",
+        description="A speculative step: all of the plain one's, plus commit and tree "
+        "bookkeeping, and verification unless the profile has a curve for it (drawing children "
+        "belongs to the draft level).",
+    )
+    commit_seconds: float | None = Field(
+        default=None, ge=0, le=1e5, description="Of tree_seconds: moving accepted keys and values."
     )
 
 
@@ -96,6 +103,11 @@ class Profile(FileModel):
         "drawing those children included.",
     )
     overhead: list[Overhead] = Field(min_length=1, description="The rest of a step.")
+    verification: list[Curve] | None = Field(
+        default=None,
+        description="Walking the trees of a step with their logits, by nodes scored; none: not "
+        "told apart from the target's pass and the rest.",
+    )
     datasheet: DeviceSpec | None = Field(
         default=None, description="The datasheet values used (roofline only)."
     )
@@ -114,13 +126,16 @@ class Profile(FileModel):
         for name, curves in (
             ("target_forward", self.target_forward),
             ("draft_level", self.draft_level),
+            ("verification", self.verification or []),
         ):
             keys = [(curve.batch_size, curve.context_length) for curve in curves]
             if len(set(keys)) != len(keys):
                 raise ValueError(f"{name} has two curves for the same batch size and context")
-        sizes = [overhead.batch_size for overhead in self.overhead]
-        if len(set(sizes)) != len(sizes):
-            raise ValueError("overhead has two entries for the same batch size")
+        rests = [(entry.batch_size, entry.context_length) for entry in self.overhead]
+        if len(set(rests)) != len(rests):
+            raise ValueError("overhead has two entries for the same batch size and context")
+        if len({context is None for _, context in rests}) > 1:
+            raise ValueError("overhead must have a context_length in all of its entries or in none")
         if any(curve.tokens[0] != 1 for curve in self.target_forward):
             raise ValueError(
                 "every curve of target_forward must start at 1 token: that is plain decoding"

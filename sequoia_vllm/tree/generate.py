@@ -207,7 +207,7 @@ def _measured(directory: Path) -> dict[tuple[str, str], tuple[Profile, ProfileRe
                 f"profile file {path}: device {profile.device!r} is not in the device table "
                 "(sequoia_vllm/hardware/devices.json): add it there"
             )
-        key = device, _class_of(profile)
+        key = device, model_class_of(profile)
         if key in found:
             raise LibraryError(
                 f"profile file {path}: {found[key][1].file} is already of "
@@ -217,7 +217,7 @@ def _measured(directory: Path) -> dict[tuple[str, str], tuple[Profile, ProfileRe
     return found
 
 
-def _class_of(profile: Profile) -> str:
+def model_class_of(profile: Profile) -> str:
     """The model class of a measured profile; a new one if its models are in none."""
     for name, model_class in model_classes().items():
         if same_model(model_class.target.name, profile.target) and same_model(

@@ -8,6 +8,7 @@ in `user_directory` and take precedence.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -50,6 +51,31 @@ def shipped_directory() -> Path:
         f"the tree library is missing: neither {package / 'trees'} nor "
         f"{package.parent / 'trees'} is there; reinstall sequoia-vllm"
     )
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What a user's own tree was made from.
+
+    Attributes:
+        directory: Where both files lie; it may not exist.
+    """
+
+    directory: Path
+
+    @property
+    def acceptance(self) -> Path:
+        """`AcceptanceFile`: how often drafts are accepted."""
+        return self.directory / "acceptance.json"
+
+    @property
+    def profile(self) -> Path:
+        """`Profile`: how long each part of a step takes."""
+        return self.directory / "profile.json"
+
+    def exist(self) -> bool:
+        """Whether both files are there."""
+        return self.acceptance.is_file() and self.profile.is_file()
 
 
 class TreeLibrary:
@@ -137,6 +163,21 @@ class TreeLibrary:
         path = self.user / f"{name}.json"
         path.write_text(dump_json(tree.to_dict()), encoding="utf-8")
         return path
+
+    def measurements(
+        self,
+        device_name: str,
+        target: str,
+        draft: str,
+        dtype: str = "bfloat16",
+        tensor_parallel_size: int = 1,
+    ) -> Measurements:
+        """Where the tune command keeps what it measured for this key; arguments as in `select`.
+
+        The files may not be there (`Measurements.exist`).
+        """
+        name = user_tree_name(device_name, target, draft, dtype, tensor_parallel_size)
+        return Measurements(self.user / "measurements" / name)
 
     def _user_tree(self, path: Path) -> UserTree:
         return read_model(path, UserTree, "user tree", LibraryError)
@@ -250,6 +291,14 @@ def load(name: str) -> TokenTree:
 def select(device_name: str, target: str, draft: str, **options: object) -> Selection:
     """`TreeLibrary.select` of the default library."""
     return TreeLibrary().select(device_name, target, draft, **options)  # type: ignore[arg-type]
+
+
+def tuned_measurements(
+    device_name: str, target: str, draft: str, dtype: str, tensor_parallel_size: int = 1
+) -> Measurements | None:
+    """What the tune command measured for this key, or None if it did not."""
+    found = TreeLibrary().measurements(device_name, target, draft, dtype, tensor_parallel_size)
+    return found if found.exist() else None
 
 
 def _read_library_file(path: Path) -> LibraryFile:

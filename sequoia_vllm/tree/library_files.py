@@ -24,6 +24,38 @@ class LibraryError(ValueError):
     """A library file or request that cannot be used; says what to do."""
 
 
+class CalibrationState(FileModel):
+    """How far a calibration got, and what its next run needs to go on from there."""
+
+    complete: bool = Field(description="Whether it came to its end; false: it was interrupted.")
+    stopped_by: Literal["precision", "tokens", "prompts", "interrupt"] = Field(
+        description="What ended it: the precision asked for was reached, the most tokens were "
+        "generated, greedy completions were all at their end, or the user."
+    )
+    precision: float | None = Field(
+        default=None,
+        description="Half-width of an entry's 95 % interval, times the share of trees that reach "
+        "its depth; the largest of these. None: no tree was verified yet.",
+    )
+    wanted_precision: float = Field(gt=0, description="The precision asked for.")
+    most_tokens: int = Field(ge=1, description="The most tokens it was to generate.")
+    trees: int = Field(ge=0, description="Trees verified.")
+    tokens: int = Field(ge=0, description="Tokens that these emitted.")
+    offered: list[list[int]] = Field(description="[depth][child]: times it was offered.")
+    accepted: list[list[int]] = Field(description="[depth][child]: times it was accepted.")
+    measures: dict[str, Any] = Field(
+        description="What was measured. Another run goes on from here if all of it is the same."
+    )
+    started: int = Field(ge=0, description="Completions started.")
+    completions: dict[int, list[int]] = Field(
+        default_factory=dict,
+        description="Greedy, interrupted: tokens generated so far for each prompt by its number.",
+    )
+    ended: list[int] = Field(
+        default_factory=list, description="Prompts whose completion came to its own end."
+    )
+
+
 class AcceptanceFile(FileModel):
     """A measured or published acceptance vector (``trees/acceptance/*.json``).
 
@@ -57,9 +89,12 @@ class AcceptanceFile(FileModel):
     )
     low: Table | None = Field(default=None, description="Same shape: 95 % interval, lower end.")
     high: Table | None = Field(default=None, description="Same shape: 95 % interval, upper end.")
+    calibration: CalibrationState | None = Field(
+        default=None, description="Written by the calibrate command: its counts and its state."
+    )
     provenance: dict[str, Any] = Field(
         default_factory=dict,
-        description="Free form: argv, versions, hashes of models and prompts, counts.",
+        description="Free form: argv, versions, hashes of models and prompts.",
     )
 
     @field_validator("acceptance")

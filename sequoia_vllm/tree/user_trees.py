@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from pathlib import Path
 
 
 def user_tree_name(
@@ -12,14 +13,20 @@ def user_tree_name(
     """File name (without ``.json``) of the tree tuned for exactly this.
 
     Readable, and followed by a digest of the whole key, since different paths
-    may look alike once shortened.
+    may look alike once shortened. A model's directory is one model, however
+    the path to it is written.
     """
     key = [
-        device_name.strip(), target.rstrip("/"), draft.rstrip("/"), dtype,
+        device_name.strip(), model_key(target), model_key(draft), dtype,
         f"tp{tensor_parallel_size}",
     ]  # fmt: skip
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:8]
     return "--".join([*(_slug(part) for part in key), digest])
+
+
+def model_key(model: str) -> str:
+    """One writing of a model's name or directory."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model.rstrip("/")
 
 
 def same_model(stored: str, given: str) -> bool:

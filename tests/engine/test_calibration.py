@@ -1,13 +1,33 @@
 """The measuring tools on live engines: what they write is what the engine did."""
 
+import json
 import os
+import signal
+import threading
 
 import pytest
+import torch
+from scipy.stats import chisquare
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+from vllm.engine.arg_utils import EngineArgs
 
-from sequoia_vllm.calibration.acceptance import AcceptanceSettings, measure_acceptance
+from sequoia_vllm.calibration.acceptance import (
+    AcceptanceSettings,
+    AcceptanceTask,
+    measure_acceptance,
+)
+from sequoia_vllm.calibration.counts import probing_tree
 from sequoia_vllm.calibration.profile import ProfileSettings, measure_profile
+from sequoia_vllm.cli import app
+from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.hardware.cost import CostModel
+from sequoia_vllm.hardware.profile import Profile
+from sequoia_vllm.tree.library import TreeLibrary
+from sequoia_vllm.tree.library_files import AcceptanceFile
 from tests.engine.models import DRAFT, MODELS, TARGET
+from tests.unit.reference_verifier import algorithm_2, draft_tree, outcomes
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
@@ -25,36 +45,237 @@ def _fresh_process_groups():
     cleanup_dist_env_and_memory()
 
 
+def measure(settings: AcceptanceSettings, previous=None, **options) -> AcceptanceFile:
+    return measure_acceptance(AcceptanceTask.prepare(settings, "test"), previous, **options)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_acceptance_of_the_embedded_pair(temperature):
     settings = AcceptanceSettings(
-        TARGET, DRAFT, PROMPTS, num_prompts=16, max_tokens=32, temperature=temperature,
-        branch=8, **QUICK,
+        TARGET, DRAFT, PROMPTS, num_prompts=40, max_tokens=32, temperature=temperature,
+        branch=8, depth=2, max_tokens_total=1200, precision=0.001, **QUICK,
     )  # fmt: skip
-    found = measure_acceptance(settings, "embedded")
-    assert len(found.acceptance) == 8
-    assert found.trials[0] > 150
-    assert found.low[0] < found.acceptance[0] < found.high[0]
-    assert found.low[0] < 0.57 < found.high[0]  # 0.57 greedy, 0.56 at temperature 1
-    counts = found.provenance["counts"]
-    assert sum(counts["accepted"][0]) == counts["tokens"] - counts["tree_steps"]
+    found = measure(settings)
+    assert [len(row) for row in found.acceptance] == [8, 8]
+    assert found.trials[0][0] > 300
+    # Of all 200 prompts 0.60 greedily and 0.56 at temperature 1; neighbouring tokens are
+    # alike, so 40 prompts say less than the interval of independent trials would.
+    assert 0.48 < found.acceptance[0][0] < 0.68
+    state = found.calibration
+    assert state.stopped_by == "tokens"
+    # A path through any of the root's children ends in a node or in a bonus token.
+    assert sum(map(sum, state.accepted)) == state.tokens - state.trees
 
 
-def test_profile_of_the_embedded_pair():
+# -- a pair whose vector is known exactly --------------------------------------------
+#
+# Attention and MLP contribute nothing and all embeddings are alike, so the next
+# token's law is the same after every context: P for the target, Q for the draft.
+
+TARGET_LAW = [0.35, 0.25, 0.20, 0.10, 0.06, 0.04]
+DRAFT_LAW = [0.10, 0.30, 0.16, 0.05, 0.25, 0.14]
+TEMPERATURE, TOP_P = 0.8, 0.88
+NUCLEUS = [p / 0.9 if rank < 4 else 0.0 for rank, p in enumerate(TARGET_LAW)]
+BRANCH = 4
+
+
+def save_constant_model(path, law: list[float]) -> str:
+    """A model whose next token has this law at `TEMPERATURE`, whatever came before."""
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(law), hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+            max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=None,
+            eos_token_id=None, pad_token_id=None,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(1.0)
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+        model.model.layers[0].mlp.down_proj.weight.zero_()
+        logits = TEMPERATURE * torch.tensor(law).log()
+        model.lm_head.weight.copy_((logits / 64)[:, None].expand(-1, 64))
+    model.save_pretrained(path)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(len(law))}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    return str(path)
+
+
+def exact_vector(target: list[float], draft: list[float], branch: int) -> list[float]:
+    """p[k] by following every outcome of drawing children and of Algorithm 2."""
+    star = [-1] + [0] * branch
+
+    def accepted_child(chance) -> int:
+        tokens = draft_tree(lambda path: draft, star, chance)
+        accepted, _ = algorithm_2(lambda node: target, lambda node: draft, tokens, star, chance)
+        return accepted[0] if accepted else 0
+
+    law = {child: float(p) for child, p in outcomes(accepted_child)}
+    return [law.get(child, 0.0) for child in range(1, branch + 1)]
+
+
+@pytest.fixture(scope="module")
+def constant_pair(tmp_path_factory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("constant")
+    return (
+        save_constant_model(folder / "target", TARGET_LAW),
+        save_constant_model(folder / "draft", DRAFT_LAW),
+    )
+
+
+def constant_settings(pair, tmp_path, **options) -> AcceptanceSettings:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("w1 w2\nw3\nw0 w5 w4\n")
+    return AcceptanceSettings(
+        *pair, prompts, max_tokens=64, depth=2, precision=1e-4, batch_size=16, **options, **QUICK
+    )
+
+
+def p_value(offered: list[int], accepted: list[int], vector: list[float]) -> float:
+    """Chi-squared test of the counts of "child k" and "none" against a vector."""
+    trials = offered[0]
+    expected = [trials * p for p in [*vector, 1 - sum(vector)]]
+    return float(chisquare([*accepted, trials - sum(accepted)], expected).pvalue)
+
+
+def test_a_sampled_vector_that_is_known_exactly(constant_pair, tmp_path):
+    """Both rows at once; false alarm once in 500,000 runs."""
+    settings = constant_settings(
+        constant_pair, tmp_path, branch=BRANCH, temperature=TEMPERATURE, top_p=TOP_P,
+        max_tokens_total=8000,
+    )  # fmt: skip
+    state = measure(settings).calibration
+    exact = exact_vector(NUCLEUS, DRAFT_LAW, BRANCH)
+    assert state.offered[0] == [state.trees] * BRANCH
+    assert state.offered[1][0] > 1000
+    for offered, accepted in zip(state.offered, state.accepted, strict=True):
+        assert p_value(offered, accepted, exact) > 1e-6
+    # The test can tell: neither an unbounded nucleus nor sampling with replacement passes.
+    unbounded = exact_vector(TARGET_LAW, DRAFT_LAW, BRANCH)
+    first = exact[0]
+    with_replacement = [first * (1 - first) ** rank for rank in range(BRANCH)]
+    for wrong in (unbounded, with_replacement):
+        assert p_value(state.offered[0], state.accepted[0], wrong) < 1e-6
+
+
+def test_a_greedy_vector_that_is_known_exactly(constant_pair, tmp_path):
+    # The target's likeliest token is the draft's fifth.
+    settings = constant_settings(constant_pair, tmp_path, branch=6, max_tokens_total=600)
+    found = measure(settings)
+    assert found.acceptance == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    # Only the first and the second child have children: there is no second row.
+    assert found.calibration.offered[1] == [0] * 6
+    assert found.calibration.accepted[0] == [0, 0, 0, 0, found.calibration.trees, 0]
+
+
+# -- Ctrl-C ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_interrupted_measurement_goes_on(temperature):
+    settings = AcceptanceSettings(
+        TARGET, DRAFT, PROMPTS, num_prompts=8, max_tokens=32, temperature=temperature, branch=4,
+        depth=2, max_tokens_total=900, precision=0.001, **QUICK,
+    )  # fmt: skip
+    saved = []
+
+    def interrupt_soon(file: AcceptanceFile) -> None:
+        saved.append(file)
+        if len(saved) == 10:  # a real signal, some time during the next steps
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    first = measure(settings, save=interrupt_soon, checkpoint_seconds=0).calibration
+    assert (first.complete, first.stopped_by) == (False, "interrupt")
+    assert first.trees >= saved[-1].calibration.trees > 0
+    _finish_engine()
+    task = AcceptanceTask.prepare(settings, "test")
+    assert task.differences(first) == []
+    final = measure(settings, first).calibration
+    assert final.complete
+    assert final.trees > first.trees
+    assert all(
+        now >= before
+        for row, earlier in zip(final.accepted, first.accepted, strict=True)
+        for now, before in zip(row, earlier, strict=True)
+    )
+    if temperature == 0:
+        # As many tokens as one run would have counted: nothing twice, nothing left out
+        # but what the steps after the last checkpoint did.
+        _finish_engine()
+        uninterrupted = measure(settings).calibration
+        assert abs(final.tokens - uninterrupted.tokens) < 60
+
+
+def _finish_engine() -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+
+
+# -- times -----------------------------------------------------------------------
+
+
+def test_profile_of_the_embedded_pair(tmp_path):
     progress = []
     settings = ProfileSettings(
-        TARGET, DRAFT, PROMPTS, batch_sizes=(2, 1), tokens=(2, 4), context=64, max_tokens=16,
-        rounds=2, **QUICK,
+        TARGET, DRAFT, PROMPTS, batch_sizes=(2, 1), tokens=(2, 4), contexts=(96, 64),
+        max_tokens=16, rounds=2, **QUICK,
     )  # fmt: skip
     found = measure_profile(settings, lambda *report: progress.append(report))
-    assert [curve.batch_size for curve in found.target_forward] == [1, 2]
-    assert [curve.tokens for curve in found.target_forward] == [[1, 2, 4]] * 2
-    assert [curve.tokens for curve in found.draft_level] == [[1]] * 2
+    places = [(1, 64), (1, 96), (2, 64), (2, 96)]
+    for curves in (found.target_forward, found.draft_level, found.verification, found.overhead):
+        assert [(curve.batch_size, curve.context_length) for curve in curves] == places
+    assert [curve.tokens for curve in found.target_forward] == [[1, 2, 4]] * 4
+    assert [curve.tokens for curve in found.verification] == [[2, 4]] * 4
+    assert [curve.tokens for curve in found.draft_level] == [[1]] * 4
     assert found.dtype == "float32"
     assert (found.target_parameters, found.draft_parameters) == (4_163_840, 1_672_128)
-    assert progress[-1][1:] == (11, 12)
-    for batch in (1, 2):
-        steps = found.provenance["step_seconds"][str(batch)]
-        forwards = found.provenance["forward_seconds"][str(batch)]
-        assert all(0 < forwards[size] < steps[size] for size in steps)
-        assert CostModel(found).plain_seconds(batch) == pytest.approx(steps["1"], abs=1e-6)
+    assert progress[-1][1:] == (23, 24)
+    for steps in found.provenance["steps"]:
+        pairs = zip(steps["forward_seconds"], steps["step_seconds"], strict=True)
+        assert all(0 < forward < step for forward, step in pairs)
+        cost = CostModel(found, steps["context_length"])
+        plain = cost.plain_seconds(steps["batch_size"])
+        assert plain == pytest.approx(steps["step_seconds"][0], abs=1e-6)
+    for entry, verification in zip(found.overhead, found.verification, strict=True):
+        assert 0 < entry.commit_seconds < entry.tree_seconds
+        assert min(verification.seconds) > 1e-6
+    found.save(tmp_path / "profile.json")
+    loaded = Profile.load(tmp_path / "profile.json")
+    assert loaded.model_copy(update={"provenance": found.provenance}) == found
+
+
+# -- tune ------------------------------------------------------------------------
+
+
+def test_tune_then_auto(tmp_path, monkeypatch):
+    """From the command to what an engine's configuration says."""
+    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path))
+    result = CliRunner().invoke(
+        app,
+        [
+            "tune", "--model", TARGET, "--draft-model", DRAFT, "--quick", "--precision", "0.2",
+            "--max-tokens-total", "300", "--batch-sizes", "1,2", "--tokens", "1,4",
+            "--context", "64", "--dtype", "float32", "--eager", "--kv-cache-gib", "0.0625",
+            "--json",
+        ],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert "tuned here" in report["now_used"]
+    entry = TreeLibrary().entries()[0]
+    assert [estimate["batch_size"] for estimate in report["estimates"]] == [1, 2]
+    assert entry.acceptance_source == entry.profile.source == "measured"
+    files = TreeLibrary().measurements(report["device"], TARGET, DRAFT, "float32")
+    assert AcceptanceFile.load(files.acceptance).calibration.complete
+    assert Profile.load(files.profile).target == TARGET
+    auto = {"method": "sequoia", "model": DRAFT, "tree": "auto"}
+    config = EngineArgs(
+        model=TARGET, dtype="float32", speculative_config=auto, max_model_len=512
+    ).create_engine_config()
+    if report["speculates"]:
+        assert SequoiaSettings.of(config).tree == entry.tree.tree
+    else:
+        assert "tuned here" in config.additional_config[DECLINED]
+    assert probing_tree(8, 2).size == 25  # what --quick probes with

@@ -1,52 +1,73 @@
-"""From counts to vectors and from recorded steps to curves, without an engine."""
+"""From counts to acceptance vectors, and runs that stop and go on, without an engine."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from sequoia_vllm.calibration.acceptance import AcceptanceSettings, acceptance_file, class_name
-from sequoia_vllm.calibration.counts import estimate_acceptance, spine_tree, wilson_interval
-from sequoia_vllm.calibration.engines import load_prompts, token_windows
+from sequoia_vllm.calibration import acceptance as acceptance_module
+from sequoia_vllm.calibration.acceptance import (
+    AcceptanceSettings,
+    AcceptanceTask,
+    class_name,
+    measure_acceptance,
+)
+from sequoia_vllm.calibration.counts import (
+    add_counts,
+    estimate_acceptance,
+    precision,
+    probing_tree,
+    wilson_interval,
+)
 from sequoia_vllm.calibration.errors import CalibrationError
 from sequoia_vllm.calibration.provenance import model_hashes
-from sequoia_vllm.calibration.step_times import (
-    BatchTimes,
-    TimedStep,
-    batch_curves,
-    measuring_tree,
-    steady_steps,
-)
+from sequoia_vllm.calibration.workload import Workload
 from sequoia_vllm.cli import app
-from sequoia_vllm.hardware.cost import CostModel, Prefixes
-from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.tree import Acceptance, TokenTree
+from sequoia_vllm.tree.library_files import AcceptanceFile
+from tests.engine.models import DRAFT, TARGET
 
 
 def test_pure_parts_import_no_vllm():
-    modules = [f"calibration.{name}" for name in ("counts", "step_times", "profile", "acceptance")]
+    modules = [
+        f"calibration.{name}"
+        for name in ("counts", "step_times", "profile", "acceptance", "tune", "plot")
+    ]
     code = (
         "import sys, "
-        + ", ".join(f"sequoia_vllm.{module}" for module in [*modules, "cli.calibrate"])
+        + ", ".join(
+            f"sequoia_vllm.{module}"
+            for module in [*modules, "cli.calibrate", "cli.profile", "cli.tune"]
+        )
         + "; assert not {'vllm', 'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# -- acceptance ------------------------------------------------------------------
+# -- counts ----------------------------------------------------------------------
 
 
-def test_spine_tree():
+def test_probing_tree():
     # 0 ── 1 2 3
-    assert spine_tree(3) == TokenTree((-1, 0, 0, 0))
-    # 0 ── 1 2, 1 ── 3 4, 3 ── 5 6
-    assert spine_tree(2, 3) == TokenTree((-1, 0, 0, 1, 1, 3, 3))
+    assert probing_tree(3) == TokenTree((-1, 0, 0, 0))
+    assert probing_tree(1, 3) == TokenTree((-1, 0, 1, 2))
+    # 0 ─┬─ 1 ─┬─ 3 ─┬─ 7
+    #    │     │     └─ 8
+    #    │     └─ 4 ─┬─ 9
+    #    └─ 2 ─┬─ 5  └─ 10
+    #          └─ 6
+    assert probing_tree(2, 3) == TokenTree((-1, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4))
+    assert probing_tree(16, 3).size == 1 + 5 * 16
 
 
 @pytest.mark.parametrize(
@@ -73,9 +94,39 @@ def test_a_vector_is_shares_of_trials():
 
 
 def test_rows_below_depth_one():
-    offered = [[100, 100], [60, 60], [0, 0]]  # nobody came to depth 2
-    found = estimate_acceptance(offered, [[60, 10], [45, 3], [0, 0]])
+    offered = [[1000, 1000], [600, 600], [0, 0]]  # nobody came to depth 2
+    found = estimate_acceptance(offered, [[600, 100], [450, 30], [0, 0]])
     assert found.acceptance == [[0.6, 0.1], [0.75, 0.05]]
+
+
+def test_rows_of_few_trials_are_left_out():
+    """The optimizer would use the last one for all depths below it."""
+    offered = [[150, 150], [100, 100], [99, 99], [100, 100]]
+    found = estimate_acceptance(offered, [[90, 9]] * 4)
+    assert [row[0] for row in found.trials] == [150, 100]
+    alone = estimate_acceptance([[5, 5]], [[3, 1]])  # the root's row always stays
+    assert alone.acceptance == [[0.6, 0.2]]
+
+
+def test_precision_is_the_widest_half_width_by_reach():
+    offered, accepted = [[400, 400], [200, 200]], [[200, 40], [100, 10]]
+    found = estimate_acceptance(offered, accepted)
+    low, high = wilson_interval(200, 400)
+    assert precision(found) == pytest.approx((high - low) / 2, abs=1e-5)
+    # An entry counts by how often it is reached: here the second row is the wider one.
+    low, high = wilson_interval(100, 200)
+    steep = estimate_acceptance([[400, 400], [200, 200]], [[399, 0], [100, 10]])
+    assert precision(steep) == pytest.approx((high - low) / 2 * 0.5, abs=1e-5)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=2, max_size=2),
+    st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=2, max_size=2),
+)
+def test_counts_add_up(first, second):
+    assert np.array_equal(add_counts(first, second), np.array(first) + np.array(second))
+    assert add_counts([], second) == second
+    assert add_counts(first, []) == first
 
 
 def test_shares_of_trimmed_trees_stay_a_vector():
@@ -100,23 +151,219 @@ def test_the_interval_covers_the_truth():
     assert 0.92 < np.mean(covered) < 0.98
 
 
-def test_acceptance_file(tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "x"}\n')
-    settings = AcceptanceSettings("org/t", "org/d", prompts, temperature=0.7, top_p=0.9, depth=2)
-    stats = {
-        "offered": [[10, 10], [6, 6]], "accepted": [[6, 1], [3, 1]],
-        "tree_steps": 10, "tokens": 17,
-    }  # fmt: skip
-    estimate = estimate_acceptance(stats["offered"], stats["accepted"])
-    file = acceptance_file(settings, "mine", estimate, stats)
-    assert file.vector.probability(0, depth=1) == 0.5
-    assert file.trials == [[10, 10], [6, 6]]
-    assert (file.temperature, file.top_p) == (0.7, 0.9)
-    assert file.provenance["counts"]["tree_steps"] == 10
-    assert str(tmp_path) not in json.dumps(file.to_dict())
-    flat = AcceptanceSettings("org/t", "org/d", prompts)
-    assert acceptance_file(flat, "mine", estimate, stats).acceptance == [0.6, 0.1]
+# -- which completions run -------------------------------------------------------
+
+
+def finish_all(workload: Workload, most: int = 100) -> list[tuple[int, int]]:
+    """Runs completions one by one; each generates tokens 100, 101, ... up to its limit."""
+    ran = []
+    while len(ran) < most and (completion := workload.next()):
+        ran.append((completion.prompt, len(completion.tokens)))
+        made = range(100, 100 + workload.tokens_left(completion))
+        workload.update(completion, list(made))
+        workload.finish(completion, ended=completion.prompt == 1)
+    return ran
+
+
+def test_sampled_passes_go_round():
+    workload = Workload([[1], [2, 2]], greedy=False, max_tokens=4, most_tokens=4)
+    assert finish_all(workload, most=5) == [(0, 1), (1, 2), (0, 1), (1, 2), (0, 1)]
+    again = Workload([[1], [2, 2]], greedy=False, max_tokens=4, most_tokens=4, started=5)
+    assert again.next().prompt == 1
+    assert workload.state()["completions"] == {}
+
+
+def test_greedy_passes_go_on_where_they_stopped():
+    workload = Workload([[1], [2, 2], [3]], greedy=True, max_tokens=4, most_tokens=10)
+    # Prompt 1 ends by itself in the first pass; the others have three passes: 4, 4 and 2 tokens.
+    assert finish_all(workload) == [(0, 1), (1, 2), (2, 1), (0, 5), (2, 5), (0, 9), (2, 9)]
+    assert workload.state()["completions"][0] == [100, 101, 102, 103] * 2 + [100, 101]
+    assert workload.state()["ended"] == [1]
+
+
+def test_a_greedy_workload_goes_on_from_its_state():
+    options = {"greedy": True, "max_tokens": 4, "most_tokens": 8}
+    workload = Workload([[1], [2], [3]], **options)
+    first, second = workload.next(), workload.next()
+    workload.update(first, [7, 8, 9, 9])
+    workload.finish(first, ended=False)
+    workload.update(second, [5])  # interrupted here
+    state = json.loads(json.dumps(workload.state()))
+    kept = {int(prompt): ids for prompt, ids in state["completions"].items()}
+    again = Workload(
+        [[1], [2], [3]], **options, started=state["started"], completions=kept,
+        ended=set(state["ended"]),
+    )  # fmt: skip
+    order = [again.next() for _ in range(3)]
+    assert [completion.tokens for completion in order] == [[3], [2, 5], [1, 7, 8, 9, 9]]
+    assert [again.tokens_left(completion) for completion in order] == [4, 4, 4]
+    assert again.next() is None
+
+
+# -- runs, with an engine made of dice --------------------------------------------
+
+TRUTH = np.array([0.6, 0.1, 0.05])
+
+
+class DiceEngine:
+    """Accepts child k of the root with probability TRUTH[k]; each tree emits a token or two."""
+
+    def __init__(self, seed: int, interrupt_after: int | None) -> None:
+        self.llm_engine = self.renderer = self
+        self._rng = np.random.default_rng(seed)
+        self._left = interrupt_after
+        self._requests: dict[str, tuple[list[int], int]] = {}
+        self._counts = np.zeros(3, dtype=int)
+        self._trees = 0
+        self.seen: list[list[int]] = []
+
+    def collective_rpc(self, name, args):
+        assert name == "sequoia_stats"
+        return [
+            {
+                "tree_steps": self._trees, "tokens": self._trees + int(self._counts.sum()),
+                "offered": [[self._trees] * 3], "accepted": [self._counts.tolist()],
+            }
+        ]  # fmt: skip
+
+    def render_cmpl(self, prompts):
+        return prompts
+
+    def add_request(self, request_id, prompt, params):
+        assert params.seed is None
+        self._requests[request_id] = ([], params.max_tokens)
+        self.seen.append(prompt["prompt_token_ids"])
+
+    def step(self):
+        if self._left is not None and self._left == 0:
+            raise KeyboardInterrupt
+        self._left = None if self._left is None else self._left - 1
+        outputs = []
+        for request_id, (tokens, most) in list(self._requests.items()):
+            taken = self._rng.multinomial(1, [*TRUTH, 1 - TRUTH.sum()])[:3]
+            self._counts += taken
+            self._trees += 1
+            tokens += [1] * (1 + int(taken.sum()))
+            del tokens[most:]
+            finished = len(tokens) == most
+            if finished:
+                del self._requests[request_id]
+            completion = SimpleNamespace(token_ids=list(tokens), finish_reason="length")
+            outputs.append(
+                SimpleNamespace(request_id=request_id, outputs=[completion], finished=finished)
+            )
+        return outputs
+
+
+@pytest.fixture
+def dice(monkeypatch):
+    """Replaces vLLM; ``interrupt_after`` steps Ctrl-C comes. Keeps the engines made."""
+    made = SimpleNamespace(interrupt_after=None, engines=[])
+
+    @contextmanager
+    def open_engine(target, *, seed, **options):
+        made.engines.append(DiceEngine(seed, made.interrupt_after))
+        yield made.engines[-1]
+
+    monkeypatch.setattr(acceptance_module, "open_engine", open_engine)
+    return made
+
+
+def task(**settings) -> AcceptanceTask:
+    options = {"branch": 3, "depth": 1, "max_tokens": 32, "batch_size": 4, **settings}
+    return AcceptanceTask.prepare(AcceptanceSettings(TARGET, DRAFT, **options), "dice")
+
+
+def run(chosen: AcceptanceTask, previous=None, **options) -> AcceptanceFile:
+    return measure_acceptance(chosen, previous, checkpoint_seconds=0, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_runs_until_the_precision_is_reached(dice, temperature):
+    saved = []
+    found = run(task(precision=0.05, temperature=temperature), save=saved.append)
+    state = found.calibration
+    assert (state.complete, state.stopped_by) == (True, "precision")
+    assert state.precision <= 0.05 < saved[-2].calibration.precision
+    # 0.98 / sqrt(n) = 0.05 at n = 369 for p = 0.6
+    assert 360 < state.trees < 380
+    assert np.abs(np.array(found.acceptance) - TRUTH).max() < 0.1
+    assert not saved[0].calibration.complete
+    assert found.temperature == temperature
+
+
+def test_stops_at_the_most_tokens(dice):
+    state = run(task(precision=0.001, max_tokens_total=200)).calibration
+    assert (state.complete, state.stopped_by) == (True, "tokens")
+    assert 190 <= state.tokens < 215
+    assert state.precision > 0.001
+
+
+def test_greedy_runs_stop_when_every_completion_is_long_enough(dice):
+    chosen = task(precision=0.001, num_prompts=2)
+    state = run(chosen).calibration
+    assert (state.complete, state.stopped_by) == (True, "prompts")
+    # Four passes of 32 tokens over two prompts, never the same context twice.
+    assert state.started == 8
+    seen = dice.engines[0].seen
+    assert len({tuple(tokens) for tokens in seen}) == 8
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_an_interrupted_run_goes_on(dice, temperature):
+    chosen = task(precision=0.05, temperature=temperature, num_prompts=6)
+    dice.interrupt_after = 40
+    first = run(chosen)
+    state = first.calibration
+    assert (state.complete, state.stopped_by) == (False, "interrupt")
+    assert state.trees == 40 * 4
+    assert "(interrupted)" in first.description
+    restored = AcceptanceFile.model_validate_json(json.dumps(first.to_dict())).calibration
+    dice.interrupt_after = None
+    final = run(chosen, restored).calibration
+    assert (final.complete, final.stopped_by) == (True, "precision")
+    own = dice.engines[1].collective_rpc("sequoia_stats", ())[0]
+    assert final.trees == 160 + own["tree_steps"]
+    assert final.accepted == add_counts(state.accepted, own["accepted"])
+    before, after = (engine.seen for engine in dice.engines)
+    if temperature == 0:
+        assert final.completions == {}
+        # Nothing is generated twice: what was in flight goes on behind its last token.
+        assert len({tuple(tokens) for tokens in before + after}) == len(before) + len(after)
+        assert any(tokens[-1] == 1 for tokens in after[:4])
+
+
+def test_interrupted_before_anything(dice):
+    dice.interrupt_after = 0
+    with pytest.raises(KeyboardInterrupt):
+        run(task())
+
+
+def test_what_is_another_measurement():
+    chosen = task()
+    dice_state = SimpleNamespace(measures=chosen.measures)
+    assert chosen.differences(dice_state) == []
+    # Where it stops does not matter, what is measured does.
+    finer = replace(chosen, settings=replace(chosen.settings, precision=0.001, batch_size=1))
+    assert finer.differences(dice_state) == []
+    assert task(temperature=0.5).differences(dice_state) == ["temperature", "top_p"]
+    assert task(num_prompts=3).differences(dice_state) == ["prompts_sha256", "prompts_used"]
+    assert task(branch=4).differences(dice_state) == ["branch"]
+
+
+# -- files -----------------------------------------------------------------------
+
+
+def test_acceptance_files_hide_where_prompts_lie(dice, tmp_path):
+    prompts = tmp_path / "mine.txt"
+    prompts.write_text("def f():\nclass A:\n")
+    found = run(task(prompts=prompts, temperature=0.7, top_p=0.9, max_tokens_total=100))
+    assert "temperature 0.7, top-p 0.9" in found.description
+    assert "mine.txt" in found.description
+    assert (found.temperature, found.top_p) == (0.7, 0.9)
+    assert found.calibration.measures["prompts_used"] == 2
+    assert str(tmp_path) not in json.dumps(found.to_dict())
+    assert list(found.calibration.measures["target_sha256"]) == ["config.json", "model.safetensors"]
 
 
 def test_class_names():
@@ -124,183 +371,89 @@ def test_class_names():
     assert class_name("--") == "measured"
 
 
-# -- times -----------------------------------------------------------------------
-
-TARGET = {1: 0.010, 2: 0.020, 4: 0.021, 8: 0.024}
-GROWTH = {1: 0.0, 2: 0.0, 4: 0.001, 8: 0.002}  # verification of more nodes
-LEVEL = {1: 0.002, 2: 0.003}
-PLAIN_REST, TREE_REST, COMMITTED = 0.001, 0.004, 2
-
-
-def records(batch: int, size: int, count: int = 8, slower: float = 1.0) -> list[dict]:
-    """Steps of an engine that takes exactly the times above."""
-    made, clock = [], 100.0
-    widths = [len([n for n in level if tree.children[n]])
-              for tree in [measuring_tree(size)] for level in tree.levels[1:]]  # fmt: skip
-    widths = [COMMITTED, *(width for width in widths if width)] if size > 1 else []
-    for _ in range(count):
-        passes = [(width * batch, 0.8 * slower * LEVEL[width]) for width in widths]
-        drafting = slower * sum(LEVEL[width] for width in widths)
-        rest = TREE_REST + GROWTH[size] if size > 1 else PLAIN_REST
-        made.append(
-            {
-                "start": clock, "requests": batch, "fewest": size, "most": size,
-                "target": slower * TARGET[size], "drafting": drafting, "passes": passes,
-            }
-        )  # fmt: skip
-        clock += slower * (TARGET[size] + rest) + drafting
-    return made
-
-
-def measured(batch: int, sizes=(2, 4, 8)) -> BatchTimes:
-    """Three rounds, of which the last is three times as slow."""
-
-    def rounds(size: int):
-        return [steady_steps(records(batch, size, slower=x), batch, size) for x in (1.1, 1.0, 3.0)]
-
-    return BatchTimes(batch, rounds(1), {size: rounds(size) for size in sizes})
-
-
-def test_measuring_tree_has_levels_of_many_widths():
-    assert measuring_tree(8).parents == (-1, 0, 0, 1, 1, 2, 2, 3)
-    uniform = Acceptance.of([0.5, 0.5])
-    assert Prefixes.of(measuring_tree(64), uniform).widths[-1].tolist() == [2, 4, 8, 16, 1, 0]
-
-
-def test_curves_are_those_of_the_quietest_round():
-    found = batch_curves(measured(2), context_length=128)
-    assert found.draft.tokens == [1, 2]
-    # Sharing what is outside the passes evenly moves a little between the levels.
-    assert found.draft.seconds == pytest.approx([LEVEL[1], LEVEL[2]], rel=0.1)
-    assert found.overhead.plain_seconds == pytest.approx(PLAIN_REST)
-    assert found.overhead.tree_seconds == pytest.approx(TREE_REST, abs=2e-4)
-    assert found.target.tokens == [1, 2, 4, 8]
-    expected = [TARGET[n] + GROWTH[n] for n in (1, 2, 4, 8)]
-    assert found.target.seconds == pytest.approx(expected, abs=3e-4)
-    assert found.target.spread[0] > 0.001
-    assert found.forward_seconds == pytest.approx(TARGET)
-
-
-def test_the_curves_add_up_to_the_measured_steps():
-    """What the cost model says of the measured trees is what was measured."""
-    found = batch_curves(measured(2), context_length=128)
-    profile = Profile(
-        source="measured", date="2026-01-01", device="cpu", target="t", draft="d",
-        target_parameters=2, draft_parameters=1, target_forward=[found.target],
-        draft_level=[found.draft], overhead=[found.overhead],
-    )  # fmt: skip
-    cost = CostModel(profile)
-    assert cost.plain_seconds(2) == pytest.approx(found.step_seconds[1], abs=1e-6)
-    for size in (2, 4, 8):
-        tree = measuring_tree(size)
-        prefixes = Prefixes.of(tree, Acceptance.of([0.5, 0.5]))
-        # The records committed COMMITTED tokens in each step.
-        prefixes = Prefixes(np.full(size, float(COMMITTED)), prefixes.widths)
-        seconds = cost.prefix_seconds(prefixes, 2)[-1]
-        assert seconds == pytest.approx(found.step_seconds[size], abs=1e-6)
-
-
-def cheap_first_pass(timed: TimedStep) -> TimedStep:
-    """Drafting's first pass takes no time at all (it may run another kernel than levels do)."""
-    step = timed.step
-    saved = LEVEL[COMMITTED]
-    levels = [(step.passes[0][0], 0.0), *step.passes[1:]]
-    return TimedStep(replace(step, drafting=step.drafting - saved, passes=levels), timed.seconds)
-
-
-def test_overhead_is_never_negative():
-    times = measured(1)
-    trees = {
-        size: [[cheap_first_pass(timed) for timed in steps] for steps in rounds]
-        for size, rounds in times.trees.items()
-    }
-    found = batch_curves(BatchTimes(1, times.plain, trees), context_length=128)
-    assert found.overhead.tree_seconds >= 0
-    assert min(found.target.seconds) > 0
-
-
-def test_only_steady_steps_count():
-    steps = records(2, 4, count=4)
-    prefill = {**steps[0], "fewest": 1, "most": 7}  # as many tokens in all
-    fewer = {**steps[0], "requests": 1}
-    mixed = [prefill, *steps[:3], fewer, steps[3]]
-    assert len(steady_steps(mixed, 2, 4)) == 2  # the third is followed by another kind
-    assert steady_steps(mixed, 2, 8) == []
-    assert len(steady_steps(records(2, 1), 2, 1)) == 7
-
-
-def test_missing_steps():
-    times = measured(2)
-    with pytest.raises(CalibrationError, match=r"no step had 2 requests of 1 tokens.*kv-cache"):
-        batch_curves(BatchTimes(2, [[], []], times.trees), 128)
-    with pytest.raises(CalibrationError, match="no step had 2 requests of 4 tokens"):
-        batch_curves(BatchTimes(2, times.plain, {**times.trees, 4: [[]]}), 128)
-    with pytest.raises(CalibrationError, match="second level"):
-        batch_curves(BatchTimes(2, times.plain, {2: times.trees[2]}), 128)
-
-
-# -- prompts and provenance ------------------------------------------------------
-
-
-def test_token_windows():
-    windows = token_windows([[1, 2, 3], [4, 5, 6]], count=3, length=4)
-    assert windows == [[1, 2, 3, 4], [3, 4, 5, 6], [5, 6, 1, 2]]
-    assert token_windows([[7]], 2, 3) == [[7, 7, 7], [7, 7, 7]]
-    with pytest.raises(CalibrationError, match="no tokens"):
-        token_windows([[], []], 1, 4)
-
-
-def test_prompt_files(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    assert load_prompts(path) == ["a", "b"]
-    assert load_prompts(path, 1) == ["a"]
-    with pytest.raises(CalibrationError, match="holds 2 prompts, not 3"):
-        load_prompts(path, 3)
-    path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    with pytest.raises(CalibrationError, match="line 2"):
-        load_prompts(path)
-    with pytest.raises(CalibrationError, match="name a file with --prompts"):
-        load_prompts(tmp_path / "none.jsonl")
-
-
 def test_model_hashes(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert list(model_hashes(str(tmp_path))) == ["config.json"]
-    assert model_hashes("org/model-by-name") == {}
+    assert model_hashes("org/model-never-downloaded") == {}
+    assert model_hashes("/no/such/directory") == {}
+
+
+def test_prompts_too_long_for_the_target(tmp_path):
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("x = 1; " * 3000 + "\nshort\n")
+    assert len(task(prompts=prompts).prompts) == 1
+    prompts.write_text("x = 1; " * 3000)
+    with pytest.raises(CalibrationError, match="no prompt leaves room for 32 tokens"):
+        task(prompts=prompts)
 
 
 # -- the command -----------------------------------------------------------------
 
+PAIR = ("--model", TARGET, "--draft-model", DRAFT)
+SMALL = ("--branch", "3", "--depth", "1", "--max-tokens", "32", "--precision", "0.1")
 
-def run(*arguments: str):
+
+def call(*arguments: str):
     return CliRunner().invoke(app, ["calibrate", *arguments])
 
 
-PAIR = ("--target", "t", "--draft", "d")
+def test_calibrate_again(dice, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # Dice are so fast that a second between checkpoints is a very long time.
+    monkeypatch.setitem(measure_acceptance.__kwdefaults__, "checkpoint_seconds", 0)
+    dice.interrupt_after = 5
+    result = call(*PAIR, *SMALL, "-o", "a.json")
+    assert result.exit_code == 130
+    assert "a.json keeps 40 trees" in result.stderr
+    assert not AcceptanceFile.load("a.json").calibration.complete
+    dice.interrupt_after = None
+    result = call(*PAIR, *SMALL, "-o", "a.json", "--json")
+    assert result.exit_code == 0
+    assert "going on from a.json: 40 trees" in result.stderr
+    assert json.loads(result.stdout)["calibration"]["complete"]
+    assert json.loads(result.stdout) == AcceptanceFile.load("a.json").to_dict()
+    result = call(*PAIR, *SMALL, "-o", "a.json")
+    assert "holds this measurement already" in result.stderr
+    assert len(dice.engines) == 2
+    result = call(*PAIR, *SMALL, "-o", "a.json", "--temperature", "0.5")
+    assert "holds another measurement (temperature, top_p differ): starting" in result.stderr
+    assert len(dice.engines) == 3
+    result = call(*PAIR, *SMALL, "-o", "a.json", "--temperature", "0.5", "--restart")
+    assert len(dice.engines) == 4
+    # More exactly: what was sampled before counts.
+    result = call(*PAIR, *SMALL, "-o", "a.json", "--temperature", "0.5", "--precision", "0.05")
+    assert "going on from a.json" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("acceptance", *PAIR, "--prompts", "none.jsonl"), "name a file with --prompts"),
-        (("acceptance", *PAIR, "--output", "no/such/dir/x.json"), "there is no directory"),
-        (("profile", *PAIR, "--tokens", "1;2"), "whole numbers separated by commas"),
-        (("profile", *PAIR, "--tokens", "1,2"), "the largest at least 4"),
-        (("profile", *PAIR, "--batch-sizes", "0"), "batch size 0"),
-        (("profile", *PAIR, "--context", "8"), "context 8 is too short"),
-        (("profile", *PAIR), "no tokenizer for the target 't'"),
+        ((*PAIR, "--prompts", "none.jsonl"), "name a file with --prompts"),
+        ((*PAIR, "--output", "no/such/dir/x.json"), "there is no directory"),
+        ((*PAIR, "--output", "."), "is a directory: name a file"),
+        (("--model", "t", "--draft-model", "d"), "no tokenizer for the target 't'"),
+        (("--model", TARGET, "--draft-model", "d"), "no configuration of the model 'd'"),
     ],
 )
-def test_friendly_errors(arguments, message):
-    result = run(*arguments)
+def test_friendly_errors(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = call(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
 
 
-@pytest.mark.parametrize("command", ["acceptance", "profile"])
+def test_other_files_are_not_taken_for_calibrations(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("{}")
+    result = call(*PAIR, "-o", str(path))
+    assert result.exit_code == 2
+    assert path.read_text() == "{}"
+
+
+@pytest.mark.parametrize("command", ["calibrate", "profile", "tune"])
 def test_help(command):
-    result = run(command, "--help")
+    result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0
-    assert "--draft" in result.output
+    assert "--draft-model" in result.output

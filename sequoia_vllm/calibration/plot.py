@@ -1,0 +1,58 @@
+"""The picture of a profile: how the time of a target pass grows with its tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sequoia_vllm.hardware.profile import Curve, Profile
+from sequoia_vllm.tree.plot import check_output
+
+__all__ = ["check_output", "plot_profile"]
+
+
+def plot_profile(profile: Profile, path: Path) -> None:
+    """Draws t(n)/t(1) of the target and of the draft, by batch size and context.
+
+    Args:
+        profile: Times of a device and model pair.
+        path: File to write; its ending says which format.
+
+    Raises:
+        TreeError: If the format is not one that we write.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
+
+    check_output(path)
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2)
+    curves = (profile.target_forward, profile.draft_level)
+    names = ("target: t(n) / t(1)", "one draft level / t(1)")
+    plain = {_place(curve): curve.seconds[0] for curve in profile.target_forward}
+    for axes, part, name in zip(panels, curves, names, strict=True):
+        for curve in sorted(part, key=_place):
+            ratios = [seconds / plain[_place(curve)] for seconds in curve.seconds]
+            axes.plot(curve.tokens, ratios, marker="o", markersize=3, label=_label(curve))
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.set_xlabel("tokens per request")
+        axes.set_ylim(bottom=0)
+        axes.grid(color="#e4e4e4")
+        axes.set_title(name, loc="left", fontsize=10)
+    panels[0].legend(fontsize=7, frameon=False)
+    figure.suptitle(
+        f"{Path(profile.target).name} with {Path(profile.draft).name} on {profile.device}, "
+        f"{profile.dtype} ({profile.source})",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _place(curve: Curve) -> tuple[int, int]:
+    return curve.batch_size, curve.context_length
+
+
+def _label(curve: Curve) -> str:
+    return f"batch {curve.batch_size}, context {curve.context_length}"

@@ -1,0 +1,165 @@
+"""From a pair's measured acceptance and times to its tree in the user's library."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from sequoia_vllm.calibration.errors import CalibrationError
+from sequoia_vllm.hardware.choose import MAX_DEPTH, TreeSearch, choose_schedule
+from sequoia_vllm.hardware.cost import Estimate
+from sequoia_vllm.hardware.profile import Profile
+from sequoia_vllm.tree.generate import make_entry, model_class_of, profile_reference
+from sequoia_vllm.tree.library import Measurements, TreeLibrary
+from sequoia_vllm.tree.library_files import AcceptanceFile, TreeEntry
+from sequoia_vllm.tree.optimize import Frontier
+from sequoia_vllm.tree.user_trees import model_key, user_tree_name
+
+
+@dataclass(frozen=True)
+class TunedPair:
+    """What a tree is tuned for, as an engine will look it up.
+
+    Attributes:
+        device: Name that the driver gives.
+        target, draft: Model names or paths.
+        dtype: Resolved, never "auto".
+        tensor_parallel_size: Devices the target is split over.
+    """
+
+    device: str
+    target: str
+    draft: str
+    dtype: str
+    tensor_parallel_size: int = 1
+
+    @classmethod
+    def here(
+        cls, target: str, draft: str, dtype: str = "auto", tensor_parallel_size: int = 1
+    ) -> TunedPair:
+        """This pair on this machine; ``dtype`` as given to vLLM.
+
+        Raises:
+            CalibrationError: If vLLM cannot read the target's configuration.
+        """
+        from vllm.engine.arg_utils import EngineArgs
+
+        from sequoia_vllm.engine.device_name import current_device_name
+
+        try:
+            config = EngineArgs(model=target, dtype=dtype).create_model_config()
+        except (ValueError, OSError) as error:
+            raise CalibrationError(f"vLLM cannot use the target {target!r}: {error}") from error
+        resolved = str(config.dtype).removeprefix("torch.")
+        return cls(current_device_name(), target, draft, resolved, tensor_parallel_size)
+
+    def measurements(self, library: TreeLibrary) -> Measurements:
+        """Where the library keeps what was measured for this pair."""
+        return library.measurements(
+            self.device, self.target, self.draft, self.dtype, self.tensor_parallel_size
+        )
+
+
+def tuned_entry(
+    vector: AcceptanceFile, profile: Profile, context_length: int, max_size: int
+) -> TreeEntry:
+    """The tree and schedule that are fastest on these measurements.
+
+    Args:
+        vector: Measured acceptance.
+        profile: Measured times.
+        context_length: Which of the profile's contexts.
+        max_size: Largest tree, root included.
+
+    Returns:
+        An entry as `TreeLibrary.save_user_tree` takes it. A tree of size 1
+        means: do not speculate.
+    """
+    largest_batch = max(curve.batch_size for curve in profile.target_forward)
+    schedule = choose_schedule(
+        vector.vector,
+        profile,
+        batch_sizes=range(1, largest_batch + 1),
+        max_size=max_size,
+        context_length=context_length,
+    )
+    reference = profile_reference(profile).model_copy(update={"context_length": context_length})
+    return make_entry("user", model_class_of(profile), profile, reference, vector, schedule)
+
+
+def best_tree_at_any_price(
+    vector: AcceptanceFile, profile: Profile, context_length: int, batch_size: int = 1
+) -> Estimate:
+    """What the fastest tree does, also where plain decoding is faster.
+
+    Only trees of the sizes that were timed are looked at.
+    """
+    sizes = sorted({n for curve in profile.target_forward for n in curve.tokens if n > 1})
+    frontier = Frontier.of(vector.vector, sizes[-1], MAX_DEPTH, None)
+    search = TreeSearch(frontier, profile, context_length)
+    timed = [size for size in sizes if size <= search.cost.max_tokens(batch_size)]
+    estimates = [search.best_of_size(size, batch_size) for size in timed]
+    return max(estimates, key=lambda estimate: estimate.speedup)
+
+
+def save_tuned(library: TreeLibrary, pair: TunedPair, entry: TreeEntry) -> Path:
+    """Stores the tree under exactly the key that an engine with this pair looks up."""
+    name = user_tree_name(
+        pair.device, pair.target, pair.draft, pair.dtype, pair.tensor_parallel_size
+    )
+    file = pair.measurements(library).profile.relative_to(library.user)
+    own = entry.model_copy(
+        update={
+            "name": name,
+            "target": pair.target,
+            "draft": pair.draft,
+            "dtype": pair.dtype,
+            "tensor_parallel_size": pair.tensor_parallel_size,
+            "profile": entry.profile.model_copy(update={"file": str(file)}),
+        }
+    )
+    return library.save_user_tree(pair.device, own)
+
+
+def check_vector(pair: TunedPair, vector: AcceptanceFile) -> None:
+    """Whether an acceptance file is a finished measurement of this pair.
+
+    Raises:
+        CalibrationError: Naming what differs.
+    """
+    for role, found, wanted in (
+        ("target", vector.target, pair.target),
+        ("draft", vector.draft, pair.draft),
+    ):
+        if model_key(found or "") != model_key(wanted):
+            raise CalibrationError(
+                f"the acceptance file is of {role} {found!r}, not {wanted!r}: measure this pair "
+                "(sequoia-vllm calibrate)"
+            )
+    if vector.calibration is not None and not vector.calibration.complete:
+        raise CalibrationError(
+            "the acceptance file is of an interrupted measurement: finish it first "
+            "(the same sequoia-vllm calibrate command goes on)"
+        )
+
+
+def check_profile(pair: TunedPair, profile: Profile) -> None:
+    """Whether a profile was measured with this pair on this machine.
+
+    Raises:
+        CalibrationError: Naming what differs.
+    """
+    found = TunedPair(
+        profile.device,
+        model_key(profile.target),
+        model_key(profile.draft),
+        profile.dtype,
+        profile.tensor_parallel_size,
+    )
+    wanted = replace(pair, target=model_key(pair.target), draft=model_key(pair.draft))
+    for key, value in asdict(wanted).items():
+        if getattr(found, key) != value:
+            raise CalibrationError(
+                f"the profile file is of {key} {getattr(found, key)!r}, not {value!r}: measure "
+                "it here (sequoia-vllm profile)"
+            )

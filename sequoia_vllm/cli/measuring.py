@@ -1,0 +1,74 @@
+"""What `calibrate`, `profile` and `tune` share: options, and how results are written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sequoia_vllm.cli.common import fail
+
+if TYPE_CHECKING:
+    from sequoia_vllm.tree.json_file import FileModel
+
+INTERRUPTED = 130  # as shells report a program that Ctrl-C ended
+
+TargetOption = Annotated[str, typer.Option("--model", help="Target model, name or path.")]
+DraftOption = Annotated[str, typer.Option("--draft-model", help="Draft model, name or path.")]
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option(
+        help='Prompts: .jsonl with {"prompt": ...} or {"messages": ...} per line, or .txt with one '
+        "per line; none: a built-in set of 64."
+    ),
+]
+RawPromptsOption = Annotated[
+    bool,
+    typer.Option("--raw-prompts", help="Give bare prompts to the target without chat template."),
+]
+TemperatureOption = Annotated[float, typer.Option(min=0, help="Of every request; 0: greedy.")]
+TopPOption = Annotated[float, typer.Option(min=1e-6, max=1, help="Nucleus of the target.")]
+DtypeOption = Annotated[str, typer.Option(help="vLLM's dtype.")]
+TensorParallelOption = Annotated[
+    int, typer.Option("--tensor-parallel-size", min=1, help="Devices the target is split over.")
+]
+EagerOption = Annotated[bool, typer.Option("--eager", help="Do not compile: starts faster.")]
+CacheOption = Annotated[
+    float, typer.Option("--kv-cache-gib", min=0, help="KV cache of each engine, GiB.")
+]
+RestartOption = Annotated[
+    bool, typer.Option("--restart", help="Do not go on from an earlier run: measure anew.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def quiet_engines() -> None:
+    """Lets vLLM log errors only, unless the user set another level."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """A list like ``1,2,4``."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        fail(f"{option} {text!r}: give whole numbers separated by commas, like 1,2,4")
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Fails before anything is measured that could not be written."""
+    if path is not None and not path.absolute().parent.is_dir():
+        fail(f"{option} {path}: there is no directory {path.parent}")
+    if path is not None and path.is_dir():
+        fail(f"{option} {path} is a directory: name a file")
+
+
+def write_file(path: Path, content: FileModel) -> None:
+    """Writes a file in one piece: an interrupted write leaves the old one."""
+    from sequoia_vllm.tree.json_file import dump_json
+
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(dump_json(content.to_dict()), encoding="utf-8")
+    partial.replace(path)

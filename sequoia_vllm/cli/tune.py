@@ -1,0 +1,251 @@
+"""``sequoia-vllm tune``: the best tree for a model pair on this machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sequoia_vllm.cli import calibrate as calibrate_command
+from sequoia_vllm.cli import profile as profile_command
+from sequoia_vllm.cli.common import console, friendly_errors, note, print_json
+from sequoia_vllm.cli.measuring import (
+    CacheOption,
+    DraftOption,
+    DtypeOption,
+    EagerOption,
+    JsonOption,
+    PromptsOption,
+    RawPromptsOption,
+    RestartOption,
+    TargetOption,
+    TemperatureOption,
+    TensorParallelOption,
+    TopPOption,
+    numbers,
+    quiet_engines,
+    write_file,
+)
+
+if TYPE_CHECKING:
+    from sequoia_vllm.calibration.tune import TunedPair
+    from sequoia_vllm.hardware.cost import Estimate
+    from sequoia_vllm.tree.library_files import TreeEntry
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much is measured unless options say otherwise."""
+
+    precision: float
+    max_tokens_total: int
+    branch: int
+    depth: int
+    batch_sizes: str
+    tokens: str
+    context: int
+    rounds: int
+
+
+FULL = Budget(0.02, 100_000, 16, 3, "1,2,4,8", "1,2,4,8,16,32,64", 512, 3)
+QUICK = Budget(0.05, 4_000, 8, 2, "1,4", "1,2,4,8,16,32", 256, 2)
+
+
+def _default(field: str) -> str:
+    # Not in square brackets: rich takes those for markup.
+    return f"Default {getattr(FULL, field)}, with --quick {getattr(QUICK, field)}."
+
+
+def tune(
+    target: TargetOption,
+    draft: DraftOption,
+    prompts: PromptsOption = None,
+    raw_prompts: RawPromptsOption = False,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure less, and less exactly.")] = False,
+    precision: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-4, max=0.5, help=f"As of calibrate. {_default('precision')}", show_default=False
+        ),
+    ] = None,
+    max_tokens_total: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"As of calibrate. {_default('max_tokens_total')}", show_default=False
+        ),
+    ] = None,
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Batch sizes to time; the schedule reaches to the largest. "
+            f"{_default('batch_sizes')}",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Tree sizes to time; no larger tree is chosen. {_default('tokens')}",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"Usual tokens of context. {_default('context')}", show_default=False
+        ),
+    ] = None,
+    acceptance: Annotated[
+        Path | None, typer.Option(help="Use this file of calibrate: do not measure acceptance.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Use this file of profile: do not measure times.")
+    ] = None,
+    dtype: DtypeOption = "auto",
+    tensor_parallel_size: TensorParallelOption = 1,
+    eager: EagerOption = False,
+    kv_cache_gib: CacheOption = 1.0,
+    restart: RestartOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure, choose the best tree for each batch size, and keep it for `"tree": "auto"`.
+
+    It lies in the user's tree directory ($SEQUOIA_VLLM_TREES), with both
+    measurements beside it, and is for exactly this device, pair and dtype.
+    """
+    from sequoia_vllm.calibration.acceptance import AcceptanceSettings
+    from sequoia_vllm.calibration.profile import ProfileSettings
+    from sequoia_vllm.calibration.tune import TunedPair, best_tree_at_any_price, save_tuned
+    from sequoia_vllm.calibration.tune import tuned_entry as choose
+    from sequoia_vllm.tree.library import TreeLibrary
+
+    quiet_engines()
+    budget = QUICK if quick else FULL
+    usual_context = context or budget.context
+    sizes = numbers("--tokens", tokens or budget.tokens)
+    how_to_calibrate = AcceptanceSettings(
+        target, draft, prompts, raw_prompts=raw_prompts, temperature=temperature, top_p=top_p,
+        branch=budget.branch, depth=budget.depth, precision=precision or budget.precision,
+        max_tokens_total=max_tokens_total or budget.max_tokens_total, dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size, enforce_eager=eager, kv_cache_gib=kv_cache_gib,
+    )  # fmt: skip
+    how_to_profile = ProfileSettings(
+        target, draft, prompts, numbers("--batch-sizes", batch_sizes or budget.batch_sizes), sizes,
+        contexts=(usual_context,), rounds=budget.rounds, temperature=temperature, dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size, enforce_eager=eager, kv_cache_gib=kv_cache_gib,
+    )  # fmt: skip
+    with friendly_errors():
+        library = TreeLibrary()
+        pair = TunedPair.here(target, draft, dtype, tensor_parallel_size)
+        files = pair.measurements(library)
+        files.directory.mkdir(parents=True, exist_ok=True)
+        vector, times = _given(pair, acceptance, profile)
+        if vector is None:
+            vector = _calibrated(files.acceptance, how_to_calibrate, restart)
+        if times is None:
+            times = profile_command.measure_into(files.profile, how_to_profile)
+        write_file(files.acceptance, vector)  # the same bytes, unless it was given
+        write_file(files.profile, times)
+        entry = choose(vector, times, usual_context, max(sizes))
+        path = save_tuned(library, pair, entry)
+        best = best_tree_at_any_price(vector, times, usual_context)
+        now_used = _now_used(pair)
+    if as_json:
+        print_json(_report(pair, entry, path, now_used, best))
+    else:
+        _print(pair, entry, path, now_used, best)
+
+
+def _given(pair: TunedPair, acceptance: Path | None, profile: Path | None) -> tuple[Any, Any]:
+    """The measurements that were given as files, checked; None where none was."""
+    from sequoia_vllm.calibration.tune import check_profile, check_vector
+    from sequoia_vllm.hardware.profile import Profile
+    from sequoia_vllm.tree.library_files import AcceptanceFile
+
+    vector = None if acceptance is None else AcceptanceFile.load(acceptance)
+    times = None if profile is None else Profile.load(profile)
+    if vector is not None:
+        check_vector(pair, vector)
+    if times is not None:
+        check_profile(pair, times)
+    return vector, times
+
+
+def _calibrated(path: Path, settings: Any, restart: bool) -> Any:
+    """Measures acceptance into ``path``; the program ends there if it is interrupted."""
+    from sequoia_vllm.calibration.acceptance import AcceptanceTask
+
+    task = AcceptanceTask.prepare(settings, f"tuned-t{settings.temperature:g}")
+    measured = calibrate_command.measure_into(path, task, restart)
+    calibrate_command.finish(measured, path)
+    return measured
+
+
+def _now_used(pair: TunedPair) -> str:
+    """What an engine of this pair answers to "tree": "auto", asked as it asks."""
+    from sequoia_vllm.config import SequoiaConfig
+    from sequoia_vllm.engine.tree_choice import EnginePair, choose_engine_tree
+
+    engine = EnginePair(pair.device, pair.target, pair.draft, pair.dtype, pair.tensor_parallel_size)
+    return choose_engine_tree(SequoiaConfig(model=pair.draft, tree="auto"), engine).source
+
+
+def _serve_command(pair: TunedPair) -> str:
+    config = {"method": "sequoia", "model": pair.draft, "tree": "auto"}
+    return f"vllm serve {pair.target} --speculative-config '{json.dumps(config)}'"
+
+
+def _report(
+    pair: TunedPair, entry: TreeEntry, path: Path, now_used: str, best: Estimate
+) -> dict[str, Any]:
+    return {
+        "device": pair.device,
+        "target": pair.target,
+        "draft": pair.draft,
+        "dtype": pair.dtype,
+        "tensor_parallel_size": pair.tensor_parallel_size,
+        "speculates": entry.tree.size > 1,
+        "tree": {"size": entry.tree.size, "depth": entry.tree.depth},
+        "schedule": [list(row) for row in entry.schedule],
+        "estimates": [estimate.to_dict() for estimate in entry.estimates],
+        "best_tree_at_batch_1": {
+            "expected_tokens": round(best.expected_tokens, 4), "speedup": round(best.speedup, 4),
+        },
+        "file": str(path),
+        "measurements": str(path.parent / "measurements" / path.stem),
+        "now_used": now_used,
+        "command": _serve_command(pair),
+    }  # fmt: skip
+
+
+def _print(pair: TunedPair, entry: TreeEntry, path: Path, now_used: str, best: Estimate) -> None:
+    from rich.table import Table
+
+    table = Table(
+        title=f"{Path(pair.target).name} with {Path(pair.draft).name}, {pair.dtype}, "
+        f"{entry.profile.context_length} tokens of context: expected from what was measured",
+        box=None, pad_edge=False, header_style="bold",
+    )  # fmt: skip
+    for column in ("batch", "drafts per request", "tokens per step", "speedup"):
+        table.add_column(column, justify="right")
+    for estimate in entry.estimates:
+        drafts = estimate.num_speculative_tokens
+        table.add_row(
+            str(estimate.batch_size), str(drafts) if drafts else "none: plain decoding",
+            f"{estimate.expected_tokens:.2f}", f"{estimate.speedup:.2f}x",
+        )  # fmt: skip
+    console().print(table)
+    if entry.tree.size == 1:
+        note(
+            "speculation does not pay here: the best tree at batch size 1 would run at "
+            f"{best.speedup:.2f}x plain decoding. Serve without --speculative-config; with the "
+            'command below "auto" turns speculation off by itself'
+        )
+    console().print(f"In use from now on: {now_used}", soft_wrap=True, markup=False)
+    console().print(_serve_command(pair), soft_wrap=True, markup=False, highlight=False)
+    note(f"the tree is in {path}, what was measured in {path.parent / 'measurements' / path.stem}")

@@ -1,0 +1,233 @@
+"""From recorded steps to the curves of a profile, and the profile command, without an engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from sequoia_vllm.calibration.engines import token_windows
+from sequoia_vllm.calibration.errors import CalibrationError
+from sequoia_vllm.calibration.plot import plot_profile
+from sequoia_vllm.calibration.step_times import (
+    BatchTimes,
+    TimedStep,
+    batch_curves,
+    measuring_tree,
+    pays_to_go_on,
+    steady_steps,
+)
+from sequoia_vllm.cli import app
+from sequoia_vllm.cli.profile import print_profile
+from sequoia_vllm.hardware.cost import CostModel, Prefixes
+from sequoia_vllm.hardware.profile import Profile
+from sequoia_vllm.tree import Acceptance
+from sequoia_vllm.tree.token_tree import TreeError
+from tests.engine.models import DRAFT
+from tests.engine.models import TARGET as TARGET_MODEL
+
+TARGET = {1: 0.010, 2: 0.020, 4: 0.021, 8: 0.024}
+GROWTH = {1: 0.0, 2: 0.0, 4: 0.001, 8: 0.002}  # preparing inputs of more nodes
+VERIFY = {1: 0.0, 2: 0.0003, 4: 0.0004, 8: 0.0007}
+COMMIT = 0.0002  # part of what follows
+LEVEL = {1: 0.002, 2: 0.003}
+PLAIN_REST, TREE_REST, COMMITTED = 0.001, 0.004, 2
+
+
+def records(batch: int, size: int, count: int = 8, slower: float = 1.0) -> list[dict]:
+    """Steps of an engine that takes exactly the times above."""
+    made, clock = [], 100.0
+    widths = [len([n for n in level if tree.children[n]])
+              for tree in [measuring_tree(size)] for level in tree.levels[1:]]  # fmt: skip
+    widths = [COMMITTED, *(width for width in widths if width)] if size > 1 else []
+    for _ in range(count):
+        passes = [(width * batch, 0.8 * slower * LEVEL[width]) for width in widths]
+        drafting = slower * sum(LEVEL[width] for width in widths)
+        rest = TREE_REST + GROWTH[size] if size > 1 else PLAIN_REST
+        made.append(
+            {
+                "start": clock, "requests": batch, "fewest": size, "most": size,
+                "target": slower * TARGET[size], "verify": VERIFY[size],
+                "commit": COMMIT if size > 1 else 0.0, "drafting": drafting, "passes": passes,
+            }
+        )  # fmt: skip
+        clock += slower * (TARGET[size] + rest) + drafting + VERIFY[size]
+    return made
+
+
+def measured(batch: int, sizes=(2, 4, 8)) -> BatchTimes:
+    """Three rounds, of which the last is three times as slow."""
+
+    def rounds(size: int):
+        return [steady_steps(records(batch, size, slower=x), batch, size) for x in (1.1, 1.0, 3.0)]
+
+    return BatchTimes(batch, 128, rounds(1), {size: rounds(size) for size in sizes})
+
+
+def test_measuring_tree_has_levels_of_many_widths():
+    assert measuring_tree(8).parents == (-1, 0, 0, 1, 1, 2, 2, 3)
+    uniform = Acceptance.of([0.5, 0.5])
+    assert Prefixes.of(measuring_tree(64), uniform).widths[-1].tolist() == [2, 4, 8, 16, 1, 0]
+
+
+def test_curves_are_those_of_the_quietest_round():
+    found = batch_curves(measured(2))
+    assert found.draft.tokens == [1, 2]
+    # Sharing what is outside the passes evenly moves a little between the levels.
+    assert found.draft.seconds == pytest.approx([LEVEL[1], LEVEL[2]], rel=0.1)
+    assert found.overhead.plain_seconds == pytest.approx(PLAIN_REST)
+    assert found.overhead.tree_seconds == pytest.approx(TREE_REST, abs=2e-4)
+    assert found.target.tokens == [1, 2, 4, 8]
+    assert found.verification.tokens == [2, 4, 8]
+    assert found.verification.seconds == pytest.approx([VERIFY[n] for n in (2, 4, 8)])
+    assert found.overhead.commit_seconds == COMMIT
+    assert found.overhead.context_length == found.target.context_length == 128
+    expected = [TARGET[n] + GROWTH[n] for n in (1, 2, 4, 8)]
+    assert found.target.seconds == pytest.approx(expected, abs=3e-4)
+    assert found.target.spread[0] > 0.001
+    assert found.forward_seconds == pytest.approx(TARGET)
+
+
+def test_the_curves_add_up_to_the_measured_steps():
+    """What the cost model says of the measured trees is what was measured."""
+    found = batch_curves(measured(2))
+    profile = Profile(
+        source="measured", date="2026-01-01", device="cpu", target="t", draft="d",
+        target_parameters=2, draft_parameters=1, target_forward=[found.target],
+        draft_level=[found.draft], verification=[found.verification], overhead=[found.overhead],
+    )  # fmt: skip
+    cost = CostModel(profile)
+    assert cost.plain_seconds(2) == pytest.approx(found.step_seconds[1], abs=1e-6)
+    for size in (2, 4, 8):
+        tree = measuring_tree(size)
+        prefixes = Prefixes.of(tree, Acceptance.of([0.5, 0.5]))
+        # The records committed COMMITTED tokens in each step.
+        prefixes = Prefixes(np.full(size, float(COMMITTED)), prefixes.widths)
+        seconds = cost.prefix_seconds(prefixes, 2)[-1]
+        assert seconds == pytest.approx(found.step_seconds[size], abs=1e-6)
+
+
+def cheap_first_pass(timed: TimedStep) -> TimedStep:
+    """Drafting's first pass takes no time at all (it may run another kernel than levels do)."""
+    step = timed.step
+    saved = LEVEL[COMMITTED]
+    levels = [(step.passes[0][0], 0.0), *step.passes[1:]]
+    return TimedStep(replace(step, drafting=step.drafting - saved, passes=levels), timed.seconds)
+
+
+def test_overhead_is_never_negative():
+    times = measured(1)
+    trees = {
+        size: [[cheap_first_pass(timed) for timed in steps] for steps in rounds]
+        for size, rounds in times.trees.items()
+    }
+    found = batch_curves(BatchTimes(1, 128, times.plain, trees))
+    assert found.overhead.tree_seconds >= 0
+    assert min(found.target.seconds) > 0
+
+
+def test_only_steady_steps_count():
+    steps = records(2, 4, count=4)
+    prefill = {**steps[0], "fewest": 1, "most": 7}  # as many tokens in all
+    fewer = {**steps[0], "requests": 1}
+    mixed = [prefill, *steps[:3], fewer, steps[3]]
+    assert len(steady_steps(mixed, 2, 4)) == 2  # the third is followed by another kind
+    assert steady_steps(mixed, 2, 8) == []
+    assert len(steady_steps(records(2, 1), 2, 1)) == 7
+
+
+def test_missing_steps():
+    times = measured(2)
+    with pytest.raises(CalibrationError, match=r"no step had 2 requests of 1 tokens.*kv-cache"):
+        batch_curves(BatchTimes(2, 128, [[], []], times.trees))
+    with pytest.raises(CalibrationError, match="no step had 2 requests of 4 tokens"):
+        batch_curves(BatchTimes(2, 128, times.plain, {**times.trees, 4: [[]]}))
+    with pytest.raises(CalibrationError, match="second level"):
+        batch_curves(BatchTimes(2, 128, times.plain, {2: times.trees[2]}))
+
+
+def test_the_ladder_ends_where_a_step_is_as_long_as_many_plain_ones():
+    times = measured(1)
+    plain_step = TARGET[1] + PLAIN_REST
+    assert pays_to_go_on(times, 8)
+    slow = [TimedStep(timed.step, 12.5 * plain_step) for timed in times.trees[8][1]]
+    assert not pays_to_go_on(replace(times, trees={**times.trees, 8: [slow]}), 8)
+    # One slow round does not end it: the quietest counts.
+    assert pays_to_go_on(replace(times, trees={**times.trees, 8: [slow, times.trees[8][1]]}), 8)
+
+
+def test_token_windows():
+    windows = token_windows([[1, 2, 3], [4, 5, 6]], count=3, length=4)
+    assert windows == [[1, 2, 3, 4], [3, 4, 5, 6], [5, 6, 1, 2]]
+    assert token_windows([[7]], 2, 3) == [[7, 7, 7], [7, 7, 7]]
+    with pytest.raises(CalibrationError, match="no tokens"):
+        token_windows([[], []], 1, 4)
+
+
+# -- the profile file --------------------------------------------------------------
+
+
+def profile_of_records() -> Profile:
+    found = [batch_curves(replace(measured(2), context_length=context)) for context in (128, 512)]
+    return Profile(
+        source="measured", date="2026-01-01", device="cpu", target="org/t", draft="org/d",
+        target_parameters=2, draft_parameters=1, target_forward=[c.target for c in found],
+        draft_level=[c.draft for c in found], verification=[c.verification for c in found],
+        overhead=[c.overhead for c in found],
+    )  # fmt: skip
+
+
+def test_profile_files_keep_all_of_it(tmp_path):
+    profile = profile_of_records()
+    profile.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == profile
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_plot(tmp_path, ending):
+    plot_profile(profile_of_records(), tmp_path / f"p.{ending}")
+    assert (tmp_path / f"p.{ending}").stat().st_size > 5000
+    with pytest.raises(TreeError, match="name a file ending in"):
+        plot_profile(profile_of_records(), tmp_path / "p.txt")
+
+
+def test_table(capsys):
+    print_profile(profile_of_records())
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("tokens of context" in line for line in lines) == 2
+    assert next(line.split()[:3] for line in lines if "target" in line) == ["2", "target", "10.00"]
+    assert next(line.split() for line in lines if "verification" in line) == [
+        "verification",
+        "0.30",
+        "0.40",
+        "0.70",
+    ]
+
+
+# -- the command -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tokens", "1;2"), "whole numbers separated by commas"),
+        (("--tokens", "1,2"), "the largest at least 4"),
+        (("--batch-sizes", "0"), "batch size 0"),
+        (("--contexts", "8"), "too short for 32 tokens per completion; give at least 17"),
+        (("--contexts", "99999"), "contexts [99999]: the target takes"),
+        (("--prompts", "none.txt"), "name a file with --prompts"),
+        (("--output", "no/such/dir/x.json"), "there is no directory"),
+        (("--plot", "p.gif"), "name a file ending in .svg, .png, .pdf"),
+    ],
+)
+def test_friendly_errors(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(
+        app, ["profile", "--model", TARGET_MODEL, "--draft-model", DRAFT, *arguments]
+    )
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.iterdir())

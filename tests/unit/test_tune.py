@@ -1,0 +1,248 @@
+"""From measurements given as files to the tree that "auto" picks, without an engine."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sequoia_vllm.calibration.errors import CalibrationError
+from sequoia_vllm.calibration.tune import (
+    TunedPair,
+    best_tree_at_any_price,
+    check_profile,
+    check_vector,
+    save_tuned,
+    tuned_entry,
+)
+from sequoia_vllm.cli import app
+from sequoia_vllm.config import SequoiaConfig
+from sequoia_vllm.engine.tree_choice import EnginePair, choose_engine_tree
+from sequoia_vllm.hardware import CostModel, choose_schedule, current_device_name
+from sequoia_vllm.hardware.profile import Profile
+from sequoia_vllm.tree.library import TreeLibrary, tuned_measurements
+from sequoia_vllm.tree.library_files import AcceptanceFile
+from sequoia_vllm.tree.user_trees import user_tree_name
+from tests.engine.models import DRAFT, TARGET
+
+HERE = TunedPair(current_device_name(), TARGET, DRAFT, "float32")
+BATCHES, CONTEXTS, SIZES = (1, 8), (256, 1024), (1, 2, 4, 8, 16, 32)
+
+
+def vector(**changes) -> AcceptanceFile:
+    return AcceptanceFile(
+        name="measured", description="made up", source="measured", date="2026-01-01",
+        target=TARGET, draft=DRAFT, temperature=0.0, acceptance=[0.6, 0.12, 0.06, 0.03, 0.01],
+    ).model_copy(update=changes)  # fmt: skip
+
+
+def times(target_ms: float, per_token_ms: float, **changes) -> Profile:
+    """A target pass that costs a fixed time, and more for each token of the batch."""
+    places = [(batch, context) for batch in BATCHES for context in CONTEXTS]
+    common = [{"batch_size": batch, "context_length": context} for batch, context in places]
+    return Profile(
+        source="measured", date="2026-01-01", device=HERE.device, target=TARGET, draft=DRAFT,
+        target_parameters=4e6, draft_parameters=2e6, dtype="float32",
+        target_forward=[
+            {
+                **place, "tokens": list(SIZES),
+                "seconds": [
+                    1e-3 * (target_ms + per_token_ms * place["batch_size"] * n) for n in SIZES
+                ],
+            }
+            for place in common
+        ],
+        draft_level=[{**place, "tokens": [1, 16], "seconds": [1e-3, 1e-3]} for place in common],
+        verification=[
+            {**place, "tokens": [2, 32], "seconds": [2e-4, 3e-4]} for place in common
+        ],
+        overhead=[
+            {**place, "plain_seconds": 5e-4, "tree_seconds": 1e-3, "commit_seconds": 1e-4}
+            for place in common
+        ],
+    ).model_copy(update=changes)  # fmt: skip
+
+
+PAYS, DOES_NOT_PAY = times(60, 0.5), times(0.5, 1.0)
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch) -> TreeLibrary:
+    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "trees"))
+    return TreeLibrary()
+
+
+def auto(target: str = TARGET, draft: str = DRAFT, tree: str | None = "auto"):
+    pair = EnginePair(HERE.device, target, draft, "float32", 1)
+    return choose_engine_tree(SequoiaConfig(model=draft, tree=tree), pair)
+
+
+def test_the_entry_is_the_best_schedule_of_the_context():
+    entry = tuned_entry(vector(), PAYS, context_length=1024, max_size=32)
+    expected = choose_schedule(
+        vector().vector, PAYS, batch_sizes=range(1, 9), max_size=32, context_length=1024
+    )
+    assert entry.tree.tree == expected.tree
+    assert entry.schedule == expected.per_batch_size()
+    assert entry.profile.context_length == 1024
+    assert entry.tree.size > 4
+    assert tuned_entry(vector(), PAYS, 256, max_size=4).tree.size == 4
+
+
+def test_auto_picks_the_tuned_tree(library):
+    entry = tuned_entry(vector(), PAYS, 256, 32)
+    path = save_tuned(library, HERE, entry)
+    choice = auto()
+    assert choice.tree == entry.tree.tree
+    assert f"tuned here ({path})" in choice.source
+    assert choice.schedule == entry.schedule
+    assert library.entries()[0].profile.file == f"measurements/{path.stem}/profile.json"
+
+
+def test_no_speculation_is_an_answer(library):
+    entry = tuned_entry(vector(), DOES_NOT_PAY, 256, 32)
+    assert entry.tree.size == 1
+    assert entry.schedule == [(1, 8, 0)]
+    save_tuned(library, HERE, entry)
+    assert auto().tree.size == 1
+    assert auto(tree=None).tree.size == 16  # without "auto" some tree is always used
+    best = best_tree_at_any_price(vector(), DOES_NOT_PAY, 256)
+    assert best.speedup < 1 < best.expected_tokens
+
+
+def test_best_tree_where_it_pays():
+    best = best_tree_at_any_price(vector(), PAYS, 256)
+    entry = tuned_entry(vector(), PAYS, 256, 32)
+    assert best.speedup == pytest.approx(entry.estimates[0].speedup, rel=0.1)
+    assert best.speedup > 1.5
+
+
+def test_a_directory_is_one_model_however_it_is_written(library, monkeypatch):
+    save_tuned(library, HERE, tuned_entry(vector(), PAYS, 256, 32))
+    monkeypatch.chdir(Path(TARGET).parent)
+    for target in ("target", "./target/", str(Path("..") / Path(TARGET).parent.name / "target")):
+        assert "tuned here" in auto(target, os.path.relpath(DRAFT)).source
+    assert "tuned here" not in auto(draft=TARGET).source
+    key = "cpu", "no/such/directory", "d", "float32", 1
+    assert user_tree_name(*key) == user_tree_name("cpu", "no/such/directory/", *key[2:])
+
+
+def test_measurements_are_found_once_both_are_there(library):
+    key = HERE.device, TARGET, DRAFT, "float32"
+    assert tuned_measurements(*key) is None
+    files = library.measurements(*key)
+    files.directory.mkdir(parents=True)
+    files.acceptance.write_text("{}")
+    assert tuned_measurements(*key) is None
+    files.profile.write_text("{}")
+    assert tuned_measurements(*key) == files
+    assert tuned_measurements(*key, tensor_parallel_size=2) is None
+    assert all(not entry.name.startswith("user/") for entry in library.entries())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "another machine"}, "profile file is of device 'another machine'"),
+        ({"dtype": "bfloat16"}, "of dtype 'bfloat16', not 'float32'.*sequoia-vllm profile"),
+        ({"draft": "org/d"}, "of draft 'org/d'"),
+        ({"tensor_parallel_size": 2}, "of tensor_parallel_size 2, not 1"),
+    ],
+)
+def test_profiles_of_something_else(changes, message):
+    with pytest.raises(CalibrationError, match=message):
+        check_profile(HERE, PAYS.model_copy(update=changes))
+
+
+def test_acceptance_of_something_else():
+    with pytest.raises(CalibrationError, match=r"acceptance file is of target 'x'.*calibrate"):
+        check_vector(HERE, vector(target="x"))
+    check_vector(HERE, vector(target=TARGET + "/"))
+    check_profile(HERE, PAYS.model_copy(update={"target": TARGET + "/"}))
+
+
+# -- the profile's new entries in the cost model -----------------------------------
+
+
+def test_cost_adds_verification_and_takes_the_context_asked_for():
+    slow_rest = [
+        entry.model_copy(update={"plain_seconds": 0.5}) if entry.context_length == 1024 else entry
+        for entry in PAYS.overhead
+    ]
+    cost = CostModel(PAYS.model_copy(update={"overhead": slow_rest}), context_length=900)
+    assert cost.plain_seconds(1) == pytest.approx(0.5 + 0.0605)
+    assert CostModel(PAYS).plain_seconds(1) == pytest.approx(0.0005 + 0.0605)
+    assert cost.verification_seconds([2, 17, 32], 1) == pytest.approx([2e-4, 2.5e-4, 3e-4])
+    entry = tuned_entry(vector(), PAYS, 256, 32)
+    tree = entry.tree.tree
+    unverified = PAYS.model_copy(update={"verification": None})
+    seconds = [
+        CostModel(profile).estimate(tree, vector().vector, 1).seconds
+        for profile in (PAYS, unverified)
+    ]
+    growth = float(CostModel(PAYS).verification_seconds(tree.size, 1))
+    assert seconds[0] - seconds[1] == pytest.approx(growth)
+
+
+# -- the command -----------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path) -> list[str]:
+    (tmp_path / "a.json").write_text(json.dumps(vector().to_dict()))
+    PAYS.save(tmp_path / "pays.json")
+    DOES_NOT_PAY.save(tmp_path / "does-not.json")
+    return [str(tmp_path / name) for name in ("a.json", "pays.json", "does-not.json")]
+
+
+def call(acceptance: str, profile: str, *more: str):
+    return CliRunner().invoke(
+        app,
+        [
+            "tune", "--model", TARGET, "--draft-model", DRAFT, "--acceptance", acceptance,
+            "--profile", profile, "--dtype", "float32", "--context", "256", *more,
+        ],
+    )  # fmt: skip
+
+
+def test_tune_from_files(library, files):
+    result = call(files[0], files[1], "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["speculates"]
+    assert report["tree"]["size"] == auto().tree.size
+    assert report["now_used"] == auto().source
+    assert report["command"].startswith(f"vllm serve {TARGET} --speculative-config '{{")
+    assert json.loads(report["command"].split("'")[1]) == {
+        "method": "sequoia", "model": DRAFT, "tree": "auto",
+    }  # fmt: skip
+    kept = tuned_measurements(HERE.device, TARGET, DRAFT, "float32")
+    assert str(kept.directory) == report["measurements"]
+    assert Profile.load(kept.profile) == PAYS
+    assert AcceptanceFile.load(kept.acceptance) == vector()
+
+
+def test_tune_says_what_it_expects(library, files):
+    shown = " ".join(call(files[0], files[1]).output.split())
+    assert "256 tokens of context" in shown
+    assert "In use from now on: tree user/" in shown
+    assert "vllm serve" in shown
+    shown = " ".join(call(files[0], files[2]).output.split())
+    assert "none: plain decoding" in shown
+    assert "speculation does not pay here: the best tree at batch size 1 would run at 0." in shown
+
+
+def test_tune_refuses_an_interrupted_calibration(library, files, tmp_path):
+    state = {
+        "complete": False, "stopped_by": "interrupt", "wanted_precision": 0.1, "most_tokens": 9,
+        "trees": 1, "tokens": 2, "offered": [[1]], "accepted": [[1]], "measures": {}, "started": 1,
+    }  # fmt: skip
+    path = tmp_path / "half.json"
+    path.write_text(json.dumps({**vector().to_dict(), "calibration": state}))
+    result = call(str(path), files[1])
+    assert result.exit_code == 2
+    assert "interrupted measurement: finish it first" in " ".join(result.output.split())
+    assert tuned_measurements(HERE.device, TARGET, DRAFT, "float32") is None
