@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
 import typer
@@ -30,6 +32,7 @@ def friendly_errors() -> Iterator[None]:
     The message of each of our error classes names the fix; any other error is
     a bug and keeps its traceback.
     """
+    from sequoia_vllm.bench.methods import BenchError
     from sequoia_vllm.calibration.errors import CalibrationError
     from sequoia_vllm.grow.mark import GrowError
     from sequoia_vllm.hardware import DeviceError, ProfileError
@@ -39,7 +42,7 @@ def friendly_errors() -> Iterator[None]:
 
     ours = (
         TreeError, AcceptanceError, ProfileError, DeviceError, LibraryError, PromptError,
-        CalibrationError, GrowError,
+        CalibrationError, GrowError, BenchError,
     )  # fmt: skip
     try:
         yield
@@ -49,10 +52,10 @@ def friendly_errors() -> Iterator[None]:
         fail(f"{error.filename or 'file'}: {error.strerror or error}")
 
 
-def fail(message: str) -> NoReturn:
-    """Prints the message and ends with exit code 2."""
+def fail(message: str, code: int = USAGE_ERROR) -> NoReturn:
+    """Prints the message and ends with this exit code."""
     error_console().print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
-    raise typer.Exit(USAGE_ERROR)
+    raise typer.Exit(code)
 
 
 def note(message: str) -> None:
@@ -65,6 +68,20 @@ def print_json(data: Any) -> None:
     from sequoia_vllm.tree.json_file import dump_json
 
     typer.echo(dump_json(data), nl=False)
+
+
+@contextmanager
+def engines_print_to_stderr() -> Iterator[None]:
+    """While engines run, what they and their processes print goes to standard error."""
+    sys.stdout.flush()
+    ours = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(ours, 1)
+        os.close(ours)
 
 
 @contextmanager

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import json
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sequoia_vllm.cli.common import console, error_console, fail, print_json
+from sequoia_vllm.cli.common import (
+    console,
+    engines_print_to_stderr,
+    fail,
+    friendly_errors,
+    print_json,
+    progress_bar,
+)
+from sequoia_vllm.cli.measuring import quiet_engines
 
 if TYPE_CHECKING:
-    from sequoia_vllm.demo.run import DemoSettings, EngineRun
+    from sequoia_vllm.bench.measure import BenchSettings, MethodRuns, RoundRun
 
 COMPLETION_LINES = 12
 MODELS = Path(__file__).parents[2] / "examples" / "models"
@@ -26,7 +34,7 @@ def demo(
         Path, typer.Option(help='Prompts: a .jsonl file with a "prompt" per line.')
     ] = MODELS / "prompts.jsonl",
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 8,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per completion.")] = 96,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens per completion.")] = 96,
     tree_size: Annotated[int, typer.Option(min=2, help="Nodes of the tree, with the root.")] = 16,
     tree_depth: Annotated[int, typer.Option(min=1, help="Depth of the tree, in edges.")] = 4,
     chain_length: Annotated[int, typer.Option(min=1, help="Drafts of vLLM's chain.")] = 4,
@@ -45,84 +53,120 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Generates the same prompts with plain vLLM, its chain speculation, and Sequoia trees."""
-    from sequoia_vllm.demo.grow import grow_target
-    from sequoia_vllm.demo.run import DemoSettings, load_prompts
-
     if not prompts.is_file():
         fail(f"no prompts at {prompts}: run from a checkout, or name files with --target, "
              "--draft and --prompts")  # fmt: skip
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    quiet_engines()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(friendly_errors())
         if grow:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sequoia-demo-"))
-            target = str(grow_target(Path(target), Path(folder), grow, grow_width))
-        _compare(
-            DemoSettings(
-                target, draft, load_prompts(prompts, num_prompts), max_tokens, tree_size,
-                tree_depth, chain_length, batch_size, dtype, eager,
+            target = _grown(target, Path(folder), grow, grow_width, dtype)
+        from sequoia_vllm.bench.measure import BenchSettings
+        from sequoia_vllm.bench.methods import chain, plain, sequoia
+        from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
+
+        texts = load_prompts(prompts, num_prompts)
+        settings = BenchSettings(
+            target=target,
+            draft=draft,
+            methods=(
+                plain(), chain(draft, chain_length), sequoia(draft, f"{tree_size}x{tree_depth}")
             ),
-            as_json,
+            prompts=tuple(encode_prompts(texts, load_tokenizer(target))),
+            batch_sizes=(batch_size,),
+            max_tokens=max_tokens,
+            rounds=1,
+            dtype=dtype,
+            enforce_eager=eager,
+            kv_cache_gib=0.5,
         )  # fmt: skip
+        _compare(settings, texts[0].prompt or "", as_json)
 
 
-def _compare(settings: DemoSettings, as_json: bool) -> None:
-    from sequoia_vllm.demo.run import run_engine, speculative_configs
+def _grown(target: str, folder: Path, layers: int, width: int, dtype: str) -> str:
+    from sequoia_vllm.grow import grow_model
+    from sequoia_vllm.grow.checkpoint import find_checkpoint
 
-    runs = []
-    for name in speculative_configs(settings):
-        with error_console().status(f"{name}: starting the engine and generating"):
-            runs.append(run_engine(name, settings))
+    config = json.loads((find_checkpoint(target) / "config.json").read_text(encoding="utf-8"))
+    grown = grow_model(
+        target, folder, layers=config["num_hidden_layers"] + layers,
+        width=max(width, config["intermediate_size"]), dtype=dtype,
+    )  # fmt: skip
+    return str(grown.folder)
+
+
+def _compare(settings: BenchSettings, prompt: str, as_json: bool) -> None:
+    from sequoia_vllm.bench.measure import measure
+
+    with engines_print_to_stderr(), progress_bar("demo:") as report:
+        found = measure(settings, report)
+    (runs,) = found.runs.values()
+    rounds = [one.rounds[0] for one in runs]
     identical = [
-        [ours == plain for ours, plain in zip(run.token_ids, runs[0].token_ids, strict=True)]
-        for run in runs
+        [ours == plain for ours, plain in zip(one.token_ids, rounds[0].token_ids, strict=True)]
+        for one in rounds
     ]
     if as_json:
         print_json(
             {
-                "runs": [run.to_dict() for run in runs],
+                "runs": [_as_dict(one, run) for one, run in zip(runs, rounds, strict=True)],
                 "identical": [all(same) for same in identical],
             }
         )
     else:
-        _print(settings.prompts, runs, identical)
-    if not all(identical[-1]) and settings.dtype == "float32":
-        fail("Sequoia's greedy output differs from plain vLLM's: please report this")
+        _print(prompt, runs, rounds, identical)
+    if not all(identical[-1]) and found.dtype == "float32":
+        fail("Sequoia's greedy output differs from plain vLLM's: please report this", code=1)
 
 
-def _print(prompts: tuple[str, ...], runs: list[EngineRun], identical: list[list[bool]]) -> None:
+def _as_dict(runs: MethodRuns, run: RoundRun) -> dict[str, Any]:
+    return {
+        "name": runs.method.name,
+        "texts": run.texts,
+        "token_ids": run.token_ids,
+        "tokens_per_second": run.steady.tokens_per_second,
+        "tokens_per_step": run.steady.tokens_per_step,
+        "stats": run.counters,
+    }
+
+
+def _print(
+    prompt: str, runs: list[MethodRuns], rounds: list[RoundRun], identical: list[list[bool]]
+) -> None:
     from rich.markup import escape
     from rich.panel import Panel
     from rich.table import Table
 
     out = console()
-    plain, sequoia = runs[0], runs[-1]
+    plain, sequoia = rounds[0], rounds[-1]
     completion = "\n".join(sequoia.texts[0].splitlines()[:COMPLETION_LINES])
     out.print(
         Panel(
-            f"[dim]{escape(prompts[0][-200:])}[/][bold]{escape(completion)}[/]",
+            f"[dim]{escape(prompt[-200:])}[/][bold]{escape(completion)}[/]",
             title="prompt 1 (end), and its completion with Sequoia",
         )
     )
     table = Table(title="Greedy, the same prompts")
     for column in ("engine", "identical to plain", "tokens per step", "tokens/s", "speed"):
         table.add_column(column, justify="left" if column == "engine" else "right")
-    for run, same in zip(runs, identical, strict=True):
+    for one, run, same in zip(runs, rounds, identical, strict=True):
         table.add_row(
-            run.name,
+            one.method.name,
             f"{sum(same)} of {len(same)}",
-            f"{run.tokens_per_step:.2f}",
-            f"{run.tokens_per_second:.0f}",
-            f"{run.tokens_per_second / plain.tokens_per_second:.2f}x",
+            f"{run.steady.tokens_per_step:.2f}",
+            f"{run.steady.tokens_per_second:.0f}",
+            f"{run.steady.tokens_per_second / plain.steady.tokens_per_second:.2f}x",
         )
     out.print(table)
-    _print_acceptance(sequoia)
+    assert sequoia.counters is not None
+    _print_acceptance(sequoia.counters)
+    _print_step(sequoia)
 
 
-def _print_acceptance(run: EngineRun) -> None:
+def _print_acceptance(stats: dict[str, Any]) -> None:
     from rich.table import Table
 
-    stats = run.stats
-    assert stats is not None
     table = Table(title="Sequoia: acceptance by depth")
     for column in ("depth", "reached", "accepted", "by child 1, 2, ..."):
         table.add_column(column, justify="right")
@@ -136,10 +180,14 @@ def _print_acceptance(run: EngineRun) -> None:
         rate = f"{sum(accepted) / reached:.2f}" if reached else "-"
         table.add_row(str(depth), str(reached), rate, by_child)
     console().print(table)
-    seconds, steps = stats["seconds"], max(stats["steps"], 1)
-    parts = {name: 1e3 * value / steps for name, value in seconds.items()}
-    outside = parts["step"] - parts["target"] - parts["draft"]
+
+
+def _print_step(run: RoundRun) -> None:
+    from sequoia_vllm.bench.summary import split
+
+    seconds = run.steady.step_seconds
+    parts = split([run], seconds)
     console().print(
-        f"One step: {parts['step']:.1f} ms = target forward {parts['target']:.1f} + draft "
-        f"forwards {parts['draft']:.1f} + outside both {outside:.1f} ms"
+        f"One step: {1e3 * seconds:.1f} ms = target forward {1e3 * parts.target:.1f} + draft "
+        f"forwards {1e3 * parts.draft:.1f} + outside both {1e3 * parts.outside:.1f} ms"
     )

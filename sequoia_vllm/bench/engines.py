@@ -1,0 +1,258 @@
+"""Engines that stay alive together and are measured in turns.
+
+Starting an engine takes a minute for a model of a billion parameters, so they
+are not restarted between rounds. Waiting engines wait on sockets, not in loops:
+measured on two cores, three of them take under 1 % of the CPU, and a fourth's
+steps are as fast as alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sequoia_vllm.bench.methods import AUTO, BenchError, Kind, Method
+from sequoia_vllm.bench.steady import Arrival
+from sequoia_vllm.bench.worker import EXTENSION
+from sequoia_vllm.calibration.engines import open_engine
+from sequoia_vllm.tree.token_tree import TokenTree
+
+Progress = Callable[[str, int, int], None]
+# What an engine takes besides weights and KV cache (measured: 0.9 GiB).
+_PROCESS_GIB = 1.0
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What all engines of a comparison have in common.
+
+    Attributes:
+        target, draft: Model names or paths.
+        dtype: vLLM's.
+        enforce_eager: Without compilation.
+        kv_cache_gib: KV cache of each engine, GiB.
+        max_model_len: Longest prompt with its completion.
+        max_num_seqs: Largest batch.
+    """
+
+    target: str
+    draft: str
+    dtype: str
+    enforce_eager: bool
+    kv_cache_gib: float
+    max_model_len: int
+    max_num_seqs: int
+
+    def for_vllm(self, most_drafts: int) -> dict[str, Any]:
+        """Arguments of ``vllm.LLM``, with room for this many drafts of every request."""
+        longest = self.max_model_len + most_drafts  # trees are never trimmed
+        return {
+            "dtype": self.dtype,
+            "enforce_eager": self.enforce_eager,
+            "max_model_len": longest,
+            "max_num_seqs": self.max_num_seqs,
+            # vLLM keeps one slot of each request free for drafting.
+            "max_num_batched_tokens": max(2048, longest, self.max_num_seqs * (most_drafts + 2)),
+            # Every round reads its prompts anew, in the same chunks.
+            "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": int(self.kv_cache_gib * (1 << 30)),
+            "worker_extension_cls": EXTENSION,
+            "disable_log_stats": False,
+        }
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One batch of completions.
+
+    Attributes:
+        token_ids: Of each request.
+        texts: Of each request.
+        arrivals: What each step brought.
+    """
+
+    token_ids: list[list[int]]
+    texts: list[str]
+    arrivals: list[Arrival]
+
+    @property
+    def seconds(self) -> float:
+        """From sending the requests to the end of the last one."""
+        return self.arrivals[-1].seconds
+
+
+class BenchEngine:
+    """A running engine of one method."""
+
+    def __init__(self, method: Method, llm: Any) -> None:
+        self.method = method
+        self._llm = llm
+        self._requests = 0
+        llm.collective_rpc("bench_start_timing")
+
+    @property
+    def dtype(self) -> str:
+        """Of weights and activations."""
+        return str(self._config.model_config.dtype).removeprefix("torch.")
+
+    @property
+    def tree(self) -> TokenTree | None:
+        """Its tree; None: another method, or "auto" decided not to speculate."""
+        from sequoia_vllm.engine.settings import SequoiaSettings
+
+        if not SequoiaSettings.enabled(self._config):
+            return None
+        return SequoiaSettings.of(self._config).tree
+
+    def drafts(self, batch_size: int) -> int:
+        """Drafts of each request at this batch size."""
+        if self.method.kind is Kind.CHAIN:
+            return self.method.most_drafts
+        tree = self.tree
+        if tree is None:
+            return 0
+        ranges = self._config.speculative_config.num_speculative_tokens_per_batch_size or []
+        for first, last, drafts in ranges:
+            if first <= batch_size <= last:
+                return int(drafts)
+        return int(ranges[-1][2]) if ranges else tree.num_speculative_tokens
+
+    def generate(
+        self, prompts: Sequence[list[int]], temperature: float, max_tokens: int
+    ) -> Generation:
+        """Completes a batch; every completion has exactly ``max_tokens`` tokens."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=temperature, max_tokens=max_tokens, ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+        )  # fmt: skip
+        engine = self._llm.llm_engine
+        rows = {self._next_id(): row for row in range(len(prompts))}
+        start = time.perf_counter()
+        for request, row in rows.items():
+            engine.add_request(request, {"prompt_token_ids": list(prompts[row])}, params)
+        found = Generation([[] for _ in prompts], ["" for _ in prompts], [])
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            seconds = time.perf_counter() - start
+            _add(found, {rows[output.request_id]: output for output in outputs}, seconds)
+        return found
+
+    def take_part_seconds(self, batch_size: int) -> dict[str, float]:
+        """`PartTimes.bench_take_times` of the first worker."""
+        times: dict[str, float] = self._llm.collective_rpc("bench_take_times", args=(batch_size,))[
+            0
+        ]
+        return times
+
+    def take_counters(self) -> dict[str, Any] | None:
+        """Sequoia's counters since the last call; None: the engine has none."""
+        if self.tree is None:
+            return None
+        counters: dict[str, Any] = self._llm.collective_rpc("sequoia_stats", args=(True,))[0]
+        return counters
+
+    def gaps_to_best(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
+        """How much likelier than each output token the model finds its best one there, nats."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+        request = {"prompt_token_ids": [*prompt, *output]}
+        result = self._llm.generate([request], params, use_tqdm=False)[0]
+        scored = result.prompt_logprobs[len(prompt) :]
+        return [
+            max(entry.logprob for entry in candidates.values()) - candidates[token].logprob
+            for token, candidates in zip(output, scored, strict=True)
+        ]
+
+    @property
+    def _config(self) -> Any:
+        return self._llm.llm_engine.vllm_config
+
+    def _next_id(self) -> str:
+        self._requests += 1
+        return f"bench-{self._requests}"
+
+
+def _add(found: Generation, outputs: dict[int, Any], seconds: float) -> None:
+    new = [0] * len(found.token_ids)
+    for row, output in outputs.items():
+        completion = output.outputs[0]
+        new[row] = len(completion.token_ids)
+        found.token_ids[row].extend(completion.token_ids)
+        found.texts[row] += completion.text
+    is_last = any(output.finished for output in outputs.values())
+    found.arrivals.append(Arrival(seconds, tuple(new), is_last))
+
+
+@contextmanager
+def open_engines(
+    methods: Sequence[Method], options: EngineOptions, progress: Progress
+) -> Iterator[dict[str, BenchEngine]]:
+    """An engine for every method, by name, alive together.
+
+    Raises:
+        CalibrationError: If vLLM cannot start one.
+        BenchError: If there is not enough memory for all of them.
+    """
+    check_memory(options, len(methods))
+    most_drafts = max(method.most_drafts for method in methods)
+    order = sorted(methods, key=_start_order)
+    engines = {}
+    with ExitStack() as stack:
+        for number, method in enumerate(order):
+            progress(f"starting {method.name}", number, len(order))
+            llm = stack.enter_context(
+                open_engine(
+                    options.target,
+                    speculative_config=method.speculative_config,
+                    **options.for_vllm(most_drafts),
+                )
+            )
+            engines[method.name] = BenchEngine(method, llm)
+        yield engines
+
+
+def _start_order(method: Method) -> tuple[bool, bool]:
+    """Sequoia's worker class first, for engines within this process.
+
+    vLLM adds an extension to a worker class only while no base of it has it,
+    and "auto" may turn out to be a plain engine.
+    """
+    is_auto = (method.speculative_config or {}).get("tree") == AUTO
+    return method.kind is not Kind.SEQUOIA, is_auto
+
+
+def check_memory(options: EngineOptions, count: int) -> None:
+    """Whether the machine has memory for so many engines, where that can be told.
+
+    Raises:
+        BenchError: If not.
+    """
+    available = _available_gib()
+    weights = sum(_weights_gib(model) for model in (options.target, options.draft))
+    needed = count * (weights + options.kv_cache_gib + _PROCESS_GIB)
+    if available is not None and needed > available:
+        raise BenchError(
+            f"{count} engines need about {needed:.0f} GiB together, and {available:.0f} GiB are "
+            "free: compare fewer (--chain, --trees), or give them less (--kv-cache-gib)"
+        )
+
+
+def _available_gib() -> float | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    values = dict(line.split(":", 1) for line in lines)
+    return int(values["MemAvailable"].split()[0]) / (1 << 20)
+
+
+def _weights_gib(model: str) -> float:
+    return sum(path.stat().st_size for path in Path(model).glob("*.safetensors")) / (1 << 30)

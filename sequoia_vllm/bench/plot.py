@@ -1,0 +1,164 @@
+"""Pictures of a comparison (matplotlib, no display needed)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sequoia_vllm.bench.methods import Kind
+from sequoia_vllm.bench.report import BenchReport, Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLOURS = {Kind.PLAIN: "#9a9a9a", Kind.CHAIN: "#e09f3e", Kind.SEQUOIA: "#2a6f4e"}
+_PARTS = {
+    "target": "#2a6f4e", "draft": "#8cc084", "drawing": "#f3dfa2", "verify": "#e09f3e",
+    "other": "#c9c9c9",
+}  # fmt: skip
+_GREY, _GRID = "#767676", "#e4e4e4"
+
+
+def plot_report(report: BenchReport, folder: Path) -> list[Path]:
+    """Draws all pictures of a report.
+
+    Args:
+        report: What was measured.
+        folder: Where they go; made if it is not there.
+
+    Returns:
+        The files: speedup, tokens per step, parts of a step, and, where
+        anything was predicted, predicted against measured.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = [
+        _bars(report, folder / "speedup.png", "Speedup over plain vLLM", _draw_speedup),
+        _bars(report, folder / "tokens_per_step.png", "Tokens per step and request", _draw_tokens),
+        _bars(report, folder / "step_time.png", "Time of a step, milliseconds", _draw_parts),
+    ]
+    if any(result.predicted for result in report.results):
+        drawn.append(_draw_predicted(report, folder / "predicted.png"))
+    return drawn
+
+
+def shown(results: Sequence[Result]) -> list[Result]:
+    """The results that pictures show: of vLLM's chains the best one."""
+    return [result for result in results if result.kind is not Kind.CHAIN or result.best_chain]
+
+
+Draw = Callable[["Axes", Sequence[Result], Sequence[int]], None]
+
+
+def _bars(report: BenchReport, path: Path, title: str, draw: Draw) -> Path:
+    """A panel for each temperature, a group of bars for each batch size."""
+    temperatures = sorted({result.temperature for result in report.results})
+    groups = {t: [r for r in shown(report.results) if r.temperature == t] for t in temperatures}
+    rows = max(map(len, groups.values()))
+    figure, panels = _figure(7.5 * len(temperatures), 1.4 + 0.3 * rows, len(temperatures))
+    for axes, (temperature, results) in zip(panels, groups.items(), strict=True):
+        places = _places(results)
+        draw(axes, results, places)
+        labels = [f"{result.method}, batch {result.batch_size}" for result in results]
+        axes.set_yticks(places, labels=labels)
+        axes.invert_yaxis()
+        axes.set_title(f"{title}: temperature {temperature:g}", loc="left", fontsize=10.5)
+        axes.grid(axis="x", color=_GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+    return _save(figure, report, path)
+
+
+def _places(results: Sequence[Result]) -> list[int]:
+    """One row each, and an empty one between batch sizes."""
+    sizes = list(dict.fromkeys(result.batch_size for result in results))
+    return [row + sizes.index(result.batch_size) for row, result in enumerate(results)]
+
+
+def _draw_speedup(axes: Axes, results: Sequence[Result], places: Sequence[int]) -> None:
+    middle = [result.speedup.median for result in results]
+    below = [result.speedup.median - result.speedup.low for result in results]
+    above = [result.speedup.high - result.speedup.median for result in results]
+    axes.barh(
+        places, middle, xerr=[below, above], color=[_COLOURS[result.kind] for result in results],
+        error_kw={"ecolor": _GREY, "elinewidth": 1},
+    )  # fmt: skip
+    axes.axvline(1, color=_GREY, linewidth=0.8)
+    _name_values(axes, [result.speedup.high for result in results], places,
+                 [f"{value:.2f}x" for value in middle])  # fmt: skip
+
+
+def _draw_tokens(axes: Axes, results: Sequence[Result], places: Sequence[int]) -> None:
+    values = [result.tokens_per_step for result in results]
+    axes.barh(places, values, color=[_COLOURS[result.kind] for result in results])
+    _name_values(axes, values, places, [f"{value:.2f}" for value in values])
+
+
+def _draw_parts(axes: Axes, results: Sequence[Result], places: Sequence[int]) -> None:
+    left = [0.0] * len(results)
+    for part, colour in _PARTS.items():
+        widths = [1e3 * max(0.0, getattr(result.split, part)) for result in results]
+        axes.barh(places, widths, left=left, color=colour, label=part)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    _name_values(axes, left, places, [f"{1e3 * result.step_seconds:.1f}" for result in results])
+    axes.legend(frameon=False, fontsize=8.5, ncols=len(_PARTS), loc="upper right",
+                bbox_to_anchor=(1, -0.08))  # fmt: skip
+
+
+def _draw_predicted(report: BenchReport, path: Path) -> Path:
+    figure, (axes,) = _figure(6.0, 5.4, 1)
+    pairs = [(result, result.predicted) for result in report.results if result.predicted]
+    for result, predicted in pairs:
+        axes.errorbar(
+            predicted.speedup, result.speedup.median,
+            yerr=[[result.speedup.median - result.speedup.low],
+                  [result.speedup.high - result.speedup.median]],
+            fmt="o", color=_COLOURS[result.kind], ecolor=_GREY, elinewidth=1,
+        )  # fmt: skip
+        axes.annotate(
+            f"{result.method}, batch {result.batch_size}, T={result.temperature:g}",
+            (predicted.speedup, result.speedup.median), xytext=(6, -3),
+            textcoords="offset points", fontsize=7.5, color=_GREY,
+        )  # fmt: skip
+    ends = [value for result, predicted in pairs
+            for value in (predicted.speedup, result.speedup.low, result.speedup.high)]  # fmt: skip
+    low, high = 0.9 * min(ends), 1.1 * max(ends)
+    axes.plot([low, high], [low, high], color=_GREY, linewidth=0.8)
+    axes.set_xlim(low, high)
+    axes.set_ylim(low, high)
+    axes.set_xlabel("speedup that the cost model predicts")
+    axes.set_ylabel("speedup measured")
+    return _save(figure, report, path)
+
+
+def _name_values(
+    axes: Axes, ends: Sequence[float], places: Sequence[int], labels: Sequence[str]
+) -> None:
+    for end, place, label in zip(ends, places, labels, strict=True):
+        axes.annotate(label, (end, place), xytext=(4, 0), textcoords="offset points",
+                      va="center", fontsize=8.5)  # fmt: skip
+    axes.margins(x=0.12)
+
+
+def _figure(width: float, height: float, columns: int) -> tuple[Figure, list[Axes]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(1, columns, squeeze=False)[0])
+    for axes in panels:
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        axes.tick_params(labelsize=8.5)
+    return figure, panels
+
+
+def _save(figure: Figure, report: BenchReport, path: Path) -> Path:
+    """Writes the picture; of a grown model it says so."""
+    said = f"{report.target.name} with {report.draft.name}, {report.dtype}, {report.device}"
+    if report.target.grown_from:
+        said += "; the target is a grown model"
+    figure.supxlabel(said, fontsize=7.5, color=_GREY)
+    figure.savefig(path, dpi=150)
+    return path

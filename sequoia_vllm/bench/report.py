@@ -1,0 +1,145 @@
+"""What a comparison found, as it is written to disk."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any, Literal
+
+from pydantic import Field
+
+from sequoia_vllm.bench.methods import Kind
+from sequoia_vllm.tree.json_file import FileModel
+
+
+class Spread(FileModel):
+    """A value measured in several rounds."""
+
+    median: float = Field(description="Over rounds.")
+    low: float = Field(description="The lowest round's.")
+    high: float = Field(description="The highest round's.")
+
+
+class StepSplit(FileModel):
+    """Where the mean step's time goes, seconds; steps in which the whole batch decodes."""
+
+    target: float = Field(ge=0, description="The target's forward pass, LM head included.")
+    draft: float = Field(
+        ge=0, description="The draft's forward passes, LM head included; of a chain all drafting."
+    )
+    drawing: float = Field(
+        ge=0, description="The rest of drafting: choosing children, preparing the passes."
+    )
+    verify: float = Field(ge=0, description="Verification and commit; plain vLLM's: sampling.")
+    other: float = Field(description="The rest: scheduling, preparing inputs, output, transport.")
+
+    @property
+    def outside(self) -> float:
+        """Outside both models' forward passes, seconds."""
+        return self.drawing + self.verify + self.other
+
+
+class Prediction(FileModel):
+    """What the cost model expected of a tree, from a profile and an acceptance vector."""
+
+    speedup: float = Field(gt=0)
+    tokens_per_step: float = Field(ge=1)
+    step_seconds: float = Field(gt=0)
+    extrapolated: bool = Field(description="Whether a time lies outside what was profiled.")
+    profile: str = Field(description="Where the times come from.")
+    acceptance: str = Field(description="Where the acceptance vector comes from.")
+
+
+class Result(FileModel):
+    """One method at one batch size and temperature."""
+
+    method: str
+    kind: Kind
+    batch_size: int = Field(ge=1)
+    temperature: float = Field(ge=0)
+    drafts: int = Field(ge=0, description="Of a request and step; 0: no speculation.")
+    depth: int = Field(ge=0, description="Of the drafts: a chain's length, a tree's depth.")
+    tokens_per_second: Spread = Field(
+        description="Of the whole batch while all of it decodes; prompts are not in it."
+    )
+    speedup: Spread = Field(description="Over plain vLLM in the same round.")
+    tokens_per_step: float = Field(ge=0, description="Of a request; all rounds together.")
+    step_seconds: float = Field(gt=0, description="Mean of all rounds.")
+    split: StepSplit
+    request_seconds: Spread = Field(
+        description="Of a batch from sending it to the end of its last request, prompts included."
+    )
+    engine_parts: dict[str, float] | None = Field(
+        default=None,
+        description="Sequoia's own timers, seconds per step; prompts included.",
+    )
+    best_chain: bool = Field(default=False, description="The fastest of vLLM's chains here.")
+    predicted: Prediction | None = None
+    measured_over_predicted: float | None = Field(
+        default=None, description="Speedups; none: not predicted."
+    )
+    note: str | None = Field(default=None, description="What must be said beside this number.")
+
+
+class Mismatch(FileModel):
+    """A greedy output that differs from plain vLLM's."""
+
+    method: str
+    batch_size: int = Field(ge=1)
+    prompt: int = Field(ge=0, description="Number of the prompt, from 0.")
+    position: int = Field(ge=0, description="Output tokens that agree before it.")
+    token: int | None = Field(default=None, description="The method's; none: it ended there.")
+    plain_token: int | None = Field(default=None, description="Plain vLLM's; likewise.")
+    gap: float | None = Field(
+        default=None,
+        description="From the difference on, the most that the target finds its best token "
+        "likelier than the method's (log-probability, nats).",
+    )
+    near_tie: bool = Field(description="Whether rounding explains it: no error.")
+
+
+class GreedyCheck(FileModel):
+    """The comparison of all greedy outputs with plain vLLM's."""
+
+    compared: int = Field(ge=0, description="Outputs compared.")
+    identical: int = Field(ge=0)
+    bound: float | None = Field(
+        default=None, description="Largest gap of a near-tie, nats; none: every mismatch is wrong."
+    )
+    mismatches: list[Mismatch] = Field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether there is no mismatch, or rounding explains them all."""
+        return all(mismatch.near_tie for mismatch in self.mismatches)
+
+
+class BenchModel(FileModel):
+    """A model of the pair."""
+
+    name: str = Field(min_length=1)
+    hashes: dict[str, str] = Field(description="SHA-256 of its files, where they are local.")
+    grown_from: dict[str, Any] | None = Field(
+        default=None, description="If it was grown (sequoia-vllm grow): from what, and how."
+    )
+
+
+class BenchReport(FileModel):
+    """A whole comparison."""
+
+    schema_: Literal["sequoia-vllm/bench/v1"] = Field(
+        default="sequoia-vllm/bench/v1", alias="schema"
+    )
+    date: datetime.date
+    device: str = Field(min_length=1)
+    target: BenchModel
+    draft: BenchModel
+    dtype: str
+    settings: dict[str, Any] = Field(description="As given, with the prompts' name and hash.")
+    results: list[Result] = Field(min_length=1)
+    greedy: GreedyCheck | None = Field(
+        default=None, description="None: no greedy outputs were asked for."
+    )
+    notes: list[str] = Field(description="What must be said beside all numbers.")
+    provenance: dict[str, Any] = Field(
+        description="Arguments, time, versions, CPU, git revision, environment."
+    )

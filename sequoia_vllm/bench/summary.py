@@ -1,0 +1,110 @@
+"""From measurements to the results of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+from sequoia_vllm.bench.measure import Case, Measurements, MethodRuns, RoundRun
+from sequoia_vllm.bench.methods import AUTO, Kind
+from sequoia_vllm.bench.report import Prediction, Result, Spread, StepSplit
+from sequoia_vllm.bench.steady import pooled
+from sequoia_vllm.bench.worker import PARTS
+
+Predict = Callable[[MethodRuns, Case], Prediction | None]
+CHAIN_SAMPLES_WRONGLY = (
+    "vLLM's chain samples wrongly at temperatures above 0 on CPUs without Triton "
+    "(vllm-project/vllm#55005): its tokens are not the target's"
+)
+DECLINED = '"auto" does not speculate here'
+
+
+def results(found: Measurements, predict: Predict, *, chain_is_wrong: bool) -> list[Result]:
+    """One result for each method and case.
+
+    Args:
+        found: What was measured.
+        predict: What the cost model says of a method in a case.
+        chain_is_wrong: Whether this machine's vLLM has bug #55005.
+    """
+    summed = []
+    for case, runs in found.runs.items():
+        of_case = [
+            _result(case, one, runs[0], predict(one, case), _note(case, one, chain_is_wrong))
+            for one in runs
+        ]
+        summed += _with_best_chain(of_case)
+    return summed
+
+
+def _with_best_chain(of_case: list[Result]) -> list[Result]:
+    chains = [result for result in of_case if result.kind is Kind.CHAIN]
+    best = max(chains, key=lambda result: result.tokens_per_second.median, default=None)
+    return [
+        result.model_copy(update={"best_chain": True}) if result is best else result
+        for result in of_case
+    ]
+
+
+def _result(
+    case: Case, runs: MethodRuns, plain: MethodRuns, predicted: Prediction | None, note: str | None
+) -> Result:
+    rates = [one.steady.tokens_per_second for one in runs.rounds]
+    plain_rates = [one.steady.tokens_per_second for one in plain.rounds]
+    speedup = spread([rate / base for rate, base in zip(rates, plain_rates, strict=True)])
+    steady = pooled([one.steady for one in runs.rounds])
+    return Result(
+        method=runs.method.name,
+        kind=runs.method.kind,
+        batch_size=case.batch_size,
+        temperature=case.temperature,
+        drafts=runs.drafts,
+        depth=_depth(runs),
+        tokens_per_second=spread(rates),
+        speedup=speedup,
+        tokens_per_step=steady.tokens_per_step,
+        step_seconds=steady.step_seconds,
+        split=split(runs.rounds, steady.step_seconds),
+        request_seconds=spread([one.request_seconds for one in runs.rounds]),
+        engine_parts=engine_parts([one.counters for one in runs.rounds if one.counters]),
+        predicted=predicted,
+        measured_over_predicted=speedup.median / predicted.speedup if predicted else None,
+        note=note,
+    )
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and range."""
+    return Spread(median=median(values), low=min(values), high=max(values))
+
+
+def split(rounds: Sequence[RoundRun], step_seconds: float) -> StepSplit:
+    """Mean time of each part of a step, of a step that takes ``step_seconds``."""
+    steps = max(1, sum(one.parts["steps"] for one in rounds))
+    parts = {part: sum(one.parts[part] for one in rounds) / steps for part in PARTS}
+    return StepSplit(**parts, other=step_seconds - sum(parts.values()))
+
+
+def engine_parts(counters: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+    """Seconds per step of each part that Sequoia's runner times itself."""
+    steps = sum(one["steps"] for one in counters)
+    if steps == 0:
+        return None
+    names = counters[0]["seconds"]
+    return {name: sum(one["seconds"][name] for one in counters) / steps for name in names}
+
+
+def _depth(runs: MethodRuns) -> int:
+    if runs.method.kind is Kind.CHAIN:
+        return runs.drafts
+    return 0 if runs.tree is None else runs.tree.trim(runs.drafts + 1).depth
+
+
+def _note(case: Case, runs: MethodRuns, chain_is_wrong: bool) -> str | None:
+    if runs.method.kind is Kind.CHAIN and case.temperature > 0 and chain_is_wrong:
+        return CHAIN_SAMPLES_WRONGLY
+    config = runs.method.speculative_config or {}
+    if config.get("tree") == AUTO and runs.drafts == 0:
+        return DECLINED
+    return None

@@ -1,0 +1,183 @@
+"""``sequoia-vllm bench``: what speculation buys on this machine, side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sequoia_vllm.cli.common import (
+    engines_print_to_stderr,
+    fail,
+    friendly_errors,
+    note,
+    print_json,
+    progress_bar,
+)
+from sequoia_vllm.cli.measuring import (
+    CacheOption,
+    DraftOption,
+    DtypeOption,
+    EagerOption,
+    JsonOption,
+    PromptsOption,
+    RawPromptsOption,
+    TargetOption,
+    check_output,
+    numbers,
+    quiet_engines,
+    write_file,
+)
+
+if TYPE_CHECKING:
+    from sequoia_vllm.bench.measure import BenchSettings
+    from sequoia_vllm.bench.predict import Basis
+    from sequoia_vllm.bench.report import BenchReport
+    from sequoia_vllm.prompts import Prompt
+
+MISMATCH = 1  # exit code
+
+
+def bench(
+    target: TargetOption,
+    draft: DraftOption,
+    prompts: PromptsOption = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each round.")] = 4,
+    raw_prompts: RawPromptsOption = False,
+    batch_sizes: Annotated[str, typer.Option(help="Requests at once.")] = "1,4,16",
+    temperature: Annotated[str, typer.Option(help="Temperatures; 0 is greedy.")] = "0,1",
+    trees: Annotated[
+        str,
+        typer.Option(
+            help="Sequoia's trees: auto (what an engine would choose), 16x4 (16 nodes, at most 4 "
+            "deep), a name in the library, or a tree file."
+        ),
+    ] = "auto",
+    chain: Annotated[
+        str, typer.Option(help='Lengths of vLLM\'s own chain to try; "none": leave it out.')
+    ] = "2,3,4,5",
+    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of every completion.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Times everything is measured.")] = 3,
+    profile: Annotated[
+        Path | None, typer.Option(help="Profile to predict from; none: the tuned one, if any.")
+    ] = None,
+    acceptance: Annotated[
+        str | None,
+        typer.Option(help="Acceptance file to predict from, one per temperature; likewise."),
+    ] = None,
+    dtype: DtypeOption = "auto",
+    eager: EagerOption = False,
+    kv_cache_gib: CacheOption = 1.0,
+    plot: Annotated[Path | None, typer.Option(help="Draw pictures into this folder.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare plain vLLM, its own chain speculation, and Sequoia, in alternating rounds.
+
+    Rates are of steps in which the whole batch decodes. Greedy outputs must be
+    plain vLLM's: in float32 every difference is an error (exit code 1); in half
+    precision only one that rounding cannot explain, that is where from the
+    difference on some token is further below the target's best one than two
+    units in the last place of a logit.
+    """
+    quiet_engines()
+    check_output("--output", output)
+    if (profile is None) != (acceptance is None):
+        fail("give both --profile and --acceptance, or neither")
+    options = dict(locals())
+    from sequoia_vllm.bench.run import run_bench
+    from sequoia_vllm.prompts import load_prompts
+
+    with friendly_errors():
+        chosen = load_prompts(prompts, num_prompts)
+        settings = _settings(options, chosen)
+        basis = _basis(settings, profile, acceptance)
+        with engines_print_to_stderr(), progress_bar("bench:") as progress:
+            report = run_bench(settings, basis, _described(options, chosen), progress)
+    if output is not None:
+        write_file(output, report)
+    if plot is not None:
+        from sequoia_vllm.bench.plot import plot_report
+
+        for path in plot_report(report, plot):
+            note(f"drawn: {path}")
+    _finish(report, as_json)
+
+
+def _settings(options: dict[str, Any], prompts: list[Prompt]) -> BenchSettings:
+    from sequoia_vllm.bench.measure import BenchSettings
+    from sequoia_vllm.bench.methods import methods
+    from sequoia_vllm.hardware.cost import check_batch_sizes
+    from sequoia_vllm.prompts import encode_prompts, load_tokenizer
+
+    sizes = list(numbers("--batch-sizes", options["batch_sizes"]))
+    chain = options["chain"]
+    chains = [] if chain == "none" else list(numbers("--chain", chain))
+    trees = [tree.strip() for tree in options["trees"].split(",")]
+    acceptance = _paths(options["acceptance"])
+    tokenizer = load_tokenizer(options["target"])
+    return BenchSettings(
+        target=options["target"],
+        draft=options["draft"],
+        methods=tuple(methods(options["draft"], chains, trees, next(iter(acceptance), None))),
+        prompts=tuple(encode_prompts(prompts, tokenizer, raw=options["raw_prompts"])),
+        batch_sizes=tuple(check_batch_sizes(sizes)),
+        temperatures=_temperatures(options["temperature"]),
+        max_tokens=options["max_tokens"],
+        rounds=options["rounds"],
+        dtype=options["dtype"],
+        enforce_eager=options["eager"],
+        kv_cache_gib=options["kv_cache_gib"],
+    )
+
+
+def _described(options: dict[str, Any], prompts: list[Prompt]) -> dict[str, Any]:
+    """The settings for the report: which prompts they were, not where they lie."""
+    from sequoia_vllm.prompts import prompts_sha256, source_name
+
+    shown = (
+        "num_prompts", "raw_prompts", "batch_sizes", "temperature", "trees", "chain", "max_tokens",
+        "rounds", "dtype", "eager", "kv_cache_gib",
+    )  # fmt: skip
+    return {
+        **{name: options[name] for name in shown},
+        "prompts": source_name(options["prompts"]),
+        "prompts_sha256": prompts_sha256(prompts),
+    }
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        found = (-1.0,)
+    if not all(0 <= value < float("inf") for value in found):
+        fail(f"--temperature {text!r}: give numbers from 0 up separated by commas, like 0,1")
+    return found
+
+
+def _paths(text: str | None) -> list[Path]:
+    return [Path(part.strip()) for part in text.split(",")] if text else []
+
+
+def _basis(settings: BenchSettings, profile: Path | None, acceptance: str | None) -> Basis | None:
+    from sequoia_vllm.bench.predict import Basis
+    from sequoia_vllm.bench.run import middle_context
+
+    if profile is None:
+        return None
+    context = middle_context(settings.prompts, settings.max_tokens)
+    return Basis.load(profile, _paths(acceptance), context)
+
+
+def _finish(report: BenchReport, as_json: bool) -> None:
+    from sequoia_vllm.cli.bench_view import describe, print_report
+
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        print_report(report)
+    if report.greedy is not None and not report.greedy.passed:
+        wrong = next(m for m in report.greedy.mismatches if not m.near_tie)
+        fail(f"greedy output differs from plain vLLM's: {describe(wrong)}", code=MISMATCH)

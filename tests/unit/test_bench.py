@@ -1,0 +1,498 @@
+"""The bench without engines: methods, rates, the greedy check, predictions, tables and plots."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from sequoia_vllm.bench import engines, run
+from sequoia_vllm.bench.engines import EngineOptions, check_memory
+from sequoia_vllm.bench.measure import Case, Measurements, MethodRuns, RoundRun, batches, rotated
+from sequoia_vllm.bench.methods import BenchError, Kind, chain, methods, plain, sequoia
+from sequoia_vllm.bench.outputs import NEAR_TIE, Difference, first_difference, is_near_tie
+from sequoia_vllm.bench.plot import plot_report, shown
+from sequoia_vllm.bench.predict import Basis
+from sequoia_vllm.bench.report import BenchModel, BenchReport, GreedyCheck, Mismatch
+from sequoia_vllm.bench.steady import Arrival, Steady, steady_part
+from sequoia_vllm.bench.summary import CHAIN_SAMPLES_WRONGLY, DECLINED, results
+from sequoia_vllm.bench.worker import PartTimes
+from sequoia_vllm.cli.bench_view import print_report
+from sequoia_vllm.hardware import CostModel, Curve, Overhead, Profile
+from sequoia_vllm.tree import TokenTree, TreeError
+from sequoia_vllm.tree.library_files import AcceptanceFile, LibraryError
+
+# -- methods ---------------------------------------------------------------------
+
+
+def test_methods_in_order():
+    found = methods("d", [2, 3], ["auto", "16x4"])
+    assert [method.name for method in found] == [
+        "plain vLLM", "chain of 2", "chain of 3", "Sequoia auto", "Sequoia 16x4",
+    ]  # fmt: skip
+    assert found[0].speculative_config is None
+    assert found[1].speculative_config == {
+        "method": "draft_model", "model": "d", "num_speculative_tokens": 2,
+    }  # fmt: skip
+    assert found[3].speculative_config == {"method": "sequoia", "model": "d", "tree": "auto"}
+    assert found[4].speculative_config["tree"] == {"size": 16, "depth": 4}
+    assert [method.most_drafts for method in found] == [0, 2, 3, 127, 15]
+
+
+def test_trees_by_file_and_by_name(tmp_path):
+    path = tmp_path / "fork.json"
+    TokenTree((-1, 0, 0)).save(path)
+    assert sequoia("d", str(path)).name == "Sequoia fork"
+    assert sequoia("d", str(path)).most_drafts == 2
+    assert sequoia("d", "h200/70b-1b/shipped").most_drafts > 2
+
+
+def test_shapes_are_optimised_for_the_acceptance_given(tmp_path):
+    method = sequoia("d", "8x3", tmp_path / "acceptance.json")
+    assert method.speculative_config["acceptance"] == str(tmp_path / "acceptance.json")
+
+
+@pytest.mark.parametrize(
+    ("chains", "trees", "error"),
+    [
+        ([0], ["auto"], BenchError),
+        ([2, 2], ["auto"], BenchError),
+        ([2], ["16x4", "16x4"], BenchError),
+        ([2], ["1x4"], BenchError),
+        ([2], ["h200/no-such-tree"], LibraryError),
+        ([2], ["no-such-file.json"], TreeError),
+    ],
+)
+def test_wrong_methods(chains, trees, error):
+    with pytest.raises(error):
+        methods("d", chains, trees)
+
+
+# -- rates -----------------------------------------------------------------------
+
+
+def arrivals(*steps):
+    """(seconds, tokens of each request[, whether one ended])."""
+    return [Arrival(step[0], step[1], len(step) > 2) for step in steps]
+
+
+def test_steady_steps_are_after_every_first_token_and_before_any_end():
+    found = steady_part(
+        arrivals(
+            (1.0, (1, 0)),  # the second prompt is still being read
+            (2.0, (3, 1)),
+            (2.5, (2, 4)),
+            (3.5, (1, 1)),
+            (9.0, (2, 1), "ended"),
+            (9.5, (0, 1), "ended"),
+        )
+    )
+    assert found == Steady(tokens=8, steps=2, seconds=1.5, batch_size=2)
+    assert found.tokens_per_second == pytest.approx(8 / 1.5)
+    assert found.tokens_per_step == 2
+    assert found.step_seconds == 0.75
+
+
+@pytest.mark.parametrize(
+    "steps", [(), ((1.0, (1,), "ended"),), ((1.0, (1,)), (2.0, (4,), "ended")), ((1.0, (1,)),)]
+)
+def test_too_short_completions(steps):
+    with pytest.raises(BenchError, match="--max-tokens"):
+        steady_part(arrivals(*steps))
+
+
+@given(st.integers(1, 9), st.integers(3, 30), st.floats(0.001, 1), st.integers(1, 6))
+def test_rate_of_a_regular_engine(batch, steps, seconds, each):
+    found = steady_part(
+        [Arrival(0.5 + seconds * i, (each,) * batch, i == steps) for i in range(steps + 1)]
+    )
+    assert found.tokens_per_second == pytest.approx(batch * each / seconds, rel=1e-6)
+    assert found.tokens_per_step == each
+
+
+@given(st.integers(1, 20), st.integers(1, 9))
+def test_batches_are_full_and_hold_every_prompt(count, batch_size):
+    prompts = [[number] for number in range(count)]
+    found = batches(prompts, batch_size)
+    assert {len(batch) for batch in found} == {batch_size}
+    flat = [prompt for batch in found for prompt in batch]
+    assert flat[:count] == prompts
+    assert len(flat) - count < batch_size
+
+
+def test_every_method_takes_every_place():
+    everyone = methods("d", [1, 2], ["auto"])
+    turns = [rotated(everyone, turn) for turn in range(8)]
+    names = {method.name for method in everyone}
+    for place in range(4):
+        assert {turn[place].name for turn in turns} == names
+
+
+# -- parts of a step ---------------------------------------------------------------
+
+
+class FakeRunner:
+    """Calls its parts as vLLM's runner does; every one takes a tick of the clock."""
+
+    def __init__(self, clock, stats=None):
+        self.clock = clock
+        self.stats = stats
+        self.model = SimpleNamespace(compute_logits=lambda: self.tick(1))
+
+    def tick(self, seconds):
+        self.clock.now += seconds
+
+    def _model_forward(self):
+        self.tick(10)
+
+    def _sample(self):
+        self.tick(100)
+
+    def propose_draft_token_ids(self):
+        self.tick(1000)
+        if self.stats is not None:
+            self.stats.seconds["draft"] += 900
+
+    def execute_model(self, scheduler_output):
+        self._model_forward()
+        self.model.compute_logits()
+        self._sample()
+        if scheduler_output.scheduled_spec_decode_tokens:
+            self.propose_draft_token_ids()
+
+
+def step(scheduled, drafted=None):
+    return SimpleNamespace(
+        num_scheduled_tokens=scheduled, scheduled_spec_decode_tokens=drafted or {}
+    )
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("sequoia_vllm.bench.worker.time.perf_counter", lambda: clock.now)
+    return clock
+
+
+def timed_worker(runner):
+    worker = PartTimes()
+    worker.model_runner = runner
+    worker.bench_start_timing()
+    return worker
+
+
+def test_parts_of_steady_steps_only(clock):
+    runner = FakeRunner(clock)
+    worker = timed_worker(runner)
+    for scheduled, drafted in [
+        ({"a": 1, "b": 7}, {}),  # b reads its prompt
+        ({"a": 3, "b": 4}, {"a": [5, 6], "b": [5, 6, 7]}),
+        ({"a": 1, "b": 2}, {"b": [5]}),
+        ({"a": 1}, {}),  # b has ended
+    ]:
+        runner.execute_model(step(scheduled, drafted))
+    assert worker.bench_take_times(2) == {
+        "target": 22, "draft": 2000, "drawing": 0, "verify": 200, "steps": 2,
+    }  # fmt: skip
+    assert worker.bench_take_times(2)["steps"] == 0
+
+
+def test_drawing_is_told_apart_where_the_runner_times_its_draft(clock):
+    runner = FakeRunner(clock, SimpleNamespace(seconds={"draft": 77.0}))
+    worker = timed_worker(runner)
+    runner.execute_model(step({"a": 3}, {"a": [5, 6]}))
+    parts = worker.bench_take_times(1)
+    assert (parts["draft"], parts["drawing"]) == (900, 100)
+
+
+# -- the greedy check ----------------------------------------------------------------
+
+
+def test_first_difference():
+    assert first_difference(0, [1, 2, 3], [1, 2, 3]) is None
+    assert first_difference(4, [1, 9, 3], [1, 2, 3]) == Difference(4, 1, 9, 2)
+    assert first_difference(0, [1, 2], [1, 2, 3]) == Difference(0, 2, None, 3)
+    assert first_difference(0, [1, 2, 3], [1, 2]) == Difference(0, 2, 3, None)
+
+
+def test_only_half_precision_has_near_ties():
+    difference = Difference(0, 1, 9, 2)
+    gaps = [3.0, 0.01, 0.02]  # before the difference nothing is judged
+    assert is_near_tie(difference, gaps, "bfloat16")
+    assert is_near_tie(difference, gaps, "float16")
+    assert not is_near_tie(difference, gaps, "float32")
+
+
+def test_a_wrong_token_after_a_near_tie_is_an_error():
+    gaps = [0.0, 0.01, NEAR_TIE["bfloat16"] * 1.01]
+    assert not is_near_tie(Difference(0, 1, 9, 2), gaps, "bfloat16")
+    assert is_near_tie(Difference(0, 1, 9, 2), gaps[:2], "bfloat16")
+
+
+def test_another_length_is_an_error():
+    assert not is_near_tie(Difference(0, 1, None, 2), [0.0], "bfloat16")
+
+
+def test_one_unexplained_mismatch_fails_the_check():
+    def mismatch(near_tie):
+        return Mismatch(method="m", batch_size=1, prompt=0, position=3, near_tie=near_tie)
+
+    assert GreedyCheck(compared=2, identical=2).passed
+    assert GreedyCheck(compared=2, identical=1, mismatches=[mismatch(True)]).passed
+    both = [mismatch(True), mismatch(False)]
+    assert not GreedyCheck(compared=2, identical=0, mismatches=both).passed
+
+
+# -- results ---------------------------------------------------------------------------
+
+
+def round_run(rate, tokens_per_step=1.0, counters=None):
+    steps = 50
+    tokens = round(steps * tokens_per_step)
+    return RoundRun(
+        steady=Steady(tokens, steps, tokens / rate, 1),
+        request_seconds=tokens / rate + 1,
+        token_ids=[[0] * tokens],
+        texts=[""],
+        parts={"target": 1.0, "draft": 0.5, "drawing": 0.1, "verify": 0.2, "steps": steps},
+        counters=counters,
+    )
+
+
+TREE = TokenTree((-1, 0, 0, 1))
+CASES = [Case(1, 0.0), Case(1, 1.0)]
+
+
+def measurements():
+    counters = {"steps": 50, "seconds": {"target": 1.0, "verify": 0.5}}
+    runs = [
+        MethodRuns(plain(), None, 0, [round_run(10), round_run(8), round_run(9)]),
+        MethodRuns(chain("d", 2), None, 2, [round_run(15, 2), round_run(16, 2), round_run(9, 2)]),
+        MethodRuns(chain("d", 3), None, 3, [round_run(14, 2), round_run(14, 2), round_run(14, 2)]),
+        MethodRuns(sequoia("d", "auto"), None, 0, [round_run(9)] * 3),
+        MethodRuns(sequoia("d", "4x2"), TREE, 3, [round_run(20, 3, counters)] * 3),
+    ]
+    return Measurements("bfloat16", dict.fromkeys(CASES, runs))
+
+
+def summed(predict=lambda runs, case: None, chain_is_wrong=True):
+    return results(measurements(), predict, chain_is_wrong=chain_is_wrong)
+
+
+def test_speedups_are_paired_by_round():
+    chain2 = summed()[1]
+    assert chain2.tokens_per_second.median == 15
+    assert (chain2.speedup.low, chain2.speedup.median, chain2.speedup.high) == (1.0, 1.5, 2.0)
+    assert summed()[0].speedup.low == summed()[0].speedup.high == 1
+
+
+def test_the_best_chain_is_marked_in_each_case():
+    found = summed()
+    assert [result.best_chain for result in found] == [False, True, False, False, False] * 2
+    assert [result.method for result in shown(found)][:3] == [
+        "plain vLLM", "chain of 2", "Sequoia auto",
+    ]  # fmt: skip
+
+
+def test_split_adds_up_to_the_step():
+    for result in summed():
+        parts = result.split
+        total = parts.target + parts.draft + parts.drawing + parts.verify + parts.other
+        assert total == pytest.approx(result.step_seconds)
+        assert parts.target == pytest.approx(0.02)
+        assert parts.outside == pytest.approx(result.step_seconds - 0.03)
+
+
+def test_what_must_be_said_stands_beside_its_row():
+    notes = {(r.method, r.temperature): r.note for r in summed()}
+    assert notes["chain of 2", 0.0] is None
+    assert notes["chain of 2", 1.0] == CHAIN_SAMPLES_WRONGLY
+    assert notes["Sequoia auto", 0.0] == DECLINED
+    assert notes["Sequoia 4x2", 1.0] is None
+    assert summed(chain_is_wrong=False)[6].note is None
+
+
+def test_shapes_and_parts_of_the_engine():
+    tree = summed()[4]
+    assert (tree.drafts, tree.depth, tree.kind) == (3, 2, Kind.SEQUOIA)
+    assert tree.engine_parts == {"target": 0.02, "verify": 0.01}
+    assert summed()[2].depth == 3
+
+
+# -- predictions -------------------------------------------------------------------------
+
+
+def basis(**known):
+    def curve(seconds):
+        return Curve(batch_size=1, context_length=64, tokens=[1, 8], seconds=seconds)
+
+    profile = Profile(
+        source="measured", date="2026-01-31", device="d", target="t", draft="d",
+        target_parameters=1e9, draft_parameters=1e7, target_forward=[curve([0.1, 0.12])],
+        draft_level=[curve([0.01, 0.01])],
+        overhead=[Overhead(batch_size=1, plain_seconds=0.001, tree_seconds=0.002)],
+    )  # fmt: skip
+    vector = AcceptanceFile(
+        name="a", description="made up", source="published", date="2026-01-31",
+        acceptance=[0.6, 0.2], **known,
+    )  # fmt: skip
+    return Basis(profile, "profile.json", [(vector, "acceptance.json")], 64)
+
+
+def test_prediction_is_the_cost_models():
+    made = basis(temperature=0.0)
+    found = made.predict(TREE, 3, batch_size=1, temperature=0.0)
+    vector = made.acceptances[0][0].vector
+    expected = CostModel(made.profile).estimate(TREE, vector, 1)
+    assert (found.speedup, found.step_seconds) == (expected.speedup, expected.seconds)
+    assert (found.profile, found.acceptance) == ("profile.json", "acceptance.json")
+    trimmed = made.predict(TREE, 1, batch_size=1, temperature=0.0)
+    assert trimmed.tokens_per_step == pytest.approx(1.6)
+    assert made.predict(None, 0, batch_size=1, temperature=0.0).speedup == 1
+    assert made.predict(TREE, 3, batch_size=2, temperature=0.0).extrapolated
+
+
+def test_nothing_is_predicted_for_another_temperature():
+    assert basis(temperature=0.0).predict(TREE, 3, 1, 1.0) is None
+    assert basis().predict(TREE, 3, 1, 0.0) is None
+
+
+def test_measured_over_predicted():
+    predicted = basis(temperature=0.0).predict(TREE, 3, 1, 0.0)
+    found = summed(lambda runs, case: predicted if runs.tree else None)
+    assert found[4].measured_over_predicted == pytest.approx(
+        found[4].speedup.median / predicted.speedup
+    )
+    assert found[0].measured_over_predicted is None
+
+
+# -- the report ------------------------------------------------------------------------------
+
+
+def report(grown=None, predict=lambda runs, case: None, greedy=None):
+    models = BenchModel(name="t", hashes={}, grown_from=grown), BenchModel(name="d", hashes={})
+    return BenchReport(
+        date="2026-01-31", device="a CPU", target=models[0], draft=models[1], dtype="bfloat16",
+        settings={}, results=summed(predict), greedy=greedy,
+        notes=[note for model in models if (note := run.grown_note(model))], provenance={},
+    )  # fmt: skip
+
+
+GROWN = {"from": "small", "layers": 23, "intermediate_size": 44864, "parameters": 8 * 10**8}
+
+
+def test_report_survives_the_disk():
+    written = report(GROWN).to_dict()
+    assert written["schema"] == "sequoia-vllm/bench/v1"
+    assert BenchReport.model_validate(json.loads(json.dumps(written))) == report(GROWN)
+    with pytest.raises(ValidationError, match="speedup"):
+        BenchReport.model_validate({**written, "results": [{"method": "plain vLLM"}]})
+
+
+def test_tables_say_everything_that_must_be_said(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    predicted = basis(temperature=0.0).predict(TREE, 3, 1, 0.0)
+    mismatches = [
+        Mismatch(method="chain of 2", batch_size=1, prompt=1, position=7, token=3, plain_token=4,
+                 gap=0.01, near_tie=True),
+        Mismatch(method="Sequoia 4x2", batch_size=1, prompt=0, position=0, token=3, plain_token=4,
+                 gap=2.5, near_tie=False),
+    ]  # fmt: skip
+    greedy = GreedyCheck(compared=9, identical=7, bound=0.25, mismatches=mismatches)
+    print_report(report(GROWN, lambda runs, case: predicted if runs.tree else None, greedy))
+    printed = capsys.readouterr()
+    assert "chain of 2 + *" in printed.out
+    assert "1.50x (1.00–2.00)" in printed.out
+    assert f"{predicted.speedup:.2f}x" in printed.out
+    assert "not predicted" in printed.out
+    assert "identical to plain vLLM's: 7 of 9" in printed.out
+    assert "prompt 2: differs after 7 tokens (3, not 4)" in printed.out
+    assert "a near-tie (within 0.25 nats)" in printed.out
+    assert "2.5 nats below the best: an error" in printed.out
+    assert "grown from small: 23 layers" in printed.err
+    assert "vllm-project/vllm#55005" in printed.err
+
+
+def test_plots(tmp_path):
+    names = {path.name for path in plot_report(report(), tmp_path / "plots")}
+    assert names == {"speedup.png", "tokens_per_step.png", "step_time.png"}
+    predicted = basis(temperature=0.0).predict(TREE, 3, 1, 0.0)
+    drawn = plot_report(report(GROWN, lambda runs, case: predicted), tmp_path)
+    assert [path.name for path in drawn][-1] == "predicted.png"
+    for path in drawn:
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_git_revision(tmp_path, monkeypatch):
+    def git(*words):
+        done = subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words],
+            cwd=tmp_path, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        return done.stdout.strip()
+
+    package = tmp_path / "sequoia_vllm" / "bench"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(run, "__file__", str(package / "run.py"))
+    assert run.git_revision() is None
+    (tmp_path / "file").write_text("one")
+    git("init")
+    git("add", "file")
+    git("commit", "-m", "one")
+    assert run.git_revision() == git("rev-parse", "HEAD")
+    (tmp_path / "file").write_text("two")
+    assert run.git_revision() == git("rev-parse", "HEAD") + "+"
+
+
+# -- limits ------------------------------------------------------------------------------------
+
+
+def test_too_many_engines_for_the_memory(monkeypatch):
+    options = EngineOptions("t", "d", "auto", False, 4.0, 128, 1)
+    monkeypatch.setattr(engines, "_available_gib", lambda: 24.0)
+    check_memory(options, 4)
+    with pytest.raises(BenchError, match="5 engines need about 25 GiB together, and 24 GiB"):
+        check_memory(options, 5)
+
+
+def test_room_for_whole_trees():
+    options = EngineOptions("t", "d", "auto", False, 1.0, 1000, 64).for_vllm(63)
+    assert options["max_model_len"] == 1063
+    assert options["max_num_batched_tokens"] >= 64 * 65
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch-sizes", "1,x"], "whole numbers"),
+        (["--temperature", "0,-1"], "numbers from 0 up"),
+        (["--temperature", "warm"], "numbers from 0 up"),
+        (["--trees", "h200/none"], "no tree named"),
+        (["--chain", "2,2"], "given twice"),
+        (["--profile", "p.json"], "both --profile and --acceptance"),
+        (["--output", "no/such/folder/b.json"], "no directory"),
+    ],
+)
+def test_wrong_options_are_refused_before_any_engine_starts(options, message):
+    from typer.testing import CliRunner
+
+    from sequoia_vllm.cli import app
+    from tests.engine.models import DRAFT, TARGET
+
+    command = ["bench", "--model", TARGET, "--draft-model", DRAFT, *options]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+
+
+def test_help_needs_neither_torch_nor_vllm():
+    code = (
+        "import sys; from typer.testing import CliRunner; from sequoia_vllm.cli import app\n"
+        "assert CliRunner().invoke(app, ['bench', '--help']).exit_code == 0\n"
+        "assert not {'torch', 'vllm', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
