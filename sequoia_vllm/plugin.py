@@ -16,7 +16,7 @@ def register() -> None:
     """
     try:
         from sequoia_vllm.engine.hooks import install
-    except ImportError as error:
+
+        install()
+    except (ImportError, AttributeError) as error:
         logger.warning("sequoia-vllm is not usable with this vLLM: %s", error)
-        return
-    install()

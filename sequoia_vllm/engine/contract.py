@@ -50,6 +50,26 @@ CONTRACT = (
         "vllm.sampling_params:SamplingParams._validate_spec_decode",
         ("self", "speculative_config"),
     ),
+    # online.py
+    Expected(
+        "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+        ("self", "scheduler_output", "model_runner_output"),
+    ),
+    Expected(
+        "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+        (
+            "self", "vllm_config", "engine_idxs", "custom_stat_loggers",
+            "enable_default_loggers", "aggregate_engine_logging", "client_count",
+        ),
+    ),
+    Expected(
+        "vllm.v1.metrics.loggers:AggregateStatLoggerBase.record",
+        ("self", "scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
+    ),
+    Expected("vllm.v1.metrics.stats:SchedulerStats.num_running_reqs"),
+    Expected("vllm.v1.engine.llm_engine:LLMEngine.get_metrics", ("self",)),
+    Expected("vllm.v1.metrics.reader:Counter", ("name", "labels", "value")),
+    Expected("vllm.v1.metrics.reader:Gauge", ("name", "labels", "value")),
     # worker.py
     Expected("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ("self",)),
     Expected("vllm.v1.worker.cpu_worker:CPUModelRunner", ("vllm_config", "device")),

@@ -1,4 +1,4 @@
-"""The patches on vLLM's front end: the shorthand, the translation, the checks.
+"""The patches on vLLM: the shorthand, the translation, the checks, the metrics.
 
 They are the only functions of vLLM that are replaced in place (`ledger` lists
 them); everything else is done by subclasses that vLLM is told to use.
@@ -6,6 +6,8 @@ them); everything else is done by subclasses that vLLM is told to use.
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import functools
 import json
 import logging
@@ -14,8 +16,12 @@ from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.loggers import StatLoggerManager
 
 from sequoia_vllm.config import METHOD, ConfigError, SequoiaConfig
+from sequoia_vllm.engine import online
 from sequoia_vllm.engine.contract import check_contract
 from sequoia_vllm.engine.device_name import current_device_name
 from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
@@ -31,11 +37,15 @@ _SEQUOIA = "_sequoia"  # set on the SpeculativeConfig of a Sequoia engine
 
 
 def install() -> None:
-    """Patches vLLM's front end, once per process."""
+    """Patches vLLM, once per process."""
     _wrap(EngineArgs, "create_engine_config", _create_engine_config)
     _wrap(EngineArgs, "create_speculative_config", _create_speculative_config)
     _wrap(EngineArgs, "add_cli_args", _add_cli_args, static=True)
     _wrap(SamplingParams, "_validate_spec_decode", _validate_spec_decode)
+    online.add_report_field()
+    _wrap(Scheduler, "update_from_output", online.update_from_output)
+    _wrap(StatLoggerManager, "__init__", online.init_stat_logger_manager)
+    _wrap(LLMEngine, "get_metrics", online.get_metrics)
 
 
 def installed() -> bool:
@@ -73,9 +83,31 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
 
 def _json_or_shorthand(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     def parsed(value: str) -> Any:
-        return {"method": METHOD} if value.strip() == METHOD else parse(value)
+        if value.strip() == METHOD:
+            return {"method": METHOD}
+        try:
+            return parse(value)
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise argparse.ArgumentTypeError(_not_a_config(value, error)) from error
 
     return parsed
+
+
+def _not_a_config(value: str, error: Exception) -> str:
+    """What to write instead of this ``--speculative-config``."""
+    example = f"""'{{"method": "{METHOD}", "model": "DRAFT"}}'"""
+    if value.lstrip().startswith("{"):
+        # vLLM's own message shows the address of json.loads; its cause says what is wrong.
+        return (
+            f"{value!r} is not valid JSON: {error.__cause__ or error}. Give the JSON in single "
+            f"quotes, with double ones inside: {example}"
+        )
+    is_near = difflib.get_close_matches(value.strip().lower(), [METHOD])
+    question = f" (did you mean {METHOD}?)" if is_near else ""
+    return (
+        f"{value!r} is neither a JSON object nor the word {METHOD}{question}. Write {METHOD} "
+        f"alone for a target with a known draft, or {example}"
+    )
 
 
 # -- from the user's configuration to vLLM's ---------------------------------------------

@@ -1,9 +1,10 @@
 """Every override of vLLM that this plugin makes: what, why, and when it can go.
 
-Three kinds: a *patch* replaces a function of vLLM in place, in every process
-that loads the plugin (and passes through unless Sequoia is asked for); a *swap*
-does so for the length of one call; a *subclass* overrides a method in a class
-that vLLM is told to use. A test checks that nothing is missing here.
+Four kinds: a *patch* replaces a function of vLLM in place, in every process
+that loads the plugin (and passes through unless Sequoia is asked for); a *field*
+adds a field, None by default, to a message of vLLM; a *swap* replaces a function
+for the length of one call; a *subclass* overrides a method in a class that vLLM
+is told to use. A test checks that nothing is missing here.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ class Override:
     """One override.
 
     Attributes:
-        kind: "patch", "swap" or "subclass".
-        what: The function of vLLM, as ``Class.method`` or ``module.name``.
+        kind: "patch", "field", "swap" or "subclass".
+        what: What of vLLM, as ``Class.method``, ``Class.field`` or ``module.name``.
         why: Why vLLM's own does not do.
         removable: When this can go.
     """
@@ -30,6 +31,8 @@ class Override:
 
 _NEW_METHOD = "vLLM lets plugins register a speculative method"
 _TREE_HOOKS = "vLLM's V2 runner runs on CPUs (vllm-project/vllm#55847) and we hook into that"
+
+_METRICS = "vLLM carries a speculative method's own statistics from the worker to its loggers"
 
 OVERRIDES = (
     Override(
@@ -51,6 +54,25 @@ OVERRIDES = (
         "patch", "SamplingParams._validate_spec_decode",
         "refuses min_p and logit_bias with any speculation; Sequoia serves them",
         "vLLM asks the speculative method",
+    ),
+    Override(
+        "field", "SchedulerStats.sequoia_report",
+        "takes the counts of trees to the front end; decoders drop fields they do not know",
+        _METRICS,
+    ),
+    Override(
+        "patch", "Scheduler.update_from_output",
+        "moves the counts from the model runner's output to the statistics", _METRICS,
+    ),
+    Override(
+        "patch", "StatLoggerManager.__init__",
+        "adds the logger of trees; the entry points for stat loggers are for AsyncLLM only, and "
+        "having one turns statistics on in every engine", _METRICS,
+    ),
+    Override(
+        "patch", "LLMEngine.get_metrics",
+        "reads metrics that are named vllm:... only; ours are sequoia:...",
+        "vLLM reads metrics of other names",
     ),
     Override(
         "swap", "cpu_worker.CPUModelRunner",

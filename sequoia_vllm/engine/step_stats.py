@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from sequoia_vllm.metrics import TreeCounts
 from sequoia_vllm.tree import TokenTree
 
 
@@ -52,6 +53,7 @@ class StepStats:
         self.depth_counts = np.zeros(self.tree.depth + 1, dtype=np.int64)
         self.offered = np.zeros((self.tree.depth, self.tree.max_branch), dtype=np.int64)
         self.accepted = np.zeros_like(self.offered)
+        self._taken = TreeCounts.zeros(self.tree)
 
     @contextmanager
     def timed(self, part: str, requests: int = 0, tokens: int = 0) -> Iterator[None]:
@@ -90,6 +92,16 @@ class StepStats:
         offered = (children < num_nodes[:, None, None]) & visited[:, :, None]
         self.offered[:depth] += offered.sum(axis=0)
         self.accepted[:depth] += (offered & (children == path[:, 1:, None])).sum(axis=0)
+
+    def take_counts(self) -> TreeCounts | None:
+        """What `observe` counted since the last call or reset; None: nothing."""
+        if self.tree_steps == self._taken.trees:
+            return None
+        now = TreeCounts.of(
+            self.tree_steps, self.tokens, self.depth_counts, self.offered, self.accepted
+        )
+        counted, self._taken = now - self._taken, now
+        return counted
 
     def to_dict(self) -> dict[str, Any]:
         """The counters as plain data."""

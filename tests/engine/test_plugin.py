@@ -9,6 +9,10 @@ import sys
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.loggers import StatLoggerManager
 
 from sequoia_vllm import plugin
 from sequoia_vllm.engine import contract, cpu_attention, hooks, proposer, runner_v1, worker
@@ -52,7 +56,7 @@ def test_ledger_lists_every_patch():
     plugin.register()
     patched = {
         f"{owner.__name__}.{name}"
-        for owner in (EngineArgs, SamplingParams)
+        for owner in (EngineArgs, SamplingParams, Scheduler, StatLoggerManager, LLMEngine)
         for name in dir(owner)
         if hasattr(inspect.getattr_static(owner, name), hooks._MARK)
         or hasattr(getattr(owner, name, None), hooks._MARK)
@@ -76,6 +80,30 @@ def test_registering_twice_wraps_once():
     plugin.register()
     assert EngineArgs.create_engine_config is first
     assert not hasattr(getattr(first, hooks._MARK), hooks._MARK)
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        ("sequoiaa", "neither a JSON object nor the word sequoia (did you mean sequoia?). Write"),
+        ("ngram", "neither a JSON object nor the word sequoia. Write sequoia alone"),
+        ('{"method": "sequoia"', "not valid JSON: Expecting ',' delimiter: line 1 column 21"),
+    ],
+)
+def test_misspelt_speculative_config_names_the_fix(capsys, value, fix):
+    plugin.register()
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--speculative-config", value])
+    [message] = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert f"--speculative-config/-sc: {value!r} is {fix}" in message
+    assert """'{"method": "sequoia", "model": "DRAFT"}'""" in message
+    assert " at 0x" not in message
+
+
+def test_vllm_that_lacks_what_we_patch_still_starts(monkeypatch):
+    monkeypatch.setattr(hooks, "EngineArgs", object())
+    plugin.register()
 
 
 def test_contract_fits_this_vllm():

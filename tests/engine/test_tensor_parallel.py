@@ -5,7 +5,7 @@ import os
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import running, sequoia, tokens_of
+from tests.engine.conftest import metric, running, sequoia, tokens_of
 from tests.engine.models import prompts
 
 pytestmark = pytest.mark.engine
@@ -30,7 +30,9 @@ def test_two_ranks_give_the_tokens_of_one(plain_outputs, monkeypatch):
     with running(sequoia(), **options) as llm:
         found = tokens_of(llm.generate(texts, params + unseeded, use_tqdm=False))
         ranks = llm.collective_rpc("sequoia_stats")
+        shown = metric(llm, "sequoia:trees")
     assert found[:6] == expected
     first, second = [(r["steps"], r["tree_steps"], r["tokens"], r["depth_counts"]) for r in ranks]
     assert first == second
+    assert shown == ranks[0]["tree_steps"]  # one rank's count, not the sum of both
     assert ranks[0]["tokens"] > 1.2 * ranks[0]["tree_steps"] > 0

@@ -14,6 +14,7 @@ import httpx
 import openai
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 ROOT = Path(__file__).parents[2]
 TARGET = "examples/models/target"
@@ -39,6 +40,7 @@ def environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every server pins itself to core 0
         "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_LOG_STATS_INTERVAL": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -95,15 +97,15 @@ class Server:
     def complete(self, **request):
         return self.client.completions.create(model=self.model, **request)
 
+    def samples(self) -> list[Sample]:
+        """Everything that ``/metrics`` lists."""
+        text = httpx.get(f"{self.url}/metrics", trust_env=False).raise_for_status().text
+        families = text_string_to_metric_families(text)
+        return [sample for family in families for sample in family.samples]
+
     def metric(self, name: str) -> list[float]:
         """The values of ``name``, in the order in which ``/metrics`` lists them."""
-        text = httpx.get(f"{self.url}/metrics", trust_env=False).raise_for_status().text
-        return [
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == name
-        ]
+        return [sample.value for sample in self.samples() if sample.name == name]
 
     def stop(self, signal_number: signal.Signals) -> None:
         """Sends the signal, then checks the end as `check_clean_end` does."""

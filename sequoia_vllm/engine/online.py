@@ -1,0 +1,218 @@
+"""Brings the worker's counts of trees to vLLM's metrics and log, in the front end.
+
+The worker puts a step's counts on the model runner's output (`attach_counts`), which
+the executor pickles as a whole; the scheduler, which also knows how many drafts
+the load allows, puts both on the statistics that vLLM sends to the front end
+with each step, and only if somebody asked for statistics; there, a stat
+logger shows them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.metrics import reader
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+from vllm.v1.metrics.stats import SchedulerStats
+
+from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.metrics import TreeCounts, TreeMetrics, interval_line
+from sequoia_vllm.tree import TokenTree
+
+logger = logging.getLogger("vllm.sequoia")
+
+REPORT = "sequoia_report"  # field that is added to SchedulerStats
+_COUNTS = "sequoia_counts"  # set on the ModelRunnerOutput of a step that verified trees
+_FLUSH_SECONDS = 1.0
+
+_shown: TreeMetrics | None = None  # in vLLM's registry, which has one engine's metrics at a time
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step tells the front end.
+
+    Attributes:
+        drafts: Nodes drafted per request at its load; None: no request was scheduled.
+        counts: `TreeCounts.to_bytes` of its trees; empty: none was verified.
+    """
+
+    drafts: int | None
+    counts: bytes
+
+
+def add_report_field() -> None:
+    """Adds the field `REPORT` to vLLM's statistics message, None by default; idempotent.
+
+    It must be there before the process makes its first decoder of that message,
+    which drops fields that it does not know.
+    """
+    if REPORT in SchedulerStats.__dataclass_fields__:
+        return
+    annotation = StepReport | None
+    # Not in __init__: vLLM's generated one does not take it.
+    field = dataclasses.field(default=None, init=False)
+    made = dataclasses.make_dataclass("Made", [(REPORT, annotation, field)])
+    setattr(SchedulerStats, REPORT, None)
+    SchedulerStats.__annotations__[REPORT] = annotation
+    [SchedulerStats.__dataclass_fields__[REPORT]] = dataclasses.fields(made)
+
+
+# -- in the worker -----------------------------------------------------------------------
+
+
+def attach_counts(output: Any, counts: TreeCounts | None) -> Any:
+    """``output`` of a model runner, carrying the counts of its step if there are any."""
+    if counts is not None:
+        setattr(output, _COUNTS, counts.to_bytes())
+    return output
+
+
+# -- in the engine core --------------------------------------------------------------------
+
+
+def update_from_output(
+    original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
+) -> Any:
+    """As the scheduler's; adds the step's report to its statistics, if it makes any."""
+    outputs = original(self, scheduler_output, model_runner_output)
+    if not self.log_stats or not SequoiaSettings.enabled(self.vllm_config):
+        return outputs
+    for output in outputs.values():
+        if output.scheduler_stats is not None:  # vLLM gives them to one front end
+            scheduled = scheduler_output.total_num_scheduled_tokens > 0
+            drafts = scheduler_output.num_spec_tokens_to_schedule if scheduled else None
+            report = StepReport(drafts, getattr(model_runner_output, _COUNTS, b""))
+            setattr(output.scheduler_stats, REPORT, report)
+            break
+    return outputs
+
+
+# -- in the front end ------------------------------------------------------------------------
+
+
+def init_stat_logger_manager(
+    original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
+) -> None:
+    """As vLLM's; then adds a logger of trees, for Sequoia's engines."""
+    global _shown
+    original(self, *args, **kwargs)
+    if _shown is not None:
+        _shown.unregister()  # as vLLM did with its own
+        _shown = None
+    given = inspect.signature(original).bind(self, *args, **kwargs)
+    given.apply_defaults()
+    vllm_config = given.arguments["vllm_config"]
+    if not SequoiaSettings.enabled(vllm_config):
+        return
+    settings = SequoiaSettings.of(vllm_config)
+    model_name = vllm_config.model_config.served_model_name
+    engines = self.engine_indexes
+    _shown = TreeMetrics(settings.tree, settings.tree_source, model_name, engines)
+    # Where vLLM writes no interval lines, as each front end knows its share only, nor do we.
+    logs = given.arguments["enable_default_loggers"] and given.arguments["client_count"] == 1
+    aggregate = given.arguments["aggregate_engine_logging"]
+    self.stat_loggers.append(TreeStatLogger(settings.tree, engines, _shown, logs, aggregate))
+
+
+def get_metrics(original: Callable[..., list[Any]], self: Any) -> list[Any]:
+    """As vLLM's, which knows names that start with ``vllm:`` only; and the trees' metrics."""
+    return [*original(self), *(_read(_shown) if _shown is not None else [])]
+
+
+def _read(metrics: TreeMetrics) -> list[Any]:
+    return [
+        reader.Counter(family.name, sample.labels, int(sample.value))
+        if family.type == "counter"
+        else reader.Gauge(family.name, sample.labels, sample.value)
+        for family in metrics.collect()
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    ]
+
+
+class TreeStatLogger(AggregateStatLoggerBase):
+    """Shows the reports of one or more engines: as metrics, and as a line per interval.
+
+    The metrics are at most a second old while requests run, and exact when none does.
+
+    Args:
+        tree: The engines' tree.
+        engine_indexes: Theirs.
+        metrics: Where to show them.
+        logs: Whether to write interval lines.
+        aggregate: One line for all engines, not one for each.
+    """
+
+    def __init__(
+        self,
+        tree: TokenTree,
+        engine_indexes: Sequence[int],
+        metrics: TreeMetrics,
+        logs: bool,
+        aggregate: bool,
+    ) -> None:
+        self._tree = tree
+        self._metrics = metrics
+        self._logs = logs
+        self._aggregate = aggregate
+        self._interval = {engine: TreeCounts.zeros(tree) for engine in engine_indexes}
+        self._drafts: dict[int, int] = {}
+        self._flushed = dict.fromkeys(engine_indexes, 0.0)
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Takes what one engine's step sent."""
+        report = getattr(scheduler_stats, REPORT, None)
+        if report is None or engine_idx not in self._interval:
+            return
+        assert scheduler_stats is not None
+        counts = TreeCounts.from_bytes(self._tree, report.counts) if report.counts else None
+        if counts is not None:
+            self._interval[engine_idx].add(counts)
+        if report.drafts is not None:
+            self._drafts[engine_idx] = report.drafts
+        self._metrics.observe(engine_idx, counts, report.drafts)
+        now = time.monotonic()
+        idle = scheduler_stats.num_running_reqs == 0
+        if idle or now - self._flushed[engine_idx] >= _FLUSH_SECONDS:
+            self._flushed[engine_idx] = now
+            self._metrics.flush(engine_idx)
+
+    def log(self) -> None:
+        """Writes the line of the interval that ends now."""
+        if self._logs:
+            self._log_interval()
+        for engine, counts in self._interval.items():
+            self._metrics.flush(engine)
+            counts.clear()
+
+    def _log_interval(self) -> None:
+        if self._aggregate:
+            total = TreeCounts.zeros(self._tree)
+            for counts in self._interval.values():
+                total.add(counts)
+            drafts = max(self._drafts.values(), default=None)
+            lines = {f"{len(self._interval)} Engines Aggregated": (total, drafts)}
+        else:
+            lines = {
+                f"Engine {engine:03d}": (counts, self._drafts.get(engine))
+                for engine, counts in self._interval.items()
+            }
+        for prefix, (counts, drafts) in lines.items():
+            if (line := interval_line(self._tree, counts, drafts)) is not None:
+                logger.info("%s: %s", prefix, line)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing: the tree was logged when it was chosen."""

@@ -1,0 +1,11 @@
+"""What is shown of a serving engine's trees: counters, Prometheus metrics, a log line.
+
+The worker counts (`engine.step_stats`), `engine.online` carries the counts to
+vLLM's front end, and this package, which does not import vLLM, shows them.
+"""
+
+from sequoia_vllm.metrics.counts import TreeCounts
+from sequoia_vllm.metrics.interval import interval_line
+from sequoia_vllm.metrics.prometheus import TreeMetrics
+
+__all__ = ["TreeCounts", "TreeMetrics", "interval_line"]

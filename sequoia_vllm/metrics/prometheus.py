@@ -1,0 +1,151 @@
+"""Prometheus metrics of the trees of one or more engines."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import numpy as np
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Metric
+
+from sequoia_vllm.metrics.counts import TreeCounts
+from sequoia_vllm.tree import TokenTree
+
+_LABELS = ("model_name", "engine")  # as vLLM's
+
+
+class TreeMetrics:
+    """The metrics named ``sequoia:...``, with vLLM's labels and those listed here.
+
+    ``sequoia:trees_total``
+        Verified trees. ``rate(sequoia:emitted_tokens_total) /
+        rate(sequoia:trees_total)`` is the number of tokens per step.
+    ``sequoia:emitted_tokens_total``
+        Tokens emitted by them: the accepted nodes, and one bonus token each.
+    ``sequoia:accepted_depth_total{depth}``
+        Trees of which exactly ``depth`` nodes were accepted, 0 to the tree's
+        depth.
+    ``sequoia:offered_children_total{depth, child}``
+        How often a node on an accepted path had such a child: its ``child``-th
+        (1 is the draft's first), itself at ``depth`` (1 is below the root).
+    ``sequoia:accepted_children_total{depth, child}``
+        How often that child was accepted. The quotient of the two is the
+        acceptance vector p[depth][child] that trees are optimised for.
+    ``sequoia:tree_info{size, depth, source}``
+        1 for the engine's tree. Its size counts the root.
+    ``sequoia:drafted_nodes``
+        Nodes drafted for each request at the present load (the root is not);
+        less than size - 1 where the schedule trims the tree, 0 where it turns
+        speculation off.
+
+    vLLM's own ``vllm:spec_decode_*`` go on beside them and mean for trees:
+    ``num_drafts`` is trees, ``num_draft_tokens`` nodes without roots, of which
+    one path at most can be accepted (so accepted / drafted is low by design),
+    and ``num_accepted_tokens_per_pos{position=i}`` trees that accepted more
+    than i nodes: position i is depth i + 1, and 0 below the tree's depth.
+
+    The counts of a step are small integers that `observe` adds up; the many
+    counters are brought up to date by `flush`, which need not follow each step.
+
+    Args:
+        tree: The engines' tree.
+        source: Where it came from.
+        model_name: Label, as served.
+        engines: Their indexes.
+        registry: Where to register.
+    """
+
+    def __init__(
+        self,
+        tree: TokenTree,
+        source: str,
+        model_name: str,
+        engines: Sequence[int],
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        self._registry = registry
+        self._collectors: list[Counter | Gauge] = []
+        self._pending = {engine: TreeCounts.zeros(tree) for engine in engines}
+        self._labels = {engine: (model_name, str(engine)) for engine in engines}
+        self._counters = self._make_counters(tree)
+        info = self._gauge("tree_info", "The engine's tree.", "size", "depth", "source")
+        drafted = self._gauge("drafted_nodes", "Nodes drafted per request at the present load.")
+        for labels in self._labels.values():
+            info.labels(*labels, tree.size, tree.depth, source).set(1)
+        self._drafted = {e: drafted.labels(*labels) for e, labels in self._labels.items()}
+        for gauge in self._drafted.values():
+            gauge.set(tree.num_speculative_tokens)
+
+    def observe(self, engine: int, counts: TreeCounts | None, drafts: int | None) -> None:
+        """Takes one step's report.
+
+        Args:
+            engine: Its index.
+            counts: Of the step; None: no tree was verified.
+            drafts: Nodes drafted per request; None: not known.
+        """
+        if counts is not None:
+            self._pending[engine].add(counts)
+        if drafts is not None:
+            self._drafted[engine].set(drafts)
+
+    def flush(self, engine: int) -> None:
+        """Makes the counters show everything observed."""
+        pending = self._pending[engine]
+        counters = self._counters[engine]
+        for index in np.flatnonzero(pending.values).tolist():
+            counters[index].inc(int(pending.values[index]))
+        pending.clear()
+
+    def collect(self) -> list[Metric]:
+        """The metrics as the registry shows them."""
+        return [family for collector in self._collectors for family in collector.collect()]
+
+    def unregister(self) -> None:
+        """Takes the metrics out of the registry, for those of another engine."""
+        for collector in self._collectors:
+            with contextlib.suppress(KeyError):  # somebody else did
+                self._registry.unregister(collector)
+
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        counter = Counter(
+            f"sequoia:{name}", documentation, (*_LABELS, *labels), registry=self._registry
+        )
+        self._collectors.append(counter)
+        return counter
+
+    def _gauge(self, name: str, documentation: str, *labels: str) -> Gauge:
+        gauge = Gauge(
+            f"sequoia:{name}", documentation, (*_LABELS, *labels), registry=self._registry,
+            multiprocess_mode="mostrecent",
+        )  # fmt: skip
+        self._collectors.append(gauge)
+        return gauge
+
+    def _make_counters(self, tree: TokenTree) -> dict[int, dict[int, Counter]]:
+        """By engine, the counter of each entry of `TreeCounts.values`.
+
+        They all exist, at zero, from the start; pairs of depth and child that
+        the tree has nowhere get none.
+        """
+        trees = self._counter("trees", "Verified trees.")
+        tokens = self._counter("emitted_tokens", "Tokens emitted by verified trees.")
+        depths = self._counter("accepted_depth", "Trees by number of accepted nodes.", "depth")
+        offered = self._counter(
+            "offered_children", "Children that verification came to.", "depth", "child"
+        )
+        accepted = self._counter("accepted_children", "Those it accepted.", "depth", "child")
+        # A vector of its own indexes tells where each count lies.
+        index = TreeCounts.zeros(tree)
+        index.values[:] = np.arange(len(index.values))
+        found: dict[int, dict[int, Counter]] = {}
+        for engine, labels in self._labels.items():
+            own = {index.trees: trees.labels(*labels), index.tokens: tokens.labels(*labels)}
+            for depth in range(tree.depth + 1):
+                own[int(index.depth_counts[depth])] = depths.labels(*labels, depth)
+            for depth, child in zip(tree.depths[1:], tree.child_ranks[1:], strict=True):
+                pair = (*labels, depth, child + 1)
+                own[int(index.offered[depth - 1, child])] = offered.labels(*pair)
+                own[int(index.accepted[depth - 1, child])] = accepted.labels(*pair)
+            found[engine] = own
+        return found

@@ -1,0 +1,188 @@
+"""From the worker's counts to vLLM's metrics and log: the messages, and the real `LLM`."""
+
+import logging
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from sequoia_vllm import plugin
+from sequoia_vllm.engine import online
+from sequoia_vllm.engine.ledger import OVERRIDES
+from sequoia_vllm.metrics import TreeCounts, TreeMetrics
+from sequoia_vllm.tree import TokenTree
+from tests.engine.conftest import metric, running, sequoia
+from tests.engine.models import prompts
+
+TREE = TokenTree((-1, 0, 0, 1))
+
+
+@pytest.fixture
+def log(caplog, monkeypatch) -> pytest.LogCaptureFixture:
+    """What goes into the log: by another logger, as each engine configures vLLM's anew."""
+    monkeypatch.setattr(online, "logger", logging.getLogger("trees"))
+    caplog.set_level(logging.INFO, "trees")
+    return caplog
+
+
+def one_step(trees: int = 1) -> TreeCounts:
+    """Trees of which node 1 was accepted, then none."""
+    depths, offered, accepted = ([0, trees, 0], [[trees] * 2, [trees, 0]], [[trees, 0], [0, 0]])
+    return TreeCounts.of(trees, 2 * trees, *map(np.array, (depths, offered, accepted)))
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    plugin.register()
+
+
+def test_report_crosses_processes_in_vllms_message():
+    """What vLLM's encoder and decoder leave of it, after vLLM's own statistics or alone."""
+    decoder = MsgpackDecoder(EngineCoreOutputs)
+    reports = (online.StepReport(15, one_step().to_bytes()), online.StepReport(None, b""), None)
+    for report in reports:
+        stats = SchedulerStats(num_running_reqs=3)
+        setattr(stats, online.REPORT, report)
+        sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
+        received = decoder.decode(sent).scheduler_stats
+        assert received.num_running_reqs == 3
+        assert getattr(received, online.REPORT) == report
+
+
+def test_ledger_lists_the_field():
+    [field] = [override.what for override in OVERRIDES if override.kind == "field"]
+    assert field == f"{SchedulerStats.__name__}.{online.REPORT}"
+
+
+def test_vllms_shared_empty_output_is_left_alone():
+    assert online.attach_counts(EMPTY_MODEL_RUNNER_OUTPUT, None) is EMPTY_MODEL_RUNNER_OUTPUT
+    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "sequoia_counts")
+
+
+class Front:
+    """A logger of trees for two engines, with a registry of its own."""
+
+    def __init__(self, logs: bool = True, aggregate: bool = False) -> None:
+        self.registry = CollectorRegistry()
+        metrics = TreeMetrics(TREE, "a test", "model", [0, 1], self.registry)
+        self.logger = online.TreeStatLogger(TREE, [0, 1], metrics, logs, aggregate)
+
+    def record(self, engine: int, trees: int, running: int = 1, drafts: int | None = 3) -> None:
+        stats = SchedulerStats(num_running_reqs=running)
+        counts = one_step(trees).to_bytes() if trees else b""
+        setattr(stats, online.REPORT, online.StepReport(drafts, counts))
+        self.logger.record(stats, None, engine_idx=engine)
+
+    def shown(self, engine: int) -> float | None:
+        labels = {"model_name": "model", "engine": str(engine)}
+        return self.registry.get_sample_value("sequoia:trees_total", labels)
+
+
+def test_metrics_are_brought_up_to_date_every_second_and_when_idle(monkeypatch):
+    clock = iter([100.0, 100.5, 101.1, 101.2])
+    monkeypatch.setattr(online.time, "monotonic", lambda: next(clock))
+    front = Front()
+    shown = []
+    for running_requests in (1, 1, 1, 0):
+        front.record(0, trees=1, running=running_requests)
+        shown.append(front.shown(0))
+    assert shown == [1, 1, 3, 4]
+    assert front.shown(1) == 0
+
+
+def test_steps_without_a_report_and_engines_that_joined_later_are_passed_over():
+    front = Front()
+    front.logger.record(None, None)
+    front.logger.record(SchedulerStats(), None)
+    front.record(7, trees=1)
+    assert front.shown(0) == 0
+
+
+def test_each_engine_has_its_line_per_interval(log):
+    front = Front()
+    front.record(1, trees=2, drafts=1)
+    front.record(1, trees=2, drafts=1)
+    front.logger.log()
+    front.logger.log()  # nothing since
+    front.record(0, trees=0)
+    front.logger.log()
+    assert log.messages == [
+        "Engine 001: Sequoia: tree 4 nodes, depth 2 (2 nodes at this load); 2.00 tokens per step; "
+        "accepted by depth 1.00, 0.00; by child 0.50, 0.00"
+    ]
+    assert front.shown(1) == 4
+
+
+def test_line_of_all_engines(log):
+    front = Front(aggregate=True)
+    front.record(0, trees=1)
+    front.record(1, trees=1)
+    front.logger.log()
+    [line] = log.messages
+    assert line.startswith("2 Engines Aggregated: Sequoia: tree 4 nodes, depth 2; 2.00 tokens")
+
+
+def test_no_line_where_vllm_writes_none(log):
+    front = Front(logs=False)
+    front.record(0, trees=1)
+    front.logger.log()
+    assert log.messages == []
+
+
+def tree_metrics(llm) -> dict:
+    """Value of each of our metrics, by its name and then depth and child."""
+    found = {}
+    for m in llm.get_metrics():
+        if m.name.startswith("sequoia:"):
+            places = (m.labels[label] for label in ("depth", "child") if label in m.labels)
+            found[m.name.removeprefix("sequoia:"), *places] = m.value
+    return found
+
+
+@pytest.mark.engine
+def test_llm_shows_what_the_worker_counted(log):
+    schedule = [[1, 3, 15], [4, 8, 3]]
+    with running(sequoia(num_speculative_tokens_per_batch_size=schedule)) as llm:
+        texts = prompts(4)
+        params = [SamplingParams(temperature=t, max_tokens=40) for t in (0, 0, 1.0, 0.7)]
+        llm.generate(texts, params, use_tqdm=False)
+        # The first step prefills all four and the second ends them: neither has fewer.
+        llm.generate(texts, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+        assert tree_metrics(llm)["drafted_nodes",] == 3
+        llm.generate(texts[:1], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+        found = tree_metrics(llm)
+        [worker] = llm.collective_rpc("sequoia_stats")
+        vllms = {
+            name: metric(llm, f"vllm:spec_decode_num_{name}")
+            for name in ("drafts", "accepted_tokens")
+        }
+        llm.llm_engine.do_log_stats()
+        [info] = [m for m in llm.get_metrics() if m.name == "sequoia:tree_info"]
+
+    assert found["drafted_nodes",] == 15
+    assert found["trees",] == worker["tree_steps"] == vllms["drafts"] > 20
+    assert found["emitted_tokens",] == worker["tokens"]
+    assert found["emitted_tokens",] - found["trees",] == vllms["accepted_tokens"] > 20
+    depths = [found["accepted_depth", str(depth)] for depth in range(5)]
+    assert depths == worker["depth_counts"]
+    for name in ("offered", "accepted"):
+        shown = np.zeros_like(worker[name])
+        for (metric_name, *place), value in found.items():
+            if metric_name == f"{name}_children":
+                depth, child = map(int, place)
+                shown[depth - 1, child - 1] = value
+        assert shown.tolist() == worker[name]
+    assert (info.labels["size"], info.labels["depth"], info.value) == ("16", "4", 1)
+    assert info.labels["engine"] == "0"
+    assert info.labels["source"].startswith("optimal for the given size")
+    [line] = [line for line in log.messages if "tokens per step" in line]
+    tokens_per_step = found["emitted_tokens",] / found["trees",]
+    assert f"Engine 000: Sequoia: tree 16 nodes, depth 4; {tokens_per_step:.2f} tokens" in line
+
+    with running(None) as llm:
+        assert tree_metrics(llm) == {}

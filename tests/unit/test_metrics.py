@@ -1,0 +1,192 @@
+"""Counting trees, carrying the counts, and showing them as metrics and as a log line."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from sequoia_vllm.engine.step_stats import StepStats
+from sequoia_vllm.metrics import TreeCounts, TreeMetrics, interval_line
+from sequoia_vllm.tree import TokenTree
+
+#      0
+#    / | \
+#   1  2  5
+#  / \  \
+# 3   4  6      node 3 has the child 7
+TREE = TokenTree((-1, 0, 0, 1, 1, 0, 2, 3))
+LABELS = {"model_name": "model", "engine": "0"}
+
+
+def observe(stats: StepStats, paths: list[list[int]], sizes: list[int]) -> None:
+    """Counts trees of these sizes of which these nodes were accepted."""
+    deepest = stats.tree.depths[: max(sizes)].max()
+    nodes = np.full((len(paths), deepest), -1)
+    for row, path in zip(nodes, paths, strict=True):
+        row[: len(path)] = path
+    stats.observe(nodes, np.array([len(path) for path in paths]), np.array(sizes))
+
+
+def counted(*steps: list[list[int]]) -> TreeCounts:
+    """The counts of steps that scored the whole of `TREE`."""
+    stats = StepStats(TREE)
+    for paths in steps:
+        observe(stats, paths, [TREE.size] * len(paths))
+    counts = stats.take_counts()
+    assert counts is not None
+    return counts
+
+
+@st.composite
+def trees_and_steps(draw):
+    parents = [-1, *(draw(st.integers(0, i)) for i in range(draw(st.integers(1, 11))))]
+    tree = TokenTree(tuple(parents))
+    steps = []
+    for _ in range(draw(st.integers(1, 4))):
+        step = []
+        for _ in range(draw(st.integers(1, 4))):
+            size = draw(st.integers(1, tree.size))  # trimmed from the end
+            path = [0]
+            while (children := [c for c in tree.children[path[-1]] if c < size]) and draw(
+                st.booleans()
+            ):
+                path.append(draw(st.sampled_from(children)))
+            step.append((path[1:], size))
+        steps.append(step)
+    return tree, steps
+
+
+@given(trees_and_steps(), st.integers(0, 3))
+@settings(deadline=None)
+def test_counts_are_those_of_a_walk_node_by_node(case, reset_after):
+    """However steps are grouped into batches, and across a reset of the worker's own counters."""
+    tree, steps = case
+    stats = StepStats(tree)
+    total = TreeCounts.zeros(tree)
+    for index, step in enumerate(steps):
+        observe(stats, [path for path, _ in step], [size for _, size in step])
+        taken = stats.take_counts()
+        assert taken is not None
+        total.add(TreeCounts.from_bytes(tree, taken.to_bytes()))
+        assert stats.take_counts() is None
+        if index == reset_after:
+            stats.reset()
+
+    offered = np.zeros((tree.depth, tree.max_branch), dtype=int)
+    accepted = np.zeros_like(offered)
+    for path, size in (verified for step in steps for verified in step):
+        for depth, node in enumerate([0, *path]):
+            for rank, child in enumerate(tree.children[node]):
+                offered[depth, rank] += child < size
+                accepted[depth, rank] += child in path
+    lengths = [len(path) for step in steps for path, _ in step]
+    assert total.trees == len(lengths)
+    assert total.tokens == len(lengths) + sum(lengths)
+    assert total.depth_counts.tolist() == np.bincount(lengths, minlength=tree.depth + 1).tolist()
+    assert total.offered.tolist() == offered.tolist()
+    assert total.accepted.tolist() == accepted.tolist()
+
+
+def test_counts_of_another_tree_are_refused():
+    packed = TreeCounts.zeros(TREE).to_bytes()
+    with pytest.raises(ValueError, match=r"depth 2 with 1 children: .* one tree"):
+        TreeCounts.from_bytes(TokenTree((-1, 0, 1)), packed)
+
+
+def test_interval_line():
+    counts = counted([[1, 3, 7], [2]], [[]])
+    # 3 trees emit 4 + 2 + 1 tokens. The root went on in 2 of 3, nodes 1 and 2 in 1 of 2,
+    # node 3 always. First children were taken at 3 (0, 1, 3) of the 6 nodes that have one.
+    assert interval_line(TREE, counts, drafts=7) == (
+        "Sequoia: tree 8 nodes, depth 3; 2.33 tokens per step; "
+        "accepted by depth 0.67, 0.50, 1.00; by child 0.50, 0.25, 0.00"
+    )
+
+
+def test_interval_line_of_a_trimmed_tree_and_of_none():
+    stats = StepStats(TREE)
+    observe(stats, [[2]], [3])
+    line = interval_line(TREE, stats.take_counts(), drafts=2)
+    assert line == (
+        "Sequoia: tree 8 nodes, depth 3 (3 nodes at this load); 2.00 tokens per step; "
+        "accepted by depth 1.00; by child 0.00, 1.00"
+    )
+    assert interval_line(TREE, TreeCounts.zeros(TREE), drafts=7) is None
+
+
+def samples(registry: CollectorRegistry) -> dict:
+    """Value of every sample, by name and labels other than the model's."""
+    return {
+        (sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "model_name")): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def test_metrics_show_what_was_flushed():
+    registry = CollectorRegistry()
+    metrics = TreeMetrics(TREE, "a test", "model", [0, 1], registry)
+    start = samples(registry)
+    assert start["sequoia:tree_info", "3", "0", "8", "a test"] == 1
+    assert start["sequoia:drafted_nodes", "0"] == 7
+    assert {value for key, value in start.items() if key[0].endswith("_total")} == {0}
+
+    for step in ([[1, 3, 7], [2]], [[]]):
+        metrics.observe(0, counted(step), drafts=5)
+    metrics.observe(0, None, drafts=None)  # a step without trees or requests
+    assert samples(registry) == {**start, ("sequoia:drafted_nodes", "0"): 5}
+    for _ in range(2):  # nothing is counted twice
+        metrics.flush(0)
+        found = samples(registry)
+        changed = {k: v for k, v in found.items() if start[k] != v}
+        assert changed == {
+            ("sequoia:drafted_nodes", "0"): 5,
+            ("sequoia:trees_total", "0"): 3,
+            ("sequoia:emitted_tokens_total", "0"): 7,
+            ("sequoia:accepted_depth_total", "0", "0"): 1,
+            ("sequoia:accepted_depth_total", "1", "0"): 1,
+            ("sequoia:accepted_depth_total", "3", "0"): 1,
+            # labels: child, depth, engine
+            ("sequoia:offered_children_total", "1", "1", "0"): 3,
+            ("sequoia:offered_children_total", "2", "1", "0"): 3,
+            ("sequoia:offered_children_total", "3", "1", "0"): 3,
+            ("sequoia:offered_children_total", "1", "2", "0"): 2,
+            ("sequoia:offered_children_total", "2", "2", "0"): 1,
+            ("sequoia:offered_children_total", "1", "3", "0"): 1,
+            ("sequoia:accepted_children_total", "1", "1", "0"): 1,
+            ("sequoia:accepted_children_total", "2", "1", "0"): 1,
+            ("sequoia:accepted_children_total", "1", "2", "0"): 1,
+            ("sequoia:accepted_children_total", "1", "3", "0"): 1,
+        }
+
+
+def test_metrics_exist_for_the_children_that_the_tree_has():
+    registry = CollectorRegistry()
+    TreeMetrics(TREE, "a test", "model", [0], registry)
+    pairs = {(key[2], key[1]) for key in samples(registry) if "offered_children" in key[0]}
+    assert pairs == {("1", "1"), ("1", "2"), ("1", "3"), ("2", "1"), ("2", "2"), ("3", "1")}
+
+
+def test_engines_are_kept_apart():
+    registry = CollectorRegistry()
+    metrics = TreeMetrics(TREE, "a test", "model", [2, 5], registry)
+    metrics.observe(5, counted([[1]]), drafts=0)
+    metrics.flush(2)
+    metrics.flush(5)
+    found = samples(registry)
+    assert (found["sequoia:trees_total", "2"], found["sequoia:trees_total", "5"]) == (0, 1)
+    assert (found["sequoia:drafted_nodes", "2"], found["sequoia:drafted_nodes", "5"]) == (7, 0)
+
+
+def test_metrics_of_a_new_engine_replace_the_old_ones():
+    registry = CollectorRegistry()
+    first = TreeMetrics(TREE, "a test", "model", [0], registry)
+    first.unregister()
+    assert generate_latest(registry) == b""
+    first.unregister()
+    TreeMetrics(TREE, "a test", "model", [0], registry)  # no name is taken
