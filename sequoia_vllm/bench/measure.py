@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any
 
-from sequoia_vllm.bench.engines import BenchEngine, EngineOptions, Progress, open_engines
+from sequoia_vllm.bench.engines import (
+    BenchEngine,
+    EngineOptions,
+    Progress,
+    open_engines,
+    wait_for_quiet,
+)
 from sequoia_vllm.bench.methods import Method
 from sequoia_vllm.bench.outputs import NEAR_TIE, Difference, first_difference, is_near_tie
 from sequoia_vllm.bench.report import GreedyCheck, Mismatch
@@ -124,7 +130,7 @@ def measure(settings: BenchSettings, progress: Progress | None = None) -> Measur
 
     Args:
         settings: What to compare.
-        progress: Called with (what is done, batches done, batches in all).
+        progress: Called with (what is done, turns done, turns of this case).
 
     Raises:
         BenchError, CalibrationError: If engines cannot start, or settings give
@@ -151,7 +157,7 @@ def batches(prompts: Sequence[list[int]], batch_size: int) -> list[list[list[int
 
 
 def rotated(methods: Sequence[Method], turn: int) -> list[Method]:
-    """The methods in another order each turn, so that none always follows the same one."""
+    """The methods in another order each turn, so that none is always the first or the last."""
     start = turn % len(methods)
     return [*methods[start:], *methods[:start]]
 
@@ -161,21 +167,19 @@ def _measure_case(
 ) -> list[MethodRuns]:
     work = batches(settings.prompts, case.batch_size)
     where = f"T={case.temperature:g}, batch {case.batch_size}"
-    total = settings.rounds * len(work) * len(engines)
-    for engine in engines.values():
-        report(f"{where}: warming up {engine.method.name}", 0, total)
+    for number, engine in enumerate(engines.values()):
+        report(f"{where}: warming up {engine.method.name}", number, len(engines))
         engine.generate(work[0], case.temperature, min(_WARM_UP_TOKENS, settings.max_tokens))
     runs: dict[str, list[RoundRun]] = {method.name: [] for method in settings.methods}
-    done = 0
     for number in range(settings.rounds):
-        collected: dict[str, _Round] = {name: _Round(engines[name], case) for name in runs}
-        for turn, batch in enumerate(work):
-            for method in rotated(settings.methods, number + turn):
-                report(f"{where}: round {number + 1}, {method.name}", done, total)
-                collected[method.name].run(batch, settings.max_tokens)
-                done += 1
-        for name, one in collected.items():
-            runs[name].append(one.result(len(settings.prompts)))
+        for turn, method in enumerate(rotated(settings.methods, number)):
+            report(
+                f"{where}: round {number + 1}, {method.name}",
+                number * len(engines) + turn,
+                settings.rounds * len(engines),
+            )
+            one = _run_round(engines[method.name], work, case, settings)
+            runs[method.name].append(one)
     return [
         MethodRuns(
             method, engines[method.name].tree, engines[method.name].drafts(case.batch_size),
@@ -185,35 +189,22 @@ def _measure_case(
     ]  # fmt: skip
 
 
-class _Round:
-    """Collects the batches of one engine in one round."""
-
-    def __init__(self, engine: BenchEngine, case: Case) -> None:
-        self._engine = engine
-        self._case = case
-        self._steady: list[Steady] = []
-        self._seconds: list[float] = []
-        self._token_ids: list[list[int]] = []
-        self._texts: list[str] = []
-        engine.take_part_seconds(case.batch_size)  # forgets what was before
-        engine.take_counters()
-
-    def run(self, batch: Sequence[list[int]], max_tokens: int) -> None:
-        found = self._engine.generate(batch, self._case.temperature, max_tokens)
-        self._steady.append(steady_part(found.arrivals))
-        self._seconds.append(found.seconds)
-        self._token_ids += found.token_ids
-        self._texts += found.texts
-
-    def result(self, prompts: int) -> RoundRun:
-        return RoundRun(
-            steady=pooled(self._steady),
-            request_seconds=sum(self._seconds) / len(self._seconds),
-            token_ids=self._token_ids[:prompts],
-            texts=self._texts[:prompts],
-            parts=self._engine.take_part_seconds(self._case.batch_size),
-            counters=self._engine.take_counters(),
-        )
+def _run_round(
+    engine: BenchEngine, work: Sequence[list[list[int]]], case: Case, settings: BenchSettings
+) -> RoundRun:
+    engine.take_part_seconds(case.batch_size)  # forgets what was before
+    engine.take_counters()
+    wait_for_quiet()
+    found = [engine.generate(batch, case.temperature, settings.max_tokens) for batch in work]
+    count = len(settings.prompts)
+    return RoundRun(
+        steady=pooled([steady_part(one.arrivals) for one in found]),
+        request_seconds=sum(one.seconds for one in found) / len(found),
+        token_ids=[ids for one in found for ids in one.token_ids][:count],
+        texts=[text for one in found for text in one.texts][:count],
+        parts=engine.take_part_seconds(case.batch_size),
+        counters=engine.take_counters(),
+    )
 
 
 def _check_outputs(

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sequoia_vllm.bench.engines import Progress
+from sequoia_vllm.bench.measure import BenchSettings
 from sequoia_vllm.bench.report import Prediction
+from sequoia_vllm.calibration.acceptance import (
+    AcceptanceSettings,
+    AcceptanceTask,
+    measure_acceptance,
+)
+from sequoia_vllm.calibration.profile import ProfileSettings, measure_profile
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.tree import library
@@ -14,6 +22,9 @@ from sequoia_vllm.tree.library_files import AcceptanceFile
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _ROOT = TokenTree((-1,))
+# Largest tree that is timed for a prediction, root included.
+_LARGEST = 64
+_HERE = "measured by this command"
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,29 @@ class Basis:
             None if found is None else cls.load(found.profile, [found.acceptance], context_length)
         )
 
+    @classmethod
+    def measured(
+        cls, settings: BenchSettings, prompts: Path | None, raw_prompts: bool, progress: Progress
+    ) -> Basis:
+        """From measurements made now: acceptance on the prompts that are compared, and times.
+
+        Args:
+            settings: What will be compared.
+            prompts: File of its prompts; None: the built-in set.
+            raw_prompts: Whether bare prompts are given without the chat template.
+            progress: Called with (what is done, done, all).
+
+        Raises:
+            PromptError, CalibrationError: If something cannot be measured.
+            KeyboardInterrupt: If it is interrupted.
+        """
+        context = middle_context(settings.prompts, settings.max_tokens)
+        vectors = [
+            (_acceptance(settings, prompts, raw_prompts, temperature, progress), _HERE)
+            for temperature in settings.temperatures
+        ]
+        return cls(_profile(settings, prompts, context, progress), _HERE, vectors, context)
+
     def predict(
         self, tree: TokenTree | None, drafts: int, batch_size: int, temperature: float
     ) -> Prediction | None:
@@ -75,3 +109,40 @@ class Basis:
             profile=self.profile_name,
             acceptance=name,
         )
+
+
+def middle_context(prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
+    """Tokens of context in the middle of a mean completion."""
+    return round(sum(map(len, prompts)) / len(prompts)) + max_tokens // 2
+
+
+def _acceptance(
+    settings: BenchSettings,
+    prompts: Path | None,
+    raw_prompts: bool,
+    temperature: float,
+    progress: Progress,
+) -> AcceptanceFile:
+    how = AcceptanceSettings(
+        settings.target, settings.draft, prompts, len(settings.prompts), raw_prompts,
+        max_tokens=settings.max_tokens, temperature=temperature, max_tokens_total=10_000,
+        dtype=settings.dtype, enforce_eager=settings.enforce_eager,
+        kv_cache_gib=settings.kv_cache_gib,
+    )  # fmt: skip
+    measured = measure_acceptance(AcceptanceTask.prepare(how, "bench"), progress=progress)
+    if measured.calibration is not None and not measured.calibration.complete:
+        raise KeyboardInterrupt
+    return measured
+
+
+def _profile(
+    settings: BenchSettings, prompts: Path | None, context: int, progress: Progress
+) -> Profile:
+    largest = min(_LARGEST, 1 + max(method.most_drafts for method in settings.methods))
+    ladder = [size for size in (1, 2, 4, 8, 16, 32) if size < largest]
+    how = ProfileSettings(
+        settings.target, settings.draft, prompts, settings.batch_sizes,
+        (*ladder, max(4, largest)), contexts=(max(context, 32),), dtype=settings.dtype,
+        enforce_eager=settings.enforce_eager, kv_cache_gib=settings.kv_cache_gib,
+    )  # fmt: skip
+    return measure_profile(how, progress)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import datetime
 import os
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sequoia_vllm.bench.engines import Progress
 from sequoia_vllm.bench.measure import BenchSettings, Case, MethodRuns, measure
 from sequoia_vllm.bench.methods import Kind
-from sequoia_vllm.bench.predict import Basis
+from sequoia_vllm.bench.predict import Basis, middle_context
 from sequoia_vllm.bench.report import BenchModel, BenchReport, Prediction
 from sequoia_vllm.bench.summary import results
 from sequoia_vllm.calibration.provenance import model_hashes, provenance
@@ -38,7 +37,7 @@ def run_bench(
         basis: What predictions are made from; None: what was tuned for this
             pair, if it was.
         described: Settings as the report shall show them.
-        progress: Called with (what is done, batches done, batches in all).
+        progress: Called with (what is done, turns done, turns of this case).
 
     Raises:
         BenchError, CalibrationError, ProfileError, AcceptanceError: If something
@@ -75,11 +74,6 @@ def run_bench(
         notes=[note for model in models if (note := grown_note(model)) is not None],
         provenance=stated,
     )
-
-
-def middle_context(prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
-    """Tokens of context in the middle of a mean completion."""
-    return round(sum(map(len, prompts)) / len(prompts)) + max_tokens // 2
 
 
 def grown_note(model: BenchModel) -> str | None:

@@ -5,9 +5,10 @@ Given to an engine as ``worker_extension_cls``. Costs some microseconds a step.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
+
+from sequoia_vllm.calibration.recorder import around
 
 EXTENSION = "sequoia_vllm.bench.worker.PartTimes"
 PARTS = ("target", "draft", "drawing", "verify")
@@ -37,12 +38,12 @@ class _Times:
         self._stats = getattr(runner, "stats", None)  # Sequoia's runner only
         self._forwards_before = 0.0
         self._steps: list[tuple[int, dict[str, float]]] = []  # decoding requests; 0: not steady
-        _around(runner, "execute_model", before=self._begin)
-        _around(runner, "_model_forward", after=self._adder("target"))
-        _around(runner.model, "compute_logits", after=self._adder("target"))
+        around(runner, "execute_model", before=self._begin)
+        around(runner, "_model_forward", after=self._adder("target"))
+        around(runner.model, "compute_logits", after=self._adder("target"))
         # vLLM's rejection sampler, Sequoia's verifier and commit, or plain sampling.
-        _around(runner, "_sample", after=self._adder("verify"))
-        _around(runner, "propose_draft_token_ids", self._begin_drafting, self._add_drafting)
+        around(runner, "_sample", after=self._adder("verify"))
+        around(runner, "propose_draft_token_ids", self._begin_drafting, self._add_drafting)
 
     def take(self, batch_size: int) -> dict[str, float]:
         wanted = [parts for requests, parts in self._steps if requests == batch_size]
@@ -78,25 +79,3 @@ class _Times:
 
     def _draft_forwards(self) -> float:
         return 0.0 if self._stats is None else self._stats.seconds["draft"]
-
-
-def _around(
-    owner: Any,
-    name: str,
-    before: Callable[..., None] | None = None,
-    after: Callable[[float], None] | None = None,
-) -> None:
-    """Calls ``before`` with the arguments, and ``after`` with the seconds, of each call."""
-    method = getattr(owner, name)
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before(*args, **kwargs)
-        start = time.perf_counter()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            if after is not None:
-                after(time.perf_counter() - start)
-
-    setattr(owner, name, timed)

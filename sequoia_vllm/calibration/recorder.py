@@ -35,13 +35,13 @@ class _Recording:
     def __init__(self, runner: Any) -> None:
         self.steps: list[dict[str, Any]] = []
         self._stats = getattr(runner, "stats", None)  # Sequoia's runner only
-        _around(runner, "execute_model", before=self._begin)
-        _around(runner, "_model_forward", after=self._adder("target"))
-        _around(runner.model, "compute_logits", after=self._adder("target"))
+        around(runner, "execute_model", before=self._begin)
+        around(runner, "_model_forward", after=self._adder("target"))
+        around(runner.model, "compute_logits", after=self._adder("target"))
         if self._stats is not None:
-            _around(runner, "_verify", after=self._adder("verify"))
-            _around(runner, "_commit", after=self._adder("commit"))
-            _around(runner, "propose_draft_token_ids", self._begin_drafting, self._add_drafting)
+            around(runner, "_verify", after=self._adder("verify"))
+            around(runner, "_commit", after=self._adder("commit"))
+            around(runner, "propose_draft_token_ids", self._begin_drafting, self._add_drafting)
 
     def _begin(self, scheduler_output: Any, *unused: Any, **unused_too: Any) -> None:
         scheduled = list(scheduler_output.num_scheduled_tokens.values())
@@ -79,7 +79,7 @@ class _Recording:
             ]
 
 
-def _around(
+def around(
     owner: Any,
     name: str,
     before: Callable[..., None] | None = None,

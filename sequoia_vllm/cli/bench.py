@@ -66,6 +66,12 @@ def bench(
         str | None,
         typer.Option(help="Acceptance file to predict from, one per temperature; likewise."),
     ] = None,
+    predict: Annotated[
+        bool,
+        typer.Option(
+            "--predict", help="Measure acceptance and times to predict from first: minutes more."
+        ),
+    ] = False,
     dtype: DtypeOption = "auto",
     eager: EagerOption = False,
     kv_cache_gib: CacheOption = 1.0,
@@ -81,19 +87,22 @@ def bench(
     difference on some token is further below the target's best one than two
     units in the last place of a logit.
     """
+    options = dict(locals())
     quiet_engines()
     check_output("--output", output)
-    if (profile is None) != (acceptance is None):
-        fail("give both --profile and --acceptance, or neither")
-    options = dict(locals())
+    if (profile is None) != (acceptance is None) or (predict and profile is not None):
+        fail("give both --profile and --acceptance, or --predict to measure them, or neither")
+    from sequoia_vllm.bench.predict import Basis
     from sequoia_vllm.bench.run import run_bench
     from sequoia_vllm.prompts import load_prompts
 
     with friendly_errors():
         chosen = load_prompts(prompts, num_prompts)
         settings = _settings(options, chosen)
-        basis = _basis(settings, profile, acceptance)
+        basis = None if profile is None else _basis(settings, profile, acceptance)
         with engines_print_to_stderr(), progress_bar("bench:") as progress:
+            if predict:
+                basis = Basis.measured(settings, prompts, raw_prompts, progress)
             report = run_bench(settings, basis, _described(options, chosen), progress)
     if output is not None:
         write_file(output, report)
@@ -161,12 +170,9 @@ def _paths(text: str | None) -> list[Path]:
     return [Path(part.strip()) for part in text.split(",")] if text else []
 
 
-def _basis(settings: BenchSettings, profile: Path | None, acceptance: str | None) -> Basis | None:
-    from sequoia_vllm.bench.predict import Basis
-    from sequoia_vllm.bench.run import middle_context
+def _basis(settings: BenchSettings, profile: Path, acceptance: str | None) -> Basis:
+    from sequoia_vllm.bench.predict import Basis, middle_context
 
-    if profile is None:
-        return None
     context = middle_context(settings.prompts, settings.max_tokens)
     return Basis.load(profile, _paths(acceptance), context)
 
