@@ -15,7 +15,7 @@ from sequoia_vllm.calibration.counts import estimate_acceptance, probing_tree
 from sequoia_vllm.calibration.engines import load_config, longest_context, open_engine
 from sequoia_vllm.calibration.errors import CalibrationError
 from sequoia_vllm.calibration.probing import Budget, Checkpoint, Counters, Probe, StoppedBy
-from sequoia_vllm.calibration.provenance import model_hashes, provenance
+from sequoia_vllm.calibration.provenance import grown_models, model_hashes, provenance
 from sequoia_vllm.calibration.workload import Workload
 from sequoia_vllm.prompts import (
     encode_prompts,
@@ -46,7 +46,8 @@ class AcceptanceSettings:
         max_tokens: Tokens per completion; it may end earlier by itself.
         temperature, top_p: Sampling of every request; temperature 0 is greedy.
         branch: Children offered at a node: entries of a row.
-        depth: Rows of the vector at most.
+        depth: Rows of the vector at most. They differ: a tree starts where
+            drafting has just failed, and goes deep where it is easy.
         precision: Stop when the vector is known this well (`counts.precision`).
         max_tokens_total: Stop when so many tokens were generated.
         batch_size: Requests at once.
@@ -64,8 +65,8 @@ class AcceptanceSettings:
     max_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
-    branch: int = 16
-    depth: int = 3
+    branch: int = 10
+    depth: int = 5
     precision: float = 0.02
     max_tokens_total: int = 100_000
     batch_size: int = 8
@@ -235,7 +236,10 @@ def _file(task: AcceptanceTask, checkpoint: Checkpoint, stopped_by: StoppedBy) -
         low=estimate.low[shape],
         high=estimate.high[shape],
         calibration=state,
-        provenance=provenance(settings={**asdict(settings), "prompts": task.measures["prompts"]}),
+        provenance=provenance(
+            settings={**asdict(settings), "prompts": task.measures["prompts"]},
+            grown=grown_models(settings.target, settings.draft),
+        ),
     )
 
 

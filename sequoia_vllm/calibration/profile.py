@@ -19,7 +19,7 @@ from sequoia_vllm.calibration.engines import (
     token_windows,
 )
 from sequoia_vllm.calibration.errors import CalibrationError
-from sequoia_vllm.calibration.provenance import model_hashes, provenance
+from sequoia_vllm.calibration.provenance import grown_models, model_hashes, provenance
 from sequoia_vllm.calibration.recorder import EXTENSION
 from sequoia_vllm.calibration.step_times import (
     BatchCurves,
@@ -139,6 +139,7 @@ def profile_of(
                 "target": model_hashes(settings.target),
                 "draft": model_hashes(settings.draft),
             },
+            grown=grown_models(settings.target, settings.draft),
             prompts_sha256=prompts_hash,
             target_forward="the forward pass, the LM head, and all of a step that grows with "
             "the tree but verification (preparing inputs); steps gives the first two alone",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import os
 import platform
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,6 +27,7 @@ def provenance(**more: Any) -> dict[str, Any]:
         "device": current_device_name(),
         "python": platform.python_version(),
         "versions": _versions(),
+        "preloaded": _preloaded(),
         **more,
     }
 
@@ -47,6 +50,14 @@ def model_hashes(model: str) -> dict[str, str]:
     }
 
 
+def grown_models(target: str, draft: str) -> dict[str, Any]:
+    """Which of the two are grown models, and from what: their times are not a trained one's."""
+    from sequoia_vllm.grow import grown_from
+
+    marks = {"target": grown_from(target), "draft": grown_from(draft)}
+    return {role: mark for role, mark in marks.items() if mark is not None}
+
+
 def _cached_configuration(model: str) -> list[Path]:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -62,6 +73,12 @@ def file_hash(path: Path) -> str:
     """SHA-256 of a file, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _preloaded() -> list[str]:
+    """Libraries in LD_PRELOAD, without their directories: OpenMP and malloc change CPU times."""
+    paths = re.split(r"[ :]", os.environ.get("LD_PRELOAD", ""))
+    return [Path(path).name for path in paths if path]
 
 
 def _versions() -> dict[str, str]:

@@ -23,6 +23,7 @@ from sequoia_vllm.cli.measuring import (
     TensorParallelOption,
     TopPOption,
     check_output,
+    note_grown,
     quiet_engines,
     write_file,
 )
@@ -57,10 +58,10 @@ def calibrate(
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per completion.")] = 128,
     branch: Annotated[
         int, typer.Option(min=1, max=64, help="Children to offer at each node: entries of a row.")
-    ] = 16,
+    ] = 10,
     depth: Annotated[
         int, typer.Option(min=1, max=16, help="Rows of the vector: depths to measure.")
-    ] = 3,
+    ] = 5,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 8,
     dtype: DtypeOption = "auto",
     tensor_parallel_size: TensorParallelOption = 1,
@@ -83,6 +84,7 @@ def calibrate(
     from sequoia_vllm.calibration.acceptance import AcceptanceSettings, AcceptanceTask, class_name
 
     quiet_engines()
+    note_grown(target, draft)
     settings = AcceptanceSettings(
         target, draft, prompts, num_prompts, raw_prompts, max_tokens, temperature, top_p, branch,
         depth, precision, max_tokens_total, batch_size, dtype, tensor_parallel_size, eager,
@@ -156,14 +158,14 @@ def print_acceptance(measured: AcceptanceFile) -> None:
     trials = np.atleast_2d(np.asarray(measured.trials))
     table = Table(
         title=measured.description, box=None, pad_edge=False, header_style="bold",
-        caption="share accepted (95 % interval)",
+        caption="share accepted, half-width of its 95 % interval",
     )  # fmt: skip
     table.add_column("child", justify="right")
     for depth in range(len(rows)):
         table.add_column(f"depth {depth + 1}", justify="right", no_wrap=True)
     for child in range(rows.shape[1]):
         cells = [
-            f"{rows[depth, child]:.3f} ({low[depth, child]:.3f} to {high[depth, child]:.3f})"
+            f"{rows[depth, child]:.3f} ±{(high[depth, child] - low[depth, child]) / 2:.3f}"
             for depth in range(len(rows))
         ]
         table.add_row(str(child + 1), *cells)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sequoia_vllm.cli.common import fail
+from sequoia_vllm.cli.common import fail, note
 
 if TYPE_CHECKING:
     from sequoia_vllm.tree.json_file import FileModel
@@ -47,6 +47,17 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.
 def quiet_engines() -> None:
     """Lets vLLM log errors only, unless the user set another level."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def note_grown(target: str, draft: str) -> None:
+    """Says it where a model was made by `grow`: it costs what a larger one does, no more."""
+    from sequoia_vllm.calibration.provenance import grown_models
+
+    for role, mark in grown_models(target, draft).items():
+        note(
+            f"the {role} is a grown model: it computes what {mark.get('from')} does, at the cost "
+            f"of {mark.get('parameters', 0) / 1e6:.0f} million parameters"
+        )
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from sequoia_vllm.cli.measuring import (
     TemperatureOption,
     TensorParallelOption,
     check_output,
+    note_grown,
     numbers,
     quiet_engines,
     write_file,
@@ -69,6 +70,7 @@ def profile(
     from sequoia_vllm.calibration.profile import ProfileSettings
 
     quiet_engines()
+    note_grown(target, draft)
     with friendly_errors():
         check_output("--output", output)
         if plot is not None:

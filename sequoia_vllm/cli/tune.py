@@ -25,6 +25,7 @@ from sequoia_vllm.cli.measuring import (
     TemperatureOption,
     TensorParallelOption,
     TopPOption,
+    note_grown,
     numbers,
     quiet_engines,
     write_file,
@@ -50,8 +51,8 @@ class Budget:
     rounds: int
 
 
-FULL = Budget(0.02, 100_000, 16, 3, "1,2,4,8", "1,2,4,8,16,32,64", 512, 3)
-QUICK = Budget(0.05, 4_000, 8, 2, "1,4", "1,2,4,8,16,32", 256, 2)
+FULL = Budget(0.02, 100_000, 10, 5, "1,2,4,8", "1,2,4,8,16,32,64", 512, 3)
+QUICK = Budget(0.05, 4_000, 6, 3, "1,4", "1,2,4,8,16,32", 256, 2)
 
 
 def _default(field: str) -> str:
@@ -125,6 +126,7 @@ def tune(
     from sequoia_vllm.tree.library import TreeLibrary
 
     quiet_engines()
+    note_grown(target, draft)
     budget = QUICK if quick else FULL
     usual_context = context or budget.context
     sizes = numbers("--tokens", tokens or budget.tokens)

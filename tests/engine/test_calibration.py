@@ -18,7 +18,6 @@ from sequoia_vllm.calibration.acceptance import (
     AcceptanceTask,
     measure_acceptance,
 )
-from sequoia_vllm.calibration.counts import probing_tree
 from sequoia_vllm.calibration.profile import ProfileSettings, measure_profile
 from sequoia_vllm.cli import app
 from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
@@ -278,4 +277,3 @@ def test_tune_then_auto(tmp_path, monkeypatch):
         assert SequoiaSettings.of(config).tree == entry.tree.tree
     else:
         assert "tuned here" in config.additional_config[DECLINED]
-    assert probing_tree(8, 2).size == 25  # what --quick probes with

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from sequoia_vllm.calibration.errors import CalibrationError
+from sequoia_vllm.calibration.provenance import grown_models
 from sequoia_vllm.calibration.tune import (
     TunedPair,
     best_tree_at_any_price,
@@ -233,6 +235,25 @@ def test_tune_says_what_it_expects(library, files):
     shown = " ".join(call(files[0], files[2]).output.split())
     assert "none: plain decoding" in shown
     assert "speculation does not pay here: the best tree at batch size 1 would run at 0." in shown
+
+
+def test_grown_models_are_named(library, files, tmp_path):
+    """Times measured on one must not pass for those of a trained model of its size."""
+    grown = tmp_path / "grown"
+    shutil.copytree(TARGET, grown)
+    config = json.loads((grown / "config.json").read_text())
+    mark = {"from": "org/small", "parameters": 800_000_000}
+    (grown / "config.json").write_text(json.dumps({**config, "sequoia_grown": mark}))
+    assert grown_models(str(grown), DRAFT) == {"target": mark}
+    assert grown_models(TARGET, DRAFT) == {}
+    result = CliRunner().invoke(
+        app,
+        ["tune", "--model", str(grown), "--draft-model", DRAFT, "--acceptance", files[0]],
+    )
+    assert result.exit_code == 2  # the acceptance file is of another target
+    shown = " ".join(result.output.split())
+    assert "the target is a grown model: it computes what org/small does" in shown
+    assert "at the cost of 800 million parameters" in shown
 
 
 def test_tune_refuses_an_interrupted_calibration(library, files, tmp_path):
