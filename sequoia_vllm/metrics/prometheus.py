@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -49,7 +50,7 @@ class TreeMetrics:
 
     Args:
         tree: The engines' tree.
-        source: Where it came from.
+        source: Where it came from, for the log; the label is its first clause.
         model_name: Label, as served.
         engines: Their indexes.
         registry: Where to register.
@@ -71,7 +72,7 @@ class TreeMetrics:
         info = self._gauge("tree_info", "The engine's tree.", "size", "depth", "source")
         drafted = self._gauge("drafted_nodes", "Nodes drafted per request at the present load.")
         for labels in self._labels.values():
-            info.labels(*labels, tree.size, tree.depth, source).set(1)
+            info.labels(*labels, tree.size, tree.depth, first_clause(source)).set(1)
         self._drafted = {e: drafted.labels(*labels) for e, labels in self._labels.items()}
         for gauge in self._drafted.values():
             gauge.set(tree.num_speculative_tokens)
@@ -149,3 +150,8 @@ class TreeMetrics:
                 own[int(index.accepted[depth - 1, child])] = accepted.labels(*pair)
             found[engine] = own
         return found
+
+
+def first_clause(text: str) -> str:
+    """``text`` up to the first colon or semicolon before a space."""
+    return re.split(r"[:;] ", text, maxsplit=1)[0]

@@ -179,7 +179,7 @@ def test_llm_shows_what_the_worker_counted(log):
         assert shown.tolist() == worker[name]
     assert (info.labels["size"], info.labels["depth"], info.value) == ("16", "4", 1)
     assert info.labels["engine"] == "0"
-    assert info.labels["source"].startswith("optimal for the given size")
+    assert info.labels["source"] == "optimal for the given size"
     [line] = [line for line in log.messages if "tokens per step" in line]
     tokens_per_step = found["emitted_tokens",] / found["trees",]
     assert f"Engine 000: Sequoia: tree 16 nodes, depth 4; {tokens_per_step:.2f} tokens" in line

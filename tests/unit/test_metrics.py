@@ -17,7 +17,6 @@ from sequoia_vllm.tree import TokenTree
 #  / \  \
 # 3   4  6      node 3 has the child 7
 TREE = TokenTree((-1, 0, 0, 1, 1, 0, 2, 3))
-LABELS = {"model_name": "model", "engine": "0"}
 
 
 def observe(stats: StepStats, paths: list[list[int]], sizes: list[int]) -> None:
@@ -163,6 +162,20 @@ def test_metrics_show_what_was_flushed():
             ("sequoia:accepted_children_total", "1", "2", "0"): 1,
             ("sequoia:accepted_children_total", "1", "3", "0"): 1,
         }
+
+
+@pytest.mark.parametrize(
+    ("source", "label"),
+    [
+        ("default size; tree a/b: 1 nodes; 3.01 tokens per step", "default size"),
+        ("tree x86-cpu/1m-1m/greedy: 16 nodes, depth 4", "tree x86-cpu/1m-1m/greedy"),
+        ("C:/trees/mine.json", "C:/trees/mine.json"),
+    ],
+)
+def test_source_label_is_short(source, label):
+    registry = CollectorRegistry()
+    TreeMetrics(TREE, source, "model", [0], registry)
+    assert samples(registry)["sequoia:tree_info", "3", "0", "8", label] == 1
 
 
 def test_metrics_exist_for_the_children_that_the_tree_has():
