@@ -1,10 +1,10 @@
 """Brings the worker's counts of trees to vLLM's metrics and log, in the front end.
 
-The worker puts a step's counts on the model runner's output (`attach_counts`), which
-the executor pickles as a whole; the scheduler, which also knows how many drafts
-the load allows, puts both on the statistics that vLLM sends to the front end
-with each step, and only if somebody asked for statistics; there, a stat
-logger shows them.
+The worker puts what became of a step's trees on the model runner's output
+(`attach_paths`), which the executor pickles as a whole; the scheduler, which also
+knows how many drafts the load allows, puts both on the statistics that vLLM sends
+to the front end with each step, and only if somebody asked for statistics; there,
+off the engine's path, a stat logger counts and shows them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sequoia_vllm.tree import TokenTree
 logger = logging.getLogger("vllm.sequoia")
 
 REPORT = "sequoia_report"  # field that is added to SchedulerStats
-_COUNTS = "sequoia_counts"  # set on the ModelRunnerOutput of a step that verified trees
+_PATHS = "sequoia_paths"  # set on the ModelRunnerOutput of a step that verified trees
 _FLUSH_SECONDS = 1.0
 
 _shown: TreeMetrics | None = None  # in vLLM's registry, which has one engine's metrics at a time
@@ -40,11 +40,11 @@ class StepReport:
 
     Attributes:
         drafts: Nodes drafted per request at its load; None: no request was scheduled.
-        counts: `TreeCounts.to_bytes` of its trees; empty: none was verified.
+        paths: Its verified trees, for `TreeCounts.from_bytes`; empty: there was none.
     """
 
     drafts: int | None
-    counts: bytes
+    paths: bytes
 
 
 def add_report_field() -> None:
@@ -67,10 +67,10 @@ def add_report_field() -> None:
 # -- in the worker -----------------------------------------------------------------------
 
 
-def attach_counts(output: Any, counts: TreeCounts | None) -> Any:
-    """``output`` of a model runner, carrying the counts of its step if there are any."""
-    if counts is not None:
-        setattr(output, _COUNTS, counts.to_bytes())
+def attach_paths(output: Any, paths: bytes) -> Any:
+    """``output`` of a model runner, carrying the verified trees of its step if there are any."""
+    if paths:
+        setattr(output, _PATHS, paths)
     return output
 
 
@@ -88,7 +88,7 @@ def update_from_output(
         if output.scheduler_stats is not None:  # vLLM gives them to one front end
             scheduled = scheduler_output.total_num_scheduled_tokens > 0
             drafts = scheduler_output.num_spec_tokens_to_schedule if scheduled else None
-            report = StepReport(drafts, getattr(model_runner_output, _COUNTS, b""))
+            report = StepReport(drafts, getattr(model_runner_output, _PATHS, b""))
             setattr(output.scheduler_stats, REPORT, report)
             break
     return outputs
@@ -178,7 +178,7 @@ class TreeStatLogger(AggregateStatLoggerBase):
         if report is None or engine_idx not in self._interval:
             return
         assert scheduler_stats is not None
-        counts = TreeCounts.from_bytes(self._tree, report.counts) if report.counts else None
+        counts = TreeCounts.from_bytes(self._tree, report.paths) if report.paths else None
         if counts is not None:
             self._interval[engine_idx].add(counts)
         if report.drafts is not None:

@@ -181,11 +181,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         result = self._verify(trees, logits, metadata)
         output = self._combine(trees, result, logits, metadata)
         self._commit(trees, result)
-        self.stats.observe(
-            result.accepted_nodes.cpu().numpy(),
-            result.num_accepted.cpu().numpy(),
-            trees.num_nodes.cpu().numpy(),
-        )
+        self.stats.observe(result.accepted_nodes.cpu().numpy(), trees.num_nodes.cpu().numpy())
         return output
 
     def _sampling_metadata(self) -> SamplingMetadata:

@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sequoia_vllm.metrics import TreeCounts
+from sequoia_vllm.metrics import TreeCounts, paths_of
 from sequoia_vllm.tree import TokenTree
+
+_MOST_PENDING = 256
 
 
 @dataclass
@@ -23,37 +26,27 @@ class StepStats:
         seconds: Wall time by part: "target" (its forward, without the LM head),
             "draft" (its forwards, with theirs) and "step" (all of the step).
         steps: Engine steps.
-        tree_steps: Times a request's tree was verified.
-        tokens: Tokens emitted by those.
-        depth_counts: ``[depth + 1]``: how often exactly d nodes were accepted.
         trace: If not None, every model forward: (part, requests, tokens, seconds).
-        offered, accepted: ``[depth, branch]``: how often a node of depth d on
-            the accepted path had a child k, and how often that child was taken.
     """
 
     tree: TokenTree
     seconds: dict[str, float] = field(default_factory=dict)
     steps: int = 0
-    tree_steps: int = 0
-    tokens: int = 0
     trace: list[tuple[str, int, int, float]] | None = None
 
     def __post_init__(self) -> None:
-        no_child = np.iinfo(np.int64).max
-        self._children = np.full((self.tree.size, self.tree.max_branch), no_child)
-        for node, children in enumerate(self.tree.children):
-            self._children[node, : len(children)] = children
+        self._untaken: list[NDArray[np.int32]] = []
         self.reset()
 
     def reset(self) -> None:
         """Starts counting anew."""
         self.seconds = {"target": 0.0, "draft": 0.0, "step": 0.0}
-        self.steps = self.tree_steps = self.tokens = 0
+        self.steps = 0
         self.trace = None if self.trace is None else []
-        self.depth_counts = np.zeros(self.tree.depth + 1, dtype=np.int64)
-        self.offered = np.zeros((self.tree.depth, self.tree.max_branch), dtype=np.int64)
-        self.accepted = np.zeros_like(self.offered)
-        self._taken = TreeCounts.zeros(self.tree)
+        self._counts = TreeCounts.zeros(self.tree)
+        # Verified trees not counted yet: after a large model's forward nothing is in
+        # the CPU's caches, and every operation of a step is slow.
+        self._pending: list[NDArray[np.int32]] = []
 
     @contextmanager
     def timed(self, part: str, requests: int = 0, tokens: int = 0) -> Iterator[None]:
@@ -67,51 +60,43 @@ class StepStats:
             if self.trace is not None and tokens:
                 self.trace.append((part, requests, tokens, seconds))
 
-    def observe(
-        self,
-        accepted_nodes: np.ndarray,
-        num_accepted: np.ndarray,
-        num_nodes: np.ndarray,
-    ) -> None:
-        """Counts one step's verified trees.
+    def observe(self, accepted_nodes: NDArray[np.int64], num_nodes: NDArray[np.int64]) -> None:
+        """Takes one step's verified trees (arguments of `paths_of`)."""
+        paths = paths_of(self.tree, accepted_nodes, num_nodes)
+        self._untaken.append(paths)
+        self._pending.append(paths)
+        if len(self._pending) >= _MOST_PENDING:
+            self._count_pending()
 
-        Args:
-            accepted_nodes: int ``[B, D]``, -1 padded.
-            num_accepted: int ``[B]``.
-            num_nodes: int ``[B]``: size of each tree as scored, root included.
-        """
-        self.tree_steps += len(num_accepted)
-        self.tokens += int(num_accepted.sum()) + len(num_accepted)
-        self.depth_counts += np.bincount(num_accepted, minlength=len(self.depth_counts))
-        depth = min(accepted_nodes.shape[1], self.tree.depth)
-        if depth == 0:
-            return
-        path = np.pad(accepted_nodes[:, :depth], ((0, 0), (1, 0)))  # node at each depth
-        visited = np.arange(depth) <= num_accepted[:, None]
-        children = self._children[path[:, :depth]]  # [B, depth, branch]
-        offered = (children < num_nodes[:, None, None]) & visited[:, :, None]
-        self.offered[:depth] += offered.sum(axis=0)
-        self.accepted[:depth] += (offered & (children == path[:, 1:, None])).sum(axis=0)
+    def take_paths(self) -> bytes:
+        """What `observe` took since the last call, as bytes (`TreeCounts.from_bytes`)."""
+        taken, self._untaken = self._untaken, []
+        return b"".join(paths.tobytes() for paths in taken)
 
-    def take_counts(self) -> TreeCounts | None:
-        """What `observe` counted since the last call or reset; None: nothing."""
-        if self.tree_steps == self._taken.trees:
-            return None
-        now = TreeCounts.of(
-            self.tree_steps, self.tokens, self.depth_counts, self.offered, self.accepted
-        )
-        counted, self._taken = now - self._taken, now
-        return counted
+    @property
+    def counts(self) -> TreeCounts:
+        """Counts of the trees verified since the last reset."""
+        self._count_pending()
+        return self._counts
+
+    def _count_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        self._counts.add(TreeCounts.of_paths(self.tree, pending))
 
     def to_dict(self) -> dict[str, Any]:
-        """The counters as plain data."""
+        """The counters as plain data.
+
+        "tree_steps" is how often a request's tree was verified, "tokens" what
+        those emitted; for the others see `TreeCounts`.
+        """
+        counts = self.counts
         return {
             "steps": self.steps,
-            "tree_steps": self.tree_steps,
-            "tokens": self.tokens,
-            "depth_counts": self.depth_counts.tolist(),
-            "offered": self.offered.tolist(),
-            "accepted": self.accepted.tolist(),
+            "tree_steps": counts.trees,
+            "tokens": counts.tokens,
+            "depth_counts": counts.depth_counts.tolist(),
+            "offered": counts.offered.tolist(),
+            "accepted": counts.accepted.tolist(),
             "seconds": dict(self.seconds),
             "trace": self.trace,
             "tree": self.tree.to_dict(),

@@ -78,13 +78,11 @@ class TreeVerifier:
         target: TargetDistribution,
         generators: dict[int, torch.Generator],
     ) -> VerifyResult:
-        logits = target.logits
-        rows = trees.logits_rows[chosen]
-        if rows.numel() != len(logits):  # else they are all of the rows, in order
-            logits = logits[rows.flatten()]
-        tokens = self.greedy_argmax(logits.to(torch.float32)).view(rows.shape)
-        topology = topology_of(trees.parents[chosen])
-        return match_nodes(tokens, trees.tokens[chosen], topology)
+        logits, tokens = target.logits, trees.tokens[chosen]
+        if tokens.numel() != len(logits):  # else the rows are those of these trees, in order
+            logits = logits[trees.logits_rows[chosen].flatten()]
+        target_tokens = self.greedy_argmax(logits.to(torch.float32)).view(tokens.shape)
+        return match_nodes(target_tokens, tokens, topology_of(trees.parents[chosen]))
 
     def _verify_seeded(
         self,

@@ -10,7 +10,7 @@ from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from sequoia_vllm.engine.contract import check_contract
-from sequoia_vllm.engine.online import attach_counts
+from sequoia_vllm.engine.online import attach_paths
 from sequoia_vllm.engine.swap import swapped
 
 
@@ -52,12 +52,12 @@ class SequoiaCPUWorker(CPUWorker):
             return super().execute_model(*args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, timed as part of the step; its output carries the counts of its trees."""
+        """As vLLM's, timed as part of the step; its output says what became of its trees."""
         stats = self.model_runner.stats
         stats.steps += 1
         with stats.timed("step"):
             output = super().sample_tokens(*args, **kwargs)
-        return attach_counts(output, stats.take_counts())
+        return attach_paths(output, stats.take_paths())
 
     def sequoia_stats(self, reset: bool = False, trace: bool = False) -> dict[str, Any]:
         """Counters since the last reset (`StepStats.to_dict`); called by ``collective_rpc``.

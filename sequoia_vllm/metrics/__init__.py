@@ -4,8 +4,8 @@ The worker counts (`engine.step_stats`), `engine.online` carries the counts to
 vLLM's front end, and this package, which does not import vLLM, shows them.
 """
 
-from sequoia_vllm.metrics.counts import TreeCounts
+from sequoia_vllm.metrics.counts import TreeCounts, paths_of
 from sequoia_vllm.metrics.interval import interval_line
 from sequoia_vllm.metrics.prometheus import TreeMetrics
 
-__all__ = ["TreeCounts", "TreeMetrics", "interval_line"]
+__all__ = ["TreeCounts", "TreeMetrics", "interval_line", "paths_of"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +12,26 @@ from numpy.typing import NDArray
 from sequoia_vllm.tree import TokenTree
 
 _FIRST_DEPTH = 2  # after trees and tokens
-_DTYPE = np.dtype("<i8")  # also between machines
+_PATH_DTYPE = np.dtype("<i4")  # little-endian: paths also go between machines
+
+
+def paths_of(
+    tree: TokenTree, accepted_nodes: NDArray[np.int64], num_nodes: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """What verification did to each tree, in one small array; the counting is left for later.
+
+    Args:
+        tree: The engine's tree.
+        accepted_nodes: int ``[B, D]``, -1 padded; D at most the tree's depth.
+        num_nodes: int ``[B]``: size of each tree as scored, root included.
+
+    Returns:
+        int32 ``[B, 1 + depth]``: nodes scored, then the accepted ones, -1 padded.
+    """
+    paths = np.full((len(num_nodes), 1 + tree.depth), -1, dtype=_PATH_DTYPE)
+    paths[:, 0] = num_nodes
+    paths[:, 1 : 1 + accepted_nodes.shape[1]] = accepted_nodes
+    return paths
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,43 +55,38 @@ class TreeCounts:
         return cls(tree.depth, tree.max_branch, np.zeros(size, dtype=np.int64))
 
     @classmethod
-    def of(
-        cls,
-        trees: int,
-        tokens: int,
-        depth_counts: NDArray[np.int64],
-        offered: NDArray[np.int64],
-        accepted: NDArray[np.int64],
-    ) -> TreeCounts:
-        """Packs counters kept apart.
-
-        Args:
-            trees: Verified trees.
-            tokens: Tokens that they emitted.
-            depth_counts: int64 ``[depth + 1]``.
-            offered, accepted: int64 ``[depth, branch]``.
-        """
-        parts = ((trees, tokens), depth_counts, offered.ravel(), accepted.ravel())
-        return cls(offered.shape[0], offered.shape[1], np.concatenate(parts))
+    def of_paths(cls, tree: TokenTree, paths: Sequence[NDArray[np.int32]]) -> TreeCounts:
+        """Counts verified trees; ``paths``: from `paths_of`, in any groups."""
+        counts = cls.zeros(tree)
+        if not paths:
+            return counts
+        together = np.concatenate(paths)
+        num_nodes, nodes = together[:, 0], together[:, 1:]
+        num_accepted = (nodes >= 0).sum(axis=1)
+        counts.values[:_FIRST_DEPTH] = len(nodes), len(nodes) + num_accepted.sum()
+        counts.depth_counts[:] = np.bincount(num_accepted, minlength=tree.depth + 1)
+        parents = np.pad(nodes[:, :-1], ((0, 0), (1, 0)))  # node at each depth, the root first
+        visited = np.arange(tree.depth) <= num_accepted[:, None]
+        children = _children_of(tree)[parents]  # [B, depth, branch]
+        offered = (children < num_nodes[:, None, None]) & visited[:, :, None]
+        counts.offered[:] = offered.sum(axis=0)
+        counts.accepted[:] = (offered & (children == nodes[:, :, None])).sum(axis=0)
+        return counts
 
     @classmethod
     def from_bytes(cls, tree: TokenTree, packed: bytes) -> TreeCounts:
-        """What `to_bytes` packed for the same tree; read-only.
+        """`of_paths` of the bytes of such arrays, one after another.
 
         Raises:
-            ValueError: If it was packed for a tree of another shape.
+            ValueError: If they are of a tree of another depth.
         """
-        size = _size(tree.depth, tree.max_branch)
-        if len(packed) != size * _DTYPE.itemsize:
+        width = 1 + tree.depth
+        if len(packed) % (width * _PATH_DTYPE.itemsize):
             raise ValueError(
-                f"{len(packed)} bytes are not the counts of a tree of depth {tree.depth} with "
-                f"{tree.max_branch} children: worker and front end must run with one tree"
+                f"{len(packed)} bytes are not the paths of a tree of depth {tree.depth}: worker "
+                "and front end must run with one tree"
             )
-        return cls(tree.depth, tree.max_branch, np.frombuffer(packed, dtype=_DTYPE))
-
-    def to_bytes(self) -> bytes:
-        """``values`` as little-endian int64."""
-        return self.values.astype(_DTYPE, copy=False).tobytes()
+        return cls.of_paths(tree, [np.frombuffer(packed, dtype=_PATH_DTYPE).reshape(-1, width)])
 
     @property
     def trees(self) -> int:
@@ -105,9 +121,6 @@ class TreeCounts:
         """Starts counting anew."""
         self.values.fill(0)
 
-    def __sub__(self, earlier: TreeCounts) -> TreeCounts:
-        return TreeCounts(self.depth, self.branch, self.values - earlier.values)
-
     def _children(self, part: int) -> NDArray[np.int64]:
         size = self.depth * self.branch
         start = _FIRST_DEPTH + self.depth + 1 + part * size
@@ -116,3 +129,12 @@ class TreeCounts:
 
 def _size(depth: int, branch: int) -> int:
     return _FIRST_DEPTH + depth + 1 + 2 * depth * branch
+
+
+@lru_cache(maxsize=16)
+def _children_of(tree: TokenTree) -> NDArray[np.int64]:
+    """``[size, branch]``: the children of each node; no child: above every node."""
+    children = np.full((tree.size, tree.max_branch), np.iinfo(np.int64).max)
+    for node, own in enumerate(tree.children):
+        children[node, : len(own)] = own
+    return children

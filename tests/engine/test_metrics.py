@@ -14,7 +14,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from sequoia_vllm import plugin
 from sequoia_vllm.engine import online
 from sequoia_vllm.engine.ledger import OVERRIDES
-from sequoia_vllm.metrics import TreeCounts, TreeMetrics
+from sequoia_vllm.metrics import TreeMetrics, paths_of
 from sequoia_vllm.tree import TokenTree
 from tests.engine.conftest import metric, running, sequoia
 from tests.engine.models import prompts
@@ -30,10 +30,9 @@ def log(caplog, monkeypatch) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def one_step(trees: int = 1) -> TreeCounts:
+def one_step(trees: int = 1) -> bytes:
     """Trees of which node 1 was accepted, then none."""
-    depths, offered, accepted = ([0, trees, 0], [[trees] * 2, [trees, 0]], [[trees, 0], [0, 0]])
-    return TreeCounts.of(trees, 2 * trees, *map(np.array, (depths, offered, accepted)))
+    return paths_of(TREE, np.full((trees, 1), 1), np.full(trees, TREE.size)).tobytes()
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +43,7 @@ def registered():
 def test_report_crosses_processes_in_vllms_message():
     """What vLLM's encoder and decoder leave of it, after vLLM's own statistics or alone."""
     decoder = MsgpackDecoder(EngineCoreOutputs)
-    reports = (online.StepReport(15, one_step().to_bytes()), online.StepReport(None, b""), None)
+    reports = (online.StepReport(15, one_step()), online.StepReport(None, b""), None)
     for report in reports:
         stats = SchedulerStats(num_running_reqs=3)
         setattr(stats, online.REPORT, report)
@@ -60,8 +59,8 @@ def test_ledger_lists_the_field():
 
 
 def test_vllms_shared_empty_output_is_left_alone():
-    assert online.attach_counts(EMPTY_MODEL_RUNNER_OUTPUT, None) is EMPTY_MODEL_RUNNER_OUTPUT
-    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "sequoia_counts")
+    assert online.attach_paths(EMPTY_MODEL_RUNNER_OUTPUT, b"") is EMPTY_MODEL_RUNNER_OUTPUT
+    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "sequoia_paths")
 
 
 class Front:
@@ -74,8 +73,8 @@ class Front:
 
     def record(self, engine: int, trees: int, running: int = 1, drafts: int | None = 3) -> None:
         stats = SchedulerStats(num_running_reqs=running)
-        counts = one_step(trees).to_bytes() if trees else b""
-        setattr(stats, online.REPORT, online.StepReport(drafts, counts))
+        paths = one_step(trees) if trees else b""
+        setattr(stats, online.REPORT, online.StepReport(drafts, paths))
         self.logger.record(stats, None, engine_idx=engine)
 
     def shown(self, engine: int) -> float | None:

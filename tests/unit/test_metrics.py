@@ -25,7 +25,7 @@ def observe(stats: StepStats, paths: list[list[int]], sizes: list[int]) -> None:
     nodes = np.full((len(paths), deepest), -1)
     for row, path in zip(nodes, paths, strict=True):
         row[: len(path)] = path
-    stats.observe(nodes, np.array([len(path) for path in paths]), np.array(sizes))
+    stats.observe(nodes, np.array(sizes))
 
 
 def counted(*steps: list[list[int]]) -> TreeCounts:
@@ -33,9 +33,7 @@ def counted(*steps: list[list[int]]) -> TreeCounts:
     stats = StepStats(TREE)
     for paths in steps:
         observe(stats, paths, [TREE.size] * len(paths))
-    counts = stats.take_counts()
-    assert counts is not None
-    return counts
+    return stats.counts
 
 
 @st.composite
@@ -66,10 +64,8 @@ def test_counts_are_those_of_a_walk_node_by_node(case, reset_after):
     total = TreeCounts.zeros(tree)
     for index, step in enumerate(steps):
         observe(stats, [path for path, _ in step], [size for _, size in step])
-        taken = stats.take_counts()
-        assert taken is not None
-        total.add(TreeCounts.from_bytes(tree, taken.to_bytes()))
-        assert stats.take_counts() is None
+        total.add(TreeCounts.from_bytes(tree, stats.take_paths()))
+        assert stats.take_paths() == b""
         if index == reset_after:
             stats.reset()
 
@@ -89,9 +85,10 @@ def test_counts_are_those_of_a_walk_node_by_node(case, reset_after):
 
 
 def test_counts_of_another_tree_are_refused():
-    packed = TreeCounts.zeros(TREE).to_bytes()
-    with pytest.raises(ValueError, match=r"depth 2 with 1 children: .* one tree"):
-        TreeCounts.from_bytes(TokenTree((-1, 0, 1)), packed)
+    stats = StepStats(TREE)
+    observe(stats, [[1, 3]], [TREE.size])
+    with pytest.raises(ValueError, match=r"depth 2: .* one tree"):
+        TreeCounts.from_bytes(TokenTree((-1, 0, 1)), stats.take_paths())
 
 
 def test_interval_line():
@@ -107,7 +104,7 @@ def test_interval_line():
 def test_interval_line_of_a_trimmed_tree_and_of_none():
     stats = StepStats(TREE)
     observe(stats, [[2]], [3])
-    line = interval_line(TREE, stats.take_counts(), drafts=2)
+    line = interval_line(TREE, stats.counts, drafts=2)
     assert line == (
         "Sequoia: tree 8 nodes, depth 3 (3 nodes at this load); 2.00 tokens per step; "
         "accepted by depth 1.00; by child 0.00, 1.00"
