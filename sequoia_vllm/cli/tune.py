@@ -228,11 +228,12 @@ def _report(
 def _print(pair: TunedPair, entry: TreeEntry, path: Path, now_used: str, best: Estimate) -> None:
     from rich.table import Table
 
-    table = Table(
-        title=f"{Path(pair.target).name} with {Path(pair.draft).name}, {pair.dtype}, "
-        f"{entry.profile.context_length} tokens of context: expected from what was measured",
-        box=None, pad_edge=False, header_style="bold",
+    console().print(
+        f"{Path(pair.target).name} with {Path(pair.draft).name}, {pair.dtype}, "
+        f"{entry.profile.context_length} tokens of context; expected from what was measured:",
+        soft_wrap=True, markup=False, highlight=False,
     )  # fmt: skip
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("batch", "drafts per request", "tokens per step", "speedup"):
         table.add_column(column, justify="right")
     for estimate in entry.estimates:
