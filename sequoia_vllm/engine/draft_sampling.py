@@ -30,6 +30,7 @@ class DraftSampling:
         greedy = temperature == 0
         self.temperature = temperature
         self.seeds = seeds
+        self._probs, self._probs_rows = torch.empty(0), torch.empty(0)  # none is sampled
         self.seeded = (is_seeded & ~greedy).nonzero().squeeze(1)
         self.sampled = (~is_seeded & ~greedy).nonzero().squeeze(1)
 
@@ -40,9 +41,11 @@ class DraftSampling:
 
     def start(self, tree: TokenTree, vocab_size: int) -> None:
         """Begins growing a tree; allocates the stored Q of its internal nodes."""
+        self._tree = tree
+        if not len(self.sampled):
+            return
         internal = sum(1 for children in tree.children if children)
         device = self.temperature.device
-        self._tree = tree
         self._probs = torch.empty(len(self.sampled) * internal, vocab_size, device=device)
         self._probs_rows = torch.full(
             (len(self.temperature), tree.size), -1, dtype=torch.int64, device=device

@@ -61,6 +61,8 @@ class ScheduledTrees:
         is_node: bool ``[B, N]``: not padding.
         drafts: Each request's draft, or None where the scheduled tokens are
             not ours (then no node is ever accepted).
+        is_all: The step's logits are the rows of these trees in order, and
+            no padding and no other request's.
     """
 
     requests: Tensor
@@ -72,6 +74,7 @@ class ScheduledTrees:
     parents: Tensor
     is_node: Tensor
     drafts: tuple[Draft | None, ...]
+    is_all: bool
 
     @property
     def rows(self) -> Tensor:
@@ -150,4 +153,5 @@ def schedule_trees(
         parents=tensor(parents),
         is_node=tensor(is_node),
         drafts=tuple(matched),
+        is_all=bool(len(requests) == len(query_ends) and is_node.all()),
     )

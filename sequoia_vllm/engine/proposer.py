@@ -24,50 +24,60 @@ PADDING_SLOT = -1  # vLLM's cache-update op skips it
 
 
 class TreeLevels:
-    """Index arrays of one tree, level by level.
+    """Index arrays of one tree, level by level. A level is in *draft order*: the
+    children of its first node, of its second, and so on.
 
     Attributes:
         parents: For each depth, int64 ``[m]`` (host): its nodes that have children.
         ancestors: For each depth, bool ``[m, size]``: what these nodes see.
-        children: For each depth, int64 ``[c]``: their children...
-        parent_index: ...the position of each child's parent in ``parents``...
-        ranks: ...and each child's draft order among its siblings.
         branch: For each depth, the most children of any of these nodes.
+        drawn: For each depth, int64 ``[c]``: which of the ``m * branch`` tokens
+            drawn are children; None: all.
+        expanded: For each depth, int64: which of those c have children themselves;
+            None: all.
+        inner: int64 ``[I]`` (host): all of ``parents`` but the root.
+        stored: int64 ``[size]``: place of each node among root and levels in
+            draft order.
     """
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
-        def tensor(values: Any) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
+        def tensor(values: list[int], total: int) -> Tensor | None:
+            return None if values == list(range(total)) else torch.tensor(values, device=device)
 
-        self.parents, self.children, self.parent_index, self.ranks = [], [], [], []
-        self.branch, self.ancestors = [], []
-        for level in tree.levels[:-1]:
-            parents = [node for node in level.tolist() if tree.children[node]]
+        self.parents, self.ancestors, self.branch = [], [], []
+        self.drawn, self.expanded = [], []
+        order, parents = [0], [0]
+        while parents:
+            branch = max(len(tree.children[node]) for node in parents)
+            ranked = [(node, rank) for node in parents for rank in range(branch)]
+            drawn = [i for i, (node, rank) in enumerate(ranked) if rank < len(tree.children[node])]
             children = [child for node in parents for child in tree.children[node]]
-            index = [i for i, node in enumerate(parents) for _ in tree.children[node]]
+            expanded = [i for i, child in enumerate(children) if tree.children[child]]
             self.parents.append(np.array(parents))
             self.ancestors.append(torch.from_numpy(tree.ancestor_mask[parents]).to(device))
-            self.children.append(tensor(children))
-            self.parent_index.append(tensor(index))
-            self.ranks.append(tensor(tree.child_ranks[children].tolist()))
-            self.branch.append(max(len(tree.children[node]) for node in parents))
+            self.branch.append(branch)
+            self.drawn.append(tensor(drawn, len(ranked)))
+            self.expanded.append(tensor(expanded, len(children)))
+            order += children
+            parents = [children[i] for i in expanded]
+        self.inner = np.concatenate([np.array([], dtype=np.int64), *self.parents[1:]])
+        self.stored = torch.from_numpy(np.argsort(order)).to(device)
 
 
 @dataclass(frozen=True)
-class TreeSlots:
-    """Where one drafting pass's trees lie, for all levels at once.
+class InnerNodes:
+    """Where the nodes lie that the draft reads, for all levels of a pass at once.
 
     Attributes:
-        positions, slots: int64 ``[B, size]`` (host): RoPE position and cache
-            slot of each node.
+        positions, slots: int64 ``[B, I]``: RoPE position and cache slot of each.
         block_table: int32 ``[B, max_blocks]``.
         root_positions, num_nodes: int64 ``[B]``: context before the root, and
             nodes that have slots.
         max_keys: Slots of the longest request.
     """
 
-    positions: NDArray[np.int64]
-    slots: NDArray[np.int64]
+    positions: Tensor
+    slots: Tensor
     block_table: Tensor
     root_positions: Tensor
     num_nodes: Tensor
@@ -86,6 +96,7 @@ class SequoiaProposer(DraftModelProposer):
         self.runner = runner
         self.draft_max_len = self.draft_model_config.max_model_len
         self._levels: dict[int, TreeLevels] = {}
+        self._rows = torch.arange(runner.max_num_tokens)
 
     def levels_of(self, tree: TokenTree) -> TreeLevels:
         """Index arrays of this tree; trees are prefixes of one, so size tells them apart."""
@@ -110,15 +121,16 @@ class SequoiaProposer(DraftModelProposer):
             Draft logits ``[R, V]`` after each request's last committed token.
         """
         requests, counts, last = committed.requests, committed.counts, committed.last
-        starts = torch.zeros(len(counts) + 1, dtype=torch.int32)
-        starts[1:] = torch.from_numpy(last) + 1
+        starts = np.zeros(len(counts) + 1, dtype=np.int32)
+        starts[1:] = last + 1
         seq_lens = committed.positions[last] + 1
         slots = self._slots(np.repeat(requests, counts), committed.positions)
-        positions = torch.from_numpy(committed.positions).to(self.device)
+        positions = torch.from_numpy(committed.positions)
+        query_start_loc = torch.from_numpy(starts)
         common = CommonAttentionMetadata(
-            query_start_loc=starts.to(self.device),
-            query_start_loc_cpu=starts,
-            seq_lens=torch.from_numpy(seq_lens.astype(np.int32)).to(self.device),
+            query_start_loc=query_start_loc,
+            query_start_loc_cpu=query_start_loc,
+            seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
             num_reqs=len(counts),
             num_actual_tokens=len(committed.tokens),
             max_query_len=int(counts.max()),
@@ -129,10 +141,8 @@ class SequoiaProposer(DraftModelProposer):
             positions=positions,
         )
         _, metadata = self.build_per_group_and_layer_attn_metadata(common)
-        tokens = torch.from_numpy(committed.tokens.astype(np.int32)).to(self.device)
-        rows = None
-        if len(tokens) > len(counts):
-            rows = torch.from_numpy(last).to(self.device)
+        tokens = torch.from_numpy(committed.tokens.astype(np.int32))
+        rows = torch.from_numpy(last) if len(tokens) > len(counts) else None
         return self._forward(tokens, positions, slots, metadata, len(counts), rows)
 
     def grow(
@@ -154,69 +164,81 @@ class SequoiaProposer(DraftModelProposer):
             sampling: How each request draws children.
         """
         levels = self.levels_of(tree)
-        slots = self._tree_slots(tree, requests, root_positions)
-        tokens = torch.zeros(len(requests), tree.size, dtype=torch.int64, device=self.device)
-        tokens[:, 0] = torch.from_numpy(root_tokens)
+        inner = self._inner_nodes(tree, levels, requests, root_positions)
+        batch, first = len(requests), 0
         sampling.start(tree, root_logits.shape[-1])
-        logits = root_logits
+        logits, in_draft_order = root_logits, [torch.from_numpy(root_tokens)[:, None]]
         for depth, nodes in enumerate(levels.parents):
             if depth > 0:
-                logits = self._level_forward(tokens, slots, nodes, levels.ancestors[depth])
+                parents = _selected(in_draft_order[-1], levels.expanded[depth - 1])
+                columns = slice(first, first + len(nodes))
+                logits = self._level_forward(parents, inner, columns, levels.ancestors[depth])
+                first += len(nodes)
             drawn = sampling.children(logits, depth, nodes, levels.branch[depth])
-            tokens[:, levels.children[depth]] = drawn[
-                :, levels.parent_index[depth], levels.ranks[depth]
-            ]
-        return sampling.finish(tokens)
+            in_draft_order.append(_selected(drawn.view(batch, -1), levels.drawn[depth]))
+        return sampling.finish(torch.cat(in_draft_order, dim=1).index_select(1, levels.stored))
 
-    def _tree_slots(
-        self, tree: TokenTree, requests: NDArray[np.int64], root_positions: NDArray[np.int64]
-    ) -> TreeSlots:
+    def _inner_nodes(
+        self,
+        tree: TokenTree,
+        levels: TreeLevels,
+        requests: NDArray[np.int64],
+        root_positions: NDArray[np.int64],
+    ) -> InnerNodes:
         # A node past the model's length is always trimmed by the scheduler; it
         # only must not write outside the request's blocks or the RoPE table.
-        positions = np.minimum(root_positions[:, None] + tree.depths, self.draft_max_len - 1)
-        nodes = root_positions[:, None] + np.arange(tree.size)
+        positions = root_positions[:, None] + tree.depths[levels.inner]
         num_nodes = np.minimum(self.max_model_len - root_positions, tree.size)
-        return TreeSlots(
-            positions=positions,
-            slots=self._slots(requests[:, None], nodes).numpy(),
+        return InnerNodes(
+            positions=torch.from_numpy(np.minimum(positions, self.draft_max_len - 1)),
+            slots=self._slots(requests[:, None], root_positions[:, None] + levels.inner),
             block_table=self._block_table(requests),
-            root_positions=torch.from_numpy(root_positions).to(self.device),
-            num_nodes=torch.from_numpy(num_nodes).to(self.device),
+            root_positions=torch.from_numpy(root_positions),
+            num_nodes=torch.from_numpy(num_nodes),
             max_keys=int((root_positions + num_nodes).max()),
         )
 
     def _level_forward(
-        self, tokens: Tensor, trees: TreeSlots, nodes: NDArray[np.int64], ancestors: Tensor
+        self, tokens: Tensor, inner: InnerNodes, columns: slice, ancestors: Tensor
     ) -> Tensor:
-        """Draft logits ``[B * m, V]`` at one level's internal nodes, all requests at once."""
-        batch, width = len(tokens), len(nodes)
-        rows = torch.arange(batch * width, device=self.device).view(batch, width)
-        slots = torch.from_numpy(trees.slots[:, nodes]).to(self.device).flatten()
+        """Draft logits ``[B * m, V]`` at one level's inner nodes, all requests at once.
+
+        Args:
+            tokens: int64 ``[B, m]``.
+            inner: Where they lie...
+            columns: ...in these columns.
+            ancestors: bool ``[m, size]``.
+        """
+        rows = self._rows[: tokens.numel()].view(tokens.shape)
+        # Contiguous: vLLM's kernels read them without looking at strides.
+        positions, slots = (
+            values[:, columns].flatten().contiguous() for values in (inner.positions, inner.slots)
+        )
         metadata = CPUTreeAttentionMetadata(
-            num_actual_tokens=batch * width,
-            max_query_len=width,
+            num_actual_tokens=tokens.numel(),
+            max_query_len=tokens.shape[1],
             query_start_loc=rows[:, 0],
-            max_seq_len=trees.max_keys,
-            seq_lens=trees.root_positions,
-            block_table=trees.block_table,
+            max_seq_len=inner.max_keys,
+            seq_lens=inner.root_positions,
+            block_table=inner.block_table,
             slot_mapping=slots,
             scheduler_metadata=None,
             tree=TreeQueries(
                 rows=rows,
-                block_table=trees.block_table,
-                context_lens=trees.root_positions,
-                num_nodes=trees.num_nodes,
+                block_table=inner.block_table,
+                context_lens=inner.root_positions,
+                num_nodes=inner.num_nodes,
                 ancestors=ancestors,
-                max_keys=trees.max_keys,
+                max_keys=inner.max_keys,
                 only_trees=True,
             ),
         )
         return self._forward(
-            tokens[:, nodes].flatten().to(torch.int32),
-            torch.from_numpy(trees.positions[:, nodes]).to(self.device).flatten(),
+            tokens.flatten().to(torch.int32),
+            positions,
             slots,
             dict.fromkeys(self.draft_attn_groups[0].layer_names, metadata),
-            batch,
+            len(tokens),
         )
 
     def _forward(
@@ -248,7 +270,7 @@ class SequoiaProposer(DraftModelProposer):
         table = self._table.get_device_tensor(num_reqs)
         if len(requests) == num_reqs:  # in order: all of them
             return table
-        return table[torch.from_numpy(requests).to(self.device)]
+        return table[torch.from_numpy(requests)]
 
     def _slots(self, requests: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
         """Cache slots of these positions, int64; past the model's length the padding slot."""
@@ -256,8 +278,12 @@ class SequoiaProposer(DraftModelProposer):
         block = np.minimum(positions // self.block_size, table.shape[1] - 1)
         slots = table[requests, block] * np.int64(self.block_size) + positions % self.block_size
         inside = positions < self.max_model_len
-        return torch.from_numpy(np.where(inside, slots, PADDING_SLOT)).to(self.device)
+        return torch.from_numpy(np.where(inside, slots, PADDING_SLOT))
 
     @property
     def _table(self) -> Any:
         return self.runner.input_batch.block_table[self.kv_cache_gid]
+
+
+def _selected(tokens: Tensor, columns: Tensor | None) -> Tensor:
+    return tokens if columns is None else tokens.index_select(1, columns)

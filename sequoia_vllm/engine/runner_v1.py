@@ -27,13 +27,14 @@ from sequoia_vllm.engine.drafts import Draft, ScheduledTrees, schedule_trees
 from sequoia_vllm.engine.eligibility import reason_without_drafts
 from sequoia_vllm.engine.kv_commit import TargetCaches, accepted_moves
 from sequoia_vllm.engine.proposer import SequoiaProposer
-from sequoia_vllm.engine.sampler_output import SamplerRows, combine_outputs
+from sequoia_vllm.engine.sampler_output import SamplerRows, combine_outputs, wants_logprobs
 from sequoia_vllm.engine.seeded import peek_seeds
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.step_stats import StepStats
 from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.target_distribution import TargetDistribution
 from sequoia_vllm.engine.tree_verifier import TreeVerifier
+from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification import VerifyResult
 
 
@@ -66,6 +67,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             seeded_argmax=torch.ops._C.fused_gumbel_argmax,
         )
         self.stats = StepStats(self.tree)
+        self._prefixes: dict[int, TokenTree] = {}
         self._drafts: dict[str, Draft] = {}
         self._trees: ScheduledTrees | None = None
         self._target_metadata: dict[str, Any] = {}
@@ -221,9 +223,12 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         logits: Tensor,
         metadata: SamplingMetadata,
     ) -> SamplerOutput:
+        all_have_trees = len(trees.requests) == self.input_batch.num_reqs
+        if all_have_trees and not wants_logprobs(metadata):
+            return SamplerOutput(result.output_tokens.to(torch.int32), logprobs_tensors=None)
         rows = SamplerRows.of(trees, result, self.input_batch.num_reqs)
         sampled: SamplerOutput | None = None
-        if len(trees.requests) < self.input_batch.num_reqs:
+        if not all_have_trees:
             in_tree = set(trees.requests.tolist())
             own = {r: g for r, g in metadata.generators.items() if r not in in_tree}
             sampled = self.sampler(
@@ -277,7 +282,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         chosen = self._requests_to_draft(committed)
         if len(chosen) == 0:
             return drafts
-        tree = self.tree.trim(drafts_each + 1)
+        tree = self._trimmed(drafts_each + 1)
         roots = committed.last[chosen]
         requests = committed.requests[chosen]
         grown = self.drafter.grow(
@@ -293,6 +298,12 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             self._drafts[self.input_batch.req_ids[request]] = Draft(grown, row)
             drafts[request] = tokens[row]
         return drafts
+
+    def _trimmed(self, size: int) -> TokenTree:
+        """The tree's first nodes; kept, as a schedule has few sizes."""
+        if size not in self._prefixes:
+            self._prefixes[size] = self.tree.trim(size)
+        return self._prefixes[size]
 
     def _committed_tokens(self, sampled_token_ids: Tensor) -> CommittedTokens | None:
         """Prompt chunks, roots and emitted tokens that the draft has yet to read."""

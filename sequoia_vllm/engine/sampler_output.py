@@ -72,13 +72,18 @@ def combine_outputs(
         Token ids int32 ``[requests, W]``, -1 padded, and logprobs if asked for
         (``requests * W`` rows, as vLLM's rejection sampler returns them).
     """
-    tokens = rows.tokens.clone()
+    tokens = rows.tokens
     if sampled is not None:
         tokens[rows.without_tree, 0] = sampled.sampled_token_ids[rows.without_tree, 0].long()
     logprobs = None
-    if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
+    if wants_logprobs(metadata):
         logprobs = _logprobs(sampler, rows, tokens, logits, metadata)
     return SamplerOutput(sampled_token_ids=tokens.to(torch.int32), logprobs_tensors=logprobs)
+
+
+def wants_logprobs(metadata: SamplingMetadata) -> bool:
+    """Whether any request of the batch asks for logprobs."""
+    return metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
 
 
 def _logprobs(

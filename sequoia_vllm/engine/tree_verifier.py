@@ -51,7 +51,8 @@ class TreeVerifier:
             Rows in the order of ``trees.requests``.
         """
         if target.temperature is None:
-            return self._verify_greedy(trees, slice(None), target, generators)
+            everyone = torch.arange(len(trees.requests), device=trees.requests.device)
+            return self._verify_greedy(trees, everyone, target, generators)
         greedy = target.is_greedy(trees.requests)
         seeded = torch.tensor(
             [request in generators for request in trees.requests.tolist()],
@@ -74,12 +75,12 @@ class TreeVerifier:
     def _verify_greedy(
         self,
         trees: ScheduledTrees,
-        chosen: Tensor | slice,
+        chosen: Tensor,
         target: TargetDistribution,
         generators: dict[int, torch.Generator],
     ) -> VerifyResult:
         logits, tokens = target.logits, trees.tokens[chosen]
-        if tokens.numel() != len(logits):  # else the rows are those of these trees, in order
+        if not trees.is_all or len(chosen) < len(trees.requests):
             logits = logits[trees.logits_rows[chosen].flatten()]
         target_tokens = self.greedy_argmax(logits.to(torch.float32)).view(tokens.shape)
         return match_nodes(target_tokens, tokens, topology_of(trees.parents[chosen]))
