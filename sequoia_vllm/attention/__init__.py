@@ -1,1 +1,1 @@
-"""Tree attention over a paged KV cache (pure torch)."""
+"""Tree attention over a paged KV cache: a compiled CPU kernel, and torch."""

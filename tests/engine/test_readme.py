@@ -18,6 +18,14 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SCRIPTS = Path(sys.executable).parent
 # Setting up is what CI itself does; the demo and the tests are not run within a test.
 NOT_RUN = ("make demo", "make test", "pip install")
+# Commands that run engines, with less to do: a repeated option's last value counts.
+_TUNE = "--max-tokens-total 300 --batch-sizes 1 --tokens 1,4 --context 64"
+_BENCH = "--batch-sizes 1 --temperature 0 --trees 4x2 --chain 2 --num-prompts 1 --rounds 1"
+SMALLER = {
+    "tune": f"{_TUNE} --eager --kv-cache-gib 0.0625",
+    "bench": f"{_BENCH} --max-tokens 16 --eager --kv-cache-gib 0.0625",
+    "grow": "--params 30M",
+}
 
 
 def blocks(language: str) -> list[str]:
@@ -49,7 +57,17 @@ def test_python_examples_run(code, folder):
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("command", commands())
+def _runs_engines(command: str) -> bool:
+    return command.startswith(("sequoia-vllm tune", "sequoia-vllm bench"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=pytest.mark.engine if _runs_engines(command) else ())
+        for command in commands()
+    ],
+)
 def test_commands_work(command, folder, monkeypatch):
     if command.startswith(NOT_RUN):
         assert command.split()[0] == "pip" or f"\n{command.split()[1]}:" in (
@@ -63,9 +81,16 @@ def test_commands_work(command, folder, monkeypatch):
         assert SequoiaSettings.enabled(config)
         return
     assert words[0] == "sequoia-vllm"
+    words += shlex.split(SMALLER.get(words[1], ""))
+    env = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "SEQUOIA_VLLM_TREES": str(folder / "trees"),  # not where other tests would find them
+    }
     done = subprocess.run(
-        [SCRIPTS / words[0], *words[1:]], cwd=folder, capture_output=True, text=True, timeout=200
-    )
+        [SCRIPTS / words[0], *words[1:]],
+        cwd=folder, env=env, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
 
 
