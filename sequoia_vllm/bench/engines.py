@@ -2,14 +2,14 @@
 
 Starting an engine takes a minute for a model of a billion parameters, so they
 are not restarted between rounds. A waiting engine disturbs the others only for
-a second after its last step (see `wait_for_quiet`). Measured on two cores with
+a second after its last step (see `calibration.engines.wait_for_quiet`). Measured on two cores with
 three engines: then they take 1 % of the CPU, and steps are as fast as alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +18,9 @@ from typing import Any
 from sequoia_vllm.bench.methods import AUTO, BenchError, Kind, Method
 from sequoia_vllm.bench.steady import Arrival
 from sequoia_vllm.bench.worker import EXTENSION
-from sequoia_vllm.calibration.engines import open_engine
+from sequoia_vllm.calibration.engines import Progress, open_engine
 from sequoia_vllm.tree.token_tree import TokenTree
 
-Progress = Callable[[str, int, int], None]
-# A worker polls its queue for a second after its last message, and takes a core
-# from the others (steps get 5 % slower); then it sleeps (SpinCondition in vLLM's
-# shm_broadcast.py).
-_POLLING_SECONDS = 1.2
 # What an engine takes besides weights and KV cache (measured: 0.9 GiB).
 _PROCESS_GIB = 1.0
 
@@ -222,14 +217,6 @@ def open_engines(
             )
             engines[method.name] = BenchEngine(method, llm)
         yield engines
-
-
-def wait_for_quiet() -> None:
-    """Waits until no other engine's worker polls; engines within this process never do."""
-    from vllm import envs
-
-    if envs.VLLM_ENABLE_V1_MULTIPROCESSING:
-        time.sleep(_POLLING_SECONDS)
 
 
 def _start_order(method: Method) -> tuple[bool, bool]:

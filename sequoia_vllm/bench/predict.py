@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sequoia_vllm.bench.engines import Progress
 from sequoia_vllm.bench.measure import BenchSettings
 from sequoia_vllm.bench.report import Prediction
 from sequoia_vllm.calibration.acceptance import (
@@ -14,6 +13,7 @@ from sequoia_vllm.calibration.acceptance import (
     AcceptanceTask,
     measure_acceptance,
 )
+from sequoia_vllm.calibration.engines import Progress
 from sequoia_vllm.calibration.profile import ProfileSettings, measure_profile
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.profile import Profile

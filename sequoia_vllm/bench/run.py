@@ -8,12 +8,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from sequoia_vllm.bench.engines import Progress
 from sequoia_vllm.bench.measure import BenchSettings, Case, MethodRuns, measure
 from sequoia_vllm.bench.methods import Kind
 from sequoia_vllm.bench.predict import Basis, middle_context
 from sequoia_vllm.bench.report import BenchModel, BenchReport, Prediction
 from sequoia_vllm.bench.summary import results
+from sequoia_vllm.calibration.engines import Progress
 from sequoia_vllm.calibration.provenance import model_hashes, provenance
 from sequoia_vllm.grow.mark import grown_from
 

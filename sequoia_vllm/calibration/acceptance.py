@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sequoia_vllm.calibration.counts import estimate_acceptance, probing_tree
-from sequoia_vllm.calibration.engines import load_config, longest_context, open_engine
+from sequoia_vllm.calibration.engines import Progress, load_config, longest_context, open_engine
 from sequoia_vllm.calibration.errors import CalibrationError
 from sequoia_vllm.calibration.probing import Budget, Checkpoint, Counters, Probe, StoppedBy
 from sequoia_vllm.calibration.provenance import grown_models, model_hashes, provenance
@@ -27,7 +27,6 @@ from sequoia_vllm.prompts import (
 from sequoia_vllm.tree.library_files import AcceptanceFile, CalibrationState
 from sequoia_vllm.tree.token_tree import TokenTree
 
-Progress = Callable[[str, int, int], None]
 Save = Callable[[AcceptanceFile], None]
 
 # A small model's greedy text soon repeats itself, and repetition is easy to draft.

@@ -7,8 +7,6 @@ from pathlib import Path
 from sequoia_vllm.hardware.profile import Curve, Profile
 from sequoia_vllm.tree.plot import check_output
 
-__all__ = ["check_output", "plot_profile"]
-
 
 def plot_profile(profile: Profile, path: Path) -> None:
     """Draws t(n)/t(1) of the target and of the draft, by batch size and context.

@@ -5,18 +5,19 @@ from __future__ import annotations
 import datetime
 import random
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sequoia_vllm.calibration.engines import (
+    Progress,
     count_parameters,
     longest_context,
     open_engine,
     token_windows,
+    wait_for_quiet,
 )
 from sequoia_vllm.calibration.errors import CalibrationError
 from sequoia_vllm.calibration.provenance import grown_models, model_hashes, provenance
@@ -40,12 +41,6 @@ from sequoia_vllm.prompts import (
     source_name,
 )
 
-Progress = Callable[[str, int, int], None]
-
-# A worker polls its queue for a second after its last step, and would take a
-# core from the other engine; then it sleeps (SpinCondition in vLLM's
-# shm_broadcast.py).
-_SETTLE_SECONDS = 1.2
 _SMALLEST_TREE = 4  # with a second level: its draft pass can be timed
 
 
@@ -62,7 +57,7 @@ class ProfileSettings:
             size and context the ladder ends where `pays_to_go_on` says so.
         contexts: Tokens of each request in the middle of its completion.
         max_tokens: Tokens per completion.
-        rounds: Times everything is measured; the quietest counts.
+        rounds: Times everything is measured; the middle one counts.
         temperature: Sampling of every request; 0 is greedy.
         dtype: Of weights and activations.
         tensor_parallel_size: Devices the target is split over.
@@ -264,12 +259,12 @@ class _Measuring:
             self._run_all(self._sequoia, trees)
 
     def _run_all(self, engine: Any, runs: list[tuple[BatchTimes, int]]) -> None:
-        time.sleep(_SETTLE_SECONDS)
+        wait_for_quiet()
         for times, size in runs:
             self._run(engine, times, size)
 
     def _climb(self) -> None:
-        time.sleep(_SETTLE_SECONDS)
+        wait_for_quiet()
         for times in self.times:
             for size in self._settings.trees:
                 self._run(self._sequoia, times, size)

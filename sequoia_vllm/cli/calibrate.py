@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sequoia_vllm.cli.common import console, friendly_errors, note, print_json, progress_bar
+from sequoia_vllm.cli.common import console, friendly_errors, note, print_json
 from sequoia_vllm.cli.measuring import (
     INTERRUPTED,
     CacheOption,
@@ -23,6 +23,7 @@ from sequoia_vllm.cli.measuring import (
     TensorParallelOption,
     TopPOption,
     check_output,
+    measuring,
     note_grown,
     quiet_engines,
     write_file,
@@ -116,14 +117,8 @@ def measure_into(path: Path, task: AcceptanceTask, restart: bool) -> AcceptanceF
     if previous is not None and task.can_go_on(state := _state(previous)):
         note(f"going on from {path}: {covered(state)}")
         start = state
-    try:
-        with progress_bar("acceptance") as report:
-            measured = measure_acceptance(
-                task, start, report, save=lambda file: write_file(path, file)
-            )
-    except KeyboardInterrupt:
-        note("interrupted before anything was measured")
-        raise typer.Exit(INTERRUPTED) from None
+    with measuring("acceptance", "interrupted before anything was measured") as report:
+        measured = measure_acceptance(task, start, report, save=lambda file: write_file(path, file))
     write_file(path, measured)
     return measured
 

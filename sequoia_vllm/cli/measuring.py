@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sequoia_vllm.cli.common import fail, note
+from sequoia_vllm.cli.common import engines_print_to_stderr, fail, note, progress_bar
 
 if TYPE_CHECKING:
     from sequoia_vllm.tree.json_file import FileModel
@@ -47,6 +49,21 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.
 def quiet_engines() -> None:
     """Lets vLLM log errors only, unless the user set another level."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+@contextmanager
+def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar while engines run, their output aside; Ctrl-C ends it with this remark.
+
+    Yields:
+        As `progress_bar`.
+    """
+    try:
+        with engines_print_to_stderr(), progress_bar(description) as report:
+            yield report
+    except KeyboardInterrupt:
+        note(if_interrupted)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def note_grown(target: str, draft: str) -> None:

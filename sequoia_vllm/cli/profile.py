@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sequoia_vllm.cli.common import console, friendly_errors, note, print_json, progress_bar
+from sequoia_vllm.cli.common import console, friendly_errors, note, print_json
 from sequoia_vllm.cli.measuring import (
-    INTERRUPTED,
     CacheOption,
     DraftOption,
     DtypeOption,
@@ -21,6 +20,7 @@ from sequoia_vllm.cli.measuring import (
     TemperatureOption,
     TensorParallelOption,
     check_output,
+    measuring,
     note_grown,
     numbers,
     quiet_engines,
@@ -46,7 +46,7 @@ def profile(
     ] = "1,2,4,8,16,32,64",
     contexts: Annotated[str, typer.Option(help="Tokens of context of each request.")] = "256,1024",
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens per completion.")] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the quietest counts.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the middle one counts.")] = 3,
     temperature: TemperatureOption = 0.0,
     dtype: DtypeOption = "auto",
     tensor_parallel_size: TensorParallelOption = 1,
@@ -65,9 +65,9 @@ def profile(
     A plain and a Sequoia engine run in turns, warm, with the attention and the
     compilation that they serve with; every figure is a median over steps.
     """
-    from sequoia_vllm.calibration.plot import check_output as check_plot
     from sequoia_vllm.calibration.plot import plot_profile
     from sequoia_vllm.calibration.profile import ProfileSettings
+    from sequoia_vllm.tree.plot import check_output as check_plot
 
     quiet_engines()
     note_grown(target, draft)
@@ -95,12 +95,8 @@ def measure_into(path: Path, settings: ProfileSettings) -> Profile:
     """Measures, and writes the profile."""
     from sequoia_vllm.calibration.profile import measure_profile
 
-    try:
-        with progress_bar("profile:") as report:
-            measured = measure_profile(settings, report)
-    except KeyboardInterrupt:
-        note("interrupted: no profile was written")
-        raise typer.Exit(INTERRUPTED) from None
+    with measuring("profile:", "interrupted: no profile was written") as report:
+        measured = measure_profile(settings, report)
     write_file(path, measured)
     return measured
 

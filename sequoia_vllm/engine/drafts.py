@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -76,7 +77,7 @@ class ScheduledTrees:
     drafts: tuple[Draft | None, ...]
     is_all: bool
 
-    @property
+    @cached_property
     def rows(self) -> Tensor:
         """Row of each node in the flat tokens, int64 ``[B, N]``; padding repeats the root's."""
         offsets = torch.arange(self.tokens.shape[1], device=self.tokens.device)

@@ -35,7 +35,7 @@ from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.target_distribution import TargetDistribution
 from sequoia_vllm.engine.tree_verifier import TreeVerifier
 from sequoia_vllm.tree import TokenTree
-from sequoia_vllm.verification import VerifyResult
+from sequoia_vllm.verification import GREEDY_BELOW, VerifyResult
 
 
 def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
@@ -341,7 +341,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         if metadata.temperature is None:
             return DraftSampling.greedy(len(requests))
         temperature = metadata.temperature[requests]
-        temperature = torch.where(temperature < 1e-5, 0.0, temperature)
+        temperature = torch.where(temperature < GREEDY_BELOW, 0.0, temperature)
         generators = self.input_batch.generators
         seeds = torch.zeros(len(requests), depth, dtype=torch.int64)
         is_seeded = torch.zeros(len(requests), dtype=torch.bool)

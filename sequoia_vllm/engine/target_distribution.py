@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-GREEDY_TEMPERATURE = 1e-5  # vLLM's _SAMPLING_EPS: colder than this is greedy
+from sequoia_vllm.verification import GREEDY_BELOW
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TargetDistribution:
         """bool ``[A]``: which of these requests sample at temperature 0."""
         if self.temperature is None:
             return torch.ones_like(requests, dtype=torch.bool)
-        return self.temperature[requests] < GREEDY_TEMPERATURE
+        return self.temperature[requests] < GREEDY_BELOW
 
     def process(self, rows: Tensor, requests: Tensor) -> Tensor:
         """Logits of these rows after the sampling parameters of their requests.

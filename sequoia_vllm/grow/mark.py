@@ -25,7 +25,7 @@ def grown_from(model: str | Path) -> dict[str, Any] | None:
         "from_intermediate_size", and "layers", "intermediate_size" and
         "parameters" of the grown one.
     """
-    config = _config_file(str(model))
+    config = config_file(str(model))
     if config is None:
         return None
     try:
@@ -35,7 +35,8 @@ def grown_from(model: str | Path) -> dict[str, Any] | None:
     return mark if isinstance(mark, dict) else None
 
 
-def _config_file(model: str) -> Path | None:
+def config_file(model: str) -> Path | None:
+    """The config.json of a folder or, of a name, in the Hub's cache; None if it is not there."""
     if Path(model).is_dir():
         return Path(model) / "config.json"
     from huggingface_hub import try_to_load_from_cache

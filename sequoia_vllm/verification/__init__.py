@@ -2,6 +2,7 @@
 
 from sequoia_vllm.verification.randomness import Generators
 from sequoia_vllm.verification.sampling import (
+    GREEDY_BELOW,
     draft_distribution,
     draw_without_replacement,
     sample_without_replacement,
@@ -16,6 +17,7 @@ from sequoia_vllm.verification.verifier import (
 )
 
 __all__ = [
+    "GREEDY_BELOW",
     "Generators",
     "Topology",
     "VerifyResult",
