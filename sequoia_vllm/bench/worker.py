@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sequoia_vllm.calibration.recorder import around
+from sequoia_vllm.calibration.recorder_v2 import RecordingV2
 
 EXTENSION = "sequoia_vllm.bench.worker.PartTimes"
 PARTS = ("target", "draft", "drawing", "verify")
@@ -21,7 +22,8 @@ class PartTimes:
 
     def bench_start_timing(self) -> None:
         """Times every step from now on."""
-        self._bench_times = _Times(self.model_runner)
+        is_v2 = hasattr(self.model_runner, "req_states")
+        self._bench_times = (_TimesV2 if is_v2 else _Times)(self.model_runner)
 
     def bench_take_times(self, batch_size: int) -> dict[str, float]:
         """Seconds of each part, and "steps", since the last call.
@@ -29,6 +31,27 @@ class PartTimes:
         Only of steps in which ``batch_size`` requests decoded and none read its prompt.
         """
         return self._bench_times.take(batch_size)
+
+
+class _TimesV2:
+    """The parts of Model Runner V2; drawing is part of a tree's growth there."""
+
+    def __init__(self, runner: Any) -> None:
+        self._recording = RecordingV2(runner)
+
+    def take(self, batch_size: int) -> dict[str, float]:
+        wanted = [
+            step
+            for step in self._recording.take()
+            if step["is_decoding"] and step["requests"] == batch_size
+        ]
+        return {
+            "target": sum(step["target"] for step in wanted),
+            "draft": sum(step["drafting"] for step in wanted),
+            "drawing": 0.0,
+            "verify": sum(step["verify"] for step in wanted),
+            "steps": len(wanted),
+        }
 
 
 class _Times:

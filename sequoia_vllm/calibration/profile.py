@@ -193,7 +193,8 @@ def _engines(settings: ProfileSettings, report: Progress) -> Iterator[tuple[Any,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "enforce_eager": settings.enforce_eager,
         "max_model_len": length,
-        "max_num_seqs": most_requests,
+        # Larger batches never come; the schedule below needs them.
+        "max_num_seqs": most_requests + len(settings.trees),
         # vLLM keeps one slot of each request free for drafting.
         "max_num_batched_tokens": max(2048, length, most_requests * (largest + 1)),
         "enable_prefix_caching": True,  # prompts are read in the first round only
@@ -203,7 +204,19 @@ def _engines(settings: ProfileSettings, report: Progress) -> Iterator[tuple[Any,
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tree.json"
         measuring_tree(largest).save(path)
-        speculation = {"method": "sequoia", "model": settings.draft, "tree": str(path)}
+        speculation = {
+            "method": "sequoia",
+            "model": settings.draft,
+            "tree": str(path),
+            # vLLM captures CUDA graphs for the sizes of the schedule.
+            "num_speculative_tokens_per_batch_size": [
+                (1, most_requests, largest - 1),
+                *(
+                    (most_requests + place, most_requests + place, size - 1)
+                    for place, size in enumerate(reversed(settings.trees), start=1)
+                ),
+            ],
+        }
         # Sequoia first: vLLM adds the extension to a worker class only if no base has it.
         report("starting the Sequoia engine", 0, 1)
         with open_engine(settings.target, speculative_config=speculation, **options) as sequoia:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sequoia_vllm.calibration.recorder_v2 import RecordingV2
+
 EXTENSION = "sequoia_vllm.calibration.recorder.StepRecorder"
 
 
@@ -20,13 +22,20 @@ class StepRecorder:
 
     def sequoia_record_steps(self) -> None:
         """Starts recording every step."""
-        self._sequoia_recording = _Recording(self.model_runner)
+        self._sequoia_recording = recording_of(self.model_runner)
 
     def sequoia_take_steps(self) -> list[dict[str, Any]]:
         """The steps recorded since the last call (fields of `StepTimes`)."""
-        recording = self._sequoia_recording
-        steps, recording.steps = recording.steps, []
-        return steps
+        return [
+            {name: value for name, value in step.items() if name != "is_decoding"}
+            for step in self._sequoia_recording.take()
+        ]
+
+
+def recording_of(runner: Any) -> Any:
+    """Records the steps of a runner, V1 or V2."""
+    is_v2 = hasattr(runner, "req_states")
+    return RecordingV2(runner) if is_v2 else _Recording(runner)
 
 
 class _Recording:
@@ -42,6 +51,11 @@ class _Recording:
             around(runner, "_verify", after=self._adder("verify"))
             around(runner, "_commit", after=self._adder("commit"))
             around(runner, "propose_draft_token_ids", self._begin_drafting, self._add_drafting)
+
+    def take(self) -> list[dict[str, Any]]:
+        """The steps recorded since the last call."""
+        steps, self.steps = self.steps, []
+        return steps
 
     def _begin(self, scheduler_output: Any, *unused: Any, **unused_too: Any) -> None:
         scheduled = list(scheduler_output.num_scheduled_tokens.values())

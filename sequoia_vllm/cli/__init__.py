@@ -24,6 +24,7 @@ COMMANDS = {
     "tune": "sequoia_vllm.cli.tune:tune",
     "bench": "sequoia_vllm.cli.bench:bench",
     "grow": "sequoia_vllm.cli.grow:grow",
+    "gpu-check": "sequoia_vllm.cli.gpu_check:gpu_check",
     "demo": "sequoia_vllm.cli.demo:demo",
     "doctor": "sequoia_vllm.cli.doctor:doctor",
     "setup-cpu": "sequoia_vllm.cli.setup_cpu:setup_cpu",

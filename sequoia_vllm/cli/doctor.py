@@ -83,14 +83,14 @@ def _vllm_command() -> Check:
 def _device() -> Check:
     from vllm.platforms import current_platform
 
-    name = current_platform.device_type
-    if current_platform.is_cpu():
-        from sequoia_vllm.engine.device_name import current_device_name
+    from sequoia_vllm.engine.device_name import current_device_name
 
-        return Check("device", True, f"cpu ({current_device_name()})")
+    name = current_platform.device_type
+    if current_platform.is_cpu() or current_platform.is_cuda():
+        return Check("device", True, f"{name} ({current_device_name()})")
     return Check(
         "device", False, name or "none found",
-        "this version runs on x86 CPUs: " + INSTALL,
+        "Sequoia runs on CUDA GPUs and x86 CPUs; for a CPU: " + INSTALL,
     )  # fmt: skip
 
 
@@ -112,15 +112,22 @@ def _registered() -> Check:
 
 
 def _contract() -> Check:
-    from sequoia_vllm.engine.contract import SUPPORTED_VERSIONS, differences
+    from sequoia_vllm.engine.contract import (
+        SUPPORTED_VERSIONS,
+        contract,
+        current_device,
+        differences,
+    )
 
-    found = differences()
-    supported = ", ".join(SUPPORTED_VERSIONS)
+    device = current_device()
+    found = differences(contract(device))
+    supported = " or ".join(SUPPORTED_VERSIONS[device])
+    install = INSTALL if device == "cpu" else "pip install 'sequoia-vllm[gpu]'"
     return Check(
         "contract with vLLM",
         not found,
         "fits" if not found else "; ".join(found),
-        "" if not found else f"install vLLM {supported}: {INSTALL}",
+        "" if not found else f"install vLLM {supported}: {install}",
     )
 
 

@@ -33,3 +33,13 @@ def reason_without_drafts(sampling_params: Any, num_output_tokens: int) -> str |
     if getattr(p, "logprob_token_ids", None) or getattr(p, "thinking_token_budget", None):
         return "it uses a sampler extension that knows no trees"
     return None
+
+
+def drafts_at_no_time(sampling_params: Any) -> bool:
+    """Whether this request never gets drafts on Model Runner V2.
+
+    There vLLM applies ``min_tokens`` by position, and a node's position is that
+    of its depth: it holds on every path, so it is no reason.
+    """
+    reached = sampling_params.min_tokens if sampling_params is not None else 0
+    return reason_without_drafts(sampling_params, num_output_tokens=reached) is not None

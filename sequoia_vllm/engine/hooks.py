@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -32,6 +33,8 @@ from sequoia_vllm.known_pairs import known_draft
 logger = logging.getLogger("vllm.sequoia")
 
 CPU_WORKER = "sequoia_vllm.engine.worker.SequoiaCPUWorker"
+GPU_WORKER = "sequoia_vllm.engine.v2.worker_gpu.SequoiaGPUWorker"
+TREE_SCHEDULER = "sequoia_vllm.engine.v2.scheduler.TreeScheduler"
 _MARK = "_sequoia_original"
 _SEQUOIA = "_sequoia"  # set on the SpeculativeConfig of a Sequoia engine
 
@@ -161,7 +164,16 @@ def _create_engine_config(
             "speculative config: serve its target model by name instead"
         )
     refuse_unsupported(vllm_config)
+    _choose_scheduler(vllm_config)
     return vllm_config
+
+
+def _choose_scheduler(vllm_config: Any) -> None:
+    """Names our scheduler where vLLM schedules ahead of the drafts, unless the user named one."""
+    scheduler = vllm_config.scheduler_config
+    schedules_ahead = vllm_config.use_v2_model_runner and scheduler.async_scheduling
+    if schedules_ahead and scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = TREE_SCHEDULER
 
 
 def _create_speculative_config(
@@ -220,11 +232,12 @@ def _create_speculative_config(
 
 
 def _worker_class(current: str) -> str:
-    if current not in ("auto", CPU_WORKER):
+    ours = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
+    if current not in ("auto", ours):
         raise ConfigError(
             f"worker_cls is {current!r}: Sequoia brings its own worker; leave it at 'auto'"
         )
-    return CPU_WORKER
+    return ours
 
 
 # -- requests --------------------------------------------------------------------------

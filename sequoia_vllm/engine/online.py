@@ -29,6 +29,7 @@ logger = logging.getLogger("vllm.sequoia")
 
 REPORT = "sequoia_report"  # field that is added to SchedulerStats
 _PATHS = "sequoia_paths"  # set on the ModelRunnerOutput of a step that verified trees
+_LIMIT = "sequoia_draft_limit"  # likewise, while a measuring tool limits drafts
 _FLUSH_SECONDS = 1.0
 
 _shown: TreeMetrics | None = None  # in vLLM's registry, which has one engine's metrics at a time
@@ -68,13 +69,33 @@ def add_report_field() -> None:
 
 
 def attach_paths(output: Any, paths: bytes) -> Any:
-    """``output`` of a model runner, carrying the verified trees of its step if there are any."""
-    if paths:
-        setattr(output, _PATHS, paths)
+    """``output`` of a model runner, carrying verified trees if there are any.
+
+    An asynchronous output becomes its ``model_runner_output`` in the end.
+    """
+    if paths and output is not None:
+        setattr(getattr(output, "model_runner_output", output), _PATHS, paths)
+    return output
+
+
+def attach_limit(output: Any, drafts: int) -> Any:
+    """``output``, telling the scheduler to schedule at most so many drafts per request."""
+    if output is not None:
+        setattr(getattr(output, "model_runner_output", output), _LIMIT, drafts)
     return output
 
 
 # -- in the engine core --------------------------------------------------------------------
+
+
+def _limit_drafts(scheduler: Any, limit: int | None) -> None:
+    """Schedules at most ``limit`` drafts from now on; a scheduler that works ahead has to know."""
+    if limit is None or getattr(scheduler, _LIMIT, None) == limit:
+        return
+    whole = getattr(scheduler, "_sequoia_whole_schedule", scheduler.dynamic_sd_lookup)
+    scheduler._sequoia_whole_schedule = whole
+    scheduler.dynamic_sd_lookup = [min(drafts, limit) for drafts in whole]
+    setattr(scheduler, _LIMIT, limit)
 
 
 def update_from_output(
@@ -82,6 +103,7 @@ def update_from_output(
 ) -> Any:
     """As the scheduler's; adds the step's report to its statistics, if it makes any."""
     outputs = original(self, scheduler_output, model_runner_output)
+    _limit_drafts(self, getattr(model_runner_output, _LIMIT, None))
     if not self.log_stats or not SequoiaSettings.enabled(self.vllm_config):
         return outputs
     for output in outputs.values():

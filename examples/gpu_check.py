@@ -1,0 +1,14 @@
+"""Are the kernels right and fast on this GPU? See ``--help``; nothing need be installed.
+
+$ python examples/gpu_check.py --output gpu-check.json
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from sequoia_vllm.gpu_check.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Times the parts of every step of Model Runner V2, without making it wait for the device.
+
+On a GPU the parts are spans between CUDA events on the engine's stream, read
+only when the steps are taken. A tree's growth is one CUDA graph: its passes
+cannot be told apart, and each gets an equal share of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Mark = Any
+"""A moment: a CUDA event, or seconds on a CPU."""
+
+
+@dataclass
+class _Step:
+    start: float
+    scheduled: list[int]
+    is_decoding: bool
+    spans: list[tuple[str, Mark, Mark]] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
+
+
+class RecordingV2:
+    """Wraps the methods of one V2 runner, of a plain, a chain's or a Sequoia engine.
+
+    Args:
+        runner: The runner.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._on_gpu = runner.device.type == "cuda"
+        self._speculator = runner.speculator
+        self._steps: list[_Step] = []
+        self._around(runner, "execute_model", "target", before=self._begin)
+        self._around(runner.model, "compute_logits", "logits")
+        self._around(runner, "sample", "sample")
+        if self._speculator is not None:
+            self._around(self._speculator, "propose", "drafting", after=self._note_passes)
+
+    def take(self) -> list[dict[str, Any]]:
+        """The steps since the last call: fields of `StepTimes`, and "is_decoding"."""
+        steps, self._steps = self._steps, []
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return [self._resolved(step) for step in steps]
+
+    def _resolved(self, step: _Step) -> dict[str, Any]:
+        seconds = dict.fromkeys(("target", "logits", "sample", "drafting"), 0.0)
+        for part, start, end in step.spans:
+            seconds[part] += self._seconds(start, end)
+        share = seconds["drafting"] / max(1, len(step.passes))
+        requests = len(step.scheduled)
+        return {
+            "start": step.start,
+            "requests": requests,
+            "fewest": min(step.scheduled, default=0),
+            "most": max(step.scheduled, default=0),
+            "target": seconds["target"] + seconds["logits"],
+            "verify": seconds["sample"] - seconds["logits"],
+            "commit": 0.0,  # part of verify
+            "drafting": seconds["drafting"],
+            "passes": [(width * requests, share) for width in step.passes],
+            "is_decoding": step.is_decoding,
+        }
+
+    def _begin(self, scheduler_output: Any) -> None:
+        scheduled = scheduler_output.num_scheduled_tokens
+        drafted = scheduler_output.scheduled_spec_decode_tokens
+        is_decoding = all(
+            tokens == 1 + len(drafted.get(request, ())) for request, tokens in scheduled.items()
+        )
+        self._steps.append(_Step(time.perf_counter(), list(scheduled.values()), is_decoding))
+
+    def _note_passes(self) -> None:
+        if self._steps:
+            self._steps[-1].passes = list(getattr(self._speculator, "pass_widths", ()))
+
+    def _around(
+        self,
+        owner: Any,
+        name: str,
+        part: str,
+        before: Callable[[Any], None] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        method = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before(args[0])
+            start = self._mark()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                if self._steps:
+                    self._steps[-1].spans.append((part, start, self._mark()))
+                if after is not None:
+                    after()
+
+        setattr(owner, name, timed)
+
+    def _mark(self) -> Mark:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, start: Mark, end: Mark) -> float:
+        if not self._on_gpu:
+            return float(end - start)
+        return float(start.elapsed_time(end)) * 1e-3

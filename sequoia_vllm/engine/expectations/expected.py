@@ -1,0 +1,48 @@
+"""How an attribute of vLLM must look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Parameters of something that can be called.
+
+    Attributes:
+        names: In order.
+        required: Those of them that have no default.
+    """
+
+    names: tuple[str, ...]
+    required: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """An attribute of vLLM, and how it must look.
+
+    Attributes:
+        path: ``module:attribute[.attribute]``; the last may be a field of a dataclass.
+        parameters: Names of its parameters in order; None: it only must exist.
+        may_grow: We only call it, and pass no more than ``parameters``: others may
+            follow if they are optional. What we override must take exactly these.
+    """
+
+    path: str
+    parameters: tuple[str, ...] | None = None
+    may_grow: bool = False
+
+    def difference(self, found: Signature) -> str | None:
+        """How the signature that was found differs, in words; None if it fits."""
+        if self.parameters is None or found.names == self.parameters:
+            return None
+        known = len(self.parameters)
+        if self.may_grow and found.names[:known] == self.parameters:
+            added = [name for name in found.names[known:] if name in found.required]
+            return f"{self.path} needs {', '.join(added)}, too" if added else None
+        rest = ("...",) if self.may_grow else ()
+        return (
+            f"{self.path} takes ({', '.join(found.names)}), "
+            f"not ({', '.join((*self.parameters, *rest))})"
+        )

@@ -1,0 +1,33 @@
+"""What the worker and attention on GPUs rely on."""
+
+from __future__ import annotations
+
+from sequoia_vllm.engine.expectations.expected import Expected
+
+_BACKENDS = "vllm.v1.attention.backends"
+_REGISTRY = f"{_BACKENDS}.registry:AttentionBackendEnum"
+_FORWARD = (
+    "self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output",
+    "output_scale", "output_block_scale",
+)  # fmt: skip
+_CLASSES = (f"{_BACKENDS}.flash_attn:FlashAttention", f"{_BACKENDS}.triton_attn:TritonAttention")
+
+GPU = (
+    # v2/worker_gpu.py
+    Expected("vllm.v1.worker.gpu_worker:Worker._make_model_runner", ("self",)),
+    # v2/attention_gpu.py
+    *(
+        expected
+        for prefix in _CLASSES
+        for expected in (
+            Expected(f"{prefix}Impl.forward", _FORWARD),
+            Expected(f"{prefix}MetadataBuilder._cudagraph_support"),
+            Expected(f"{prefix}Backend.get_impl_cls", ()),
+            Expected(f"{prefix}Backend.get_builder_cls", ()),
+        )
+    ),
+    Expected("vllm.v1.attention.backend:AttentionCGSupport.UNIFORM_BATCH"),
+    # v2/backend_gpu.py
+    Expected(f"{_REGISTRY}.FLASH_ATTN.clear_override", ()),
+    Expected(f"{_REGISTRY}.TRITON_ATTN.clear_override", ()),
+)  # fmt: skip

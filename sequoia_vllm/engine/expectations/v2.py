@@ -1,0 +1,188 @@
+"""What the parts on vLLM's Model Runner V2 rely on, on any device."""
+
+from __future__ import annotations
+
+from sequoia_vllm.engine.expectations.expected import Expected
+
+_V2 = "vllm.v1.worker.gpu"
+_RUNNER = f"{_V2}.model_runner:GPUModelRunner"
+_SPECULATOR = f"{_V2}.spec_decode.standalone_ar.speculator:StandaloneARSpeculator"
+_GRAPHS = f"{_V2}.cudagraph_utils:CudaGraphManager"
+_BATCH = f"{_V2}.input_batch:InputBatch"
+_NEW_REQUEST = "vllm.v1.core.sched.output:NewRequestData"
+
+V2 = (
+    # v2/scheduler.py
+    Expected(
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
+        ("self", "scheduler_output"),
+    ),
+    # v2/runner.py
+    Expected(_RUNNER, ("vllm_config", "device")),
+    Expected(f"{_RUNNER}.load_model", ("self", "load_dummy_weights", "args", "model", "kwargs")),
+    Expected(f"{_RUNNER}.add_requests", ("self", "scheduler_output")),
+    Expected(f"{_RUNNER}.prepare_attn", ("self", "input_batch")),
+    Expected(f"{_RUNNER}.sample", ("self", "hidden_states", "input_batch", "grammar_output")),
+    Expected(f"{_RUNNER}.take_draft_token_ids", ("self",)),
+    Expected("vllm.v1.outputs:DraftTokenIds.req_ids"),
+    Expected("vllm.v1.outputs:DraftTokenIds.draft_token_ids"),
+    Expected(f"{_V2}.model_runner:init_speculator", ("vllm_config", "device", "req_states")),
+    Expected(
+        f"{_V2}.model_states.default:DefaultModelState.prepare_attn",
+        (
+            "self", "input_batch", "cudagraph_mode", "block_tables", "slot_mappings",
+            "attn_groups", "kv_cache_config", "for_capture", "ubatch_idx",
+            "model_specific_attn_metadata",
+        ),
+    ),
+    Expected("vllm.v1.core.sched.output:SchedulerOutput.scheduled_new_reqs"),
+    *(Expected(f"{_NEW_REQUEST}.{field}") for field in (
+        "req_id", "num_computed_tokens", "sampling_params",
+    )),
+    # v2/speculator.py, and the batch that it and others of v2/ read
+    Expected(_SPECULATOR, ("vllm_config", "device")),
+    Expected(f"{_SPECULATOR}.load_model", ("self", "target_model")),
+    Expected(
+        f"{_SPECULATOR}.set_attn",
+        (
+            "self", "model_state", "kv_cache_config", "block_tables", "target_input_buffers",
+            "target_attn_groups",
+        ),
+    ),
+    Expected(f"{_SPECULATOR}.init_cudagraph_manager", ("self", "cudagraph_mode")),
+    Expected(f"{_SPECULATOR}.capture", ("self",)),
+    Expected(
+        f"{_SPECULATOR}.propose",
+        (
+            "self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states",
+            "aux_hidden_states", "num_sampled", "num_rejected", "last_sampled",
+            "next_prefill_tokens", "temperature", "seeds", "dp_sync_state", "dummy_run",
+            "skip_attn_for_dummy_run", "mm_inputs", "is_profile", "num_speculative_tokens",
+        ),
+    ),
+    Expected(
+        f"{_SPECULATOR}._run_model",
+        (
+            "self", "input_ids", "positions", "attn_metadata", "slot_mappings",
+            "num_tokens_across_dp",
+        ),
+        may_grow=True,
+    ),
+    Expected(
+        f"{_SPECULATOR}._build_attn_metadata",
+        (
+            "self", "num_reqs", "batch_desc", "query_start_loc_np", "seq_lens_cpu_upper_bound",
+            "step", "causal", "dcp_local_seq_lens", "slot_mappings",
+        ),
+        may_grow=True,
+    ),
+    Expected("vllm.utils.torch_utils:async_tensor_h2d", ("data", "device"), may_grow=True),
+    Expected(f"{_V2}.states:RequestState"),
+    *(Expected(f"{_BATCH}.{field}") for field in (
+        "num_reqs", "idx_mapping", "idx_mapping_np", "expanded_idx_mapping",
+        "expanded_local_pos", "num_scheduled_tokens", "num_tokens", "num_draft_tokens",
+        "num_draft_tokens_per_req", "query_start_loc", "query_start_loc_np", "seq_lens",
+        "seq_lens_cpu_upper_bound", "is_prefilling_np", "input_ids", "positions",
+        "logits_indices", "cu_num_logits", "cu_num_logits_np",
+    )),
+    # v2/growth.py
+    Expected(
+        f"{_V2}.attn_utils:build_slot_mappings_by_layer",
+        ("slot_mappings", "kv_cache_config"),
+        may_grow=True,
+    ),
+    Expected(
+        f"{_V2}.block_table:BlockTables.compute_slot_mappings",
+        ("self", "idx_mapping", "query_start_loc", "positions", "num_tokens_padded", "out"),
+        may_grow=True,
+    ),
+    Expected("vllm.v1.attention.backends.utils:PAD_SLOT_ID"),
+    Expected("vllm.v1.kv_cache_interface:KVCacheConfig.kv_cache_groups"),
+    # v2/draft_graphs.py
+    Expected(
+        _GRAPHS, ("vllm_config", "device", "cudagraph_mode", "decode_query_len"), may_grow=True
+    ),
+    Expected(f"{_GRAPHS}.capture", ("self", "create_forward_fn", "progress_bar_desc")),
+    Expected(
+        f"{_GRAPHS}.dispatch",
+        ("self", "num_reqs", "num_tokens", "uniform_token_count", "num_active_loras"),
+        may_grow=True,
+    ),
+    Expected(f"{_GRAPHS}.run_fullgraph", ("self", "desc"), may_grow=True),
+    Expected(
+        f"{_V2}.cudagraph_utils:BatchExecutionDescriptor",
+        ("cg_mode", "num_tokens", "num_reqs"),
+        may_grow=True,
+    ),
+    Expected(
+        f"{_V2}.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorBatchDescriptor"
+        ".num_speculative_tokens"
+    ),
+    Expected("vllm.config.compilation:CUDAGraphMode.FULL_DECODE_ONLY"),
+    Expected("vllm.config.compilation:CUDAGraphMode.decode_mode", ("self",)),
+    # v2/reading.py, v2/request_modes.py
+    Expected(
+        f"{_V2}.buffer_utils:StagedWriteTensor", ("size", "dtype", "device"), may_grow=True
+    ),
+    Expected(
+        f"{_V2}.buffer_utils:StagedWriteTensor.stage_write_elem",
+        ("self", "index", "x"),
+        may_grow=True,
+    ),
+    Expected(f"{_V2}.buffer_utils:StagedWriteTensor.apply_write", ("self",), may_grow=True),
+    Expected(f"{_V2}.buffer_utils:UvaBackedTensor", ("size", "dtype"), may_grow=True),
+    Expected(f"{_V2}.buffer_utils:UvaBackedTensor.copy_to_uva", ("self",), may_grow=True),
+    # v2/verifier.py
+    Expected(
+        f"{_V2}.spec_decode.rejection_sampler:RejectionSampler.__call__",
+        ("self", "logits", "input_batch", "draft_logits", "invalid_drafts"),
+    ),
+    Expected(
+        f"{_V2}.spec_decode.rejection_sampler:get_max_chunk_logits", ("vocab_size",), may_grow=True
+    ),
+    Expected(
+        f"{_V2}.sample.sampler:Sampler.apply_sampling_params",
+        (
+            "self", "logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos",
+            "input_ids", "expanded_local_pos", "seq_lens_upper_bound_np",
+        ),
+        may_grow=True,
+    ),
+    Expected(
+        f"{_V2}.sample.states:SamplingStates.max_num_logprobs",
+        ("self", "idx_mapping_np"),
+        may_grow=True,
+    ),
+    Expected(f"{_V2}.sample.states:NO_LOGPROBS"),
+    Expected(
+        f"{_V2}.sample.gumbel:gumbel_sample",
+        (
+            "logits", "expanded_idx_mapping", "temperature", "seed", "pos",
+            "apply_temperature", "is_drafting",
+        ),
+        may_grow=True,
+    ),
+    Expected(
+        f"{_V2}.sample.logprob:compute_topk_scores",
+        (
+            "logits", "num_logprobs", "sampled_token_ids", "cu_num_logits",
+            "logprob_token_ids_state", "expanded_idx_mapping", "max_per_req_token_ids",
+            "logits_mode",
+        ),
+        may_grow=True,
+    ),
+    Expected(
+        f"{_V2}.sample.output:SamplerOutput",
+        (
+            "sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected",
+            "sampling_mask_tensors",
+        ),
+        may_grow=True,
+    ),
+    Expected(
+        f"{_V2}.input_batch:get_num_sampled_and_rejected",
+        ("num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len"),
+        may_grow=True,
+    ),
+    Expected(f"{_V2}.metrics.logits:get_num_nans", ("logits",), may_grow=True),
+)  # fmt: skip

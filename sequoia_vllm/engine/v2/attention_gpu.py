@@ -1,0 +1,172 @@
+"""GPU attention backends: vLLM's own, plus tree attention where a batch has trees.
+
+Prompts and plain decoding go through the class that vLLM chose. Only tree nodes
+go through our kernel, which reads the same cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+
+from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_attention
+
+
+@dataclass(frozen=True)
+class GPUTreeQueries:
+    """Tree nodes of a forward pass, and what they attend to.
+
+    Attributes:
+        query_start_loc: int32 ``[R + 1]``: rows of each request's nodes.
+        context_lens: int32 ``[R]``: tokens in the cache before node 0.
+        block_table: int32 ``[R, max_blocks]``.
+        ancestors: int32 ``[N, words]``, packed.
+        first_node: The first row of each request is this node.
+        max_queries: Most nodes of a request.
+        workspace: For the kernel.
+        only_trees: No row of the batch is anything but a tree node.
+    """
+
+    query_start_loc: Tensor
+    context_lens: Tensor
+    block_table: Tensor
+    ancestors: Tensor
+    first_node: int
+    max_queries: int
+    workspace: TreeAttentionWorkspace
+    only_trees: bool
+
+
+@dataclass(frozen=True)
+class DraftMetadata:
+    """Attention metadata of a draft pass: nothing but tree nodes.
+
+    Attributes:
+        tree: The nodes.
+        slot_mapping: int64 ``[rows]``: where their keys and values go.
+    """
+
+    tree: GPUTreeQueries
+    slot_mapping: Tensor
+
+
+class TreeForward:
+    """Comes before one of vLLM's attention implementations among a class's bases."""
+
+    num_kv_heads: int
+    head_size: int
+    scale: float
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """As vLLM's; rows of tree nodes are computed with their tree's mask.
+
+        vLLM's kernels treat every request as a chain: what they write for tree
+        rows is replaced. Keys and values of this step are in the cache by now.
+        """
+        tree = getattr(attn_metadata, "tree", None)
+        if tree is None or not tree.only_trees:
+            super().forward(  # type: ignore[misc]
+                layer, query, key, value, kv_cache, attn_metadata, output,
+                output_scale, output_block_scale,
+            )  # fmt: skip
+        if tree is not None:
+            self._forward_trees(layer, query, kv_cache, tree, output)
+        return output
+
+    def _forward_trees(
+        self, layer: Any, query: Tensor, kv_cache: Tensor, tree: GPUTreeQueries, output: Tensor
+    ) -> None:
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        heads = (-1, query.numel() // (query.shape[0] * self.head_size), self.head_size)
+        tree_attention(
+            query.view(heads),
+            keys,
+            values,
+            tree.block_table,
+            tree.context_lens,
+            tree.query_start_loc,
+            tree.ancestors,
+            first_node=tree.first_node,
+            scale=self.scale,
+            key_scale=layer._k_scale,
+            value_scale=layer._v_scale,
+            workspace=tree.workspace,
+            output=output.view(heads),
+            max_queries=tree.max_queries,
+        )
+
+
+class FlashTreeImpl(TreeForward, FlashAttentionImpl):
+    """FlashAttention with trees."""
+
+
+class TritonTreeImpl(TreeForward, TritonAttentionImpl):
+    """vLLM's Triton attention with trees."""
+
+
+class FlashTreeBuilder(FlashAttentionMetadataBuilder):
+    """As vLLM's; a full CUDA graph holds either trees or one token per request."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
+class TritonTreeBuilder(TritonAttentionMetadataBuilder):
+    """As vLLM's; a full CUDA graph holds either trees or one token per request."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
+class FlashTreeBackend(FlashAttentionBackend):
+    """Registered for FLASH_ATTN in the workers of a Sequoia engine only."""
+
+    supports_kv_cache_update_bypass = False
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        """The attention implementation."""
+        return FlashTreeImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        """The metadata builder."""
+        return FlashTreeBuilder
+
+
+class TritonTreeBackend(TritonAttentionBackend):
+    """Registered for TRITON_ATTN in the workers of a Sequoia engine only."""
+
+    supports_kv_cache_update_bypass = False
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonAttentionImpl]:
+        """The attention implementation."""
+        return TritonTreeImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
+        """The metadata builder."""
+        return TritonTreeBuilder

@@ -1,0 +1,133 @@
+"""Tree attention and commit on GPUs, in Triton, beside vLLM's own attention backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from sequoia_vllm.engine.v2.attention_gpu import DraftMetadata, GPUTreeQueries, TreeForward
+from sequoia_vllm.engine.v2.backend import DraftQueries, TreeBackend
+from sequoia_vllm.engine.v2.scoring import ScoringTrees
+from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
+from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, pack_ancestors
+
+_MODULE = "sequoia_vllm.engine.v2.attention_gpu"
+_CLASSES = {
+    AttentionBackendEnum.FLASH_ATTN: f"{_MODULE}.FlashTreeBackend",
+    AttentionBackendEnum.TRITON_ATTN: f"{_MODULE}.TritonTreeBackend",
+}
+_LARGEST_HEAD = 256
+
+
+class GPUTreeBackend(TreeBackend):
+    """Tree attention in Triton.
+
+    Args:
+        ancestors: bool ``[N, N]``, on the device: the engine's tree.
+    """
+
+    def __init__(self, ancestors: Tensor) -> None:
+        self._ancestors = pack_ancestors(ancestors)
+        self._packed: dict[int, tuple[Tensor, Tensor]] = {}
+        self._workspace = TreeAttentionWorkspace(_LARGEST_HEAD, ancestors.device)
+        self._layers: list[tuple[str, CacheLayers]] = []
+
+    @contextmanager
+    def replace_attention(self) -> Iterator[None]:
+        """Registers our classes under the names of those that they extend."""
+        selector._cached_get_attn_backend.cache_clear()
+        for name, path in _CLASSES.items():
+            register_backend(name, path)
+        try:
+            yield
+        finally:
+            for name in _CLASSES:
+                name.clear_override()
+            selector._cached_get_attn_backend.cache_clear()
+
+    def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
+        """Why our kernel cannot serve this layer, or None."""
+        head_size = getattr(impl, "head_size", 0)
+        features = {
+            "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
+            "a logits soft cap": bool(getattr(impl, "logits_soft_cap", 0)),
+            "attention sinks": getattr(impl, "sinks", None) is not None,
+            "a sliding window": getattr(impl, "sliding_window", None) not in (-1, None, (-1, -1)),
+            "attention other than decoder self-attention": getattr(impl, "attn_type", "decoder")
+            != "decoder",
+            f"heads of {head_size}": head_size > _LARGEST_HEAD,
+            f"{type(impl).__name__} (use --attention-backend FLASH_ATTN or TRITON_ATTN)": (
+                not isinstance(impl, TreeForward)
+            ),
+        }
+        used = [name for name, present in features.items() if present]
+        return f"layer {layer_name} uses {', '.join(used)}" if used else None
+
+    def scoring_queries(self, trees: ScoringTrees, metadata: Any) -> GPUTreeQueries:
+        """The trees' rows: views of buffers that stay where they are."""
+        return GPUTreeQueries(
+            query_start_loc=trees.query_start_loc,
+            context_lens=trees.context_lens,
+            block_table=metadata.block_table[: trees.num_requests],
+            ancestors=self._ancestors,
+            first_node=0,
+            max_queries=trees.max_nodes,
+            workspace=self._workspace,
+            only_trees=trees.only_trees,
+        )
+
+    def draft_metadata(
+        self, queries: DraftQueries, query_start_loc: Tensor, block_table: Tensor, slots: Tensor
+    ) -> DraftMetadata:
+        """Metadata whose rows are all tree nodes."""
+        return DraftMetadata(
+            tree=GPUTreeQueries(
+                query_start_loc=query_start_loc,
+                context_lens=queries.context_lens,
+                block_table=block_table,
+                ancestors=self._pack(queries.ancestors),
+                first_node=queries.first,
+                max_queries=queries.width,
+                workspace=self._workspace,
+                only_trees=True,
+            ),
+            slot_mapping=slots,
+        )
+
+    def _pack(self, ancestors: Tensor) -> Tensor:
+        """The packed matrix; made once, as trees are few. The key's tensor is kept alive."""
+        if id(ancestors) not in self._packed:
+            self._packed[id(ancestors)] = ancestors, pack_ancestors(ancestors)
+        return self._packed[id(ancestors)][1]
+
+    def commit(
+        self, caches: dict[str, Tensor], metadata: dict[str, Any], trees: ScoringTrees,
+        accepted: Tensor,
+    ) -> None:  # fmt: skip
+        """One launch for all layers that share a block table and a shape."""
+        if not self._layers:
+            self._layers = _cache_layers(caches, metadata)
+        for layer, group in self._layers:
+            commit_accepted(
+                group,
+                block_table=metadata[layer].block_table[: trees.num_requests],
+                context_lens=trees.context_lens,
+                accepted=accepted,
+            )
+
+
+def _cache_layers(
+    caches: dict[str, Tensor], metadata: dict[str, Any]
+) -> list[tuple[str, CacheLayers]]:
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for name, cache in caches.items():
+        key = id(metadata[name]), cache.shape, cache.stride(), cache.dtype
+        found.setdefault(key, []).append(name)
+    return [
+        (names[0], CacheLayers.of([caches[name] for name in names])) for names in found.values()
+    ]

@@ -1,0 +1,262 @@
+"""The device's work of a drafting pass: read what was committed, then grow level by level.
+
+Everything is read from `DraftBatch` and other buffers that stay in place, and
+nothing depends on values that only the device knows: a CUDA graph may hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.block_table import BlockTables
+
+from sequoia_vllm.engine.v2.backend import DraftQueries, TreeBackend
+from sequoia_vllm.engine.v2.draft_batch import DraftBatch
+from sequoia_vllm.engine.v2.levels import DraftLevels, Level
+from sequoia_vllm.kernels.children import DrawWorkspace, draw_children
+
+Forward = Callable[[Tensor, Tensor, dict[str, Any], dict[str, Tensor], None], Tensor]
+"""(token ids, positions, attention metadata, slots by layer, None) -> hidden states."""
+
+
+@dataclass(frozen=True)
+class DraftedTrees:
+    """What the verifier needs to know of the drafts, for all request slots.
+
+    Attributes:
+        nodes: int32 ``[slots]``: nodes drafted, root included; 0: none.
+        rows: int32 ``[slots]``: the request's row of the two tensors below.
+        logits: ``[rows, I, V]``: draft logits of the I nodes with children.
+        stats: float32 ``[rows, I, 2]``: maximum and sum that make them Q.
+    """
+
+    nodes: Tensor
+    rows: Tensor
+    logits: Tensor
+    stats: Tensor
+
+    @classmethod
+    def empty(
+        cls, slots: int, rows: int, inner: int, vocab_size: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> DraftedTrees:  # fmt: skip
+        """No drafts yet."""
+        return cls(
+            nodes=torch.zeros(slots, dtype=torch.int32, device=device),
+            rows=torch.zeros(slots, dtype=torch.int32, device=device),
+            logits=torch.zeros(rows, inner, vocab_size, dtype=dtype, device=device),
+            stats=torch.ones(rows, inner, 2, dtype=torch.float32, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class DraftCache:
+    """The draft's part of the paged KV cache.
+
+    Attributes:
+        block_tables: vLLM's, gathered for the batch by the target's pass.
+        config: The engine's cache groups.
+        groups: Index of the group of each draft layer.
+        slot_mappings: int64 ``[groups, rows]``: a buffer of the draft's own.
+    """
+
+    block_tables: BlockTables
+    config: KVCacheConfig
+    groups: dict[str, int]
+    slot_mappings: Tensor
+
+    def slots(
+        self, requests: Tensor, query_start_loc: Tensor, positions: Tensor, has_slot: Tensor
+    ) -> Tensor:
+        """Slots int64 ``[groups, rows]`` of these positions; -1 where there is none.
+
+        Args:
+            requests: int64 ``[R]``: request slots; -1: none.
+            query_start_loc: int32 ``[R + 1]``: rows of each request.
+            positions: ``[rows]``.
+            has_slot: bool ``[rows]``.
+        """
+        slots = self.block_tables.compute_slot_mappings(
+            requests,
+            query_start_loc,
+            torch.where(has_slot, positions, 0).long(),
+            len(positions),
+            out=self.slot_mappings,
+        )
+        return slots.masked_fill_(~has_slot, PAD_SLOT_ID)
+
+    def by_layer(self, slots: Tensor) -> dict[str, Tensor]:
+        """Each layer's row of what `slots` returned."""
+        by_layer: dict[str, Tensor] = build_slot_mappings_by_layer(slots, self.config)
+        return by_layer
+
+
+class TreeGrowth:
+    """Grows the trees of a batch.
+
+    Attributes:
+        tokens: int64 ``[max_num_reqs, size]``: drafted tokens in stored order;
+            column 0 is not used.
+
+    Args:
+        batch: The requests.
+        drafted: Where Q is kept.
+        cache: The draft's cache.
+        backend: The device's attention.
+        forward: Runs the draft model.
+        compute_logits: Its LM head.
+        token_ids: int32 ``[slots, max_model_len]``: tokens of each request.
+        max_lens: Longest request of the engine, and of the draft.
+        size, depth: Of the engine's tree.
+    """
+
+    def __init__(
+        self,
+        batch: DraftBatch,
+        drafted: DraftedTrees,
+        cache: DraftCache,
+        backend: TreeBackend,
+        forward: Forward,
+        compute_logits: Callable[[Tensor], Tensor],
+        token_ids: Tensor,
+        max_lens: tuple[int, int],
+        size: int,
+        depth: int,
+    ) -> None:
+        device, max_num_reqs = batch.slots.device, len(batch.slots)
+        self._batch = batch
+        self._drafted = drafted
+        self._cache = cache
+        self._backend = backend
+        self._forward = forward
+        self._compute_logits = compute_logits
+        self._token_ids = token_ids
+        self._max_model_len, self._draft_max_len = max_lens
+        self._workspace = DrawWorkspace()
+        self.tokens = torch.zeros(max_num_reqs, size, dtype=torch.int64, device=device)
+        self.places = torch.arange(max(max_num_reqs, size) + 1, dtype=torch.int32, device=device)
+        # A few new tokens are a tree without branches below what the draft has read.
+        self.chain_width = depth + 1
+        self._chain = torch.ones(depth + 1, depth + 1, dtype=torch.bool, device=device).tril_()
+
+    def read_and_grow(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> None:
+        """Reads up to `chain_width` committed tokens of each request, and grows its tree."""
+        batch, width = self._batch, self.chain_width
+        starts, counts = batch.starts[:num_reqs], batch.counts[:num_reqs]
+        positions = starts[:, None] + self.places[:width]
+        hidden = self._forward_nodes(
+            tokens=self.committed(batch.slots[:num_reqs, None], positions),
+            positions=positions,
+            slot_positions=positions,
+            has_slot=self.places[:width] < counts[:, None],
+            queries=DraftQueries(
+                context_lens=starts,
+                first=0,
+                width=width,
+                ancestors=self._chain,
+                max_keys=min(max_keys + width, self._max_model_len),
+                max_slots=self._max_model_len,
+            ),
+        )
+        last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1]).long()
+        self.grow(
+            num_reqs, levels, hidden.view(num_reqs, width, -1).gather(1, last)[:, 0], max_keys
+        )
+
+    def grow(self, num_reqs: int, levels: DraftLevels, root_hidden: Tensor, max_keys: int) -> None:
+        """Draws the children of the roots, then of each level below.
+
+        Args:
+            num_reqs: Requests of the batch, R.
+            levels: The tree to grow.
+            root_hidden: ``[R, H]``: the draft's hidden state at each root.
+            max_keys: No request has more committed tokens.
+        """
+        batch = self._batch
+        hidden = root_hidden
+        for level in levels.levels:
+            if level.depth > 0:
+                hidden = self._level(num_reqs, levels, level, max_keys)
+            draw_children(
+                logits=self._compute_logits(hidden),
+                temperature=batch.temperature[:num_reqs],
+                seeds=batch.seeds[:num_reqs],
+                modes=batch.modes[:num_reqs],
+                positions=batch.roots[:num_reqs],
+                depth=level.depth,
+                nodes=level.nodes,
+                counts=level.counts,
+                columns=level.columns,
+                tokens=self.tokens[:num_reqs],
+                draft_logits=self._drafted.logits,
+                draft_stats=self._drafted.stats,
+                state_rows=self.places[:num_reqs],
+                inner_rows=level.rows,
+                workspace=self._workspace,
+            )
+
+    def committed(self, requests: Tensor, positions: Tensor) -> Tensor:
+        """Token ids at these positions of these request slots, int32."""
+        last = self._token_ids.shape[1] - 1
+        return self._token_ids[requests, positions.clamp(max=last).long()]
+
+    def _level(self, num_reqs: int, levels: DraftLevels, level: Level, max_keys: int) -> Tensor:
+        """Hidden states ``[R * m, H]`` at one level's nodes."""
+        roots = self._batch.roots[:num_reqs]
+        last = level.first + level.width
+        slot_positions = roots[:, None] + self.places[level.first : last]
+        return self._forward_nodes(
+            tokens=self.tokens[:num_reqs].index_select(1, level.nodes),
+            positions=(roots + level.depth)[:, None].expand_as(slot_positions),
+            slot_positions=slot_positions,
+            # A node past the model's length is always trimmed by the scheduler;
+            # it only must not write outside the request's blocks.
+            has_slot=slot_positions < self._max_model_len,
+            queries=DraftQueries(
+                context_lens=roots,
+                first=level.first,
+                width=level.width,
+                ancestors=levels.ancestors,
+                max_keys=min(max_keys + last, self._max_model_len),
+                max_slots=self._max_model_len,
+            ),
+        )
+
+    def _forward_nodes(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slot_positions: Tensor,
+        has_slot: Tensor,
+        queries: DraftQueries,
+    ) -> Tensor:
+        """Hidden states ``[R * m, H]`` of m nodes per request; other tensors are ``[R, m]``."""
+        num_reqs, cache = len(tokens), self._cache
+        query_start_loc = self.places[: num_reqs + 1] * queries.width
+        slots = cache.slots(
+            self._batch.slots[:num_reqs],
+            query_start_loc,
+            slot_positions.flatten(),
+            has_slot.flatten(),
+        )
+        tables = cache.block_tables.input_block_tables
+        by_group = {
+            group: self._backend.draft_metadata(
+                queries, query_start_loc, tables[group][:num_reqs], slots[group]
+            )
+            for group in set(cache.groups.values())
+        }
+        return self._forward(
+            tokens.flatten().int(),
+            positions.clamp(max=self._draft_max_len - 1).flatten().long(),
+            {name: by_group[group] for name, group in cache.groups.items()},
+            cache.by_layer(slots),
+            None,
+        )

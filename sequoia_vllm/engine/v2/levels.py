@@ -1,0 +1,107 @@
+"""How the draft grows a tree on a device: index arrays of its levels, made once per tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sequoia_vllm.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Level:
+    """The m nodes of one depth that have children, whose children are drawn together.
+
+    Attributes:
+        depth: Of these nodes, in edges; 0 is the root.
+        first: Place of the first of them in draft order: the root, then every
+            other inner node, depth by depth. They follow one another from there.
+        nodes: int32 ``[m]``: stored index of each.
+        counts: int32 ``[m]``: children of each.
+        columns: int32 ``[m, b]``: stored index of each child, in draft order;
+            0 beyond a node's last child.
+        rows: int32 ``[m]``: where each node's Q is kept, see `inner_rows`.
+    """
+
+    depth: int
+    first: int
+    nodes: Tensor
+    counts: Tensor
+    columns: Tensor
+    rows: Tensor
+
+    @property
+    def width(self) -> int:
+        """Nodes of this level."""
+        return len(self.nodes)
+
+
+class DraftLevels:
+    """A tree as the draft model grows it.
+
+    Attributes:
+        tree: The tree.
+        levels: From the root down.
+        depths: int64 ``[I]``: depth of each inner node in draft order, the root first.
+        ancestors: bool ``[I, I]``: which inner nodes each sees, itself included.
+    """
+
+    def __init__(self, tree: TokenTree, rows: Sequence[int], device: torch.device) -> None:
+        """Makes the arrays.
+
+        Args:
+            tree: The engine's tree, or a prefix of it.
+            rows: `inner_rows` of the engine's whole tree.
+            device: Where they go.
+        """
+        self.tree = tree
+        by_depth: list[list[int]] = [[] for _ in range(tree.depth)]
+        for node, children in enumerate(tree.children):
+            if children:
+                by_depth[int(tree.depths[node])].append(node)
+        order = [node for nodes in by_depth for node in nodes]
+
+        def tensor(values: object, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        self.levels = []
+        first = 0
+        for depth, nodes in enumerate(by_depth):
+            branch = max(len(tree.children[node]) for node in nodes)
+            columns = [
+                [*tree.children[node], *[0] * (branch - len(tree.children[node]))] for node in nodes
+            ]
+            self.levels.append(
+                Level(
+                    depth=depth,
+                    first=first,
+                    nodes=tensor(nodes),
+                    counts=tensor([len(tree.children[node]) for node in nodes]),
+                    columns=tensor(columns),
+                    rows=tensor([rows[node] for node in nodes]),
+                )
+            )
+            first += len(nodes)
+        self.depths = tensor(tree.depths[order].tolist(), torch.int64)
+        self.ancestors = torch.from_numpy(tree.ancestor_mask[np.ix_(order, order)]).to(device)
+
+    @property
+    def num_inner(self) -> int:
+        """Nodes that the draft model reads, the root included."""
+        return len(self.depths)
+
+
+def inner_rows(tree: TokenTree) -> list[int]:
+    """For each node, its place among the nodes with children, in stored order; leaves: -1.
+
+    A prefix of a tree keeps the rows of the whole tree.
+    """
+    rows, count = [], 0
+    for children in tree.children:
+        rows.append(count if children else -1)
+        count += bool(children)
+    return rows

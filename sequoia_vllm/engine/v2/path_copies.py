@@ -1,0 +1,47 @@
+"""Brings what became of trees to the host, for statistics, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class PathCopies:
+    """Copies under way from the device. Also on CPUs, where they are done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._under_way: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+
+    def start(self, accepted: Tensor, num_nodes: Tensor) -> None:
+        """Begins to copy one step's trees.
+
+        Args:
+            accepted: int32 ``[R, D]``: accepted nodes by depth, -1 padded.
+            num_nodes: int32 ``[R]``: nodes scored, root included; less than 2: no tree.
+        """
+        paths = torch.cat([num_nodes[:, None], accepted], dim=1)
+        if not self._on_gpu:
+            self._under_way.append((paths, None))
+            return
+        host = torch.empty_like(paths, device="cpu", pin_memory=True)
+        host.copy_(paths, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._under_way.append((host, event))
+
+    def arrived(self) -> list[NDArray[np.int32]]:
+        """Paths (see `metrics.paths_of`) of the steps whose copies are done, oldest first."""
+        found = []
+        while self._under_way:
+            paths, event = self._under_way[0]
+            if event is not None and not event.query():
+                break
+            self._under_way.popleft()
+            array = paths.numpy()
+            found.append(array[array[:, 0] > 1])
+        return found

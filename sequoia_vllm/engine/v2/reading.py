@@ -1,0 +1,111 @@
+"""How much of each request the draft model has read: exact on the device, bounded on the host.
+
+A step's outcome stays on the device (vLLM schedules the next step before it is
+known), so the host knows only how many tokens a request may have gained at
+most. That bounds the rows of the draft's next pass; the device knows which of
+them are real.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
+
+
+@dataclass(frozen=True)
+class ReadRows:
+    """The tokens that the draft reads next, ``width`` rows per request, most of them real.
+
+    Attributes:
+        starts: int32 ``[R]``: position of each request's first unread token.
+        counts: int32 ``[R]``: rows that hold a token; the others are padding.
+        ends: int32 ``[R]``: committed tokens of each request.
+        complete: bool ``[R]``: whether nothing is left to read after this pass.
+    """
+
+    starts: Tensor
+    counts: Tensor
+    ends: Tensor
+    complete: Tensor
+
+
+class DraftReading:
+    """Tokens of each request whose keys and values the draft's cache holds.
+
+    While a schedule says 0 drafts the draft reads nothing; when speculation is
+    on again, requests catch up.
+
+    Args:
+        max_num_reqs: Request slots of the engine.
+        depth: Of the engine's tree: most drafts that a step accepts.
+        device: The engine's device.
+    """
+
+    def __init__(self, max_num_reqs: int, depth: int, device: torch.device) -> None:
+        self._depth = depth
+        self._read = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)
+        self._unread_bound = np.zeros(max_num_reqs, dtype=np.int32)
+
+    @property
+    def read(self) -> Tensor:
+        """int32 ``[max_num_reqs]``: tokens read, by request slot."""
+        return self._read.gpu
+
+    def start(self, slot: int, num_computed_tokens: int) -> None:
+        """A request (re)starts with this many tokens in the cache, by prefix caching."""
+        self._read.stage_write_elem(slot, num_computed_tokens)
+        self._unread_bound[slot] = 0
+
+    def apply_starts(self) -> None:
+        """Writes what `start` was told to the device."""
+        self._read.apply_write()
+
+    def gain(
+        self,
+        slots: NDArray[np.intp],
+        num_scheduled: NDArray[np.int32],
+        num_drafts: NDArray[np.int32] | None,
+        is_prefilling: NDArray[np.bool_],
+    ) -> None:
+        """A step was run: each request may have gained up to so many tokens.
+
+        Args:
+            slots: ``[R]``: request slots of the batch.
+            num_scheduled: ``[R]``: tokens in the target's forward, drafts included.
+            num_drafts: ``[R]``, or None for none.
+            is_prefilling: ``[R]``: whether the step read a prompt (it may have
+                sampled a token too).
+        """
+        drafts = 0 if num_drafts is None else num_drafts
+        read = num_scheduled - drafts + is_prefilling
+        self._unread_bound[slots] += read + np.minimum(drafts, self._depth)
+
+    def take_bounds(self, slots: NDArray[np.intp], budget: int) -> NDArray[np.int32]:
+        """Rows to read now, int32 ``[R]``: all there may be, up to ``budget`` in sum."""
+        bounds = self._unread_bound[slots]
+        allowed = np.maximum(budget - (bounds.cumsum() - bounds), 0)
+        taken: NDArray[np.int32] = np.minimum(bounds, allowed).astype(np.int32)
+        self._unread_bound[slots] = bounds - taken
+        return taken
+
+    def take(self, slots: Tensor, computed: Tensor, sampled: Tensor, bounds: Tensor) -> ReadRows:
+        """What `take_bounds` means on the device; these tokens then count as read.
+
+        Args:
+            slots: int64 ``[R]``.
+            computed: int32 ``[R]``: tokens in the target's cache.
+            sampled: ``[R]``: tokens that the step sampled; the last of them is
+                committed, but not in the target's cache.
+            bounds: int32 ``[R]``, from `take_bounds`.
+        """
+        starts = self.read[slots]
+        ends = computed + (sampled > 0)
+        counts = torch.minimum(ends - starts, bounds).clamp_(min=0)
+        after = starts + counts
+        self.read[slots] = after
+        return ReadRows(starts, counts, ends, (after == ends) & (sampled > 0))

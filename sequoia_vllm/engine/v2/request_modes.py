@@ -1,0 +1,52 @@
+"""How each request's drafts are drawn and verified."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+
+from sequoia_vllm.engine.eligibility import drafts_at_no_time
+from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
+from sequoia_vllm.verification import GREEDY_BELOW
+
+
+class RequestModes:
+    """The mode of every request slot, on the host and the device."""
+
+    def __init__(self, max_num_reqs: int) -> None:
+        self._modes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
+
+    @property
+    def gpu(self) -> Tensor:
+        """int32 ``[slots]``."""
+        return self._modes.gpu
+
+    def all_sampled(self, slots: NDArray[np.intp]) -> bool:
+        """Whether all requests in these slots are verified by Algorithm 2."""
+        return bool((self._modes.np[slots] == SAMPLED).all())
+
+    def has_drafts(self, slot: int) -> bool:
+        """Whether the request in this slot ever drafts."""
+        return int(self._modes.np[slot]) != SKIP
+
+    def start(self, slot: int, sampling_params: Any) -> None:
+        """A request (re)starts in this slot."""
+        self._modes.np[slot] = mode_of(sampling_params)
+
+    def apply_starts(self) -> None:
+        """Makes what `start` was told visible to the device."""
+        self._modes.copy_to_uva()
+
+
+def mode_of(sampling_params: Any) -> int:
+    """How this request is drafted and verified."""
+    if drafts_at_no_time(sampling_params):
+        return SKIP
+    if sampling_params.temperature < GREEDY_BELOW:
+        return GREEDY
+    return SAMPLED if sampling_params.seed is None else MATCHED

@@ -1,0 +1,154 @@
+"""Model Runner V2 with token trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config.compilation import CUDAGraphMode
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.engine.step_stats import StepStats
+from sequoia_vllm.engine.swap import swapped
+from sequoia_vllm.engine.v2.backend import TreeBackend
+from sequoia_vllm.engine.v2.path_copies import PathCopies
+from sequoia_vllm.engine.v2.scoring import ScoringTrees, TreeScoring, attach
+from sequoia_vllm.engine.v2.speculator import TreeSpeculator
+from sequoia_vllm.engine.v2.verifier import TreeRejectionSampler
+
+
+class TreeRunnerMixin(GPUModelRunner):
+    """Grows, scores, verifies and commits token trees within vLLM's V2 step.
+
+    One step: `prepare_attn` (positions by depth) -> attention metadata (tree
+    masks) -> target forward -> `sample` (verify, commit) -> the speculator's
+    `propose` (grow the next trees). Nothing waits for the device.
+    """
+
+    rejection_sampler: TreeRejectionSampler
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, backend: TreeBackend) -> None:
+        self.tree_backend = backend
+        self.tree = SequoiaSettings.of(vllm_config).tree
+
+        def init_speculator(config: VllmConfig, where: torch.device, states: Any) -> TreeSpeculator:
+            return TreeSpeculator(config, where, states, backend)
+
+        with swapped(model_runner, "init_speculator", init_speculator):
+            super().__init__(vllm_config, device)
+        self.stats = StepStats(self.tree)
+        self._paths = PathCopies(device)
+        self._scoring = TreeScoring(self.tree, self.max_num_reqs, device)
+        self._trees: ScoringTrees | None = None
+        self._metadata: dict[str, Any] = {}
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts per request; measuring tools lower it."""
+        return self.speculator.max_drafts
+
+    @max_drafts.setter
+    def max_drafts(self, drafts: int) -> None:
+        self.speculator.max_drafts = drafts
+
+    # -- model and cache -----------------------------------------------------------
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's, with our attention; refuses attention that trees cannot use.
+
+        Raises:
+            ValueError: Naming the layer and what it uses.
+        """
+        with self.tree_backend.replace_attention():
+            super().load_model(*args, **kwargs)
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        for name, layer in layers.items():
+            reason = self.tree_backend.unsupported_attention(name, getattr(layer, "impl", layer))
+            if reason:
+                raise ValueError(
+                    f"Sequoia cannot run this model: {reason}. Serve it without "
+                    "--speculative-config, or with one of vLLM's own methods."
+                )
+        self._target_layers = [
+            name for name in layers if name not in self.speculator.draft_attn_layer_names
+        ]
+        self.rejection_sampler = TreeRejectionSampler(self.sampler, self.speculator)
+        self._plain_prepare_attn = self.model_state.prepare_attn
+        self.model_state.prepare_attn = self._attention_metadata
+
+    # -- requests ------------------------------------------------------------------
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """As vLLM's; follows what the draft has read of new and resumed requests."""
+        super().add_requests(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            slot = self.req_states.req_id_to_index[new.req_id]
+            self.speculator.start_request(slot, new.num_computed_tokens, new.sampling_params)
+        if scheduler_output.scheduled_new_reqs:
+            self.speculator.apply_starts()
+
+    # -- before the target's forward -----------------------------------------------
+
+    def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[Tensor, ...], Tensor]:
+        """As vLLM's, whose slots follow from positions; then positions by depth."""
+        prepared = super().prepare_attn(input_batch)
+        self._scoring.place(input_batch)
+        return prepared
+
+    def _attention_metadata(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        *args: Any,
+        for_capture: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Replaces the model state's `prepare_attn`: adds the trees to its metadata."""
+        metadata = self._plain_prepare_attn(
+            input_batch, cudagraph_mode, *args, for_capture=for_capture, **kwargs
+        )
+        if for_capture:
+            nodes = input_batch.num_tokens // input_batch.num_reqs
+            trees = None
+            if nodes > 1:
+                trees = self._scoring.trees_to_capture(input_batch, nodes, self.max_model_len)
+        else:
+            trees = self._scoring.trees_of(input_batch)
+        self._trees, self._metadata = trees, metadata
+        if trees is not None:
+            first = metadata[self._target_layers[0]]
+            attach(metadata, self._target_layers, self.tree_backend.scoring_queries(trees, first))
+        return metadata
+
+    # -- after it: verify and commit -------------------------------------------------
+
+    def sample(self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any) -> Any:
+        """As vLLM's, whose rejection sampler is ours; then commits the accepted paths."""
+        output = super().sample(hidden_states, input_batch, grammar_output)
+        if (trees := self._trees) is not None and input_batch.num_draft_tokens > 0:
+            accepted = self.rejection_sampler.accepted[: trees.num_requests]
+            self.tree_backend.commit(self._target_caches(), self._metadata, trees, accepted)
+            self._paths.start(accepted, self.rejection_sampler.num_nodes[: trees.num_requests])
+        for paths in self._paths.arrived():
+            self.stats.observe_paths(paths)
+        return output
+
+    def take_draft_token_ids(self) -> Any:
+        """As vLLM's, but for requests that never draft: they get none."""
+        drafts = super().take_draft_token_ids()
+        for index, request_id in enumerate(drafts.req_ids if drafts is not None else ()):
+            slot = self.req_states.req_id_to_index.get(request_id)
+            if slot is not None and not self.speculator.modes.has_drafts(slot):
+                drafts.draft_token_ids[index] = []
+        return drafts
+
+    def _target_caches(self) -> dict[str, Tensor]:
+        layers = self.compilation_config.static_forward_context
+        return {name: layers[name].kv_cache for name in self._target_layers}

@@ -1,0 +1,103 @@
+"""The target's side of a step: where tree nodes are, and what they see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from sequoia_vllm.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class ScoringTrees:
+    """The trees of a batch, whose requests come first in it.
+
+    Attributes:
+        num_requests: Requests with trees, R.
+        max_nodes: Nodes of the largest tree, root included.
+        num_tokens: Nodes of all trees.
+        query_start_loc: int32 ``[R + 1]``: the rows of each request's nodes.
+        context_lens: int32 ``[R]``: committed tokens before each root.
+        max_keys: No request has more tokens than this, nodes included.
+        only_trees: No row of the batch is anything but a tree node.
+    """
+
+    num_requests: int
+    max_nodes: int
+    num_tokens: int
+    query_start_loc: Tensor
+    context_lens: Tensor
+    max_keys: int
+    only_trees: bool
+
+
+class TreeScoring:
+    """Rewrites a batch in which vLLM laid out drafts as chains.
+
+    vLLM gives a request's tokens consecutive positions; their slots follow from
+    them and stay so. Node i has slot c + i and RoPE position c + depth(i).
+
+    Args:
+        tree: The engine's tree; every request drafts a prefix of it.
+        max_num_reqs: Request slots of the engine.
+        device: The engine's device.
+    """
+
+    def __init__(self, tree: TokenTree, max_num_reqs: int, device: torch.device) -> None:
+        shift = tree.depths - torch.arange(tree.size).numpy()
+        self._shift = torch.from_numpy(shift).to(device)
+        self.context_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+
+    def place(self, batch: InputBatch) -> None:
+        """Gives tree nodes the position of their depth, in place; notes their contexts.
+
+        All on the device, in buffers that CUDA graphs read.
+        """
+        if batch.num_draft_tokens == 0:
+            return
+        rows = batch.logits_indices
+        roots = rows[batch.cu_num_logits[:-1].long()]
+        self.context_lens[: batch.num_reqs] = batch.positions[roots]
+        batch.positions[rows] += self._shift[batch.expanded_local_pos.long()]
+
+    def trees_of(self, batch: InputBatch) -> ScoringTrees | None:
+        """The trees of a batch that `place` has seen; None if it has none."""
+        drafts = batch.num_draft_tokens_per_req
+        if batch.num_draft_tokens == 0 or drafts is None:
+            return None
+        num_requests = int((drafts > 0).sum())
+        num_tokens = int(batch.query_start_loc_np[num_requests])
+        return ScoringTrees(
+            num_requests=num_requests,
+            max_nodes=int(drafts.max()) + 1,
+            num_tokens=num_tokens,
+            query_start_loc=batch.query_start_loc[: num_requests + 1],
+            context_lens=self.context_lens[:num_requests],
+            max_keys=int(batch.seq_lens_cpu_upper_bound[:num_requests].max()),
+            only_trees=num_tokens == batch.num_tokens,
+        )
+
+    def trees_to_capture(self, batch: InputBatch, nodes: int, max_keys: int) -> ScoringTrees:
+        """The trees of a CUDA graph for a batch of ``nodes`` tokens per request.
+
+        A replay has as many requests, perhaps some without tokens.
+        """
+        return ScoringTrees(
+            num_requests=batch.num_reqs,
+            max_nodes=nodes,
+            num_tokens=batch.num_tokens,
+            query_start_loc=batch.query_start_loc[: batch.num_reqs + 1],
+            context_lens=self.context_lens[: batch.num_reqs],
+            max_keys=max_keys,
+            only_trees=True,
+        )
+
+
+def attach(metadata: dict[str, Any], layers: list[str], trees: Any) -> None:
+    """Hands ``trees`` to the attention of these layers; layers may share one metadata object."""
+    for shared in {id(metadata[name]): metadata[name] for name in layers}.values():
+        shared.tree = trees

@@ -1,0 +1,296 @@
+"""The proposer on Model Runner V2: reads what was committed, and grows every request's tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+from vllm.v1.worker.gpu.states import RequestState
+
+from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.engine.v2.backend import TreeBackend
+from sequoia_vllm.engine.v2.draft_batch import DraftBatch
+from sequoia_vllm.engine.v2.draft_graphs import DraftGraphs
+from sequoia_vllm.engine.v2.growth import DraftCache, DraftedTrees, TreeGrowth
+from sequoia_vllm.engine.v2.levels import DraftLevels, inner_rows
+from sequoia_vllm.engine.v2.reading import DraftReading
+from sequoia_vllm.engine.v2.request_modes import RequestModes
+
+
+class TreeSpeculator(StandaloneARSpeculator):
+    """vLLM's draft-model speculator (loading, KV cache, buffers) growing trees.
+
+    Its `propose` is replaced. Whatever a step decided stays on the device.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        req_states: RequestState,
+        backend: TreeBackend,
+    ) -> None:
+        super().__init__(vllm_config, device)
+        self.tree = SequoiaSettings.of(vllm_config).tree
+        self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
+        self.req_states = req_states
+        self.backend = backend
+        self.modes = RequestModes(self.max_num_reqs)
+        self.reading = DraftReading(self.max_num_reqs, self.tree.depth, device)
+        self.max_trees = most_requests_with_trees(vllm_config)
+        self.batch = DraftBatch(self.max_num_reqs, device)
+        self.inner_rows = inner_rows(self.tree)
+        self._levels: dict[int, DraftLevels] = {}
+        self._graphs: DraftGraphs | None = None
+        # Rows per request of each forward of the last pass, for measuring.
+        self.pass_widths: list[int] = []
+
+    # -- model and cache ---------------------------------------------------------------
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """As vLLM's; then allocates what the verifier reads, so that profiling counts it."""
+        super().load_model(target_model)
+        self.drafted = DraftedTrees.empty(
+            self.max_num_reqs,
+            self.max_trees,
+            1 + max(self.inner_rows),
+            self.vocab_size,
+            self.draft_model_config.head_dtype,
+            self.device,
+        )
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's; the draft's growth works on these caches."""
+        super().set_attn(*args, **kwargs)
+        groups = {
+            name: index
+            for index, group in enumerate(self.kv_cache_config.kv_cache_groups)
+            for name in group.layer_names
+            if name in self.draft_attn_layer_names
+        }
+        self._cache = DraftCache(
+            self.block_tables, self.kv_cache_config, groups, self._slot_buffer()
+        )
+        self._growth = TreeGrowth(
+            batch=self.batch,
+            drafted=self.drafted,
+            cache=self._cache,
+            backend=self.backend,
+            forward=self._run_model,
+            compute_logits=self.model.compute_logits,
+            token_ids=self.req_states.all_token_ids.gpu,
+            max_lens=(self.max_model_len, self.draft_model_config.max_model_len),
+            size=self.tree.size,
+            depth=self.tree.depth,
+        )
+
+    def _slot_buffer(self) -> Tensor:
+        """A level of all requests may have more rows than a batch of the target."""
+        widest = max(level.width for level in self.levels_of(self.max_drafts).levels)
+        rows = max(
+            self.expanded_slot_mappings.shape[1],
+            self.max_trees * max(widest, self.tree.depth + 1),
+        )
+        groups = self.block_tables.num_kv_cache_groups
+        return torch.empty(groups, rows, dtype=torch.int64, device=self.device)
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Replaces vLLM's, which captures nothing of standalone draft models."""
+        self._graphs = DraftGraphs(
+            self.vllm_config,
+            self.device,
+            cudagraph_mode,
+            drafts_of(self.vllm_config),
+            self.max_trees,
+        )
+
+    def capture(self) -> None:
+        """Replaces vLLM's: the whole growth of a tree is one graph."""
+        if self._graphs is None:
+            return
+        self.batch.slots.fill_(-1)
+        self._graphs.capture_growth(
+            lambda requests, drafts: self._growth.read_and_grow(
+                requests, self.levels_of(drafts), self.max_model_len
+            )
+        )
+
+    def levels_of(self, drafts: int) -> DraftLevels:
+        """The tree of the first ``drafts`` nodes below the root, as the draft grows it."""
+        if drafts not in self._levels:
+            tree = self.tree.trim(drafts + 1)
+            self._levels[drafts] = DraftLevels(tree, self.inner_rows, self.device)
+        return self._levels[drafts]
+
+    # -- requests ----------------------------------------------------------------------
+
+    def start_request(self, slot: int, num_computed_tokens: int, sampling_params: Any) -> None:
+        """A new or resumed request takes this slot; `apply_starts` follows."""
+        self.reading.start(slot, num_computed_tokens)
+        self.modes.start(slot, sampling_params)
+
+    def apply_starts(self) -> None:
+        """Makes the requests that started known to the device."""
+        self.reading.apply_starts()
+        self.modes.apply_starts()
+
+    # -- one drafting pass ---------------------------------------------------------------
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, Tensor],
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        dp_sync_state: Any = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> Tensor:
+        """Replaces vLLM's: the draft reads what was committed and grows trees.
+
+        Returns:
+            Draft tokens int64 ``[R, N]`` in stored tree order. Requests that get
+            no tree, or a smaller one, have anything there: `drafted` says so.
+        """
+        tokens = self._growth.tokens[: input_batch.num_reqs, 1:]
+        if dummy_run:
+            self._dummy_forward(input_batch)
+            return tokens
+        self.reading.gain(
+            input_batch.idx_mapping_np,
+            input_batch.num_scheduled_tokens,
+            input_batch.num_draft_tokens_per_req,
+            input_batch.is_prefilling_np,
+        )
+        self.pass_widths = []
+        drafts = min(self.num_speculative_steps, self.max_drafts)
+        if num_speculative_tokens is not None:
+            drafts = min(drafts, num_speculative_tokens)
+        if drafts > 0:
+            self._draft(input_batch, num_sampled, temperature, seeds, drafts)
+        return tokens
+
+    def _draft(
+        self,
+        batch: InputBatch,
+        num_sampled: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        drafts: int,
+    ) -> None:
+        slots, num_reqs = batch.idx_mapping, batch.num_reqs
+        bounds = self.reading.take_bounds(batch.idx_mapping_np, self.max_num_tokens)
+        unread = self.reading.take(
+            slots,
+            self.req_states.num_computed_tokens.gpu[slots],
+            num_sampled,
+            async_tensor_h2d(bounds, device=self.device),
+        )
+        self.batch.fill(slots, unread, self.modes.gpu, temperature, seeds)
+        levels = self.levels_of(drafts)
+        self.pass_widths = [
+            self._growth.chain_width,
+            *(level.width for level in levels.levels[1:]),
+        ]
+        max_keys = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max()) + 1
+        if bounds.max() > self._growth.chain_width:
+            hidden = self._read_ragged(batch, bounds)
+            self._growth.grow(num_reqs, levels, hidden, max_keys)
+        elif shape := self._graphs and self._graphs.shape_of(num_reqs, drafts):
+            self._graphs.run_fullgraph(shape)
+        else:
+            self._growth.read_and_grow(num_reqs, levels, max_keys)
+        self._note_drafted(slots, unread.complete, levels)
+
+    def _note_drafted(self, slots: Tensor, complete: Tensor, levels: DraftLevels) -> None:
+        """Says which request slots have drafts, and where their Q is."""
+        num_reqs = len(slots)
+        roots, modes = self.batch.roots[:num_reqs], self.batch.modes[:num_reqs]
+        rows = self._growth.places[:num_reqs]
+        longest = min(self.draft_model_config.max_model_len, self.max_model_len) - 1
+        may_draft = complete & (modes >= 0) & (roots < longest) & (rows < self.max_trees)
+        # Requests that sit this pass out lose their drafts: their Q is overwritten.
+        self.drafted.nodes.zero_()
+        self.drafted.nodes[slots] = torch.where(may_draft, levels.tree.size, 0).int()
+        self.drafted.rows[slots] = rows
+
+    def _read_ragged(self, batch: InputBatch, bounds: np.ndarray) -> Tensor:
+        """Hidden states ``[R, H]`` at each request's last committed token.
+
+        For prompts: every request has as many rows as it may need.
+        """
+        num_reqs = batch.num_reqs
+        starts, counts = self.batch.starts[:num_reqs], self.batch.counts[:num_reqs]
+        first_rows = np.zeros(num_reqs + 1, dtype=np.int32)
+        np.cumsum(bounds, out=first_rows[1:])
+        total = int(first_rows[-1])
+        request_np = np.repeat(np.arange(num_reqs), bounds)
+        offset_np = (np.arange(total) - first_rows[request_np]).astype(np.int32)
+        query_start_loc = async_tensor_h2d(first_rows, device=self.device)
+        request = async_tensor_h2d(request_np, device=self.device)
+        offset = async_tensor_h2d(offset_np, device=self.device)
+        positions = (starts[request] + offset).long()
+        self.input_buffers.query_start_loc[: num_reqs + 1] = query_start_loc
+        self.input_buffers.seq_lens[:num_reqs] = starts + query_start_loc.diff()
+        slots = self._cache.slots(
+            batch.idx_mapping, query_start_loc, positions, offset < counts[request]
+        )
+        self.input_buffers.positions[:total] = positions
+        metadata = self._build_attn_metadata(
+            num_reqs=num_reqs,
+            batch_desc=BatchExecutionDescriptor(CUDAGraphMode.NONE, total, num_reqs),
+            query_start_loc_np=first_rows,
+            seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound,
+            step=int(bounds.max()),
+            slot_mappings=slots,
+        )
+        hidden = self._run_model(
+            self._growth.committed(batch.idx_mapping[request], positions),
+            positions.clamp(max=self.draft_model_config.max_model_len - 1),
+            metadata,
+            self._cache.by_layer(slots),
+            None,
+        )
+        return hidden[query_start_loc[:-1] + (counts - 1).clamp(min=0)]
+
+    def _dummy_forward(self, batch: InputBatch) -> None:
+        """For memory profiling: the largest forward, and the widest level's logits."""
+        rows = batch.num_tokens
+        hidden = self._run_model(batch.input_ids[:rows], batch.positions[:rows], None, None, None)
+        widest = max(level.width for level in self.levels_of(self.max_drafts).levels)
+        self.model.compute_logits(hidden[: min(rows, self.max_trees * widest)])
+
+
+def most_requests_with_trees(vllm_config: VllmConfig) -> int:
+    """The largest batch that drafts at all, by the engine's schedule."""
+    schedule = vllm_config.speculative_config.num_speculative_tokens_per_batch_size or []
+    most: int = vllm_config.scheduler_config.max_num_seqs
+    if not schedule or schedule[-1][2] > 0:
+        return most  # the last entry holds for larger batches, too
+    return min(most, max((last for _, last, drafts in schedule if drafts > 0), default=1))
+
+
+def drafts_of(vllm_config: VllmConfig) -> set[int]:
+    """Every number of drafts, but 0, that the engine's schedule has."""
+    config = vllm_config.speculative_config
+    schedule = config.num_speculative_tokens_per_batch_size or []
+    return {drafts for _, _, drafts in schedule if drafts > 0} or {config.num_speculative_tokens}

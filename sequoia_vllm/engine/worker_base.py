@@ -1,0 +1,48 @@
+"""What Sequoia's workers have in common, on every device and runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from sequoia_vllm.engine.online import attach_limit, attach_paths
+
+
+class SequoiaWorker(Worker):
+    """Steps that are timed and report what became of their trees."""
+
+    _draft_limit: int | None = None
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, timed as part of the step."""
+        with self.model_runner.stats.timed("step"):
+            return super().execute_model(*args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, timed as part of the step; its output says what became of its trees."""
+        stats = self.model_runner.stats
+        stats.steps += 1
+        with stats.timed("step"):
+            output = super().sample_tokens(*args, **kwargs)
+        if self._draft_limit is not None:
+            attach_limit(output, self._draft_limit)
+        return attach_paths(output, stats.take_paths())
+
+    def sequoia_stats(self, reset: bool = False, trace: bool = False) -> dict[str, Any]:
+        """Counters since the last reset (`StepStats.to_dict`); called by ``collective_rpc``.
+
+        Args:
+            reset: Start counting anew.
+            trace: With ``reset``: from now on record every model forward.
+        """
+        stats = self.model_runner.stats
+        counted = stats.to_dict()
+        if reset:
+            stats.trace = [] if trace else None
+            stats.reset()
+        return counted
+
+    def sequoia_limit_drafts(self, drafts: int) -> None:
+        """Grows, and schedules, at most this many nodes from the next steps on (a prefix)."""
+        self.model_runner.max_drafts = self._draft_limit = drafts

@@ -1,0 +1,8 @@
+"""``python -m sequoia_vllm.gpu_check``, also from a checkout that is not installed."""
+
+import sys
+
+from sequoia_vllm.gpu_check.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""Tree attention against its reference, and against the device's bandwidth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from sequoia_vllm.gpu_check.paged import PagedCache
+from sequoia_vllm.gpu_check.references import attention_reference
+from sequoia_vllm.gpu_check.report import AttentionTime
+from sequoia_vllm.gpu_check.stage import StageRun
+from sequoia_vllm.kernels.tree_attention import (
+    TreeAttentionWorkspace,
+    pack_ancestors,
+    tree_attention,
+)
+
+# A row's error over its norm: so many units in the last place of the output's dtype.
+_ROW_ERROR = 2.0
+_FLOAT32_ERROR = 2e-5
+# Caches of a timing, together: more than any L2 cache several times over.
+_ROTATED_BYTES = 1 << 30
+_MOST_LAYERS = 64
+_FP8_SCALES = (0.5, 1.5)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention of one model's layers."""
+
+    shape: str
+    heads: int
+    kv_heads: int
+    head_size: int
+
+
+LLAMA_2_7B = Heads("llama-2-7b", 32, 32, 128)
+LLAMA_3_8B = Heads("llama-3-8b", 32, 8, 128)
+LLAMA_68M = Heads("llama-68m", 12, 12, 64)
+TINY = Heads("tiny", 4, 2, 32)
+_FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch whose requests have ``sizes`` nodes after ``contexts`` committed tokens."""
+
+    heads: Heads
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    contexts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first_node: int = 0
+
+    @property
+    def name(self) -> str:
+        """For the report."""
+        dtypes = f"{short(self.dtype)}, {short(self.cache_dtype)} cache"
+        return (
+            f"tree attention {self.heads.shape} {dtypes}, contexts {list(self.contexts)}, "
+            f"nodes {list(self.sizes)} from {self.first_node}"
+        )
+
+
+def short(dtype: torch.dtype) -> str:
+    """A dtype's name."""
+    return str(dtype).removeprefix("torch.")
+
+
+def random_ancestors(nodes: int, seed: int = 0) -> Tensor:
+    """bool ``[nodes, nodes]`` of a tree whose nodes have random earlier parents."""
+    generator = torch.Generator().manual_seed(seed)
+    seen = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        parent = int(torch.randint(max(0, node - 20), node, (), generator=generator))
+        seen[node] |= seen[parent]
+    return seen
+
+
+def check_attention(run: StageRun) -> None:
+    """All cases, each with fresh random inputs; unused cache is NaN."""
+    for case in _cases(run):
+        with run.attempt(case.name):
+            run.check(case.name, _worst_row(run, case), _limit(case.dtype))
+
+
+def _limit(dtype: torch.dtype) -> float:
+    return _FLOAT32_ERROR if dtype == torch.float32 else _ROW_ERROR * torch.finfo(dtype).eps
+
+
+def _cases(run: StageRun) -> list[Case]:
+    if run.tiny:
+        return [
+            # Triton's interpreter cannot multiply bfloat16.
+            Case(TINY, torch.float32, torch.float32, (40, 0, 17), (9, 0, 5)),
+            Case(TINY, torch.float16, torch.float16, (300,), (4,), first_node=3),
+            Case(TINY, torch.float32, _FP8, (33,), (6,)),
+        ]
+    bf16, fp16 = torch.bfloat16, torch.float16
+    mixed = ((0, 31, 700, 4096, 1), (1, 64, 0, 33, 128))
+    cases = [
+        Case(heads, dtype, cache, *mixed)
+        for heads in (LLAMA_2_7B, LLAMA_3_8B, LLAMA_68M)
+        for dtype, cache in ((bf16, bf16), (fp16, fp16), (bf16, _FP8), (fp16, _FP8))
+        if cache != _FP8 or _has_fp8()
+    ]
+    cases += [
+        Case(heads, bf16, bf16, (context,), (nodes,))
+        for heads in (LLAMA_2_7B, LLAMA_3_8B)
+        for context, nodes in ((512, 16), (8192, 64), (8191, 256), (2048, 768))
+    ]
+    return [
+        *cases,
+        Case(LLAMA_68M, torch.float32, torch.float32, (257, 0), (40, 7)),
+        Case(LLAMA_68M, bf16, bf16, (1000, 63), (12, 5), first_node=37),
+        Case(Heads("head size 80", 6, 2, 80), bf16, bf16, (513,), (21,)),
+        Case(Heads("head size 256", 8, 4, 256), bf16, bf16, (513,), (48,)),
+    ]
+
+
+def _has_fp8() -> bool:
+    return torch.cuda.get_device_capability() >= (8, 9)
+
+
+def _worst_row(run: StageRun, case: Case) -> float:
+    """The largest error of a row of one head, over the row's norm."""
+    device, heads = run.machine.device, case.heads
+    generator = torch.Generator(device).manual_seed(sum(case.sizes) + sum(case.contexts))
+    ends = [
+        context + case.first_node + size if size else 0
+        for context, size in zip(case.contexts, case.sizes, strict=True)
+    ]
+    cache = PagedCache(
+        1, len(ends), max(ends) + 40, heads.kv_heads, heads.head_size, case.cache_dtype, generator
+    )
+    cache.poison(ends)
+    starts = [0, *torch.tensor(case.sizes).cumsum(0).tolist()]
+    shape = (starts[-1], heads.heads, heads.head_size)
+    query = torch.empty(shape, dtype=case.dtype, device=device).normal_(generator=generator)
+    ancestors = random_ancestors(case.first_node + max(case.sizes)).to(device)
+    quantized = case.cache_dtype == _FP8
+    scales = _FP8_SCALES if quantized else (1.0, 1.0)
+    keys, values = cache.keys_and_values(0)
+    output = torch.full_like(query, float("nan"))
+    tree_attention(
+        query, keys, values, cache.block_table,
+        torch.tensor(case.contexts, dtype=torch.int32, device=device),
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        pack_ancestors(ancestors),
+        first_node=case.first_node,
+        scale=heads.head_size**-0.5,
+        key_scale=torch.tensor(scales[0], device=device),
+        value_scale=torch.tensor(scales[1], device=device),
+        workspace=TreeAttentionWorkspace(heads.head_size, device),
+        output=output,
+    )  # fmt: skip
+    expected = attention_reference(
+        query, cache, 0, case.contexts, starts, ancestors, case.first_node,
+        heads.head_size**-0.5, *scales,
+    )  # fmt: skip
+    return float(((output.float() - expected).norm(dim=2) / expected.norm(dim=2)).max())
+
+
+# -- times --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TimedShape:
+    """What is timed."""
+
+    heads: Heads
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    batch_size: int
+    context_length: int
+    nodes: int
+
+    @property
+    def bytes_read(self) -> int:
+        """Keys and values of all positions, once."""
+        positions = self.batch_size * (self.context_length + self.nodes)
+        return (
+            positions * self.heads.kv_heads * 2 * self.heads.head_size * self.cache_dtype.itemsize
+        )
+
+    @property
+    def operations(self) -> int:
+        """Of both products, over the context and half of the tree."""
+        pairs = self.batch_size * self.nodes * (self.context_length + self.nodes // 2)
+        return 4 * pairs * self.heads.heads * self.heads.head_size
+
+
+def time_attention(run: StageRun, copy_rate: float, product_rate: float) -> None:
+    """Times all shapes that fit the memory.
+
+    Args:
+        run: The stage.
+        copy_rate: Bytes per second of a large copy.
+        product_rate: Operations per second of a large product.
+    """
+    for shape in _timed_shapes(run):
+        name = (
+            f"tree attention {shape.heads.shape} {short(shape.cache_dtype)} cache batch "
+            f"{shape.batch_size} context {shape.context_length} nodes {shape.nodes}"
+        )
+        with run.attempt(name):
+            if 2.5 * shape.bytes_read > run.machine.free_bytes:
+                run.say(f"{name}: not timed, memory is too small")
+                continue
+            found = _time_shape(run, shape, copy_rate, product_rate)
+            run.found.attention.append(found)
+            run.say(
+                f"{name}: {1e6 * found.seconds:.1f} us, {100 * found.share_of_bandwidth:.0f} % "
+                f"of bandwidth"
+            )
+
+
+def _timed_shapes(run: StageRun) -> list[TimedShape]:
+    if run.tiny:
+        return [TimedShape(TINY, torch.float32, torch.float32, 2, 40, 5)]
+    shapes = (LLAMA_2_7B, LLAMA_3_8B)
+    bf16 = torch.bfloat16
+    timed = [
+        TimedShape(heads, bf16, bf16, batch, context, nodes)
+        for heads, batch in product(shapes, (1, 8))
+        for context, nodes in product((512, 2048, 8192, 32768), (16, 64, 256, 768))
+    ]
+    if _has_fp8():
+        timed += [
+            TimedShape(heads, bf16, _FP8, batch, 8192, 64)
+            for heads, batch in product(shapes, (1, 8))
+        ]
+    return timed
+
+
+def _time_shape(
+    run: StageRun, shape: TimedShape, copy_rate: float, product_rate: float
+) -> AttentionTime:
+    device, heads = run.machine.device, shape.heads
+    generator = torch.Generator(device).manual_seed(1)
+    positions = shape.context_length + shape.nodes
+    fitting = max(1, int(0.4 * run.machine.free_bytes / shape.bytes_read))
+    layers = min(fitting, _MOST_LAYERS, max(2, -(-_ROTATED_BYTES // shape.bytes_read)))
+    layers = 2 if run.tiny else layers
+    cache = PagedCache(
+        layers, shape.batch_size, positions, heads.kv_heads, heads.head_size,
+        shape.cache_dtype, generator,
+    )  # fmt: skip
+    rows = shape.batch_size * shape.nodes
+    query = torch.empty(
+        rows, heads.heads, heads.head_size, dtype=shape.dtype, device=device
+    ).normal_(generator=generator)
+    output = torch.empty_like(query)
+    context_lens = torch.full((shape.batch_size,), shape.context_length, dtype=torch.int32).to(
+        device
+    )
+    starts = torch.arange(shape.batch_size + 1, dtype=torch.int32).to(device) * shape.nodes
+    ancestors = pack_ancestors(random_ancestors(shape.nodes)).to(device)
+    workspace = TreeAttentionWorkspace(heads.head_size, device)
+
+    def attend(layer: int) -> None:
+        keys, values = cache.keys_and_values(layer)
+        tree_attention(
+            query, keys, values, cache.block_table, context_lens, starts, ancestors,
+            first_node=0, scale=heads.head_size**-0.5, key_scale=1.0, value_scale=1.0,
+            workspace=workspace, output=output,
+        )  # fmt: skip
+
+    def copy(layer: int) -> None:
+        raw = cache.layers[layer].view(torch.uint8).view(-1)
+        raw[: len(raw) // 2].copy_(raw[len(raw) // 2 : len(raw) // 2 * 2])
+
+    time = run.timer.time([partial(attend, layer) for layer in range(layers)])
+    copied = run.timer.time([partial(copy, layer) for layer in range(layers)])
+    return AttentionTime(
+        shape=heads.shape, heads=heads.heads, kv_heads=heads.kv_heads, head_size=heads.head_size,
+        cache_dtype=short(shape.cache_dtype), batch_size=shape.batch_size,
+        context_length=shape.context_length, nodes=shape.nodes,
+        seconds=time.seconds, spread=time.spread, bytes_read=shape.bytes_read,
+        bandwidth_floor=shape.bytes_read / copy_rate,
+        arithmetic_floor=shape.operations / product_rate,
+        copy_seconds=copied.seconds,
+    )  # fmt: skip

@@ -1,0 +1,126 @@
+"""The device that is checked, and what is written down about it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sequoia_vllm import __version__
+from sequoia_vllm.gpu_check.report import GpuCheckError
+
+_PACKAGES = ("torch", "triton", "numpy", "vllm", "sequoia-vllm")
+NO_GPU = (
+    "no CUDA device: torch.cuda.is_available() is false. Run this on a machine with a GPU, or, to "
+    "try everything but timing on a CPU, with TRITON_INTERPRET=1 in the environment and --tiny"
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the check runs.
+
+    Attributes:
+        device: A GPU; the CPU under Triton's interpreter.
+        interpreted: Whether it is that.
+    """
+
+    device: torch.device
+    interpreted: bool
+
+    @classmethod
+    def find(cls, tiny: bool) -> Machine:
+        """The GPU; or, for ``tiny`` checks under the interpreter, the CPU.
+
+        Raises:
+            GpuCheckError: If there is no GPU, or the interpreter would be timed.
+        """
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if interpreted and tiny:
+            return cls(torch.device("cpu"), True)
+        if interpreted:
+            raise GpuCheckError(
+                "TRITON_INTERPRET=1 runs kernels in Python: unset it, or add --tiny to try "
+                "everything but timing"
+            )
+        if not torch.cuda.is_available():
+            raise GpuCheckError(NO_GPU)
+        return cls(torch.device("cuda", torch.cuda.current_device()), False)
+
+    @property
+    def name(self) -> str:
+        """As the driver gives it."""
+        return "cpu" if self.interpreted else torch.cuda.get_device_name(self.device)
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that can still be had."""
+        if self.interpreted:
+            return 1 << 30
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def provenance(self) -> dict[str, Any]:
+        """Arguments, time, versions, commit and device, as plain data."""
+        return {
+            "argv": sys.argv,
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "sequoia_vllm": __version__,
+            "commit": _commit(),
+            "python": platform.python_version(),
+            "versions": _versions(),
+            "cuda": torch.version.cuda,
+            "device": self._properties(),
+        }
+
+    def _properties(self) -> dict[str, Any]:
+        if self.interpreted:
+            return {"name": self.name}
+        found = torch.cuda.get_device_properties(self.device)
+        return {
+            "name": found.name,
+            "capability": [found.major, found.minor],
+            "multiprocessors": found.multi_processor_count,
+            "memory_bytes": found.total_memory,
+            "l2_bytes": getattr(found, "L2_cache_size", None),
+            "driver": _driver(),
+        }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str | None:
+    """The commit of this checkout; None: not a checkout, or one without git."""
+    root = Path(__file__).parents[2]
+    return (
+        _output("git", "-C", str(root), "rev-parse", "HEAD") if (root / ".git").exists() else None
+    )
+
+
+def _driver() -> str | None:
+    lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return lines.splitlines()[0] if lines else None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

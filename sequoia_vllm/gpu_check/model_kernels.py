@@ -1,0 +1,165 @@
+# mypy: allow-untyped-defs
+# ruff: noqa: N803 (Triton's way of writing what is known at compile time)
+"""The small operations of a decoder layer, each in one launch, as serving engines have them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sequoia_vllm.kernels.compile_report import Variant
+
+
+@triton.jit
+def _normalize_kernel(
+    hidden, residual, weight, output, width, epsilon, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK)
+    exists = channel < width
+    values = tl.load(residual + row * width + channel, mask=exists, other=0.0).to(tl.float32)
+    if ADD:
+        values += tl.load(hidden + row * width + channel, mask=exists, other=0.0).to(tl.float32)
+        stored = values.to(residual.dtype.element_ty)
+        tl.store(residual + row * width + channel, stored, mask=exists)
+    scale = tl.rsqrt(tl.sum(values * values, axis=0) / width + epsilon)
+    factors = tl.load(weight + channel, mask=exists, other=0.0).to(tl.float32)
+    result = (values * scale * factors).to(output.dtype.element_ty)
+    tl.store(output + row * width + channel, result, mask=exists)
+
+
+def add_and_normalize(hidden: Tensor | None, residual: Tensor, weight: Tensor) -> Tensor:
+    """RMS norm of ``residual + hidden``, which is kept in ``residual``; all ``[rows, H]``."""
+    output = torch.empty_like(residual)
+    rows, width = residual.shape
+    _normalize_kernel[(rows,)](
+        residual if hidden is None else hidden, residual, weight, output, width, 1e-5,
+        ADD=hidden is not None, BLOCK=triton.next_power_of_2(width), num_warps=4,
+    )  # fmt: skip
+    return output
+
+
+@triton.jit(do_not_specialize=["rows_per_request", "first_node"])
+def _rotate_and_store_kernel(
+    packed, rotation, context_lens, depths, block_table, cache,
+    rows_per_request, first_node, table_stride, block_stride, head_stride, slot_stride,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: queries stay where they are, keys and values go to the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    request = row // rows_per_request
+    node = first_node + row % rows_per_request
+    context = tl.load(context_lens + request)
+    channel = tl.arange(0, PADDED_HALF)
+    exists = channel < HALF
+    heads = packed + (row * (HEADS + 2 * KEY_HEADS) + head) * HEAD_SIZE
+    low = tl.load(heads + channel, mask=exists, other=0.0)
+    high = tl.load(heads + HALF + channel, mask=exists, other=0.0)
+    if head < HEADS + KEY_HEADS:
+        position = (context + tl.load(depths + node)).to(tl.int64)
+        cosine = tl.load(rotation + position * HEAD_SIZE + channel, mask=exists, other=0.0)
+        sine = tl.load(rotation + position * HEAD_SIZE + HALF + channel, mask=exists, other=0.0)
+        first, second = low.to(tl.float32), high.to(tl.float32)
+        low = (first * cosine - second * sine).to(packed.dtype.element_ty)
+        high = (second * cosine + first * sine).to(packed.dtype.element_ty)
+    if head < HEADS:
+        target = heads
+    else:
+        slot = context + node
+        block = tl.load(block_table + request * table_stride + slot // SLOTS).to(tl.int64)
+        is_value = head >= HEADS + KEY_HEADS
+        key_head = tl.where(is_value, head - HEADS - KEY_HEADS, head - HEADS)
+        target = cache + block * block_stride + key_head * head_stride
+        target += (slot % SLOTS) * slot_stride + tl.where(is_value, HEAD_SIZE, 0)
+    tl.store(target + channel, low, mask=exists)
+    tl.store(target + HALF + channel, high, mask=exists)
+
+
+def rotate_and_store(
+    packed: Tensor,
+    rotation: Tensor,
+    context_lens: Tensor,
+    depths: Tensor,
+    block_table: Tensor,
+    cache: Tensor,
+    *,
+    heads: int,
+    rows_per_request: int,
+    first_node: int,
+) -> None:
+    """Rotary embedding of queries and keys by depth; keys and values into the cache by node.
+
+    Args:
+        packed: ``[R * m, heads + 2 * kv_heads, D]``, contiguous: queries, keys, values.
+        rotation: float32 ``[positions, D]``: cosines, then sines.
+        context_lens: int32 ``[R]``.
+        depths: int32 ``[N]``: of each node; node j is at position context + depth.
+        block_table: int32 ``[R, max_blocks]``.
+        cache: ``[blocks, kv_heads, slots, 2 * D]``; node j goes to context + j.
+        heads: Query heads.
+        rows_per_request: m.
+        first_node: The first row of each request.
+    """
+    rows, _, head_size = packed.shape
+    key_heads, slots = cache.shape[1:3]
+    half = head_size // 2
+    _rotate_and_store_kernel[(rows, heads + 2 * key_heads)](
+        packed, rotation, context_lens, depths, block_table, cache,
+        rows_per_request, first_node, block_table.stride(0), *cache.stride()[:3],
+        HEADS=heads, KEY_HEADS=key_heads, HEAD_SIZE=head_size, HALF=half,
+        PADDED_HALF=triton.next_power_of_2(half), SLOTS=slots, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gate_kernel(packed, output, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = channel < width
+    gate = tl.load(packed + row * 2 * width + channel, mask=exists, other=0.0).to(tl.float32)
+    up = tl.load(packed + row * 2 * width + width + channel, mask=exists, other=0.0)
+    result = gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
+    tl.store(output + row * width + channel, result.to(output.dtype.element_ty), mask=exists)
+
+
+def silu_and_multiply(packed: Tensor) -> Tensor:
+    """``silu(packed[:, :W]) * packed[:, W:]``, ``[rows, W]``."""
+    rows, width = packed.shape[0], packed.shape[1] // 2
+    output = torch.empty(rows, width, dtype=packed.dtype, device=packed.device)
+    block = min(1024, triton.next_power_of_2(width))
+    _gate_kernel[(rows, triton.cdiv(width, block))](packed, output, width, BLOCK=block, num_warps=4)
+    return output
+
+
+def aot_variants() -> list[Variant]:
+    """What a 7B-shaped model compiles, as in `sequoia_vllm.kernels.compile_report`."""
+    from sequoia_vllm.kernels.compile_report import Variant
+
+    tensors = dict.fromkeys(("hidden", "residual", "weight", "output", "packed", "cache"), "*bf16")
+    numbers = dict.fromkeys(
+        ("width", "table_stride", "rows_per_request", "first_node", "block_stride", "head_stride",
+         "slot_stride"), "i32",
+    )  # fmt: skip
+    indices = dict.fromkeys(("context_lens", "depths", "block_table"), "*i32")
+    every = {**tensors, **numbers, **indices, "rotation": "*fp32", "epsilon": "fp32"}
+    heads = {"HEADS": 32, "KEY_HEADS": 8, "HEAD_SIZE": 128, "HALF": 64, "PADDED_HALF": 64}
+    return [
+        Variant(
+            f"{kernel.fn.__name__}/{number}", kernel,
+            {name: every[name] for name in kernel.arg_names if name in every}, constexprs,
+            num_warps=num_warps,
+        )
+        for number, (kernel, constexprs, num_warps) in enumerate((
+            (_normalize_kernel, {"ADD": True, "BLOCK": 4096}, 4),
+            (_normalize_kernel, {"ADD": False, "BLOCK": 1024}, 4),
+            (_rotate_and_store_kernel, {**heads, "SLOTS": 16}, 1),
+            (_gate_kernel, {"BLOCK": 1024}, 4),
+        ))
+    ]  # fmt: skip

@@ -1,0 +1,211 @@
+"""What a GPU check found, and its file.
+
+Plain dataclasses, so that it is written where there is no pydantic; reading checks
+every field with it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+SCHEMA = "sequoia-vllm/gpu-check/v1"
+
+
+class GpuCheckError(ValueError):
+    """A check that cannot be run, or a report that cannot be used; the message names the fix."""
+
+
+class _Strict:
+    # For `GpuCheckReport.load`: keys that are not in the format are errors.
+    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class Check(_Strict):
+    """Results against a reference.
+
+    Attributes:
+        name: What was compared, and in which case.
+        error: The worst difference found, in the measure that ``limit`` is of.
+        limit: The largest that is right.
+        passed: Whether ``error`` is within it (NaN is not).
+    """
+
+    name: str
+    error: float
+    limit: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class AttentionTime(_Strict):
+    """One launch of tree attention.
+
+    Attributes:
+        shape: Whose heads: ``"llama-2-7b"``, ...
+        heads, kv_heads, head_size: Of a layer.
+        cache_dtype: Of keys and values.
+        batch_size: Requests.
+        context_length: Committed tokens of each.
+        nodes: Of each tree.
+        seconds: Median per launch, its merge included; CUDA graph, cache not in L2.
+        spread: Interquartile range of the seconds.
+        bytes_read: Keys and values of all positions, once.
+        bandwidth_floor: Seconds to move as many bytes in a large copy.
+        arithmetic_floor: Seconds for its products at the rate of a large one.
+        copy_seconds: A copy that reads and writes ``bytes_read`` in all, timed alike.
+    """
+
+    shape: str
+    heads: int
+    kv_heads: int
+    head_size: int
+    cache_dtype: str
+    batch_size: int
+    context_length: int
+    nodes: int
+    seconds: float
+    spread: float
+    bytes_read: int
+    bandwidth_floor: float
+    arithmetic_floor: float
+    copy_seconds: float
+
+    @property
+    def share_of_bandwidth(self) -> float:
+        """Of what a large copy achieves."""
+        return self.bandwidth_floor / self.seconds
+
+
+@dataclass(frozen=True)
+class PartTime(_Strict):
+    """Another part of a step, as one CUDA graph.
+
+    Attributes:
+        part: Which.
+        model: Shape of the model, or "" where there is none.
+        batch_size: Requests.
+        context_length: Committed tokens of each; 0: does not matter.
+        tokens: Of each request: nodes scored, or nodes of a level.
+        vocabulary: Size; 0: does not matter.
+        seconds: Median.
+        spread: Interquartile range of the seconds.
+    """
+
+    part: str
+    model: str
+    batch_size: int
+    context_length: int
+    tokens: int
+    vocabulary: int
+    seconds: float
+    spread: float
+
+
+@dataclass
+class StageReport(_Strict):
+    """One stage.
+
+    Attributes:
+        seconds: What it took.
+        checks: Results against references.
+        attention: Times of tree attention.
+        parts: Times of everything else.
+        facts: What else was found, by name.
+        failures: What could not be run, and why.
+    """
+
+    seconds: float = 0.0
+    checks: list[Check] = field(default_factory=list)
+    attention: list[AttentionTime] = field(default_factory=list)
+    parts: list[PartTime] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything could be run, and was right."""
+        return not self.failures and all(check.passed for check in self.checks)
+
+
+@dataclass(frozen=True)
+class Goal(_Strict):
+    """A figure that the project wants to reach.
+
+    Attributes:
+        name: Which.
+        measured: In ``unit``.
+        limit: At most this, or at least.
+        bound: Which of the two.
+        unit: "ms", "x" or "%".
+        met: Whether it was reached.
+    """
+
+    name: str
+    measured: float
+    limit: float
+    bound: Literal["at most", "at least"]
+    unit: str
+    met: bool
+
+
+@dataclass
+class GpuCheckReport(_Strict):
+    """Everything, as it is written to disk.
+
+    Attributes:
+        date: Day, ISO 8601.
+        device: Name that the driver gives.
+        interpreted: Run by Triton's interpreter: times mean nothing then.
+        provenance: Arguments, versions, commit, device.
+        copy_bytes_per_second: Of a large copy, reading and writing counted; 0: not measured.
+        product_operations_per_second: Of a large bfloat16 matrix product; likewise.
+        stages: By name, in the order they ran.
+        skipped: Stages that were not run, and why.
+        goals: Figures reached or not, of the stages that ran.
+    """
+
+    date: str
+    device: str
+    interpreted: bool
+    provenance: dict[str, Any]
+    copy_bytes_per_second: float = 0.0
+    product_operations_per_second: float = 0.0
+    stages: dict[str, StageReport] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    goals: list[Goal] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every stage passed; goals that were missed do not count."""
+        return all(stage.passed for stage in self.stages.values())
+
+    def save(self, path: Path) -> None:
+        """Writes the JSON."""
+        text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False)
+        path.write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> GpuCheckReport:
+        """Reads a report, with pydantic.
+
+        Raises:
+            GpuCheckError: If it is missing, is not JSON, or is no report; names
+                every wrong field.
+        """
+        from pydantic import TypeAdapter, ValidationError
+
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise GpuCheckError(f"cannot read the GPU check's report {path}: {error}") from error
+        schema = data.pop("schema", None) if isinstance(data, dict) else None
+        if schema != SCHEMA:
+            raise GpuCheckError(f'{path}: "schema" is {schema!r}; this version reads {SCHEMA!r}')
+        try:
+            return TypeAdapter(cls).validate_python(data)
+        except ValidationError as error:
+            raise GpuCheckError(f"{path} is no report of a GPU check: {error}") from error

@@ -1,0 +1,286 @@
+"""Drawing, verification and commit against their references."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sequoia_vllm.engine.v2.levels import Level
+from sequoia_vllm.gpu_check.drafts import DraftedBatch
+from sequoia_vllm.gpu_check.paged import BLOCK_SIZE, PagedCache
+from sequoia_vllm.gpu_check.references import target_noise, uniform, walk
+from sequoia_vllm.gpu_check.stage import StageRun
+from sequoia_vllm.gpu_check.trees import TreeTables, best_tree
+from sequoia_vllm.kernels.commit import CacheLayers
+from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
+from sequoia_vllm.tree import TokenTree
+
+_MODES = {"greedy": GREEDY, "sampled": SAMPLED, "matched": MATCHED}
+# purposes of random numbers, as in kernels/random.py
+_DRAW, _VERIFY = 0, 1
+# Shares of a score by which float32 may prefer another token than float64.
+_SCORE_ERROR = 1e-4
+# Decisions nearer than this to their other side may go either way.
+_NEAR = 1e-3
+# Of a chi-square statistic, in standard deviations; the numbers are always the same.
+_LAW_DEVIATIONS = 5.0
+
+
+def check_sampling(run: StageRun) -> None:
+    """Everything but attention."""
+    for dtype in (torch.float32,) if run.tiny else (torch.bfloat16, torch.float16, torch.float32):
+        for vocabulary in (300,) if run.tiny else (32000, 128256):
+            for mode in _MODES:
+                with run.attempt(f"drawing {mode} {dtype} {vocabulary}"):
+                    _check_drawing(run, mode, dtype, vocabulary)
+    for vocabulary in (50,) if run.tiny else (32000, 128256):
+        with run.attempt(f"verification {vocabulary}"):
+            _check_walks(run, vocabulary)
+    with run.attempt("emitted law"):
+        _check_law(run)
+    for dtype in (torch.float32,) if run.tiny else (torch.bfloat16, torch.float8_e4m3fn):
+        with run.attempt(f"commit {dtype}"):
+            _check_commit(run, dtype)
+
+
+def _random_logits(run: StageRun, rows: int, vocabulary: int, seed: int) -> Tensor:
+    """float32 on the device; wide enough that few tokens are likely."""
+    generator = torch.Generator(run.machine.device).manual_seed(seed)
+    logits = torch.empty(rows, vocabulary, device=run.machine.device)
+    return 3.0 * logits.normal_(generator=generator)
+
+
+# -- drawing ------------------------------------------------------------------------
+
+
+def _check_drawing(run: StageRun, mode: str, dtype: torch.dtype, vocabulary: int) -> None:
+    requests = 2
+    tables = TreeTables.of(best_tree(64, 8), run.machine.device)
+    level = tables.levels.levels[1]
+    batch = DraftedBatch.make(tables, requests, vocabulary, dtype, _MODES[mode])
+    batch.temperature.fill_(0.7)
+    batch.seeds[0] = -(2**40) + 5
+    batch.roots += torch.arange(requests, device=run.machine.device, dtype=torch.int32) * 1000
+    logits = _random_logits(run, requests * level.width, vocabulary, 3).to(dtype)
+    batch.tokens.fill_(-7)
+    batch.draw(level, logits)
+    worst = 0.0
+    exact = logits.double().cpu().numpy().reshape(requests, level.width, vocabulary)
+    for request in range(requests):
+        for place in range(level.width):
+            scores = _scores(batch, mode, level, request, place, exact[request, place])
+            columns = level.columns[place, : int(level.counts[place])].long()
+            worst = max(worst, _shortfall(scores, batch.tokens[request, columns].tolist()))
+    name = f"drawing {mode}, {str(dtype).removeprefix('torch.')}, vocabulary {vocabulary}"
+    run.check(name, worst, 0.0 if mode == "greedy" else _SCORE_ERROR)
+    if mode == "sampled":
+        run.check(f"{name}: Q that is kept", _statistics_error(batch, level, logits), 1e-5)
+
+
+def _scores(
+    batch: DraftedBatch,
+    mode: str,
+    level: Level,
+    request: int,
+    place: int,
+    logits: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """What decides the draw, larger first; positive where they are compared by their ratio."""
+    if mode == "greedy":
+        return logits
+    temperature = float(batch.temperature[request])
+    position = int(batch.roots[request]) + level.depth
+    seed = int(batch.seeds[request])
+    scaled = logits / temperature
+    if mode == "matched":
+        # As shares of what the unlikeliest differ by, these are absolute differences.
+        return scaled + target_noise(seed, position, len(logits))
+    weights = np.exp(scaled - scaled.max())
+    tokens = np.arange(len(logits), dtype=np.uint64)
+    numbers = uniform(seed, tokens, position, int(level.nodes[place]), _DRAW)
+    return np.log(weights / weights.sum()) - np.log(-np.log1p(-numbers))
+
+
+def _shortfall(scores: NDArray[np.float64], drawn: list[int]) -> float:
+    """By how much a drawn token's score is below the one that should have come there."""
+    if len(set(drawn)) < len(drawn):
+        return math.inf
+    best = np.argsort(-scores, kind="stable")[: len(drawn)]
+    if best.tolist() == drawn:
+        return 0.0
+    gaps = np.abs(scores[best] - scores[drawn]).max()
+    # Equal scores have an order, too: the lower token first.
+    return float(gaps) or 1e-9
+
+
+def _statistics_error(batch: DraftedBatch, level: Level, logits: Tensor) -> float:
+    """Of the maxima and sums that make Q, and of the copy of its logits."""
+    kept = batch.draft_logits[:, level.rows.long()].reshape(logits.shape)
+    if not torch.equal(kept, logits):
+        return math.inf
+    scaled = logits.double() / batch.temperature.double().repeat_interleave(level.width)[:, None]
+    maximum = scaled.amax(dim=1)
+    total = (scaled - maximum[:, None]).exp().sum(dim=1)
+    found = batch.draft_stats[:, level.rows.long()].reshape(-1, 2).double()
+    errors = torch.stack([found[:, 0] / maximum - 1, found[:, 1] / total - 1])
+    return float(errors.abs().max())
+
+
+# -- verification -------------------------------------------------------------------
+
+
+def _check_walks(run: StageRun, vocabulary: int) -> None:
+    """Accepted paths against Algorithm 2 in float64, and the last token's place in the residual."""
+    requests = 4 if run.tiny else 12
+    tables = TreeTables.of(best_tree(16 if run.tiny else 64, 6), run.machine.device)
+    batch = DraftedBatch.make(tables, requests, vocabulary, torch.float32, SAMPLED)
+    batch.roots.fill_(77)
+    target = _draft_and_target(run, batch, vocabulary)
+    unused = torch.zeros(len(target), dtype=torch.int64, device=target.device)
+    batch.verify(target, unused)
+    target_p = _softmax(target).reshape(requests, tables.tree.size, vocabulary)
+    wrong = decided = accepted = 0
+    for request in range(requests):
+        expected = walk(
+            target_p[request],
+            _softmax(batch.draft_logits[request]),
+            batch.tokens[request].tolist(),
+            tables.tree.children,
+            tables.inner_index.tolist(),
+            int(batch.seeds[request]),
+            77,
+            _VERIFY,
+        )
+        if expected.closest < _NEAR:
+            continue
+        path = [node for node in batch.accepted[request].tolist() if node >= 0]
+        last = int(batch.sampled[request, len(path)])
+        emitted = (
+            batch.tokens[request, path].tolist() == batch.sampled[request].tolist()[: len(path)]
+        )
+        right = path == expected.path and emitted and last >= 0 and expected.residual[last] > 0
+        wrong += not right
+        decided += 1
+        accepted += len(path)
+    name = f"verification sampled, vocabulary {vocabulary}: {accepted} nodes accepted, wrong paths"
+    run.check(name, wrong, 0)
+    run.check(
+        f"verification, vocabulary {vocabulary}: paths too close to call", requests - decided, 2
+    )
+    _check_matched_walks(run, batch, target)
+
+
+def _draft_and_target(run: StageRun, batch: DraftedBatch, vocabulary: int) -> Tensor:
+    """Draws all levels from random logits; the target's ``[R * N, V]`` are near the draft's."""
+    tables, requests = batch.tables, batch.num_reqs
+    inner = _random_logits(run, requests * tables.num_inner, vocabulary, 5)
+    inner = inner.view(requests, tables.num_inner, vocabulary)
+    for level in tables.levels.levels:
+        rows = inner[:, level.rows.long()].reshape(-1, vocabulary).contiguous()
+        batch.draw(level, rows)
+    target = _random_logits(run, requests * tables.tree.size, vocabulary, 6)
+    target = target.view(requests, tables.tree.size, vocabulary)
+    has_draft = tables.inner_index >= 0
+    target[:, has_draft] = inner[:, tables.inner_index[has_draft].long()] + target[:, has_draft] / 6
+    return target.view(-1, vocabulary)
+
+
+def _softmax(logits: Tensor) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = logits.double().softmax(dim=-1).cpu().numpy()
+    return found
+
+
+def _check_matched_walks(run: StageRun, batch: DraftedBatch, target: Tensor) -> None:
+    """Where the target's tokens are given: the path that carries them."""
+    tree = batch.tables.tree
+    generator = torch.Generator().manual_seed(8)
+    given = torch.randint(0, 7, (batch.num_reqs, tree.size), generator=generator)
+    drafted = torch.randint(0, 7, (batch.num_reqs, tree.size), generator=generator)
+    batch.tokens.copy_(drafted)
+    modes = [(GREEDY, MATCHED, SKIP)[request % 3] for request in range(batch.num_reqs)]
+    batch.modes.copy_(torch.tensor(modes, dtype=torch.int32))
+    batch.verify(target, given.view(-1).to(target.device))
+    wrong = 0
+    for request, mode in enumerate(modes):
+        path, node = [], 0
+        while mode != SKIP:
+            below = [c for c in tree.children[node] if drafted[request, c] == given[request, node]]
+            if not below:
+                break
+            node = below[0]
+            path.append(node)
+        emitted = given[request, [0, *path]].tolist()
+        emitted += [-1] * (batch.sampled.shape[1] - len(emitted))
+        wrong += batch.sampled[request].tolist() != emitted
+    run.check(f"verification matched, vocabulary {target.shape[1]}: wrong paths", wrong, 0)
+
+
+def _check_law(run: StageRun) -> None:
+    """Drawing and verification together: first tokens have the target's law."""
+    vocabulary = 17
+    requests = 64 if run.tiny else 200_000
+    tables = TreeTables.of(TokenTree((-1, 0, 0, 1, 0, 1, 2)), run.machine.device)
+    batch = DraftedBatch.make(tables, requests, vocabulary, torch.float32, SAMPLED)
+    draft = _random_logits(run, 1, vocabulary, 11) / 2
+    target = _random_logits(run, 1, vocabulary, 12) / 2
+    for level in tables.levels.levels:
+        batch.draw(level, draft.expand(requests * level.width, -1).contiguous())
+    logits = target.expand(requests * tables.tree.size, -1).contiguous()
+    batch.verify(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
+    law = _softmax(target)[0]
+    both = batch.sampled[:, 1] >= 0  # the first was accepted: then the second has the law, too
+    first = batch.sampled[:, 0].cpu().numpy()
+    pairs = batch.sampled[both, :2].cpu().numpy() @ np.array([vocabulary, 1])
+    given_first = np.outer(np.bincount(pairs // vocabulary, minlength=vocabulary), law).ravel()
+    run.check(
+        f"first emitted token of {requests} trees against the target's law",
+        _deviations(np.bincount(first, minlength=vocabulary), requests * law), _LAW_DEVIATIONS,
+    )  # fmt: skip
+    run.check(
+        f"second emitted token of {int(both.sum())} trees, given the first",
+        _deviations(np.bincount(pairs, minlength=vocabulary**2), given_first), _LAW_DEVIATIONS,
+    )  # fmt: skip
+
+
+def _deviations(counts: NDArray[np.int64], expected: NDArray[np.float64]) -> float:
+    """A chi-square statistic, in standard deviations from its mean; rare outcomes are pooled."""
+    rare = expected < 5
+    pooled_counts = np.append(counts[~rare], counts[rare].sum())
+    pooled = np.append(expected[~rare], max(expected[rare].sum(), 1e-9))
+    statistic = float(((pooled_counts - pooled) ** 2 / pooled).sum())
+    freedom = max(1, len(pooled) - 1)
+    return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+# -- commit -------------------------------------------------------------------------
+
+
+def _check_commit(run: StageRun, dtype: torch.dtype) -> None:
+    """Every byte of every layer, also of what must stay."""
+    roots = [3, 40, 15] if run.tiny else [0, 1000, 15, 4090]
+    generator = torch.Generator(run.machine.device).manual_seed(2)
+    cache = PagedCache(2 if run.tiny else 8, len(roots), max(roots) + 64, 4, 64, dtype, generator)
+    paths = [[2, 5, 9, 30], [1, 2, 3, -1], [-1, -1, -1, -1], [3, 4, 40, 63]][: len(roots)]
+    expected = [layer.view(torch.uint8).clone() for layer in cache.layers]
+    for layer in expected:
+        for request, (root, path) in enumerate(zip(roots, paths, strict=True)):
+            table = cache.block_table[request].tolist()
+            for depth, node in enumerate(path, start=1):
+                if node >= 0:
+                    source, place = root + node, root + depth
+                    moved = layer[table[source // BLOCK_SIZE], :, source % BLOCK_SIZE].clone()
+                    layer[table[place // BLOCK_SIZE], :, place % BLOCK_SIZE] = moved
+    tables = TreeTables.of(TokenTree.chain(4), run.machine.device)
+    batch = DraftedBatch.make(tables, len(roots), 8, torch.float32, GREEDY)
+    batch.roots.copy_(torch.tensor(roots))
+    batch.accepted.copy_(torch.tensor(paths))
+    batch.commit(CacheLayers.of(cache.layers), cache.block_table)
+    wrong = sum(
+        int((layer.view(torch.uint8) != right).sum())
+        for layer, right in zip(cache.layers, expected, strict=True)
+    )
+    run.check(f"commit, {str(dtype).removeprefix('torch.')}: wrong bytes", wrong, 0)

@@ -1,0 +1,119 @@
+"""Times of drawing, verification and commit, each alone."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sequoia_vllm.gpu_check.drafts import DraftedBatch
+from sequoia_vllm.gpu_check.paged import PagedCache
+from sequoia_vllm.gpu_check.stage import StageRun
+from sequoia_vllm.gpu_check.trees import TreeTables, best_tree
+from sequoia_vllm.kernels.commit import CacheLayers
+from sequoia_vllm.kernels.modes import SAMPLED
+from sequoia_vllm.tree import TokenTree
+
+ACCEPTED = "verification, drafts accepted"
+REJECTED = "verification, drafts rejected"
+DRAWING = "drawing"
+COMMIT_ALONE = "commit of 32 layers"
+_TREE_SIZE, _TREE_DEPTH = 64, 8
+
+
+def accepted_drafts(batch: DraftedBatch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draws a batch's drafts; target logits under which first children are accepted.
+
+    Returns:
+        float32 ``[R * N, V]``, the draft's own at inner nodes, and tokens that are not
+        read.
+    """
+    tables, device = batch.tables, generator.device
+    shape = batch.draft_logits.shape
+    drawn = torch.empty(shape, device=device).normal_(0, 2, generator=generator)
+    inner = drawn.to(batch.draft_logits.dtype)
+    for level in tables.levels.levels:
+        batch.draw(level, inner[:, level.rows.long()].reshape(-1, shape[2]).contiguous())
+    rows = tables.inner_index.long().clamp(min=0)
+    logits = inner[:, rows].float().reshape(-1, shape[2])
+    return logits, torch.zeros(len(logits), dtype=torch.int64, device=device)
+
+
+def reject_drafts(batch: DraftedBatch, logits: Tensor) -> None:
+    """Makes every child of the roots impossible: each costs a pass over the vocabulary."""
+    by_node = logits.view(batch.num_reqs, batch.tables.tree.size, -1)
+    children = batch.tables.children[0].long()
+    tokens = batch.tokens[:, children[children >= 0]]
+    by_node[:, 0].scatter_(1, tokens, float("-inf"))
+
+
+def deepest_path(tree: TokenTree) -> Tensor:
+    """int32 ``[D]``: the path to the last of the deepest nodes, so that most tokens move."""
+    node = int(tree.levels[-1][-1])
+    path: list[int] = []
+    while node > 0:
+        path.insert(0, node)
+        node = tree.parents[node]
+    return torch.tensor(path, dtype=torch.int32)
+
+
+def time_verification(run: StageRun) -> None:
+    """At batch 1 and 8, with vocabularies of 32k and 128k."""
+    tree = best_tree(6, 2) if run.tiny else best_tree(_TREE_SIZE, _TREE_DEPTH)
+    tables = TreeTables.of(tree, run.machine.device)
+    for requests in (2,) if run.tiny else (1, 8):
+        for vocabulary in (60,) if run.tiny else (32000, 128256):
+            with run.attempt(f"verification, vocabulary {vocabulary}, batch {requests}"):
+                _time_one(run, tables, requests, vocabulary)
+        with run.attempt(f"commit, batch {requests}"):
+            _time_commit(run, tables, requests)
+
+
+def _time_one(run: StageRun, tables: TreeTables, requests: int, vocabulary: int) -> None:
+    dtype = torch.float32 if run.tiny else torch.bfloat16
+    batch = DraftedBatch.make(tables, requests, vocabulary, dtype, SAMPLED)
+    logits, unused = accepted_drafts(batch, torch.Generator(run.machine.device).manual_seed(41))
+    time = partial(run.time_part, batch_size=requests, vocabulary=vocabulary)
+    for level in tables.levels.levels:
+        rows = requests * level.width
+        given = logits[:rows].to(dtype)
+        time(DRAWING, [partial(batch.draw, level, given)], tokens=level.width)
+    # What was drawn above is from other logits.
+    logits, unused = accepted_drafts(batch, torch.Generator(run.machine.device).manual_seed(41))
+    verify = partial(batch.verify, logits, unused)
+    time(ACCEPTED, [verify], tokens=tables.tree.size)
+    run.check(
+        f"verification of the draft itself, vocabulary {vocabulary}, batch {requests}: paths cut",
+        int((batch.num_sampled < 1 + _shortest_first_path(tables.tree)).sum()), 0,
+    )  # fmt: skip
+    reject_drafts(batch, logits)
+    time(REJECTED, [verify], tokens=tables.tree.size)
+    run.check(
+        f"verification of impossible drafts, vocabulary {vocabulary}, batch {requests}: accepted",
+        int((batch.num_sampled != 1).sum()), 0,
+    )  # fmt: skip
+
+
+def _shortest_first_path(tree: TokenTree) -> int:
+    """Depth that is reached by first children alone."""
+    node, depth = 0, 0
+    while tree.children[node]:
+        node, depth = tree.children[node][0], depth + 1
+    return depth
+
+
+def _time_commit(run: StageRun, tables: TreeTables, requests: int) -> None:
+    context = 20 if run.tiny else 1024
+    layers, heads, size = (2, 2, 16) if run.tiny else (32, 32, 128)
+    dtype = torch.float32 if run.tiny else torch.bfloat16
+    generator = torch.Generator(run.machine.device).manual_seed(42)
+    cache = PagedCache(layers, requests, context + tables.tree.size, heads, size, dtype, generator)
+    batch = DraftedBatch.make(tables, requests, 8, torch.float32, SAMPLED)
+    batch.roots.fill_(context)
+    batch.accepted.copy_(deepest_path(tables.tree))
+    prepared = CacheLayers.of(cache.layers)
+    run.time_part(
+        COMMIT_ALONE, [lambda: batch.commit(prepared, cache.block_table)], batch_size=requests,
+        context_length=context, tokens=tables.tree.depth,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Triton kernels of the GPU path: tree attention, drafting, verification, commit."""

@@ -1,0 +1,385 @@
+# mypy: allow-untyped-defs
+"""Drafting in Triton: the children of all nodes of a level, drawn in three launches.
+
+Children are drawn without replacement from Q (arXiv 2402.12374, section 3.2.2), of
+which `draft_probability` is the one definition: it serves the draws and, from the
+statistics kept here, the verifier.
+
+A draw is a race: every token of a row gets a score, and the highest are its
+children. The first launch takes what Q needs of each row, the second scores blocks
+of the vocabulary and keeps each block's best, the third merges them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sequoia_vllm.kernels import modes as _modes
+from sequoia_vllm.kernels.random import DRAW, exponential, target_noise
+
+if TYPE_CHECKING:
+    from sequoia_vllm.kernels.compile_report import Variant
+
+_SKIP = tl.constexpr(_modes.SKIP)
+_SAMPLED = tl.constexpr(_modes.SAMPLED)
+_MATCHED = tl.constexpr(_modes.MATCHED)
+
+_MIN_BLOCK = 1024
+# What one program of the last launch holds in registers without spilling.
+_MAX_CANDIDATES = 8192
+_SMALLEST_NORMAL = tl.constexpr(2.0**-126)
+# Scores stay normal float32: Q is 2**-126 to 1, arrival 2**-57 to 17.
+_SCORE_SCALE = tl.constexpr(2.0**32)
+# Below the key of any score.
+_NO_TOKEN = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def scale_logits(logits, temperature):
+    """Logits times 1 / temperature, float32: the same bits wherever Q is looked at.
+
+    One division, and a product per logit: a rounded division for each takes twice
+    the instructions of everything else, and registers that the verifier lacks.
+    """
+    return logits.to(tl.float32) * tl.div_rn(1.0, temperature)
+
+
+@triton.jit
+def draft_probability(logits, temperature, maximum, total):
+    """Q of tokens, float32: what drafts are drawn from and verified against.
+
+    Values below the smallest normal float32 are 0: some devices flush them. NaN is
+    0, too. So a row with NaN or +inf, or without a finite logit, has no Q at all:
+    its children are drawn uniformly, and verified as that.
+
+    Args:
+        logits: Raw draft logits, any floating type, any shape.
+        temperature: float32 above 0, scalar: the request's.
+        maximum, total: float32, scalars, from ``draft_stats``: the row's largest
+            scaled logit, and the sum of exp(scaled logit - maximum).
+    """
+    weight = tl.exp(scale_logits(logits, temperature) - maximum)
+    probability = weight * tl.div_rn(1.0, total)
+    return tl.where(probability >= _SMALLEST_NORMAL, probability, 0.0)
+
+
+@triton.jit
+def race_scores(probability, seed, token, position, node):
+    """Scores whose k highest, in order, are k draws from Q without replacement.
+
+    A token arrives after an exponential time over its probability; the order of
+    arrival is the order of draws. Tokens that Q lacks come after all others, in
+    uniformly random order.
+    """
+    arrival = exponential(seed, token, position, node, DRAW)
+    return tl.where(probability > 0.0, probability * _SCORE_SCALE / arrival, -arrival)
+
+
+@triton.jit
+def _keys(scores, tokens, exists):
+    """int64 with the order of scores; of equal ones the lower token is higher.
+
+    NaN has a place in that order, too: every token can be drawn, and only once.
+    """
+    scores = tl.where(scores == 0.0, 0.0, scores)  # not -0.0, whose bits differ
+    bits = scores.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    keys = (ordered.to(tl.int64) << 32) | (2147483647 - tokens).to(tl.int64)
+    return tl.where(exists, keys, _NO_TOKEN)
+
+
+@triton.jit
+def _token_of(key):
+    return 2147483647 - (key & 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _merge_statistics(partials, num_blocks, BLOCKS: tl.constexpr):
+    """Maximum and sum of a row from those of its blocks."""
+    block = tl.arange(0, BLOCKS)
+    is_block = block < num_blocks
+    maxima = tl.load(partials + 2 * block, mask=is_block, other=float("-inf"))
+    totals = tl.load(partials + 2 * block + 1, mask=is_block, other=0.0)
+    maximum = tl.max(maxima)
+    return maximum, tl.sum(totals * tl.exp(maxima - maximum))
+
+
+@triton.jit(do_not_specialize=["width", "num_state_rows"])
+def row_statistics_kernel(
+    logits, logits_stride, temperature, modes, width, vocabulary, partials,
+    draft_logits, draft_state_stride, draft_inner_stride, num_state_rows, state_rows, inner_rows,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of sampled rows: maximum and sum of each block, and a copy of the raw logits."""
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    request, place = row // width, row % width
+    if tl.load(modes + request) == _SAMPLED:
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        exists = token < vocabulary
+        raw = tl.load(
+            logits + row.to(tl.int64) * logits_stride + token, mask=exists, other=float("-inf")
+        )
+        state_row = tl.load(state_rows + request).to(tl.int64)
+        if (state_row >= 0) & (state_row < num_state_rows):
+            inner_row = tl.load(inner_rows + place).to(tl.int64)
+            kept = draft_logits + state_row * draft_state_stride + inner_row * draft_inner_stride
+            tl.store(kept + token, raw, mask=exists)
+        scaled = scale_logits(raw, tl.load(temperature + request))
+        maximum = tl.max(scaled)
+        # A block may lack finite logits in a row that has some, and -inf - -inf is NaN.
+        weights = tl.where(scaled == float("-inf"), 0.0, tl.exp(scaled - maximum))
+        partial = partials + (row.to(tl.int64) * tl.num_programs(1) + block) * 2
+        tl.store(partial, maximum)
+        tl.store(partial + 1, tl.sum(weights))
+
+
+@triton.jit(do_not_specialize=["width", "depth", "num_state_rows"])
+def block_best_kernel(
+    logits, logits_stride, temperature, seeds, modes, positions, depth, nodes, counts, width,
+    vocabulary, partials, candidates,
+    draft_stats, stats_state_stride, stats_inner_stride, num_state_rows, state_rows, inner_rows,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BRANCH: tl.constexpr,
+):  # fmt: skip
+    """The best tokens of each block, as many as the node has children, best first."""
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    num_blocks = tl.num_programs(1)
+    request, place = row // width, row % width
+    mode = tl.load(modes + request)
+    if mode != _SKIP:
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        exists = token < vocabulary
+        raw = tl.load(
+            logits + row.to(tl.int64) * logits_stride + token, mask=exists, other=float("-inf")
+        )
+        scores = raw.to(tl.float32)
+        position = tl.load(positions + request) + depth
+        if mode == _SAMPLED:
+            first_partial = partials + row.to(tl.int64) * num_blocks * 2
+            maximum, total = _merge_statistics(first_partial, num_blocks, BLOCKS)
+            state_row = tl.load(state_rows + request).to(tl.int64)
+            if (block == 0) & (state_row >= 0) & (state_row < num_state_rows):
+                inner_row = tl.load(inner_rows + place).to(tl.int64)
+                stats = draft_stats + state_row * stats_state_stride
+                tl.store(stats + inner_row * stats_inner_stride, maximum)
+                tl.store(stats + inner_row * stats_inner_stride + 1, total)
+            probability = draft_probability(raw, tl.load(temperature + request), maximum, total)
+            node = tl.load(nodes + place)
+            scores = race_scores(probability, tl.load(seeds + request), token, position, node)
+        if mode == _MATCHED:
+            noise = target_noise(tl.load(seeds + request), position, token)
+            scores = scale_logits(raw, tl.load(temperature + request)) + noise
+        keys = _keys(scores, token, exists)
+        own = candidates + (row.to(tl.int64) * num_blocks + block) * BRANCH
+        for rank in range(tl.load(counts + place)):
+            best = tl.max(keys)
+            tl.store(own + rank, best)
+            keys = tl.where(keys == best, _NO_TOKEN, keys)
+
+
+@triton.jit(do_not_specialize=["width", "num_blocks", "max_children"])
+def merge_best_kernel(
+    modes, counts, columns, max_children, width, num_blocks, candidates, tokens, tokens_stride,
+    BLOCKS: tl.constexpr, BRANCH: tl.constexpr,
+):  # fmt: skip
+    """The best of all blocks, written where the node's children are."""
+    row = tl.program_id(0)
+    request, place = row // width, row % width
+    count = tl.load(counts + place)
+    own_columns = columns + place * max_children
+    own_tokens = tokens + request.to(tl.int64) * tokens_stride
+    if tl.load(modes + request) == _SKIP:
+        for rank in range(count):
+            tl.store(own_tokens + tl.load(own_columns + rank), 0)
+    else:
+        index = tl.arange(0, BLOCKS * BRANCH)
+        written = (index // BRANCH < num_blocks) & (index % BRANCH < count)
+        own = candidates + row.to(tl.int64) * num_blocks * BRANCH
+        keys = tl.load(own + index, mask=written, other=_NO_TOKEN)
+        for rank in range(count):
+            best = tl.max(keys)
+            tl.store(own_tokens + tl.load(own_columns + rank), _token_of(best))
+            keys = tl.where(keys == best, _NO_TOKEN, keys)
+
+
+class DrawWorkspace:
+    """Memory between the launches; one for all levels drawn on a stream.
+
+    It grows when asked for more. What it gave away stays allocated, since a CUDA
+    graph may hold its address: draw the largest level first to take it only once.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+
+    def take(self, size: int, device: torch.device) -> Tensor:
+        """int64 ``[size]`` on ``device``; the same memory every time."""
+        held = self._buffers[-1] if self._buffers else None
+        if held is None or len(held) < size or held.device != device:
+            # Doubled, so that all that it outgrew is together less than it holds.
+            grown = max(size, 2 * len(held) if held is not None else 0)
+            held = torch.empty(grown, dtype=torch.int64, device=device)
+            self._buffers.append(held)
+        return held[:size]
+
+    @property
+    def size_in_bytes(self) -> int:
+        """All that is allocated."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+
+def draw_children(
+    *,
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    modes: Tensor,
+    positions: Tensor,
+    depth: int,
+    nodes: Tensor,
+    counts: Tensor,
+    columns: Tensor,
+    tokens: Tensor,
+    draft_logits: Tensor,
+    draft_stats: Tensor,
+    state_rows: Tensor,
+    inner_rows: Tensor,
+    workspace: DrawWorkspace,
+) -> None:
+    """Draws the children of the m nodes of one level, for R requests.
+
+    By mode (`sequoia_vllm.kernels.modes`): GREEDY, the largest logits in order;
+    SAMPLED, draws from Q without replacement; MATCHED, the largest logits over
+    temperature under the noise with which vLLM draws the target's token after the
+    node; SKIP, token 0. Equal scores: the lower token first. A request's tokens
+    depend on nothing of the other requests. Waits for nothing on the device.
+
+    Args:
+        logits: ``[R * m, V]``, float32, bfloat16 or float16, contiguous in its
+            rows; the m rows of a request follow one another.
+        temperature: float32 ``[R]``; above 0 where SAMPLED or MATCHED.
+        seeds: int64 ``[R]``.
+        modes: int32 ``[R]``.
+        positions: int32 ``[R]``: position of each root.
+        depth: Of the m nodes.
+        nodes: int32 ``[m]``: stored index, part of the key of the random numbers.
+        counts: int32 ``[m]``: children of each, at most b.
+        columns: int32 ``[m, b]``: column of each child in ``tokens``, in draft order.
+        tokens: int64 or int32 ``[R, >= N]``: written, at these columns only.
+        draft_logits: ``[S, I, >= V]``, dtype of ``logits``: gets the raw logits of
+            SAMPLED rows.
+        draft_stats: float32 ``[S, I, 2]``: gets their maximum and sum, see
+            `draft_probability`.
+        state_rows: int32 or int64 ``[R]``: row of each request in these two; where
+            it is none of theirs nothing is kept.
+        inner_rows: int32 ``[m]``: likewise of each node.
+        workspace: See `DrawWorkspace`.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together, or b exceeds V.
+    """
+    width, max_children = columns.shape
+    rows, vocabulary = logits.shape
+    _check(logits, modes, columns, tokens, draft_logits, draft_stats)
+    branch = triton.next_power_of_2(max_children)
+    block, num_blocks = _blocks(vocabulary, branch)
+    padded_blocks = triton.next_power_of_2(num_blocks)
+    scratch = workspace.take(rows * num_blocks * (1 + branch), logits.device)
+    partials = scratch[: rows * num_blocks].view(torch.float32)
+    candidates = scratch[rows * num_blocks :]
+    num_state_rows = draft_logits.shape[0]
+    grid = (rows, num_blocks)
+    row_statistics_kernel[grid](
+        logits, logits.stride(0), temperature, modes, width, vocabulary, partials,
+        draft_logits, draft_logits.stride(0), draft_logits.stride(1), num_state_rows,
+        state_rows, inner_rows, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    block_best_kernel[grid](
+        logits, logits.stride(0), temperature, seeds, modes, positions, depth, nodes, counts,
+        width, vocabulary, partials, candidates,
+        draft_stats, draft_stats.stride(0), draft_stats.stride(1), num_state_rows,
+        state_rows, inner_rows, BLOCK=block, BLOCKS=padded_blocks, BRANCH=branch, num_warps=4,
+    )  # fmt: skip
+    merge_best_kernel[(rows,)](
+        modes, counts, columns, max_children, width, num_blocks, candidates,
+        tokens, tokens.stride(0), BLOCKS=padded_blocks, BRANCH=branch,
+        num_warps=_merge_warps(padded_blocks * branch),
+    )  # fmt: skip
+
+
+def _check(
+    logits: Tensor,
+    modes: Tensor,
+    columns: Tensor,
+    tokens: Tensor,
+    draft_logits: Tensor,
+    draft_stats: Tensor,
+) -> None:
+    width, max_children = columns.shape
+    rows, vocabulary = logits.shape
+    if rows != len(modes) * width:
+        raise ValueError(f"{len(modes)} requests of {width} nodes, but {rows} rows of logits")
+    if max_children > vocabulary:
+        raise ValueError(f"{max_children} children of a vocabulary of {vocabulary}")
+    if draft_logits.dtype != logits.dtype or draft_logits.shape[2] < vocabulary:
+        raise ValueError(
+            f"{draft_logits.dtype} {list(draft_logits.shape)} cannot keep"
+            f" {logits.dtype} logits of {vocabulary} tokens"
+        )
+    if draft_stats.shape[:2] != draft_logits.shape[:2]:
+        raise ValueError("draft_stats and draft_logits differ in rows")
+    last_strides = {tensor.stride(-1) for tensor in (logits, draft_logits, draft_stats, tokens)}
+    if last_strides != {1} or not columns.is_contiguous():
+        raise ValueError("logits, statistics, tokens and columns must be contiguous in their rows")
+
+
+def _blocks(vocabulary: int, branch: int) -> tuple[int, int]:
+    """Tokens per block, and blocks: small ones, unless they left too many candidates."""
+    block = _MIN_BLOCK
+    while -(-vocabulary // block) * branch > _MAX_CANDIDATES:
+        block *= 2
+    return block, -(-vocabulary // block)
+
+
+def _merge_warps(candidates: int) -> int:
+    return max(4, min(16, candidates // 512))
+
+
+def aot_variants() -> list[Variant]:
+    """What an engine with a vocabulary of 128k compiles, for `compile_report`."""
+    from sequoia_vllm.kernels.compile_report import Variant
+
+    int32 = dict.fromkeys(
+        ("width", "depth", "vocabulary", "num_state_rows", "num_blocks", "max_children"), "i32"
+    )
+    strides = dict.fromkeys(
+        ("logits_stride", "draft_state_stride", "draft_inner_stride"), "i64:16"
+    ) | dict.fromkeys(("stats_state_stride", "stats_inner_stride", "tokens_stride"), "i64")
+    pointers = {
+        "temperature": "*fp32", "seeds": "*i64", "modes": "*i32", "positions": "*i32",
+        "nodes": "*i32", "counts": "*i32", "columns": "*i32", "partials": "*fp32",
+        "candidates": "*i64", "tokens": "*i64", "draft_stats": "*fp32", "state_rows": "*i32",
+        "inner_rows": "*i32",
+    }  # fmt: skip
+    variants = []
+    for dtype, branch in (("bf16", 4), ("fp32", 4), ("bf16", 64)):
+        block, num_blocks = _blocks(131072, branch)
+        sizes = {"BLOCKS": triton.next_power_of_2(num_blocks), "BRANCH": branch}
+        logits = {"logits": f"*{dtype}", "draft_logits": f"*{dtype}"}
+        every = int32 | strides | pointers | logits
+        warps = _merge_warps(sizes["BLOCKS"] * branch)
+        for kernel, constexprs, num_warps in (
+            (row_statistics_kernel, {"BLOCK": block}, 4),
+            (block_best_kernel, {"BLOCK": block, **sizes}, 4),
+            (merge_best_kernel, sizes, warps),
+        ):
+            signature = {name: every[name] for name in kernel.arg_names if name in every}
+            name = f"{kernel.fn.__name__}/{dtype}/branch{branch}"
+            variants.append(Variant(name, kernel, signature, constexprs, num_warps=num_warps))
+    return variants

@@ -1,0 +1,205 @@
+# mypy: allow-untyped-defs
+"""Commit in Triton: the accepted path's keys and values move behind the root.
+
+Node j of a request with c committed tokens before the root has its keys and values
+in cache position c + j. The accepted node of depth d belongs in position c + d.
+One launch moves all of them in all layers, byte by byte whatever the dtype.
+
+Indices rise along a path faster than depths do, so a move's source is never a
+position that an earlier move wrote. A later move may write where an earlier one
+read: therefore one program makes all moves of a piece, in the path's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import gcd
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sequoia_vllm.kernels.compile_report import Variant
+
+_UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+# Units that one program moves per token.
+_MAX_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class CacheLayers:
+    """Caches of layers that move their tokens together; from `of`.
+
+    Attributes:
+        caches: Kept alive, since the kernel is given addresses.
+        addresses: int64 ``[layers]``, on the device.
+        unit: Bytes moved at once, 1 to 8.
+        heads, units: Pieces of a token: ``heads`` rows of ``units`` units.
+        slots: Tokens per cache block.
+        block_stride, head_stride, slot_stride: In units.
+    """
+
+    caches: tuple[Tensor, ...]
+    addresses: Tensor
+    unit: int
+    heads: int
+    units: int
+    slots: int
+    block_stride: int
+    head_stride: int
+    slot_stride: int
+
+    @staticmethod
+    def of(caches: Sequence[Tensor]) -> CacheLayers:
+        """Prepares the caches of one or more layers; waits for the device.
+
+        Args:
+            caches: ``[blocks, heads, slots per block, width]`` of any dtype, all
+                alike, contiguous in the last dimension; ``width`` holds key and value
+                of a head one after the other. Caches that keep keys and values apart
+                are given as two each. A cache given twice is moved once.
+
+        Raises:
+            ValueError: If there are none, they differ in anything but their
+                contents, or the layout is another.
+        """
+        # By address: layers may share one cache, whose tokens must move once.
+        unique = tuple({cache.data_ptr(): cache for cache in caches}.values())
+        if not unique:
+            raise ValueError("no caches to move tokens in")
+        first = unique[0]
+        if first.dim() != 4 or first.stride(3) != 1:
+            raise ValueError(
+                f"caches must be [blocks, heads, slots, width], contiguous in width:"
+                f" {list(first.shape)}, strides {first.stride()}"
+            )
+        for cache in unique:
+            _check_alike(cache, first)
+        size = first.element_size()
+        lengths = [size * length for length in (first.shape[3], *first.stride()[:3])]
+        unit = reduce(gcd, (cache.data_ptr() for cache in unique), gcd(8, *lengths))
+        units, block_stride, head_stride, slot_stride = (length // unit for length in lengths)
+        addresses = [cache.data_ptr() for cache in unique]
+        return CacheLayers(
+            caches=unique,
+            addresses=torch.tensor(addresses, dtype=torch.int64, device=first.device),
+            unit=unit,
+            heads=first.shape[1],
+            units=units,
+            slots=first.shape[2],
+            block_stride=block_stride,
+            head_stride=head_stride,
+            slot_stride=slot_stride,
+        )
+
+
+def _check_alike(cache: Tensor, first: Tensor) -> None:
+    if (cache.dtype, cache.device) != (first.dtype, first.device):
+        raise ValueError(f"caches of {first.dtype} on {first.device} and another kind of one")
+    # Layers may have different numbers of blocks: only the table says which are used.
+    if (cache.shape[1:], cache.stride()) != (first.shape[1:], first.stride()):
+        raise ValueError(
+            f"caches differ in layout: {list(first.shape)}, strides {first.stride()};"
+            f" {list(cache.shape)}, strides {cache.stride()}"
+        )
+
+
+@triton.jit
+def _token_address(base, table, position, block_stride, slot_stride, SLOTS: tl.constexpr):
+    """Where the token of a position begins."""
+    block = tl.load(table + position // SLOTS).to(tl.int64)
+    return base + block * block_stride + (position % SLOTS).to(tl.int64) * slot_stride
+
+
+@triton.jit(do_not_specialize=["depth"])
+def commit_kernel(
+    addresses, block_table, table_stride, context_lens, accepted, accepted_stride, depth,
+    block_stride, head_stride, slot_stride,
+    UNIT: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, UNITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One piece of every accepted token of one request in one layer."""
+    request = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1)
+    piece = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    offsets = (piece // UNITS).to(tl.int64) * head_stride + piece % UNITS
+    exists = piece < HEADS * UNITS
+    base = tl.load(addresses + layer).to(tl.pointer_type(UNIT))
+    table = block_table + request * table_stride
+    root = tl.load(context_lens + request)
+    for step in range(depth):
+        node = tl.load(accepted + request * accepted_stride + step)
+        if node > step + 1:  # else the path has ended, or the token is in its place
+            source = _token_address(base, table, root + node, block_stride, slot_stride, SLOTS)
+            place = root + step + 1
+            target = _token_address(base, table, place, block_stride, slot_stride, SLOTS)
+            tl.store(target + offsets, tl.load(source + offsets, mask=exists), mask=exists)
+
+
+def commit_accepted(
+    layers: CacheLayers, *, block_table: Tensor, context_lens: Tensor, accepted: Tensor
+) -> None:
+    """Moves the accepted paths of R requests, in all layers, in place.
+
+    Waits for nothing on the device.
+
+    Args:
+        layers: The caches.
+        block_table: int32 ``[R, max_blocks]``, contiguous in its rows.
+        context_lens: int32 ``[R]``: cache position of each root.
+        accepted: int32 ``[R, D]``, contiguous in its rows: stored index of the
+            accepted node at depth 1, 2, ..., then -1. Indices rise, as a child's is
+            above its parent's.
+
+    Raises:
+        ValueError: If there are not R rows of each.
+    """
+    requests, depth = accepted.shape
+    if len(block_table) != requests or len(context_lens) != requests:
+        raise ValueError(
+            f"paths of {requests} requests, {len(block_table)} block tables"
+            f" and {len(context_lens)} context lengths"
+        )
+    if requests == 0 or depth == 0:
+        return
+    pieces = layers.heads * layers.units
+    block = min(_MAX_BLOCK, triton.next_power_of_2(pieces))
+    grid = (requests, len(layers.addresses), triton.cdiv(pieces, block))
+    commit_kernel[grid](
+        layers.addresses, block_table, block_table.stride(0), context_lens,
+        accepted, accepted.stride(0), depth,
+        layers.block_stride, layers.head_stride, layers.slot_stride,
+        UNIT=_UNITS[layers.unit], SLOTS=layers.slots, HEADS=layers.heads, UNITS=layers.units,
+        BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+def aot_variants() -> list[Variant]:
+    """Eight heads of 128 in bfloat16, and one odd layout, for `compile_report`."""
+    from sequoia_vllm.kernels.compile_report import Variant
+
+    signature = {
+        "addresses": "*i64", "block_table": "*i32", "table_stride": "i64", "context_lens": "*i32",
+        "accepted": "*i32", "accepted_stride": "i64", "depth": "i32",
+        "block_stride": "i64:16", "head_stride": "i64:16", "slot_stride": "i64:16",
+    }  # fmt: skip
+    common = {"SLOTS": 16, "HEADS": 8}
+    return [
+        Variant(
+            "commit/bf16/head128",
+            commit_kernel,
+            signature,
+            {**common, "UNIT": tl.int64, "UNITS": 64, "BLOCK": 512},
+        ),
+        Variant(
+            "commit/fp8/head36",
+            commit_kernel,
+            {**signature, "head_stride": "i64", "slot_stride": "i64"},
+            {**common, "UNIT": tl.int32, "UNITS": 18, "BLOCK": 256},
+        ),
+    ]

@@ -1,0 +1,10 @@
+"""How a request's drafts are drawn and verified, as kernels are told it."""
+
+SKIP = -1
+"""No drafts: nothing is drawn, nothing accepted."""
+GREEDY = 0
+"""Temperature 0: the draft's best tokens; the target's best token decides."""
+SAMPLED = 1
+"""Children drawn from Q without replacement; verified by Algorithm 2."""
+MATCHED = 2
+"""A seed: children drawn under the noise that decides the target's own token."""

@@ -1,0 +1,361 @@
+"""Tree attention over a paged KV cache, in Triton.
+
+Every node sees the whole committed context and, of the tree, itself and its
+ancestors. Node j of a request with c committed tokens keeps its key and value in
+cache position c + j: one pass over positions serves both, and a cache in fp8
+gives the tree exactly what plain decoding would read from it.
+
+The nodes of a request and the query heads that share a key head are the rows of
+one matrix product, so that keys are read once for up to `_MAX_ROWS` of them.
+Where that leaves processors idle the positions are divided into splits, and a
+second launch merges their results. Launch shapes depend on nothing that only the
+device knows: a CUDA graph may hold the launches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+
+from sequoia_vllm.kernels.tree_attention_kernels import merge_splits_kernel, tree_attention_kernel
+
+if TYPE_CHECKING:
+    from sequoia_vllm.kernels.compile_report import Variant
+
+_WORD_BITS = 32
+_MAX_ROWS = 128
+# Rows of one matrix product must be at least as many as the tensor cores take.
+_MIN_ROWS = 16
+# A split costs a merge, so it gets at least this many positions to be worth it.
+_MIN_POSITIONS_PER_SPLIT = 256
+_SPLITS_AT_ONCE = 16
+_QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FP8_CAPABILITY = 89
+_HOPPER = 90
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program holds, and how it is compiled.
+
+    Attributes:
+        rows: Pairs of node and query head.
+        keys: Positions taken at once.
+        num_warps, num_stages: As in a launch.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tile(rows: int, head_size: int, element_size: int, capability: int) -> Tile:
+    """The tile for requests of up to ``rows`` rows.
+
+    Args:
+        rows: Nodes times query heads per key head.
+        head_size: D.
+        element_size: Bytes of a query element.
+        capability: Compute capability of the device, times ten.
+    """
+    rows = min(_MAX_ROWS, max(_MIN_ROWS, triton.next_power_of_2(rows)))
+    if element_size == 4:
+        # No tensor cores in full precision: products run in registers, which
+        # larger tiles would exhaust.
+        return Tile(16, 16, num_warps=4, num_stages=2)
+    # The output stays in registers, and before Hopper so do the queries.
+    padded_head_size = triton.next_power_of_2(head_size)
+    if capability < _HOPPER and padded_head_size > 128:
+        rows = min(rows, 32)
+    output_size = rows * padded_head_size
+    wide = rows > 64 or output_size > 64 * 128
+    # 64 positions fill the tensor cores; fewer where registers or shared memory end.
+    few_keys = padded_head_size > 128 or (output_size >= 64 * 128 and capability < _HOPPER)
+    # Three stages: while one block is computed the next one's keys and values are
+    # on their way, and so are the block table's entries for the one after.
+    return Tile(rows, 32 if few_keys else 64, num_warps=8 if wide else 4, num_stages=3)
+
+
+def choose_splits(units: int, tile: Tile, processors: int, max_positions: int) -> int:
+    """Splits of each context, as many as the processors can run at once.
+
+    Args:
+        units: Programs that there are without splits.
+        tile: Of each program.
+        processors: Multiprocessors of the device.
+        max_positions: Bound on the positions of a request.
+    """
+    # Eight warps take a processor's registers; of four, two programs are there at a
+    # time. Either way a processor has at most `_MAX_ROWS` rows.
+    programs = processors * (1 if tile.num_warps == 8 else 2)
+    return max(1, min(programs // units, -(-max_positions // _MIN_POSITIONS_PER_SPLIT)))
+
+
+class TreeAttentionWorkspace:
+    """Memory for the results of splits; one for all layers and trees of a stream.
+
+    It takes `size_in_bytes`, whatever the batch and the tree: contexts are only
+    split where there are few programs.
+
+    Args:
+        head_size: Largest of the layers that use it.
+        device: Where the layers run.
+        processors: Multiprocessors to occupy; the device's own if not given.
+
+    Attributes:
+        processors: As given.
+        capability: Compute capability of the device, times ten.
+    """
+
+    def __init__(
+        self, head_size: int, device: torch.device | str, processors: int | None = None
+    ) -> None:
+        device = torch.device(device)
+        self.processors, self.capability = _processors_and_capability(device)
+        if processors is not None:
+            self.processors = processors
+        size = self.size_in_bytes(head_size, self.processors)
+        self._memory = torch.empty(size // 4, dtype=torch.float32, device=device)
+
+    @staticmethod
+    def size_in_bytes(head_size: int, processors: int) -> int:
+        """Bytes of a workspace: a float32 output and log-sum-exp for each row of each split."""
+        return processors * _MAX_ROWS * (head_size + 1) * 4
+
+    def partials(self, rows: int, head_size: int) -> tuple[Tensor, Tensor]:
+        """Views for outputs ``[rows, head_size]`` and log-sum-exps ``[rows]``.
+
+        Raises:
+            ValueError: If they do not fit.
+        """
+        outputs = rows * head_size
+        if outputs + rows > len(self._memory):
+            raise ValueError(f"{rows} rows of head size {head_size} do not fit this workspace")
+        return self._memory[:outputs], self._memory[outputs : outputs + rows]
+
+
+def pack_ancestors(ancestors: Tensor) -> Tensor:
+    """Packs a tree's ancestor matrix for `tree_attention`.
+
+    Args:
+        ancestors: bool ``[N, N]``: ``ancestors[i, j]`` says that node i sees node
+            j (itself or an ancestor), so j <= i. On any device.
+
+    Returns:
+        int32 ``[N, ceil(N / 32)]`` on that device: node j is bit j % 32 of word
+        j // 32.
+
+    Raises:
+        ValueError: If the matrix is not square, or if a node would see a later
+            one, which need not be in the cache yet.
+    """
+    if ancestors.ndim != 2 or ancestors.shape[0] != ancestors.shape[1]:
+        raise ValueError(f"expected a square matrix, got {list(ancestors.shape)}")
+    if ancestors.triu(1).any():
+        raise ValueError("a node cannot see a later node")
+    nodes = len(ancestors)
+    words = -(-nodes // _WORD_BITS)
+    bits = torch.zeros(nodes, words * _WORD_BITS, dtype=torch.int64, device=ancestors.device)
+    bits[:, :nodes] = ancestors
+    weights = 1 << torch.arange(_WORD_BITS, device=ancestors.device)
+    packed = (bits.view(nodes, words, _WORD_BITS) * weights).sum(dim=2)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def tree_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    query_start_loc: Tensor,
+    ancestors: Tensor,
+    *,
+    first_node: int,
+    scale: float,
+    key_scale: float | Tensor,
+    value_scale: float | Tensor,
+    workspace: TreeAttentionWorkspace,
+    output: Tensor,
+    max_queries: int | None = None,
+) -> None:
+    """Writes the attention of every tree node into its row of ``output``.
+
+    Rows ``query_start_loc[r]`` to ``query_start_loc[r + 1]`` are request r's nodes
+    ``first_node``, ``first_node + 1``, ... A request may have none: nothing of it is
+    read then. Rows that belong to no request stay as they are.
+
+    Args:
+        query: ``[T, Hq, D]``, bfloat16, float16 or float32.
+        key_cache, value_cache: ``[blocks, block_size, Hkv, D]`` with any strides but
+            D's, which is 1; of the query's dtype, or float8_e4m3fn (uint8 is taken
+            as that). The nodes' own keys and values are in it already.
+        block_table: int32 ``[R, max_blocks]``: position p of request r lies in block
+            ``block_table[r, p // block_size]``.
+        context_lens: int32 ``[R]``: committed tokens c before the root; node j is at
+            position c + j.
+        query_start_loc: int32 ``[R + 1]``.
+        ancestors: int32 ``[N, ceil(N / 32)]``, from `pack_ancestors`.
+        first_node: 0 for a whole tree; a level's first node where a level is drafted.
+        scale: Softmax scale, positive.
+        key_scale, value_scale: Factors of what an fp8 cache holds, positive: two
+            floats, or two float32 tensors of one element. Not used for other caches.
+        workspace: On the same device, and of no other stream.
+        output: As ``query``; its strides may differ.
+        max_queries: Bound on a request's rows; N - first_node if not given.
+
+    Raises:
+        ValueError: For dtypes and shapes other than these, for fp8 on a device
+            that cannot convert it, and for a workspace of a smaller head size.
+    """
+    if key_cache.dtype == torch.uint8:
+        key_cache = key_cache.view(torch.float8_e4m3fn)
+        value_cache = value_cache.view(torch.float8_e4m3fn)
+    quantized = key_cache.dtype == torch.float8_e4m3fn
+    _check_tensors(query, key_cache, value_cache, output)
+    if isinstance(key_scale, Tensor) != isinstance(value_scale, Tensor):
+        raise ValueError("key_scale and value_scale must be both tensors or both floats")
+    if quantized and workspace.capability < _FP8_CAPABILITY:
+        raise ValueError("an fp8 KV cache needs a GPU of compute capability 8.9 or higher")
+    tokens, heads, head_size = query.shape
+    _, block_size, key_heads, _ = key_cache.shape
+    requests, group = len(context_lens), heads // key_heads
+    queries = min(tokens, len(ancestors) - first_node)
+    if max_queries is not None:
+        queries = min(queries, max_queries)
+    if requests == 0 or queries <= 0:
+        return
+    tile = choose_tile(queries * group, head_size, query.element_size(), workspace.capability)
+    row_tiles = -(-queries * group // tile.rows)
+    units = requests * key_heads * row_tiles
+    max_positions = block_table.shape[1] * block_size
+    splits = choose_splits(units, tile, workspace.processors, max_positions)
+    partial_rows = splits * units * tile.rows if splits > 1 else 0
+    partial_output, partial_lse = workspace.partials(partial_rows, head_size)
+    shared = {
+        "GROUP": group,
+        "HEAD_SIZE": head_size,
+        "PADDED_HEAD_SIZE": triton.next_power_of_2(head_size),
+        "KEYS": tile.keys,
+        "MIN_BLOCKS": _MIN_POSITIONS_PER_SPLIT // tile.keys,
+    }
+    tree_attention_kernel[(row_tiles * splits, key_heads, requests)](
+        query, key_cache, value_cache, block_table, context_lens, query_start_loc, ancestors,
+        key_scale, value_scale, partial_output, partial_lse, output,
+        scale * math.log2(math.e), first_node, splits, row_tiles,
+        query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
+        block_table.stride(0), ancestors.stride(0), output.stride(0), output.stride(1),
+        BLOCK_SIZE=block_size, WORDS=ancestors.shape[1], QUANTIZED=quantized,
+        SCALES_IN_MEMORY=isinstance(key_scale, Tensor), ROWS=tile.rows, **shared,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        merge_splits_kernel[(queries * group, key_heads, requests)](
+            partial_output, partial_lse, context_lens, query_start_loc, output,
+            first_node, splits, row_tiles * tile.rows, output.stride(0), output.stride(1),
+            SPLITS_AT_ONCE=_SPLITS_AT_ONCE, **shared, num_warps=4,
+        )  # fmt: skip
+
+
+def _check_tensors(query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor) -> None:
+    if query.dtype not in _QUERY_DTYPES:
+        raise ValueError(f"queries are {query.dtype}; expected one of {_QUERY_DTYPES}")
+    if key_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
+        raise ValueError(f"a cache of {key_cache.dtype} does not fit queries of {query.dtype}")
+    if (key_cache.shape, key_cache.dtype) != (value_cache.shape, value_cache.dtype):
+        raise ValueError("key and value cache differ in shape or dtype")
+    if (output.shape, output.dtype) != (query.shape, query.dtype):
+        raise ValueError("output and query differ in shape or dtype")
+    key_heads, head_size = key_cache.shape[2:]
+    if query.shape[2] != head_size or query.shape[1] % key_heads:
+        raise ValueError(
+            f"queries {list(query.shape)} do not fit a cache of {list(key_cache.shape)}"
+        )
+    if any(tensor.stride(-1) != 1 for tensor in (query, key_cache, value_cache, output)):
+        raise ValueError("a head's numbers must lie side by side (last stride 1)")
+
+
+def _processors_and_capability(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":  # Triton's interpreter
+        return 1, _HOPPER
+    major, minor = torch.cuda.get_device_capability(device)
+    return torch.cuda.get_device_properties(device).multi_processor_count, 10 * major + minor
+
+
+def aot_variants() -> list[Variant]:
+    """Representative launches, for `sequoia_vllm.kernels.compile_report`."""
+    from sequoia_vllm.kernels.compile_report import Variant
+
+    variants = []
+    for name, dtype, cache, rows, group, head_size, capability, below in (
+        ("bf16 rows 128", "bf16", "bf16", 256, 4, 128, 90, None),
+        ("bf16 rows 128 before Hopper", "bf16", "bf16", 256, 4, 128, 80, 90),
+        ("bf16 rows 16", "bf16", "bf16", 4, 4, 128, 80, None),
+        ("fp8 cache", "bf16", "fp8e4nv", 256, 8, 128, 90, None),
+        ("fp16 head size 64", "fp16", "fp16", 64, 1, 64, 80, None),
+        ("bf16 head size 256", "bf16", "bf16", 256, 2, 256, 90, None),
+        ("bf16 head size 256 before Hopper", "bf16", "bf16", 256, 2, 256, 80, 90),
+    ):
+        tile = choose_tile(rows, head_size, 2, capability)
+        known = {
+            "GROUP": group,
+            "HEAD_SIZE": head_size,
+            "PADDED_HEAD_SIZE": head_size,
+            "KEYS": tile.keys,
+            "MIN_BLOCKS": _MIN_POSITIONS_PER_SPLIT // tile.keys,
+        }
+        variants.append(
+            Variant(
+                name=f"tree_attention {name}",
+                kernel=tree_attention_kernel,
+                signature=_signature(dtype, cache),
+                constexprs={
+                    **known,
+                    "BLOCK_SIZE": 16,
+                    "WORDS": 2,
+                    "QUANTIZED": cache != dtype,
+                    "SCALES_IN_MEMORY": True,
+                    "ROWS": tile.rows,
+                },
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                min_capability=capability,
+                below_capability=below,
+            )
+        )
+    merge_constants = {**known, "SPLITS_AT_ONCE": _SPLITS_AT_ONCE}
+    return [
+        *variants,
+        Variant(
+            "merge_splits head size 256",
+            merge_splits_kernel,
+            _signature("bf16", "bf16"),
+            merge_constants,
+        ),
+    ]
+
+
+def _signature(dtype: str, cache: str) -> dict[str, str]:
+    multiples = (
+        "query_token_stride", "query_head_stride", "key_block_stride", "key_slot_stride",
+        "key_head_stride", "value_block_stride", "value_slot_stride", "value_head_stride",
+        "output_token_stride", "output_head_stride", "padded_rows",
+    )  # fmt: skip
+    numbers = ("first_node", "splits", "row_tiles", "table_stride", "ancestors_stride")
+    integers = ("block_table", "context_lens", "query_start_loc", "ancestors")
+    floats = ("key_scale", "value_scale", "partial_output", "partial_lse")
+    return {
+        **dict.fromkeys(("query", "output"), f"*{dtype}"),
+        **dict.fromkeys(("key_cache", "value_cache"), f"*{cache}"),
+        **dict.fromkeys(integers, "*i32"),
+        **dict.fromkeys(floats, "*fp32"),
+        "scale": "fp32",
+        **dict.fromkeys(numbers, "i32"),
+        **dict.fromkeys(multiples, "i32:16"),
+    }

@@ -1,0 +1,255 @@
+# mypy: allow-untyped-defs
+"""The Triton code of `sequoia_vllm.kernels.tree_attention`, and how it divides the work.
+
+Rows are pairs of a node and a query head of one key head's group, node by node.
+Positions 0 to c - 1 of a request are context, position c + j is node j. They are
+taken in blocks of ``KEYS``; runs of equally many blocks are the splits. A block
+that lies wholly in the context needs no mask; in the others each row has one bit
+per position, and those of the context are 1.
+
+Maxima and log-sum-exps are in base 2, of scores times ``scale`` (which therefore
+holds log2(e) too).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _blocks_per_split(num_positions, splits, KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+    """Blocks in each split of a request; the last splits may get fewer or none."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_positions, KEYS), splits), MIN_BLOCKS)
+
+
+@triton.jit
+def _load_words(word_pointers, row_exists, word, WORDS: tl.constexpr):
+    """Word number ``word`` of each row's mask, as uint64; words before the first are context."""
+    words = word + tl.zeros_like(row_exists).to(tl.int32)
+    stored = row_exists & (words >= 0) & (words < WORDS)
+    bits = tl.load(word_pointers + words, mask=stored, other=0)
+    return tl.where(words < 0, -1, bits).to(tl.uint32, bitcast=True).to(tl.uint64)
+
+
+@triton.jit
+def _seen(word_pointers, row_exists, first, KEYS: tl.constexpr, WORDS: tl.constexpr):
+    """Bit 0 of ``[row, k]``: the row sees node ``first + k`` (context, where that is negative)."""
+    key = tl.arange(0, KEYS)
+    seen = tl.zeros_like(row_exists[:, None] & (key >= 0)[None, :]).to(tl.uint32)
+    for part in tl.static_range((KEYS + 31) // 32):
+        node = first + 32 * part
+        low = _load_words(word_pointers, row_exists, node >> 5, WORDS)
+        high = _load_words(word_pointers, row_exists, (node >> 5) + 1, WORDS)
+        bits = (((high << 32) | low) >> (node & 31).to(tl.uint64)).to(tl.uint32)
+        shifted = bits[:, None] >> (key % 32).to(tl.uint32)[None, :]
+        seen = tl.where((key // 32 == part)[None, :], shifted, seen)
+    return seen & 1
+
+
+@triton.jit
+def _attend_block(
+    accumulator, maximum, total, query, word_pointers, row_exists,
+    key_cache, value_cache, blocks, key_block_stride, key_slot_stride, value_block_stride,
+    value_slot_stride, start, end, context, scale,
+    HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WORDS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Takes positions ``start`` to ``start + KEYS`` into the running softmax.
+
+    Without MASKED all of them must be context.
+    """
+    position = start + tl.arange(0, KEYS)
+    channel = tl.arange(0, PADDED_HEAD_SIZE)
+    is_channel = channel < HEAD_SIZE
+    # What lies past the end may be anything, and 0 times NaN is NaN: not read.
+    exists = position < end if MASKED else position >= 0
+    block = tl.load(blocks + position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+    slot = position % BLOCK_SIZE
+    key_rows = key_cache + block * key_block_stride + slot * key_slot_stride
+    keys = tl.load(
+        key_rows[None, :] + channel[:, None],
+        mask=exists[None, :] & is_channel[:, None],
+        other=0.0,
+    )
+    scores = tl.dot(query, keys.to(query.dtype), input_precision="ieee")
+    if MASKED:
+        seen = _seen(word_pointers, row_exists, start - context, KEYS, WORDS)
+        scores = tl.where(seen != 0, scores, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * scale)
+    reference = new_maximum
+    if MASKED:  # a row may have seen nothing yet, and -inf minus -inf is NaN
+        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weights = tl.exp2(scores * scale - reference[:, None])
+    decay = tl.exp2(maximum - reference)
+    total = total * decay + tl.sum(weights, axis=1)
+    value_rows = value_cache + block * value_block_stride + slot * value_slot_stride
+    values = tl.load(
+        value_rows[:, None] + channel[None, :],
+        mask=exists[:, None] & is_channel[None, :],
+        other=0.0,
+    )
+    accumulator = tl.dot(
+        weights.to(query.dtype),
+        values.to(query.dtype),
+        accumulator * decay[:, None],
+        input_precision="ieee",
+    )
+    return accumulator, new_maximum, total
+
+
+@triton.jit(do_not_specialize=["first_node", "splits", "row_tiles"])
+def tree_attention_kernel(
+    query, key_cache, value_cache, block_table, context_lens, query_start_loc, ancestors,
+    key_scale, value_scale, partial_output, partial_lse, output,
+    scale, first_node, splits, row_tiles,
+    query_token_stride, query_head_stride,
+    key_block_stride, key_slot_stride, key_head_stride,
+    value_block_stride, value_slot_stride, value_head_stride,
+    table_stride, ancestors_stride, output_token_stride, output_head_stride,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, QUANTIZED: tl.constexpr,
+    SCALES_IN_MEMORY: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Attention of ``ROWS`` rows over one split, for one key head of one request.
+
+    Grid: (row_tiles * splits, key heads, requests); row tiles fastest, so that
+    programs that read the same keys run together and find them in the L2 cache.
+
+    A request with one live split is written to ``output``. Otherwise each split
+    writes its normalised output, float32 ``[splits, R, Hkv, row_tiles * ROWS,
+    HEAD_SIZE]``, and its log-sum-exp, ``[splits, R, Hkv, row_tiles * ROWS]``.
+    """
+    tile = tl.program_id(0) % row_tiles
+    split = tl.program_id(0) // row_tiles
+    key_head = tl.program_id(1)
+    request = tl.program_id(2)
+    first_token = tl.load(query_start_loc + request)
+    num_queries = tl.load(query_start_loc + request + 1) - first_token
+    if tile * ROWS >= num_queries * GROUP:
+        return
+    context = tl.load(context_lens + request)
+    num_positions = context + first_node + num_queries
+    split_blocks = _blocks_per_split(num_positions, splits, KEYS, MIN_BLOCKS)
+    split_start = split * split_blocks * KEYS
+    if split_start >= num_positions:
+        return
+
+    row = tile * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, PADDED_HEAD_SIZE)
+    is_channel = channel < HEAD_SIZE
+    node = row // GROUP
+    row_exists = node < num_queries
+    token = (first_token + node).to(tl.int64)
+    head = key_head * GROUP + row % GROUP
+    queries = tl.load(
+        query + (token * query_token_stride + head * query_head_stride)[:, None] + channel[None, :],
+        mask=row_exists[:, None] & is_channel[None, :],
+        other=0.0,
+    )
+    word_pointers = ancestors + (first_node + node) * ancestors_stride
+    if QUANTIZED:
+        scale *= tl.load(key_scale) if SCALES_IN_MEMORY else key_scale
+
+    # Later nodes than the tile's last are nobody's ancestors here.
+    last_query = tl.minimum((tile * ROWS + ROWS - 1) // GROUP, num_queries - 1)
+    end = context + first_node + last_query + 1
+    split_end = tl.minimum(split_start + split_blocks * KEYS, end)
+    unmasked_end = tl.maximum(tl.minimum(split_end, context) // KEYS * KEYS, split_start)
+    blocks = block_table + request.to(tl.int64) * table_stride
+    key_cache += key_head.to(tl.int64) * key_head_stride
+    value_cache += key_head.to(tl.int64) * value_head_stride
+    accumulator = tl.zeros([ROWS, PADDED_HEAD_SIZE], dtype=tl.float32)
+    maximum = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    for start in tl.range(split_start, unmasked_end, KEYS):
+        accumulator, maximum, total = _attend_block(
+            accumulator, maximum, total, queries, word_pointers, row_exists,
+            key_cache, value_cache, blocks, key_block_stride, key_slot_stride,
+            value_block_stride, value_slot_stride, start, end, context, scale,
+            HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, WORDS, KEYS, False,
+        )  # fmt: skip
+    for start in tl.range(unmasked_end, split_end, KEYS):
+        accumulator, maximum, total = _attend_block(
+            accumulator, maximum, total, queries, word_pointers, row_exists,
+            key_cache, value_cache, blocks, key_block_stride, key_slot_stride,
+            value_block_stride, value_slot_stride, start, end, context, scale,
+            HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, WORDS, KEYS, True,
+        )  # fmt: skip
+
+    # In a split that holds only nodes a row may see nothing: output 0, weight 2**-inf.
+    saw_nothing = total == 0.0
+    total = tl.where(saw_nothing, 1.0, total)
+    accumulator /= total[:, None]
+    if QUANTIZED:
+        accumulator *= tl.load(value_scale) if SCALES_IN_MEMORY else value_scale
+    written = row_exists[:, None] & is_channel[None, :]
+    if split_blocks * KEYS >= num_positions:
+        output_rows = output + token * output_token_stride + head * output_head_stride
+        result = accumulator.to(output.dtype.element_ty)
+        tl.store(output_rows[:, None] + channel[None, :], result, mask=written)
+    else:
+        unit = (split * tl.num_programs(2) + request) * tl.num_programs(1) + key_head
+        partial_row = unit.to(tl.int64) * row_tiles * ROWS + row
+        partial_rows = partial_output + partial_row * HEAD_SIZE
+        tl.store(partial_rows[:, None] + channel[None, :], accumulator, mask=written)
+        lse = tl.where(saw_nothing, float("-inf"), maximum + tl.log2(total))
+        tl.store(partial_lse + partial_row, lse, mask=row_exists)
+
+
+@triton.jit(do_not_specialize=["first_node", "splits"])
+def merge_splits_kernel(
+    partial_output, partial_lse, context_lens, query_start_loc, output,
+    first_node, splits, padded_rows, output_token_stride, output_head_stride,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Joins the live splits of one row. Grid: (rows of the largest request, key heads, requests).
+
+    A row per program: all of its splits are in flight together.
+    """
+    row = tl.program_id(0)
+    key_head = tl.program_id(1)
+    request = tl.program_id(2)
+    first_token = tl.load(query_start_loc + request)
+    num_queries = tl.load(query_start_loc + request + 1) - first_token
+    node = row // GROUP
+    if node >= num_queries:
+        return
+    num_positions = tl.load(context_lens + request) + first_node + num_queries
+    split_blocks = _blocks_per_split(num_positions, splits, KEYS, MIN_BLOCKS)
+    live = tl.cdiv(num_positions, split_blocks * KEYS)
+    if live <= 1:  # written already
+        return
+
+    channel = tl.arange(0, PADDED_HEAD_SIZE)
+    is_channel = channel < HEAD_SIZE
+    unit = request * tl.num_programs(1) + key_head
+    first_row = unit.to(tl.int64) * padded_rows + row
+    rows_per_split = (tl.num_programs(2) * tl.num_programs(1)).to(tl.int64) * padded_rows
+    accumulator = tl.zeros([PADDED_HEAD_SIZE], dtype=tl.float32)
+    maximum = float("-inf")
+    total = 0.0
+    for first_split in tl.range(0, live, SPLITS_AT_ONCE):
+        split = first_split + tl.arange(0, SPLITS_AT_ONCE)
+        is_live = split < live
+        partial_row = first_row + split * rows_per_split
+        lse = tl.load(partial_lse + partial_row, mask=is_live, other=float("-inf"))
+        outputs = tl.load(
+            (partial_output + partial_row * HEAD_SIZE)[:, None] + channel[None, :],
+            mask=is_live[:, None] & is_channel[None, :],
+            other=0.0,
+        )
+        new_maximum = tl.maximum(maximum, tl.max(lse, axis=0))
+        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(lse - reference)
+        decay = tl.exp2(maximum - reference)
+        accumulator = accumulator * decay + tl.sum(outputs * weights[:, None], axis=0)
+        total = total * decay + tl.sum(weights, axis=0)
+        maximum = new_maximum
+    token = (first_token + node).to(tl.int64)
+    head = key_head * GROUP + row % GROUP
+    result = (accumulator / total).to(output.dtype.element_ty)
+    rows = output + token * output_token_stride + head * output_head_stride
+    tl.store(rows + channel, result, mask=is_channel)

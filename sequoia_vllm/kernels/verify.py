@@ -1,0 +1,171 @@
+"""Verification of token trees on the GPU: one launch, and nothing waits for the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+from torch import Tensor
+
+from sequoia_vllm.kernels.verify_kernels import verify_kernel
+
+if TYPE_CHECKING:
+    from sequoia_vllm.kernels.compile_report import Variant
+
+# A lane's rejected tokens are bits of an int64.
+_TOKENS_PER_LANE = 64
+# Eight tokens per thread at a time: enough loads under way to occupy one
+# multiprocessor's path to the L2 cache, within 128 registers per thread. More lanes,
+# which only vocabularies above 262,144 tokens get, spill some.
+_FEWEST_LANES = 4096
+_NUM_WARPS = 16
+
+
+def verify_trees(
+    *,
+    logits: Tensor,
+    tokens: Tensor,
+    target_tokens: Tensor,
+    cu_num_logits: Tensor,
+    modes: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    children: Tensor,
+    inner_index: Tensor,
+    draft_logits: Tensor,
+    draft_stats: Tensor,
+    state_rows: Tensor,
+    draft_temperatures: Tensor,
+    sampled_tokens: Tensor,
+    num_sampled: Tensor,
+    accepted: Tensor,
+) -> None:
+    """Walks every request's tree, and writes what it accepts and emits.
+
+    All requests use one tree, or the first nodes of it: request r's rows are
+    ``cu_num_logits[r]`` to ``cu_num_logits[r + 1]``, one per node, the root first.
+    With one row it has no drafts and emits one token; with none, it emits nothing.
+
+    A request in mode SAMPLED goes by Algorithm 2. Its emitted tokens have the law of
+    sampling the target one token at a time, if the children of each node are the
+    ordered draws without replacement that `sequoia_vllm.kernels.children` makes. In
+    the other modes the target's token after each node is given: it is emitted, and
+    the walk goes on where a child carries it (nowhere, in mode SKIP).
+
+    A child whose token is -1 was not drawn: it is not accepted, and in mode SAMPLED
+    it ends its node's children, as later ones were drawn knowing what is missing.
+
+    No argument is read on the host, so a CUDA graph may hold the launch. A request's
+    result does not depend on its neighbours.
+
+    Args:
+        logits: ``[rows, V]``, float32, bfloat16 or float16: the target's, final (with
+            temperature, penalties and truncation; excluded tokens -inf). A row needs
+            one finite entry, and has neither NaN nor +inf.
+        tokens: int32 or int64 ``[rows]``: each node's drafted token; the root's is
+            not read.
+        target_tokens: int64 ``[rows]``: the target's token after each node. Not read
+            in mode SAMPLED.
+        cu_num_logits: int32 ``[R + 1]``.
+        modes: int32 ``[R]``, of `sequoia_vllm.kernels.modes`.
+        positions: int32 ``[R]``: the root's position.
+        seeds: int64 ``[R]``: of the request's random numbers.
+        children: int32 ``[N, b]``: the nodes below each node in draft order, then -1.
+        inner_index: int32 ``[N]``: where a node's draft logits are; -1 for leaves.
+        draft_logits: ``[S, I, V]``, any of the types above: what children were drawn
+            from.
+        draft_stats: float32 ``[S, I, 2]``: maximum of logits / temperature, and sum
+            of exp(logits / temperature - maximum).
+        state_rows: int32 or int64 ``[R]``: the request's row in those two.
+        draft_temperatures: float32 ``[R]``, positive.
+        sampled_tokens: int64 ``[R, W]``, W > D; written: the accepted path's tokens,
+            the target's own token after it, then -1.
+        num_sampled: int32 ``[R]``; written: how many those are.
+        accepted: int32 ``[R, D]``, D at least the tree's depth; written: the accepted
+            path below the root, then -1.
+
+    Raises:
+        ValueError: If the vocabularies of target and draft differ, a row of logits
+            is not contiguous, or ``sampled_tokens`` has no room for the last token.
+    """
+    _check(logits, draft_logits, sampled_tokens, accepted)
+    requests, vocabulary = len(num_sampled), logits.shape[1]
+    if requests == 0:
+        return
+    verify_kernel[(requests,)](
+        logits, tokens, target_tokens, cu_num_logits, modes, positions, seeds, children,
+        inner_index, draft_logits, draft_stats, state_rows, draft_temperatures,
+        sampled_tokens, num_sampled, accepted,
+        vocabulary, len(draft_logits), logits.stride(0), children.shape[1], children.stride(0),
+        draft_logits.stride(0), draft_logits.stride(1),
+        draft_stats.stride(0), draft_stats.stride(1),
+        sampled_tokens.shape[1], sampled_tokens.stride(0),
+        accepted.shape[1], accepted.stride(0),
+        **_constants(vocabulary, children.shape[1], sampled_tokens.shape[1]),
+        num_warps=_NUM_WARPS,
+    )  # fmt: skip
+
+
+def _check(logits: Tensor, draft_logits: Tensor, sampled_tokens: Tensor, accepted: Tensor) -> None:
+    if logits.shape[1] != draft_logits.shape[2]:
+        raise ValueError(
+            f"the target has {logits.shape[1]} logits per row, the draft {draft_logits.shape[2]}"
+        )
+    if logits.stride(1) != 1 or draft_logits.stride(2) != 1:
+        raise ValueError("a row of logits must lie side by side (last stride 1)")
+    if sampled_tokens.shape[1] <= accepted.shape[1]:
+        raise ValueError(
+            f"{sampled_tokens.shape[1]} columns of tokens do not hold a path of"
+            f" {accepted.shape[1]} and the token after it"
+        )
+
+
+def _constants(vocabulary: int, branches: int, columns: int) -> dict[str, int]:
+    lanes = max(_FEWEST_LANES, triton.next_power_of_2(-(-vocabulary // _TOKENS_PER_LANE)))
+    return {
+        "LANES": lanes,
+        "STEPS": triton.next_power_of_2(-(-vocabulary // lanes)),
+        "BRANCHES": triton.next_power_of_2(branches),
+        "COLUMNS": triton.next_power_of_2(columns),
+    }
+
+
+def aot_variants() -> list[Variant]:
+    """Representative launches, for `sequoia_vllm.kernels.compile_report`."""
+    from sequoia_vllm.kernels.compile_report import Variant
+
+    return [
+        Variant(
+            name=f"verify {name}",
+            kernel=verify_kernel,
+            signature=_signature(target, draft),
+            constexprs=_constants(vocabulary, branches=16, columns=16),
+            num_warps=_NUM_WARPS,
+        )
+        for name, target, draft, vocabulary in (
+            ("fp32 target, bf16 draft, 128256 tokens", "fp32", "bf16", 128256),
+            ("bf16 target, bf16 draft, 32000 tokens", "bf16", "bf16", 32000),
+            ("fp32 target, fp16 draft, 262144 tokens", "fp32", "fp16", 262144),
+        )
+    ]
+
+
+def _signature(target: str, draft: str) -> dict[str, str]:
+    integers = (
+        "tokens", "cu_num_logits", "modes", "positions", "children", "inner_index", "state_rows",
+        "num_sampled", "accepted",
+    )  # fmt: skip
+    numbers = (
+        "num_states", "branches", "children_stride", "stats_state_stride", "stats_inner_stride",
+        "columns", "sampled_stride", "path_columns", "accepted_stride",
+    )  # fmt: skip
+    multiples = ("vocabulary", "logits_stride", "draft_state_stride", "draft_inner_stride")
+    return {
+        "logits": f"*{target}",
+        "draft_logits": f"*{draft}",
+        **dict.fromkeys(integers, "*i32"),
+        **dict.fromkeys(("target_tokens", "seeds", "sampled_tokens"), "*i64"),
+        **dict.fromkeys(("draft_stats", "draft_temperatures"), "*fp32"),
+        **dict.fromkeys(multiples, "i32:16"),
+        **dict.fromkeys(numbers, "i32"),
+    }

@@ -1,0 +1,85 @@
+"""Checks the contract in the sources of vLLM's GPU wheels: ``make contract``.
+
+    python tests/contract/check_wheels.py DIRECTORY VERSION...
+
+Downloads each wheel into DIRECTORY (some 340 MB) unless it lies there, unpacks
+its Python files beside it, and reads them: nothing of vLLM is installed or
+imported. Exits with 1 if a version that we support differs; for others the
+differences are only shown. RESULTS.md keeps what it printed.
+"""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from sequoia_vllm.engine.contract import SUPPORTED_VERSIONS, contract
+from sequoia_vllm.engine.contract_sources import source_differences
+
+# Of Linux on x86; vLLM's wheels are for every Python from 3.8 on.
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_31_x86_64", "manylinux1_x86_64")
+
+
+def main() -> int:
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    directory = Path(sys.argv[1])
+    directory.mkdir(parents=True, exist_ok=True)
+    supported = ", ".join(SUPPORTED_VERSIONS["gpu"])
+    print(f"{len(contract('gpu'))} expectations on GPUs; supported: vLLM {supported}")
+    results = [check(directory, version) for version in sys.argv[2:]]
+    return 0 if all(results) else 1
+
+
+def check(directory: Path, version: str) -> bool:
+    """Prints how this version differs; False if it must not."""
+    wheel = find_wheel(directory, version) or download(directory, version)
+    found = source_differences(unpack(wheel, directory / version), contract("gpu"))
+    supported = version in SUPPORTED_VERSIONS["gpu"]
+    print(f"\n{wheel.name}")
+    print(f"  SHA-256 {sha256(wheel)}")
+    print(f"  {'supported' if supported else 'not supported'}; {len(found)} differences")
+    for difference in found:
+        print(f"  - {difference}")
+    return not (supported and found)
+
+
+def find_wheel(directory: Path, version: str) -> Path | None:
+    return next(iter(sorted(directory.glob(f"vllm-{version}-*.whl"))), None)
+
+
+def download(directory: Path, version: str) -> Path:
+    """The wheel for CUDA, which is PyPI's own ``vllm``."""
+    platforms = [option for name in PLATFORMS for option in ("--platform", name)]
+    command = [
+        sys.executable, "-m", "pip", "download", f"vllm=={version}", "--no-deps",
+        "--only-binary", ":all:", "--python-version", "3.12", *platforms, "--dest", str(directory),
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+    wheel = find_wheel(directory, version)
+    if wheel is None:
+        sys.exit(f"pip downloaded no wheel of vLLM {version} into {directory}")
+    return wheel
+
+
+def unpack(wheel: Path, directory: Path) -> Path:
+    """The wheel's Python files, unpacked once."""
+    if not directory.is_dir():
+        partial = directory.with_name(directory.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".py")]
+            archive.extractall(partial, names)
+        partial.rename(directory)
+    return directory
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

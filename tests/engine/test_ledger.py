@@ -1,0 +1,144 @@
+"""The ledger lists every override of vLLM, and nothing else."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.loggers import StatLoggerManager
+
+from sequoia_vllm import engine, plugin
+from sequoia_vllm.engine import hooks
+from sequoia_vllm.engine.ledger import OVERRIDES
+
+PATCHED = (EngineArgs, SamplingParams, Scheduler, StatLoggerManager, LLMEngine)
+
+
+def listed(kind: str) -> set[str]:
+    return {override.what for override in OVERRIDES if override.kind == kind}
+
+
+@cache
+def our_modules():
+    found = pkgutil.walk_packages(engine.__path__, f"{engine.__name__}.")
+    return [importlib.import_module(module.name) for module in found]
+
+
+def classes_of(of: type, package: str) -> list[type]:
+    """The class and its bases, as far as they are from this package."""
+    return [base for base in of.__mro__ if base.__module__.partition(".")[0] == package]
+
+
+@cache
+def our_subclasses() -> list[type]:
+    """Every class of the engine's that derives from one of vLLM's."""
+    classes = {
+        member
+        for module in our_modules()
+        for member in vars(module).values()
+        if inspect.isclass(member) and member.__module__ == module.__name__
+    }
+    return [ours for ours in classes if classes_of(ours, "vllm")]
+
+
+def attributes(of: type) -> set[str]:
+    """What a class defines, methods or not, but for what Python itself calls."""
+    return {name for name in vars(of) if not name.startswith("__") and name != "_abc_impl"}
+
+
+def our_attributes(of: type) -> set[str]:
+    return set().union(*map(attributes, classes_of(of, "sequoia_vllm")))
+
+
+def overridden() -> set[str]:
+    """``Class.attribute``, by the class of vLLM that defines it."""
+    return {
+        f"{next(base for base in classes_of(ours, 'vllm') if name in vars(base)).__name__}.{name}"
+        for ours in our_subclasses()
+        for name in our_attributes(ours)
+        if any(name in vars(base) for base in classes_of(ours, "vllm"))
+    }
+
+
+def test_ledger_lists_every_overridden_attribute():
+    assert overridden() - listed("subclass") == set()
+
+
+def test_every_listed_attribute_is_overridden():
+    """Or is there for another version of vLLM, whose class has such an attribute."""
+    set_by_us = {
+        f"{base.__name__}.{name}"
+        for ours in our_subclasses()
+        for base in classes_of(ours, "vllm")
+        for name in our_attributes(ours)
+    }
+    assert listed("subclass") - set_by_us == set()
+    assert listed("subclass") - overridden() == {
+        "FlashAttentionBackend.supports_kv_cache_update_bypass",  # 0.33
+        "TritonAttentionBackend.supports_kv_cache_update_bypass",
+    }
+
+
+@cache
+def assigned(of: type) -> frozenset[tuple[str, ...]]:
+    """Attributes that a class's methods set on ``self``: ``("a", "b")`` for ``self.a.b = ...``."""
+    found = set()
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(of)))):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            parts = target.elts if isinstance(target, ast.Tuple) else [target]
+            names = [
+                ast.unparse(part).split(".") for part in parts if isinstance(part, ast.Attribute)
+            ]
+            found |= {tuple(rest) for first, *rest in names if first == "self" and rest}
+    return frozenset(found)
+
+
+def replaced_on_instances() -> Iterator[str]:
+    """``Class.attribute[.attribute]``, by the class of vLLM that sets the first."""
+    own = {path[0] for ours in our_subclasses() for path in assigned(ours) if len(path) == 1}
+    for ours in our_subclasses():
+        for path in set().union(*map(assigned, classes_of(ours, "sequoia_vllm"))):
+            owners = [base for base in classes_of(ours, "vllm") if path[:1] in assigned(base)]
+            is_ours = len(path) > 1 and path[-1] in own  # of an object of ours
+            if owners and not is_ours:
+                yield f"{owners[0].__name__}.{'.'.join(path)}"
+
+
+def test_ledger_lists_every_attribute_replaced_on_an_instance():
+    assert set(replaced_on_instances()) == listed("instance")
+
+
+def test_ledger_lists_every_patch():
+    plugin.register()
+    patched = {
+        f"{owner.__name__}.{name}"
+        for owner in PATCHED
+        for name in dir(owner)
+        if hasattr(inspect.getattr_static(owner, name), hooks._MARK)
+        or hasattr(getattr(owner, name, None), hooks._MARK)
+    }
+    assert patched == listed("patch")
+    assert inspect.getsource(hooks).count("    _wrap(") == len(patched)
+
+
+def test_ledger_lists_every_swap():
+    source = "".join(inspect.getsource(module) for module in our_modules())
+    for what in listed("swap"):
+        module, name = what.split(".")
+        assert f'swapped({module}, "{name}"' in source
+    assert source.count("with swapped(") == len(listed("swap"))
+
+
+def test_every_override_says_why_and_when_it_can_go():
+    assert all(override.why and override.removable for override in OVERRIDES)
+    assert len({override.what for override in OVERRIDES}) == len(OVERRIDES)
+    kinds = {"patch", "field", "swap", "subclass", "instance"}
+    assert {override.kind for override in OVERRIDES} == kinds

@@ -1,0 +1,100 @@
+"""Calls `draw_children` for one level of a tree, with buffers of known contents around it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sequoia_vllm.kernels.children import DrawWorkspace, draw_children
+
+UNTOUCHED = -99
+
+
+@dataclass
+class Drawn:
+    """What `draw_children` wrote.
+
+    Attributes:
+        tokens: ``[R, 1 + all children + 1]``: the first and last column are no child's.
+        draft_logits, draft_stats: As given to it.
+        around: What lies in memory before and after these two.
+        counts: Children of each node.
+    """
+
+    tokens: Tensor
+    draft_logits: Tensor
+    draft_stats: Tensor
+    around: Tensor
+    counts: list[int]
+
+    def children(self, request, place):
+        """The children of one node, in draft order."""
+        first = 1 + sum(self.counts[:place])
+        return self.tokens[request, first : first + self.counts[place]].tolist()
+
+
+def draw(
+    logits,
+    modes,
+    counts,
+    *,
+    temperature=1.0,
+    seeds=None,
+    positions=None,
+    depth=2,
+    nodes=None,
+    state_rows=None,
+    inner_rows=None,
+    num_states=None,
+    tokens_dtype=torch.int64,
+    workspace=None,
+    max_children=None,
+):
+    """Draws ``counts[j]`` children of node j of every request.
+
+    ``modes`` and ``temperature`` may be one for all; unless given, seeds and
+    positions are 0, 1, 2, ..., nodes and inner rows 3, 4, ... and 0, 1, ....
+    """
+    width = len(counts)
+    requests = len(logits) // width
+    every = torch.arange(requests)
+    state_rows = every if state_rows is None else torch.as_tensor(state_rows)
+    num_states = requests + 1 if num_states is None else num_states
+    max_children = max_children or max(counts)
+    columns = torch.zeros(width, max_children, dtype=torch.int32)
+    place = 1
+    for row, count in zip(columns, counts, strict=True):
+        row[:count] = torch.arange(place, place + count)
+        place += count
+    inner_rows = torch.arange(width) if inner_rows is None else torch.as_tensor(inner_rows)
+    kept = torch.full(
+        (num_states + 2, width + 1, logits.shape[1] + 3), UNTOUCHED, dtype=logits.dtype
+    )
+    kept_stats = torch.full((num_states + 2, width + 1, 2), float(UNTOUCHED))
+    drawn = Drawn(
+        tokens=torch.full((requests, place + 1), UNTOUCHED, dtype=tokens_dtype),
+        draft_logits=kept[1:-1],
+        draft_stats=kept_stats[1:-1],
+        around=torch.empty(0),
+        counts=counts,
+    )
+    draw_children(
+        logits=logits,
+        temperature=torch.zeros(requests) + temperature,
+        seeds=every if seeds is None else seeds,
+        modes=torch.zeros(requests, dtype=torch.int32) + torch.as_tensor(modes, dtype=torch.int32),
+        positions=every.int() if positions is None else positions,
+        depth=depth,
+        nodes=torch.arange(3, 3 + width, dtype=torch.int32) if nodes is None else nodes,
+        counts=torch.tensor(counts, dtype=torch.int32),
+        columns=columns,
+        tokens=drawn.tokens,
+        draft_logits=drawn.draft_logits,
+        draft_stats=drawn.draft_stats,
+        state_rows=state_rows.int(),
+        inner_rows=inner_rows.int(),
+        workspace=DrawWorkspace() if workspace is None else workspace,
+    )
+    outside = [kept[0], kept[-1], kept_stats[0], kept_stats[-1]]
+    drawn.around = torch.cat([rows.float().flatten() for rows in outside])
+    return drawn

@@ -1,0 +1,201 @@
+"""The commit kernel, run by Triton's interpreter, against a loop in torch."""
+
+import os
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
+)
+
+from sequoia_vllm.kernels.commit import (  # noqa: E402 (after the mark)
+    CacheLayers,
+    commit_accepted,
+)
+
+
+def commit_reference(caches, block_table, context_lens, accepted):
+    """Reads every source before it writes any target."""
+    slots = caches[0].shape[2]
+    before = [cache.clone() for cache in caches]
+    for request, context in enumerate(context_lens.tolist()):
+        for step, node in enumerate(accepted[request].tolist()):
+            if node < 0:
+                break
+            (source, source_slot), (target, target_slot) = (
+                (int(block_table[request, position // slots]), position % slots)
+                for position in (context + node, context + 1 + step)
+            )
+            for cache, old in zip(caches, before, strict=True):
+                cache[target, :, target_slot] = old[source, :, source_slot]
+
+
+def random_cache(blocks, heads, slots, width, dtype=torch.bfloat16):
+    size = torch.empty(0, dtype=dtype).element_size()
+    data = torch.randint(0, 256, (blocks, heads, slots, width * size), dtype=torch.uint8)
+    return data.view(dtype)
+
+
+def bits(cache):
+    return cache.contiguous().view(torch.uint8)
+
+
+def check(caches, block_table, context_lens, accepted):
+    """Moves with the kernel; all bytes of all caches must be the reference's."""
+    expected = [cache.clone() for cache in caches]
+    commit_reference(expected, block_table, context_lens, accepted)
+    commit_accepted(
+        CacheLayers.of(caches),
+        block_table=block_table,
+        context_lens=context_lens,
+        accepted=accepted,
+    )
+    for cache, wanted in zip(caches, expected, strict=True):
+        assert torch.equal(bits(cache), bits(wanted))
+
+
+def tables(requests, max_blocks, blocks, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(blocks, generator=generator)[: requests * max_blocks]
+    return order.view(requests, max_blocks).int()
+
+
+# Overlaps: 2 then 4 write where 1.. and 3.. read; a path that starts in its place;
+# an empty one; one that crosses block boundaries; a full chain.
+PATHS = torch.tensor(
+    [
+        [2, 3, 4, 5, 6],
+        [1, 2, 5, 6, 9],
+        [-1, -1, -1, -1, -1],
+        [3, 9, 17, 18, -1],
+        [1, 2, 3, 4, 5],
+        [20, -1, -1, -1, -1],
+    ],
+    dtype=torch.int32,
+)
+CONTEXTS = torch.tensor([0, 15, 3, 30, 31, 16], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "slots", "width"),
+    [
+        (torch.bfloat16, 2, 16, 32),
+        (torch.float32, 1, 32, 24),
+        (torch.float16, 3, 16, 10),  # a token's heads are moved 4 bytes at a time
+        (torch.float8_e4m3fn, 2, 16, 36),
+        (torch.uint8, 1, 16, 33),  # nor is that possible here: one byte
+        (torch.bfloat16, 8, 16, 1024),  # more than one program per token
+    ],
+)
+def test_paths_move_as_in_the_reference(dtype, heads, slots, width):
+    torch.manual_seed(1)
+    blocks = 6 * 4 + 1
+    caches = [random_cache(blocks, heads, slots, width, dtype) for _ in range(2)]
+    check(caches, tables(6, 4, blocks), CONTEXTS, PATHS)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3), (2, 0, 1, 3)])
+def test_every_order_of_dimensions_in_memory(order):
+    torch.manual_seed(2)
+    shape = (25, 3, 16, 8)
+    backwards = [order.index(dimension) for dimension in range(4)]
+    caches = [
+        random_cache(*(shape[dimension] for dimension in order)).permute(backwards)
+        for _ in range(2)
+    ]
+    assert caches[0].shape == shape
+    check(caches, tables(6, 4, 25), CONTEXTS, PATHS)
+
+
+def test_keys_and_values_kept_apart():
+    torch.manual_seed(3)
+    both = torch.randn(2, 25, 2, 16, 8, dtype=torch.bfloat16)
+    check([both[0], both[1]], tables(6, 4, 25), CONTEXTS, PATHS)
+
+
+def test_random_paths():
+    torch.manual_seed(4)
+    requests, depth, nodes, slots = 24, 7, 30, 16
+    accepted = torch.full((requests, depth), -1, dtype=torch.int32)
+    for request in range(requests):
+        length = request % (depth + 1)
+        path = torch.randperm(nodes - 1)[:length].sort().values + 1
+        accepted[request, :length] = path.int()
+    contexts = torch.randint(0, 40, (requests,), dtype=torch.int32)
+    max_blocks = -(-(40 + nodes) // slots)
+    blocks = requests * max_blocks
+    caches = [random_cache(blocks, 2, slots, 8)]
+    # A table wider than its view, as the engine's is.
+    table = torch.nn.functional.pad(tables(requests, max_blocks, blocks), (0, 3), value=-1)
+    check(caches, table[:, :max_blocks], contexts, accepted)
+
+
+def test_a_cache_given_twice_moves_once():
+    cache = random_cache(2, 1, 16, 8)
+    expected = cache.clone()
+    accepted = torch.tensor([[2, 3]], dtype=torch.int32)
+    table, contexts = torch.tensor([[1, 0]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    commit_reference([expected], table, contexts, accepted)
+    commit_accepted(
+        CacheLayers.of([cache, cache]),
+        block_table=table,
+        context_lens=contexts,
+        accepted=accepted,
+    )
+    assert torch.equal(bits(cache), bits(expected))
+
+
+def test_nothing_is_read_for_padding():
+    """Of requests without a path not even the table, whose entries may be anything."""
+    cache = random_cache(2, 1, 16, 8)
+    expected = cache.clone()
+    commit_accepted(
+        CacheLayers.of([cache]),
+        block_table=torch.full((2, 1), 2**31 - 1, dtype=torch.int32),
+        context_lens=torch.zeros(2, dtype=torch.int32),
+        accepted=torch.full((2, 3), -1, dtype=torch.int32),
+    )
+    commit_accepted(
+        CacheLayers.of([cache]),
+        block_table=torch.zeros(0, 1, dtype=torch.int32),
+        context_lens=torch.zeros(0, dtype=torch.int32),
+        accepted=torch.zeros(0, 3, dtype=torch.int32),
+    )
+    assert torch.equal(bits(cache), bits(expected))
+
+
+def test_the_largest_unit_that_fits_is_moved():
+    assert CacheLayers.of([random_cache(2, 2, 16, 32)]).unit == 8
+    assert CacheLayers.of([random_cache(2, 2, 16, 10)]).unit == 4
+    misaligned = torch.zeros(2 * 2 * 16 * 32 + 1, dtype=torch.bfloat16)[1:].view(2, 2, 16, 32)
+    assert CacheLayers.of([misaligned]).unit == 2
+
+
+@pytest.mark.parametrize(
+    ("caches", "message"),
+    [
+        ([], "no caches"),
+        ([torch.zeros(2, 16, 8)], "must be"),
+        ([torch.zeros(2, 1, 8, 16).transpose(2, 3)], "must be"),
+        ([torch.zeros(2, 1, 16, 8), torch.zeros(2, 1, 16, 8).half()], "another kind"),
+        ([torch.zeros(2, 1, 16, 8), torch.zeros(2, 1, 16, 16)], "differ in layout"),
+        (
+            [torch.zeros(2, 2, 16, 8), torch.zeros(2, 16, 2, 8).transpose(1, 2)],
+            "differ in layout",
+        ),
+    ],
+)
+def test_caches_that_cannot_move_together_are_refused(caches, message):
+    with pytest.raises(ValueError, match=message):
+        CacheLayers.of(caches)
+
+
+def test_rows_that_do_not_fit_together_are_refused():
+    with pytest.raises(ValueError, match="paths of 2 requests"):
+        commit_accepted(
+            CacheLayers.of([torch.zeros(2, 1, 16, 8)]),
+            block_table=torch.zeros(1, 1, dtype=torch.int32),
+            context_lens=torch.zeros(2, dtype=torch.int32),
+            accepted=torch.zeros(2, 3, dtype=torch.int32),
+        )

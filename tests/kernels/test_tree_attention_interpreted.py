@@ -1,0 +1,328 @@
+"""Tree attention's kernels, run by Triton's interpreter, against plain loops in torch."""
+
+import os
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
+)
+
+from sequoia_vllm.kernels.tree_attention import (  # noqa: E402 (after the mark)
+    TreeAttentionWorkspace,
+    choose_splits,
+    choose_tile,
+    pack_ancestors,
+    tree_attention,
+)
+
+UNTOUCHED = 7.0
+
+
+@pytest.fixture(autouse=True)
+def _bfloat16_products(monkeypatch):
+    """The interpreter multiplies the bit patterns of bfloat16: give it their values instead."""
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    create_dot = InterpreterBuilder.create_dot
+
+    def exact(handle):
+        if handle.dtype.scalar != bfloat16:
+            return handle
+        bits = handle.data.astype("uint32") << 16
+        return TensorHandle(bits.view("float32"), float32)
+
+    def patched(self, a, b, *rest):
+        return create_dot(self, exact(a), exact(b), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", patched)
+
+
+def tree_attention_reference(
+    query, key_cache, value_cache, block_table, context_lens, query_start_loc, ancestors,
+    first_node, scale, key_scale=1.0, value_scale=1.0,
+):  # fmt: skip
+    """float32 ``[T, Hq, D]``, row by row; ``ancestors`` is the bool matrix."""
+    output = torch.full(query.shape, UNTOUCHED)
+    block_size, key_heads = key_cache.shape[1:3]
+    group = query.shape[1] // key_heads
+    for request, context in enumerate(context_lens.tolist()):
+        first, last = query_start_loc[request : request + 2].tolist()
+        for token in range(first, last):
+            node = first_node + token - first
+            seen = [*range(context), *(context + j for j in range(node + 1) if ancestors[node, j])]
+            blocks = block_table[request, [p // block_size for p in seen]].long()
+            slots = torch.tensor([p % block_size for p in seen])
+            keys = key_cache[blocks, slots].float() * key_scale  # [seen, Hkv, D]
+            values = value_cache[blocks, slots].float() * value_scale
+            for head in range(query.shape[1]):
+                key_head = head // group
+                scores = keys[:, key_head] @ query[token, head].float() * scale
+                output[token, head] = scores.softmax(dim=0) @ values[:, key_head]
+    return output
+
+
+def random_ancestors(nodes, generator):
+    """The ancestor matrix of a tree whose nodes have random earlier parents."""
+    seen = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        parent = int(torch.randint(max(0, node - 20), node, (), generator=generator))
+        seen[node] |= seen[parent]
+    return seen
+
+
+class Batch:
+    """Random requests in a paged cache whose unused positions hold NaN."""
+
+    def __init__(
+        self, contexts, sizes, *, nodes=None, first_node=0, heads=(4, 2), head_size=64,
+        block_size=16, dtype=torch.float32, cache_dtype=None, seed=0, spare_blocks=2,
+    ):  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        nodes = nodes or max([*sizes, 1]) + first_node
+        self.ancestors = random_ancestors(nodes, generator)
+        self.first_node = first_node
+        self.contexts = torch.tensor(contexts, dtype=torch.int32)
+        self.starts = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+        ends = [c + first_node + q if q else 0 for c, q in zip(contexts, sizes, strict=True)]
+        columns = -(-max(ends) // block_size) + spare_blocks
+        blocks = torch.randperm(len(contexts) * columns + 1, generator=generator)[:-1]
+        self.table = blocks.view(len(contexts), columns).to(torch.int32)
+        shape = (len(blocks) + 1, heads[1], 2, block_size, head_size)
+        cache = torch.full(shape, float("nan"))
+        for row, end in zip(self.table.tolist(), ends, strict=True):
+            for position in range(end):
+                entry = torch.randn(heads[1], 2, head_size, generator=generator)
+                cache[row[position // block_size], :, :, position % block_size] = entry
+        # The layout is neither contiguous nor [blocks, block_size, heads, size] in memory.
+        cache = cache.to(cache_dtype or dtype)
+        self.keys, self.values = (cache[:, :, i].transpose(1, 2) for i in (0, 1))
+        tokens = int(self.starts[-1]) + 3
+        packed = torch.randn(tokens, heads[0] + 2, head_size, generator=generator)
+        self.query = packed.to(dtype)[:, :-2]
+        self.scale = head_size**-0.5
+
+    def run(self, processors=1, ancestors=None, **arguments):
+        output = torch.full_like(self.query, UNTOUCHED)
+        workspace = TreeAttentionWorkspace(self.query.shape[2], "cpu", processors)
+        workspace._memory.fill_(float("nan"))  # what no split wrote must not be read
+        packed = pack_ancestors(self.ancestors if ancestors is None else ancestors)
+        scales = {"key_scale": 1.0, "value_scale": 1.0}
+        tree_attention(
+            self.query, self.keys, self.values, self.table, self.contexts, self.starts, packed,
+            first_node=self.first_node, scale=self.scale, workspace=workspace, output=output,
+            **{**scales, **arguments},
+        )  # fmt: skip
+        return output.float()
+
+    def expected(self, **scales):
+        return tree_attention_reference(
+            self.query, self.keys, self.values, self.table, self.contexts, self.starts,
+            self.ancestors, self.first_node, self.scale, **scales,
+        )  # fmt: skip
+
+
+def splits_of(batch, processors):
+    """How many splits `tree_attention` chooses for the batch."""
+    _, heads, head_size = batch.query.shape
+    _, block_size, key_heads, _ = batch.keys.shape
+    rows = (len(batch.ancestors) - batch.first_node) * heads // key_heads
+    tile = choose_tile(rows, head_size, batch.query.element_size(), 90)
+    units = len(batch.contexts) * key_heads * -(-rows // tile.rows)
+    return choose_splits(units, tile, processors, batch.table.shape[1] * block_size)
+
+
+def assert_close(actual, expected, tolerance=2e-5):
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (8, 1), (6, 2)])
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_query_heads_share_key_heads(heads, block_size):
+    batch = Batch([37, 5], [7, 3], heads=heads, block_size=block_size)
+    assert_close(batch.run(), batch.expected())
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+def test_head_sizes(head_size):
+    batch = Batch([40], [9], heads=(2, 1), head_size=head_size, block_size=48)
+    assert_close(batch.run(), batch.expected())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    batch = Batch([70, 0], [12, 40], dtype=dtype)
+    assert_close(batch.run(), batch.expected(), 3 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("processors", [1, 110])
+def test_trees_of_all_sizes_in_one_batch(processors):
+    """Requests without rows, and rows without requests, are left alone."""
+    contexts, sizes = [0, 31, 32, 600, 64, 1, 0], [1, 0, 40, 33, 1, 5, 0]
+    batch = Batch(contexts, sizes)
+    # Nothing of a request without rows may be looked at.
+    batch.contexts[1] = 2**30
+    batch.table[1] = 2**30
+    assert splits_of(batch, processors) == (1 if processors == 1 else 3)
+    output = batch.run(processors)
+    assert_close(output, batch.expected())
+    assert (output[-3:] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("first_node", [1, 31, 32, 45])
+@pytest.mark.parametrize("context", [0, 20, 64])
+def test_levels_after_the_first(first_node, context):
+    batch = Batch([context, context + 3], [5, 2], first_node=first_node, heads=(2, 1))
+    assert_close(batch.run(), batch.expected())
+
+
+@pytest.mark.parametrize("context", [0, 1, 250, 255, 256, 257, 505, 511, 512, 513, 700])
+def test_contexts_around_the_ends_of_splits(context):
+    """A split is 256 positions here, and the tree of 7 may lie across two."""
+    batch = Batch([context, 3], [7, 2], heads=(2, 1), spare_blocks=45)
+    assert splits_of(batch, processors=32) >= 3
+    assert_close(batch.run(processors=32), batch.expected())
+
+
+def test_long_contexts_make_longer_splits():
+    batch = Batch([1300, 40], [4, 4], heads=(1, 1), block_size=64)
+    assert splits_of(batch, processors=2) == 2
+    assert_close(batch.run(processors=2), batch.expected())
+
+
+def test_more_splits_than_are_merged_at_once():
+    batch = Batch([5000], [2], heads=(1, 1), block_size=64)
+    assert splits_of(batch, processors=32) == 21
+    assert_close(batch.run(processors=32), batch.expected())
+
+
+@pytest.mark.parametrize("processors", [1, 100])
+def test_tree_of_1024_nodes(processors):
+    """With splits, most rows see nothing at all in some of them."""
+    batch = Batch([10, 300], [1024, 5], heads=(1, 1), dtype=torch.float16, spare_blocks=0)
+    assert (splits_of(batch, processors) > 1) == (processors > 1)
+    assert_close(batch.run(processors), batch.expected(), 3 * torch.finfo(torch.float16).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_fp8_cache(dtype, in_memory):
+    scales = {"key_scale": 1.5, "value_scale": 0.25}
+    batch = Batch([50, 600], [9, 3], dtype=dtype, cache_dtype=torch.float8_e4m3fn)
+    expected = batch.expected(**scales)
+    if in_memory:
+        scales = {name: torch.tensor(scale) for name, scale in scales.items()}
+        batch.keys, batch.values = batch.keys.view(torch.uint8), batch.values.view(torch.uint8)
+    tolerance = 2e-5 if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
+    assert_close(batch.run(processors=16, **scales), expected, tolerance)
+
+
+def test_scales_are_for_fp8_only():
+    batch = Batch([20], [4])
+    assert torch.equal(batch.run(), batch.run(key_scale=3.0, value_scale=5.0))
+
+
+@pytest.mark.parametrize("context", [0, 1, 31, 33, 64])
+def test_each_node_sees_exactly_its_ancestors(context):
+    """With queries of 0 each position seen has the same weight; values tell positions apart."""
+    nodes, head_size = 60, 128
+    batch = Batch([context], [nodes], heads=(1, 1), head_size=head_size, block_size=128)
+    batch.query.zero_()
+    batch.values[batch.table[0, 0], :, 0] = torch.eye(head_size)
+    batch.values[batch.table[0, 1]] = 0.0
+    seen = torch.zeros(nodes, head_size)
+    seen[:, :context] = 1.0
+    seen[:, context : context + nodes] = batch.ancestors
+    expected = seen / seen.sum(dim=1, keepdim=True)
+    assert torch.equal(batch.run()[:nodes, 0], expected)
+
+
+def test_a_wrong_mask_gives_another_answer():
+    """Were masks ignored, the trees above would still have to tell."""
+    batch = Batch([40], [33])
+    causal = torch.ones_like(batch.ancestors).tril()
+    differs = (batch.run() - batch.run(ancestors=causal)).abs().amax(dim=(1, 2)) > 1e-3
+    assert differs[:33].tolist() == (batch.ancestors != causal).any(dim=1).tolist()
+    assert differs.any()
+
+
+def test_tight_bound_on_queries():
+    """A level of a larger tree: launched for its own rows only, with the same result."""
+    batch = Batch([300], [4], first_node=10, nodes=200, heads=(2, 1))
+    assert_close(batch.run(), batch.expected())
+    assert_close(batch.run(max_queries=4), batch.expected())
+
+
+def test_cache_of_more_than_2_to_the_31_elements():
+    """Only the pages that are written take memory."""
+    batch = Batch([20], [3], heads=(1, 1), cache_dtype=torch.float8_e4m3fn)
+    expected = batch.expected()
+    small = batch.keys, batch.values
+    first = 2**31 // (16 * 64)
+    batch.keys, batch.values = (
+        torch.empty(first + len(cache), 16, 1, 64, dtype=torch.float8_e4m3fn) for cache in small
+    )
+    for large, cache in zip((batch.keys, batch.values), small, strict=True):
+        large[first:] = cache
+    batch.table += first
+    assert_close(batch.run(), expected)
+
+
+def test_no_requests():
+    batch = Batch([4], [2])
+    batch.contexts, batch.starts = batch.contexts[:0], batch.starts[:1]
+    assert (batch.run() == UNTOUCHED).all()
+
+
+def test_packing():
+    ancestors = random_ancestors(70, torch.Generator().manual_seed(1))
+    ancestors[33, 31] = True  # an int32's sign
+    packed = pack_ancestors(ancestors)
+    assert packed.dtype == torch.int32
+    assert packed.shape == (70, 3)
+    for node in range(70):
+        bits = [packed[node, j // 32].item() >> j % 32 & 1 for j in range(96)]
+        assert bits == [*ancestors[node].tolist(), *[0] * 26]
+
+
+def test_packing_refuses():
+    with pytest.raises(ValueError, match="square"):
+        pack_ancestors(torch.ones(3, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="later node"):
+        pack_ancestors(torch.ones(3, 3, dtype=torch.bool))
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"queries are torch\.float64"):
+        Batch([4], [2], dtype=torch.float64).run()
+    with pytest.raises(ValueError, match="does not fit queries"):
+        Batch([4], [2], cache_dtype=torch.float16).run()
+    batch = Batch([4], [2])
+    with pytest.raises(ValueError, match="both tensors or both floats"):
+        batch.run(key_scale=torch.tensor(1.0))
+    batch.query = batch.query[:, :3]
+    with pytest.raises(ValueError, match="do not fit a cache"):
+        batch.run()
+    batch = Batch([4], [2])
+    batch.keys = batch.keys.transpose(1, 3).contiguous().transpose(1, 3)
+    with pytest.raises(ValueError, match="side by side"):
+        batch.run()
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_workspace_suffices_for_every_launch(capability, head_size, element_size):
+    processors = 132
+    size = TreeAttentionWorkspace.size_in_bytes(head_size, processors)
+    most = 0
+    for rows in [1, 2, 9, 16, 33, 64, 100, 128, 129, 256, 520, 8192]:
+        for pairs in [1, 2, 7, 8, 64, 131, 132, 133, 264, 5000]:  # of request and key head
+            tile = choose_tile(rows, head_size, element_size, capability)
+            units = pairs * -(-rows // tile.rows)
+            splits = choose_splits(units, tile, processors, 1 << 17)
+            if splits > 1:
+                most = max(most, splits * units * tile.rows * (head_size + 1) * 4)
+    assert 0 < most <= size

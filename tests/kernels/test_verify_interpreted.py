@@ -1,0 +1,636 @@
+"""The verifier's kernel, run by Triton's interpreter, against plain Python."""
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
+)
+
+import triton  # noqa: E402 (after the mark)
+import triton.language as tl  # noqa: E402
+
+from sequoia_vllm.kernels import verify  # noqa: E402
+from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP  # noqa: E402
+from sequoia_vllm.kernels.random import RESIDUAL, VERIFY, uniform64  # noqa: E402
+
+STALE = 77
+INF = float("inf")
+
+
+# -- trees and requests --------------------------------------------------------------
+
+
+@dataclass
+class Tree:
+    parents: list
+
+    def __post_init__(self):
+        self.size = len(self.parents)
+        self.inner = sorted(set(self.parents) - {-1})
+        self.depths = [0]
+        for parent in self.parents[1:]:
+            self.depths.append(self.depths[parent] + 1)
+
+    def children_of(self, node, size=None):
+        size = self.size if size is None else size
+        return [child for child in range(1, size) if self.parents[child] == node]
+
+    def tables(self):
+        branches = max([1, *(len(self.children_of(node)) for node in range(self.size))])
+        children = torch.full((self.size, branches), -1, dtype=torch.int32)
+        inner_index = torch.full((self.size,), -1, dtype=torch.int32)
+        for node in range(self.size):
+            own = self.children_of(node)
+            children[node, : len(own)] = torch.tensor(own)
+            if own:
+                inner_index[node] = self.inner.index(node)
+        return children, inner_index
+
+
+def random_tree(rng, size, branches=4):
+    parents = [-1]
+    while len(parents) < size:
+        parent = int(rng.integers(max(0, len(parents) - 6), len(parents)))
+        if parents.count(parent) < branches:
+            parents.append(parent)
+    return Tree(parents)
+
+
+@dataclass
+class Request:
+    """One request of a batch: its nodes are the tree's first ``len(tokens)``."""
+
+    tokens: list
+    logits: np.ndarray  # [nodes, V]
+    draft_logits: np.ndarray = None  # [inner nodes of the tree, V]
+    target_tokens: list = None
+    mode: int = SAMPLED
+    temperature: float = 1.0
+    seed: int = 1
+    position: int = 5
+    stats: dict = field(default_factory=dict)  # inner index -> statistics that are not Q's own
+
+    def draft_stats(self):
+        """float32 ``[inner, 2]``, as kernels/children.py writes them."""
+        scaled = self.draft_logits.astype(np.float32) / np.float32(self.temperature)
+        maximum = scaled.max(axis=1)
+        total = np.exp(scaled - maximum[:, None]).sum(axis=1)
+        stats = np.stack([maximum, total], axis=1)
+        for inner, values in self.stats.items():
+            stats[inner] = values
+        return stats
+
+
+def run(tree, requests, *, dtype=torch.float32, token_dtype=torch.int32, columns=None):
+    """Each request's accepted nodes and emitted tokens, after checking the padding."""
+    inner = max(1, len(tree.inner))
+    vocabulary = max(request.logits.shape[1] for request in requests)
+    state_rows = [2 * i + 1 for i in range(len(requests))]  # rows between belong to nobody
+    # One token wider: rows of a state need not lie end to end.
+    draft_logits = torch.full((2 * len(requests) + 1, inner, vocabulary + 1), torch.nan)
+    draft_stats = torch.full((2 * len(requests) + 1, inner, 2), torch.nan)
+    for i, request in enumerate(requests):
+        if request.draft_logits is None:
+            state_rows[i] = 10**6 if i % 2 else -1  # must not be read
+        else:
+            draft_logits[state_rows[i], :, :-1] = torch.from_numpy(request.draft_logits)
+            draft_stats[state_rows[i]] = torch.from_numpy(request.draft_stats())
+    sizes = [len(request.tokens) for request in requests]
+    rows = sum(sizes)
+    targets = [token for r in requests for token in r.target_tokens or [-9] * len(r.tokens)]
+    children, inner_index = tree.tables()
+    depth = max(tree.depths)
+    width = columns or depth + 1
+    sampled = torch.full((len(requests), width), STALE)
+    accepted = torch.full((len(requests), max(depth, 1)), STALE, dtype=torch.int32)
+    accepted = accepted[:, :depth] if depth else accepted[:, :0]
+    num_sampled = torch.full((len(requests),), STALE, dtype=torch.int32)
+    logits = np.concatenate([request.logits for request in requests if len(request.tokens)])
+    verify.verify_trees(
+        logits=torch.from_numpy(logits).to(dtype),
+        tokens=torch.tensor([t for r in requests for t in r.tokens], dtype=token_dtype),
+        target_tokens=torch.tensor(targets, dtype=torch.int64),
+        cu_num_logits=torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32),
+        modes=torch.tensor([r.mode for r in requests], dtype=torch.int32),
+        positions=torch.tensor([r.position for r in requests], dtype=torch.int32),
+        seeds=torch.tensor([r.seed for r in requests]),
+        children=children,
+        inner_index=inner_index,
+        draft_logits=draft_logits.to(dtype)[:, :, :-1],
+        draft_stats=draft_stats,
+        state_rows=torch.tensor(state_rows, dtype=token_dtype),
+        draft_temperatures=torch.tensor([r.temperature for r in requests]),
+        sampled_tokens=sampled,
+        num_sampled=num_sampled,
+        accepted=accepted,
+    )
+    assert rows == logits.shape[0]
+    results = []
+    for i, count in enumerate(num_sampled.tolist()):
+        path, emitted = accepted[i].tolist(), sampled[i].tolist()
+        assert emitted[count:] == [-1] * (width - count)
+        length = max(count - 1, 0)
+        assert path[length:] == [-1] * (depth - length)
+        results.append((path[:length], emitted[:count]))
+    return results
+
+
+@pytest.fixture(params=[4, 16])
+def lanes(request, monkeypatch):
+    monkeypatch.setattr(verify, "_FEWEST_LANES", request.param)
+    return request.param
+
+
+@pytest.fixture
+def four_lanes(monkeypatch):
+    monkeypatch.setattr(verify, "_FEWEST_LANES", 4)
+    return 4
+
+
+@pytest.fixture(autouse=True)
+def _quick_calls(monkeypatch):
+    """Has the interpreter prepare a device function once per launch, not once per call."""
+    from triton.runtime import interpreter
+
+    prepared = set()
+    launch = interpreter.GridExecutor.__call__
+
+    def call(self, *args, **kwargs):
+        if self.fn not in prepared:
+            prepared.add(self.fn)
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    def launch_anew(self, *args, **kwargs):
+        prepared.clear()
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+
+
+# -- references ----------------------------------------------------------------------
+
+
+@triton.jit
+def uniforms_kernel(seed, position, depths, verifying, ending):
+    node = tl.program_id(0)
+    depth = tl.load(depths + node)
+    own = tl.load(seed)
+    tl.store(verifying + node, uniform64(own, 0, position + depth, node, VERIFY))
+    tl.store(ending + node, uniform64(own, 0, position + depth, node, RESIDUAL))
+
+
+def kernel_uniforms(tree, request):
+    """What decides each node, and what picks the token after it: two lists per node."""
+    verifying, ending = torch.empty(2, tree.size, dtype=torch.float64)
+    uniforms_kernel[(tree.size,)](
+        torch.tensor([request.seed]), request.position, torch.tensor(tree.depths), verifying, ending
+    )
+    return verifying.tolist(), ending.tolist()
+
+
+def softmax(logits):
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    return weights / weights.sum()
+
+
+def draft_probabilities(logits, temperature):
+    probabilities = softmax(logits.astype(np.float64) / temperature)
+    return np.where(probabilities < 2.0**-126, 0.0, probabilities)
+
+
+def algorithm_2(tree, request, uniforms, lanes):
+    """Accepted nodes, emitted tokens, and the least distance of a decision from its edge."""
+    verifying, ending = uniforms
+    node, path, emitted, margin = 0, [], [], 1.0
+    while True:
+        residual = softmax(request.logits[node])
+        children = tree.children_of(node, len(request.tokens))
+        if children:
+            inner = tree.inner.index(node)
+            draft = draft_probabilities(request.draft_logits[inner], request.temperature)
+        for rank, child in enumerate(children):
+            token = request.tokens[child]
+            if token < 0:
+                children = children[:rank]
+                break
+        rejected = []
+        for child in children:
+            token = request.tokens[child]
+            margin = min(margin, abs(verifying[child] * draft[token] - residual[token]))
+            if verifying[child] * draft[token] < residual[token]:
+                node = child
+                path.append(child)
+                emitted.append(token)
+                break
+            rejected.append(token)
+            left = np.maximum(residual - draft, 0)
+            if left.sum() > 1e-9:  # else they are equal, and this was close to the edge
+                residual = left / left.sum()
+            draft[token] = 0
+            if draft.sum() == 0:
+                draft[:] = 1
+                draft[rejected] = 0
+            draft = draft / max(draft.sum(), 1e-300)
+        else:
+            # Inversion over the tokens in the kernel's order.
+            order = sorted(range(len(residual)), key=lambda token: (token % lanes, token // lanes))
+            cumulative = residual[order].cumsum()
+            threshold = ending[node] * cumulative[-1]
+            margin = min(margin, np.abs(cumulative - threshold).min())
+            emitted.append(order[int((cumulative > threshold).argmax())])
+            return path, emitted, margin
+
+
+def match(tree, request):
+    """Accepted nodes and emitted tokens where the target's token is given."""
+    node, path, emitted = 0, [], []
+    while True:
+        emitted.append(request.target_tokens[node])
+        if request.mode == SKIP:
+            return path, emitted
+        children = tree.children_of(node, len(request.tokens))
+        hits = [child for child in children if request.tokens[child] == emitted[-1]]
+        if not hits:
+            return path, emitted
+        node = hits[0]
+        path.append(node)
+
+
+# -- random problems -----------------------------------------------------------------
+
+
+def dense(rng, vocabulary):
+    return rng.integers(-16, 17, vocabulary) / 8  # exact in bfloat16
+
+
+def sparse(rng, vocabulary):
+    logits = np.where(rng.random(vocabulary) < 0.5, -INF, dense(rng, vocabulary))
+    logits[rng.integers(vocabulary)] = 1.0
+    return logits
+
+
+def one_hot(rng, vocabulary):
+    logits = np.full(vocabulary, -INF)
+    logits[rng.integers(vocabulary)] = 2.0
+    return logits
+
+
+def underflowing(rng, vocabulary):
+    """Differences of about a hundred: most of Q is below the smallest normal float32."""
+    return rng.integers(-3, 4, vocabulary) * 64.0
+
+
+KINDS = {"dense": dense, "sparse": sparse, "one-hot": one_hot, "underflowing": underflowing}
+
+
+def draw_children(rng, probabilities, count):
+    """Ordered draws without replacement, one by one; uniform once nothing is left."""
+    drawn, rest = [], probabilities.copy()
+    for _ in range(count):
+        if rest.sum() == 0:
+            rest[:] = 1
+            rest[drawn] = 0
+        drawn.append(int(rng.choice(len(rest), p=rest / rest.sum())))
+        rest[drawn[-1]] = 0
+    return drawn
+
+
+def random_request(rng, tree, vocabulary, target=dense, draft=dense, size=None, seed=1):
+    size = tree.size if size is None else size
+    logits = np.stack([target(rng, vocabulary) for _ in range(size)])
+    draft_logits = np.stack([draft(rng, vocabulary) for _ in range(max(1, len(tree.inner)))])
+    request = Request([0] * size, logits.astype(np.float32), draft_logits.astype(np.float32))
+    request.seed, request.position = seed, int(rng.integers(0, 1000))
+    request.temperature = float(rng.choice([0.5, 1.0, 1.25]))
+    for node in range(size):
+        children = tree.children_of(node, size)
+        if children:
+            probabilities = draft_probabilities(
+                request.draft_logits[tree.inner.index(node)], request.temperature
+            )
+            for child, token in zip(
+                children, draw_children(rng, probabilities, len(children)), strict=True
+            ):
+                request.tokens[child] = token
+    return request
+
+
+def assert_as_reference(tree, requests, lanes, **options):
+    """Every decision is that of the reference; those at its edge are left out."""
+    results = run(tree, requests, **options)
+    compared, rejections = 0, 0
+    for request, result in zip(requests, results, strict=True):
+        *expected, margin = algorithm_2(tree, request, kernel_uniforms(tree, request), lanes)
+        if margin > 1e-5:
+            assert result == tuple(expected)
+            compared += 1
+            rejections += len(expected[0]) < max(tree.depths)
+    assert compared >= 0.95 * len(requests)
+    return rejections
+
+
+# -- the target's token is given -----------------------------------------------------
+
+
+def test_matching_walks_as_plain_python_does():
+    rng = np.random.default_rng(1)
+    deepest = 0
+    for size in (1, 2, 9, 30):
+        tree = random_tree(rng, size)
+        requests = []
+        for i in range(20):  # each size in each mode
+            own = [size, max(1, size - 3), 1, min(size, 5)][i % 4]
+            # Siblings may be equal, too.
+            tokens = rng.choice([-1, 0, 1, 2], own, p=[0.1, 0.6, 0.2, 0.1]).tolist()
+            request = Request(tokens, np.zeros((own, 3), np.float32))
+            request.target_tokens = rng.choice(3, own, p=[0.7, 0.2, 0.1]).tolist()
+            request.mode = [GREEDY, GREEDY, MATCHED, MATCHED, SKIP][i % 5]
+            requests.append(request)
+        expected = [match(tree, request) for request in requests]
+        assert run(tree, requests, columns=size + 2) == expected
+        assert run(tree, requests, token_dtype=torch.int64) == expected
+        deepest = max(deepest, *(len(path) for path, _ in expected))
+    assert deepest >= 3
+
+
+def test_a_placeholder_matches_no_target():
+    tree = Tree([-1, 0])
+    logits = np.zeros((2, 3), np.float32)
+    request = Request([0, -1], logits, target_tokens=[-1, 2], mode=MATCHED)
+    assert run(tree, [request]) == [([], [-1])]
+
+
+def test_a_request_without_rows_emits_nothing(four_lanes):
+    rng = np.random.default_rng(2)
+    tree = Tree([-1, 0, 0])
+    requests = [random_request(rng, tree, 5, seed=seed) for seed in (1, 2)]
+    nothing = Request([], np.zeros((0, 5), np.float32), target_tokens=[])
+    greedy_nothing = Request([], np.zeros((0, 5), np.float32), target_tokens=[], mode=GREEDY)
+    results = run(tree, [requests[0], nothing, requests[1], greedy_nothing])
+    assert results == [run(tree, [requests[0]])[0], ([], []), run(tree, [requests[1]])[0], ([], [])]
+
+
+# -- Algorithm 2: every decision -----------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["dense", "sparse"])
+@pytest.mark.parametrize("draft", KINDS)
+def test_decides_as_algorithm_2(lanes, target, draft):
+    rng = np.random.default_rng([lanes, *map(ord, target + draft)])
+    tree = random_tree(rng, 12)
+    requests = [
+        random_request(rng, tree, 9, KINDS[target], KINDS[draft], seed=seed) for seed in range(12)
+    ]
+    assert assert_as_reference(tree, requests, lanes) >= 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_reads_sixteen_bits(four_lanes, dtype):
+    rng = np.random.default_rng(3)
+    tree = random_tree(rng, 10)
+    requests = [random_request(rng, tree, 21, seed=seed) for seed in range(8)]
+    assert_as_reference(tree, requests, four_lanes, dtype=dtype)
+
+
+def test_a_tree_may_be_cut_short(four_lanes):
+    """Nodes past the request's last do not exist, though its neighbours have them."""
+    rng = np.random.default_rng(4)
+    tree = Tree([-1, 0, 1, 0, 1, 0, 2, 2])
+    requests = [
+        random_request(rng, tree, 6, size=size, seed=10 * size + i)
+        for i in range(3)
+        for size in range(1, tree.size + 1)
+    ]
+    assert_as_reference(tree, requests, four_lanes, token_dtype=torch.int64)
+    alone = random_request(rng, tree, 6, size=1)
+    alone.draft_logits = None
+    assert [path for path, _ in run(tree, [alone, alone])] == [[], []]
+
+
+def test_a_placeholder_ends_its_nodes_children(four_lanes):
+    rng = np.random.default_rng(5)
+    tree = Tree([-1, 0, 0, 0, 1, 1])
+    requests = [random_request(rng, tree, 5, seed=seed) for seed in range(16)]
+    for i, request in enumerate(requests):
+        request.tokens[1 + i % 4] = -1
+    assert_as_reference(tree, requests, four_lanes)
+
+
+def test_rejected_tokens_are_known_in_every_bit_of_a_lane(four_lanes):
+    """Q has one token, in the last of a lane's 64 places; and P has it not."""
+    vocabulary = 64 * four_lanes
+    tree = Tree([-1, 0, 0])
+    requests = []
+    for first in (vocabulary - 1, 33 * four_lanes + 2, 1):
+        logits = np.zeros((3, vocabulary), np.float32)
+        logits[0, first] = -INF
+        draft_logits = np.full((1, vocabulary), -INF, np.float32)
+        draft_logits[0, first] = 0.0
+        # Q exhausted, D is uniform as P is: whatever the second child, it is accepted.
+        requests.append(Request([0, first, 5], logits, draft_logits, seed=first))
+    verify_results = run(tree, requests)
+    assert [(path, emitted[0]) for path, emitted in verify_results] == [([2], 5)] * 3
+
+
+def test_accepts_the_draft_that_is_the_target(lanes):
+    rng = np.random.default_rng(6)
+    tree = Tree([-1, 0, 1, 2])
+    requests = []
+    for seed in range(10):
+        request = random_request(rng, tree, 50, draft=sparse, seed=seed)
+        request.temperature = 0.75
+        request.logits[:3] = request.draft_logits / np.float32(0.75)
+        for node in range(3):
+            probabilities = softmax(request.logits[node])
+            request.tokens[node + 1] = int(rng.choice(50, p=probabilities))
+        requests.append(request)
+    assert [path for path, _ in run(tree, requests)] == [[1, 2, 3]] * len(requests)
+
+
+# -- Algorithm 2: what only rounding or bad rows bring about -------------------------
+
+
+def test_accepts_where_nothing_of_the_target_would_be_left(four_lanes):
+    """R and D that differ by rounding alone, made visible: a Q that sums to 2.
+
+    Then R - D is 0 everywhere, which says that the acceptance probability was 1.
+    """
+    tree = Tree([-1, 0])
+    rng = np.random.default_rng(7)
+    requests = []
+    for seed in range(8):
+        logits = np.stack([dense(rng, 7)] * 2).astype(np.float32)
+        draft_logits = logits[:1]
+        stats = {0: [logits.max(), np.exp(logits[0] - logits.max()).sum() / 2]}
+        requests.append(Request([0, seed % 7], logits, draft_logits, seed=seed, stats=stats))
+    uniforms = [kernel_uniforms(tree, request)[0][1] for request in requests]
+    assert max(uniforms) > 0.5 > min(uniforms)
+    assert [path for path, _ in run(tree, requests)] == [[1]] * len(requests)
+
+
+def test_keeps_the_residual_where_nothing_is_left_and_the_token_is_impossible(four_lanes):
+    """As before, but the first child is a token that the target excludes."""
+    tree = Tree([-1, 0, 0])
+    draft_logits = np.array([[1.0, 0.0, 2.0, 0.5, 1.5]], np.float32)
+    logits = np.repeat(draft_logits, 3, axis=0)
+    logits[0, 2] = -INF
+    stats = {0: [2.0, np.exp(draft_logits[0] - 2.0).sum() / 20]}
+    # Q is 20 times P but for token 2: nothing is left, and 2 is impossible. R is P
+    # still, and so is D without 2: whatever comes next is accepted.
+    both = [Request([0, 2, 4], logits, draft_logits, seed=seed, stats=stats) for seed in range(6)]
+    assert [path for path, _ in run(tree, both)] == [[2]] * len(both)
+    # Without another child the last token is drawn from P.
+    one = [Request([0, 2], logits[:2], draft_logits, seed=seed, stats=stats) for seed in range(24)]
+    results = run(tree, one)
+    assert [path for path, _ in results] == [[]] * len(one)
+    assert {emitted[0] for _, emitted in results} == {0, 1, 3, 4}
+
+
+def test_a_row_without_any_draft_probability_counts_as_uniform(four_lanes):
+    """Statistics that are NaN: the children were drawn uniformly, see kernels/children.py."""
+    tree = Tree([-1, 0, 0])
+    vocabulary = 6
+    rng = np.random.default_rng(8)
+    requests, uniform = [], []
+    for seed in range(12):
+        logits = np.stack([dense(rng, vocabulary)] * 3).astype(np.float32)
+        tokens = [0, *(int(token) for token in rng.permutation(vocabulary)[:2])]
+        nowhere = np.full((1, vocabulary), np.nan, np.float32)
+        flat = np.zeros((1, vocabulary), np.float32)
+        requests.append(Request(tokens, logits, nowhere, seed=seed))
+        uniform.append(Request(tokens, logits, flat, seed=seed))
+    results = run(tree, requests)
+    assert results == run(tree, uniform)
+    assert 0 < sum(path == [] for path, _ in results) < len(results)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_ends_with_some_token_where_the_target_has_none(four_lanes):
+    tree = Tree([-1, 0])
+    requests = []
+    for bad in (np.nan, -INF):
+        logits = np.full((2, 9), bad, np.float32)
+        requests.append(Request([0, 3], logits, np.zeros((1, 9), np.float32)))
+    for _, emitted in run(tree, requests):
+        assert all(0 <= token < 9 for token in emitted)
+
+
+# -- the law -------------------------------------------------------------------------
+
+FALSE_ALARM = 1e-6
+
+
+LAWS = {
+    # Q likes what P does not; P has a zero, Q another one.
+    "apart": ([0.55, 0.05, 0.0, 0.4], [0.1, 0.7, 0.2, 0.0], [-1, 0, 0, 0]),
+    # Q is exhausted after the first child.
+    "exhausted": ([0.1, 0.2, 0.3, 0.4], [0.0, 1.0, 0.0, 0.0], [-1, 0, 0, 0]),
+    "deeper": ([0.2, 0.5, 0.3], [0.6, 0.1, 0.3], [-1, 0, 0, 1]),
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_emits_by_the_targets_law(four_lanes, name):
+    """The first two tokens against P(first) P(second), by chi-square.
+
+    A correct verifier fails it for one in a million choices of the seeds.
+    """
+    probabilities, draft, parents = LAWS[name]
+    tree, vocabulary, samples = Tree(parents), len(probabilities), 300
+    rng = np.random.default_rng(9)
+    with np.errstate(divide="ignore"):
+        shifted = [np.log(np.roll(probabilities, node)) for node in range(vocabulary + 1)]
+        draft_logits = np.log(np.array([draft] * len(tree.inner))) * 1.5
+
+    def target(path):
+        return shifted[path[-1] + 1 if path else 0]
+
+    requests = []
+    for seed in range(samples):
+        tokens = [0] * tree.size
+        for node in tree.inner:
+            children = tree.children_of(node)
+            for child, token in zip(
+                children, draw_children(rng, np.array(draft), len(children)), strict=True
+            ):
+                tokens[child] = token
+        logits = np.stack([target([tokens[node]] if node else []) for node in range(tree.size)])
+        requests.append(Request(tokens, logits.astype(np.float32), draft_logits.astype(np.float32)))
+        requests[-1].temperature, requests[-1].seed = 1.5, seed + 10**12
+    counts = Counter()
+    for _, emitted in run(tree, requests):
+        pair = emitted[:2]
+        if len(pair) == 1:
+            pair.append(int(rng.choice(vocabulary, p=softmax(target(pair)))))
+        counts[tuple(pair)] += 1
+    observed, expected = [], []
+    for pair in product(range(vocabulary), repeat=2):
+        law = softmax(target([]))[pair[0]] * softmax(target(pair[:1]))[pair[1]]
+        if law == 0:
+            assert counts[pair] == 0
+        else:
+            observed.append(counts[pair])
+            expected.append(law * samples)
+    assert sum(observed) == samples
+    statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+    assert chi2.sf(statistic, len(expected) - 1) > FALSE_ALARM
+    first = np.array([sum(counts[t, u] for u in range(vocabulary)) for t in range(vocabulary)])
+    possible = np.array(probabilities) > 0
+    wanted = np.array(probabilities)[possible] * samples
+    statistic = ((first[possible] - wanted) ** 2 / wanted).sum()
+    assert chi2.sf(statistic, possible.sum() - 1) > FALSE_ALARM
+
+
+# -- the batch -----------------------------------------------------------------------
+
+
+def test_neighbours_change_nothing(four_lanes):
+    rng = np.random.default_rng(10)
+    tree = Tree([-1, 0, 0, 1, 1, 3])
+    requests = [random_request(rng, tree, 9, seed=seed, size=6 - seed % 3) for seed in range(6)]
+    requests[2].mode, requests[2].target_tokens = GREEDY, [3] * len(requests[2].tokens)
+    together = run(tree, requests)
+    assert together == [run(tree, [request])[0] for request in requests]
+    assert together[::-1] == run(tree, requests[::-1])
+
+
+def test_seed_position_and_node_make_other_numbers(four_lanes):
+    logits = np.zeros((1, 256), np.float32)
+    requests = [
+        Request([0], logits, seed=seed, position=position, draft_logits=None)
+        for seed, position in ((1, 5), (1, 6), (2, 5), (1 + 2**40, 5))
+    ]
+    tokens = [emitted[0] for _, emitted in run(Tree([-1]), requests)]
+    assert len(set(tokens)) == 4
+
+
+def test_refuses_tensors_that_do_not_fit():
+    row = torch.zeros(1, 4)
+    fitting = {
+        name: torch.zeros(1, dtype=torch.int32)
+        for name in (
+            "tokens", "target_tokens", "cu_num_logits", "modes", "positions", "seeds",
+            "inner_index", "state_rows", "draft_temperatures", "num_sampled",
+        )
+    } | {
+        "logits": row, "children": row.int(), "draft_logits": row[None],
+        "draft_stats": row[None, :, :2], "sampled_tokens": torch.zeros(1, 3).long(),
+        "accepted": torch.zeros(1, 2).int(),
+    }  # fmt: skip
+    for wrong, message in (
+        ({"logits": torch.zeros(1, 5)}, "the target has 5"),
+        ({"logits": torch.zeros(4, 2).T}, "side by side"),
+        ({"sampled_tokens": torch.zeros(1, 2).long()}, "2 columns"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            verify.verify_trees(**fitting | wrong)

@@ -1,0 +1,89 @@
+"""Engines, requests and models of the tree tests, in the processes that `call_on_v2` starts."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.engine.conftest import metric, running, sequoia
+from tests.engine.models import save_llama
+
+VOCAB = 256
+SPEC_DECODE = ("drafts", "draft_tokens", "accepted_tokens")
+# Of the engines that run the tiny pairs; 32 is the least block size of CPU_ATTN.
+TINY = {"skip_tokenizer_init": True, "block_size": 32}
+
+
+def save_related_pair(directory: Path, noise: float = 0.015, **config: Any) -> tuple[str, str]:
+    """A tiny target, and as its draft the same weights with noise: it is often right.
+
+    Small vocabularies keep the interpreter quick: its time goes by the number
+    of programs, and kernels have one per thousand tokens or so.
+    """
+    from transformers import LlamaForCausalLM
+
+    settings = {"vocab_size": VOCAB, "max_position_embeddings": 512, **config}
+    target = save_llama(directory / "target", seed=3, scale=2.0, **settings)
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.add_(torch.randn_like(parameter), alpha=noise)
+    model.save_pretrained(directory / "draft")
+    return str(target), str(directory / "draft")
+
+
+def random_prompts(lengths: list[int], vocab: int = VOCAB) -> list[dict[str, list[int]]]:
+    """Prompts of random token ids, without the ends of sequences (ids 0 and 1)."""
+    generator = torch.Generator().manual_seed(11)
+    return [
+        {"prompt_token_ids": torch.randint(2, vocab, (length,), generator=generator).tolist()}
+        for length in lengths
+    ]
+
+
+def completions(outputs: list[Any]) -> list[list[list[int]]]:
+    """Tokens of every completion of every request."""
+    return [[list(one.token_ids) for one in output.outputs] for output in outputs]
+
+
+def describe(llm: Any) -> dict[str, str]:
+    """Which of vLLM's and our classes run."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    attention = next(iter(runner.compilation_config.static_forward_context.values())).impl
+    return {
+        "runner": type(runner).__name__,
+        "scheduler": type(scheduler).__name__,
+        "attention": type(attention).__name__,
+    }
+
+
+def counted(llm: Any) -> dict[str, Any]:
+    """The worker's counters since the last call, and vLLM's since its start."""
+    [stats] = llm.collective_rpc("sequoia_stats", args=(True,))
+    metrics = {name: metric(llm, f"vllm:spec_decode_num_{name}") for name in SPEC_DECODE}
+    return {
+        **stats,
+        **metrics,
+        "preemptions": metric(llm, "vllm:num_preemptions"),
+        "tokens_per_tree": stats["tokens"] / max(stats["tree_steps"], 1),
+    }
+
+
+def generate(
+    config: dict | None, prompts: list[Any], params: Any, **options: Any
+) -> dict[str, Any]:
+    """Tokens of every completion on an engine of its own, and with trees what it counted."""
+    with running(config, **options) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        answer = {"tokens": completions(outputs), **describe(llm)}
+        return {**answer, "counts": counted(llm)} if config else answer
+
+
+def generate_with_trees(
+    draft: str, prompts: list[Any], params: Any, size: int = 8, depth: int = 3, **options: Any
+) -> dict[str, Any]:
+    """`generate` with a tree of this size and depth."""
+    return generate(sequoia(size=size, depth=depth, draft=draft), prompts, params, **options)

@@ -1,0 +1,248 @@
+"""Sampled output of trees on Model Runner V2: a seed's tokens, and the target's law."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.conftest import running, sequoia
+from tests.engine.models import DRAFT, prompts, save_llama
+from tests.v2.conftest import call_on_v2
+from tests.v2.generating import (
+    TINY,
+    counted,
+    generate,
+    generate_with_trees,
+    random_prompts,
+    save_related_pair,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+# -- seeds -------------------------------------------------------------------------------
+
+TRUNCATIONS = [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.02}]
+
+
+def seeded_params(count: int, max_tokens: int) -> list[Any]:
+    """Seeds and truncations of their own; the second has two completions."""
+    from vllm import SamplingParams
+
+    return [
+        SamplingParams(
+            temperature=0.8, seed=7 + index, max_tokens=max_tokens, ignore_eos=True,
+            n=1 + (index == 1), **TRUNCATIONS[index % 3],
+        )
+        for index in range(count)
+    ]  # fmt: skip
+
+
+def generate_seeded(models: str) -> dict[str, Any]:
+    """Of plain V2 and of trees, with the embedded pair and with a tiny one."""
+    target, draft = save_related_pair(Path(models))
+    tiny = random_prompts([12, 30, 5, 41, 8, 20]), seeded_params(6, 32)
+    embedded = prompts(2), seeded_params(2, 10)
+    return {
+        "tiny": [
+            generate(None, *tiny, model=target, **TINY),
+            generate_with_trees(draft, *tiny, model=target, **TINY),
+        ],
+        "embedded": [
+            generate(None, *embedded),
+            generate_with_trees(DRAFT, *embedded),
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def seeded(tmp_path_factory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("seeded")
+    return call_on_v2(generate_seeded, directory, models=str(directory))
+
+
+@pytest.mark.parametrize("pair", ["tiny", "embedded"])
+def test_a_seed_gives_the_tokens_of_plain_vllm(pair, seeded):
+    plain, trees = seeded[pair]
+    assert trees["tokens"] == plain["tokens"]
+    assert trees["counts"]["tokens_per_tree"] > 1.2
+    [first, second] = plain["tokens"][1]
+    assert first != second
+
+
+# -- draft == target, and the counters ---------------------------------------------------
+
+TEMPERATURES = [1.0, 0.6, 1.3]
+
+
+def generate_from_itself(models: str) -> dict[str, Any]:
+    """What became of trees that the target drafted; as the worker and the metrics say."""
+    from vllm import SamplingParams
+
+    target, _ = save_related_pair(Path(models))
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=25, ignore_eos=True, detokenize=False)
+        for temperature in TEMPERATURES
+    ]
+    with running(sequoia(size=8, depth=3, draft=target), model=target, **TINY) as llm:
+        requests = random_prompts([9, 30, 17])
+        llm.generate(requests, params, use_tqdm=False)
+        # A step that was scheduled before the last requests' ends is reported by the next.
+        llm.generate(requests[0], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+        trees = {
+            "/".join([m.name, *(m.labels[key] for key in ("depth", "child") if key in m.labels)]):
+                m.value
+            for m in llm.get_metrics()
+            if m.name.startswith("sequoia:")
+        }  # fmt: skip
+        return {**counted(llm), "metrics": trees}
+
+
+@pytest.fixture(scope="module")
+def from_itself(tmp_path_factory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("from-itself")
+    return call_on_v2(generate_from_itself, directory, models=str(directory))
+
+
+def test_all_that_the_target_drafts_itself_is_accepted(from_itself):
+    """Unseeded: every first child has the probability it was drawn with."""
+    offered, accepted = (np.array(from_itself[name]) for name in ("offered", "accepted"))
+    assert from_itself["tree_steps"] > 12
+    assert accepted[:, 0].tolist() == offered[:, 0].tolist()
+    assert accepted[:, 1:].sum() == 0
+    # All but a request's last trees, which its end may cut short.
+    assert from_itself["depth_counts"][-1] >= from_itself["tree_steps"] - 3
+
+
+def test_metrics_show_what_the_worker_counted(from_itself):
+    shown = from_itself["metrics"]
+    assert shown["sequoia:drafted_nodes"] == 7
+    assert shown["sequoia:trees"] == from_itself["tree_steps"]
+    assert shown["sequoia:emitted_tokens"] == from_itself["tokens"]
+    # vLLM leaves out what it had scheduled before it saw that a request was at its end.
+    assert 0 <= from_itself["tree_steps"] - from_itself["drafts"] <= len(TEMPERATURES)
+    for depth, trees in enumerate(from_itself["depth_counts"]):
+        assert shown[f"sequoia:accepted_depth/{depth}"] == trees
+    for name in ("offered", "accepted"):
+        for depth, children in enumerate(from_itself[name], start=1):
+            for child, value in enumerate(children, start=1):
+                assert shown.get(f"sequoia:{name}_children/{depth}/{child}", 0) == value
+
+
+# -- the law -----------------------------------------------------------------------------
+#
+# Given all tokens before it, every token has a probability that the target itself
+# can be asked for. Tokens are lined up by how much likelier the target finds them
+# than the draft does; then a uniform number from the interval that a token takes up
+# is uniform over [0, 1), and independent of all others, exactly if the engine
+# follows the target's law. Too many drafts accepted show as small numbers.
+
+LAW_VOCAB, LAW_REQUESTS, LAW_TOKENS = 6, 32, 36
+LAW_SETTINGS = [(1.0, 1.0), (0.7, 0.8)]  # temperature, top_p
+FALSE_ALARM = 1e-6
+
+
+def law_settings(index: int) -> tuple[float, float]:
+    return LAW_SETTINGS[index % len(LAW_SETTINGS)]
+
+
+def generate_for_law(target: str, draft: str) -> dict[str, Any]:
+    """Unseeded completions of many requests at once."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(
+            temperature=temperature, top_p=top_p, max_tokens=LAW_TOKENS, ignore_eos=True,
+            detokenize=False,
+        )
+        for temperature, top_p in map(law_settings, range(LAW_REQUESTS))
+    ]  # fmt: skip
+    requests = random_prompts([4] * LAW_REQUESTS, LAW_VOCAB)
+    options = {"max_model_len": 64, "max_num_seqs": LAW_REQUESTS, **TINY}
+    return generate_with_trees(draft, requests, params, size=4, depth=2, model=target, **options)
+
+
+def next_probs(path: str, tokens: list[int], temperature: float, top_p: float) -> np.ndarray:
+    """Exact law of the token after each of these, ``[len(tokens), LAW_VOCAB]``."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0].double()
+    probs = torch.softmax(logits / temperature, dim=-1).numpy()
+    order = np.argsort(-probs, axis=-1)
+    ranked = np.take_along_axis(probs, order, axis=-1)
+    kept = np.cumsum(ranked, axis=-1) - ranked < top_p
+    probs = np.zeros_like(probs)
+    np.put_along_axis(probs, order, ranked * kept, axis=-1)
+    return probs / probs.sum(axis=-1, keepdims=True)
+
+
+def uniforms(
+    prompt: list[int], generated: list[int], paths: tuple[str, str], setting: tuple[float, float],
+    generator: np.random.Generator,
+) -> np.ndarray:  # fmt: skip
+    """One number per generated token; uniform if it follows the target's law."""
+    tokens = prompt + generated
+    target, draft = (next_probs(path, tokens[:-1], *setting) for path in paths)
+    first = len(prompt) - 1
+    numbers = []
+    for p, q, token in zip(target[first:], draft[first:], generated, strict=True):
+        assert p[token] > 0  # nothing impossible happened
+        order = np.argsort(p / np.maximum(q, 1e-9))
+        before = p[order[: list(order).index(token)]].sum()
+        numbers.append(min(before + p[token] * generator.random(), 1 - 1e-9))
+    return np.array(numbers)
+
+
+def p_value(cells: np.ndarray) -> float:
+    """Chi-square against equal probabilities of all cells."""
+    from scipy.stats import chisquare
+
+    return float(chisquare(cells.ravel()).pvalue)
+
+
+def p_value_of_requests(numbers: np.ndarray) -> float:
+    """Whether the requests' means differ more than independent uniform numbers' do.
+
+    They do where a request uses a random number in more than one step.
+    """
+    from scipy.stats import chi2
+
+    standard = (numbers.mean(axis=1) - 0.5) * np.sqrt(12 * numbers.shape[1])
+    return float(chi2.sf((standard**2).sum(), len(standard)))
+
+
+def test_unseeded_tokens_follow_the_targets_law(tmp_path):
+    """Given the tokens before, and independently of the number before."""
+    paths = tuple(
+        str(
+            save_llama(
+                tmp_path / name, seed=seed, scale=scale, vocab_size=LAW_VOCAB,
+                max_position_embeddings=64,
+            )
+        )
+        for name, seed, scale in (("target", 3, 1.5), ("draft", 4, 1.0))
+    )  # fmt: skip
+    answer = call_on_v2(generate_for_law, tmp_path, target=paths[0], draft=paths[1])
+
+    generator = np.random.default_rng(1)
+    numbers = np.stack([
+        uniforms(request["prompt_token_ids"], tokens, paths, law_settings(index), generator)
+        for index, (request, [tokens]) in enumerate(
+            zip(random_prompts([4] * LAW_REQUESTS, LAW_VOCAB), answer["tokens"], strict=True)
+        )
+    ])  # fmt: skip
+    assert answer["counts"]["tokens_per_tree"] > 1.3  # trees were at work
+    assert answer["counts"]["depth_counts"][0] > 100  # with rejections among them
+    assert p_value(np.histogram(numbers, bins=8, range=(0, 1))[0]) > FALSE_ALARM
+    assert p_value_of_requests(numbers) > FALSE_ALARM
+    for apart in (1, 2):
+        first, second = numbers[:, :-apart].ravel(), numbers[:, apart:].ravel()
+        pairs = np.histogram2d(first, second, bins=5, range=[(0, 1)] * 2)[0]
+        assert p_value(pairs) > FALSE_ALARM
+    for neighbours in (numbers[:-2:2], numbers[2::2]), (numbers[:-1], numbers[1:]):
+        pairs = np.histogram2d(*(part.ravel() for part in neighbours), bins=5, range=[(0, 1)] * 2)
+        assert p_value(pairs[0]) > FALSE_ALARM

@@ -1,0 +1,292 @@
+"""Trees on Model Runner V2 generate what plain vLLM does, whatever the engine does besides.
+
+Every scenario is one process, as starting one takes longer than most questions.
+"""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import running, sequoia, tokens_of
+from tests.engine.models import DRAFT, prompts
+from tests.v2.conftest import call_on_v2
+from tests.v2.generating import (
+    TINY,
+    completions,
+    counted,
+    describe,
+    generate,
+    generate_with_trees,
+    random_prompts,
+    save_related_pair,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+GREEDY_TOKENS = 24
+
+
+# -- the embedded pair, greedy -----------------------------------------------------------
+
+
+def greedy_requests() -> tuple[list[str], list[Any]]:
+    """Four requests that run on, and some that end early: at a length, in a stop string."""
+    from vllm import SamplingParams
+
+    params = [SamplingParams(temperature=0, max_tokens=GREEDY_TOKENS, ignore_eos=True)] * 4
+    params += [
+        SamplingParams(temperature=0, max_tokens=1),
+        SamplingParams(temperature=0, max_tokens=3),
+        SamplingParams(temperature=0, max_tokens=12, stop=["self", "\n"]),
+    ]
+    texts = prompts(len(params))
+    return texts, params
+
+
+def generate_greedy() -> dict[str, Any]:
+    """Of plain V2, and of trees with and without asynchronous scheduling; and one alone."""
+    texts, params = greedy_requests()
+    answers = {"plain": generate(None, texts, params)}
+    with running(sequoia()) as llm:
+        answers["trees"] = {
+            "tokens": completions(llm.generate(texts, params, use_tqdm=False)),
+            **describe(llm),
+            "counts": counted(llm),
+        }
+        alone = llm.generate(texts[:1], params[:1], use_tqdm=False)
+        answers["alone"] = {"tokens": completions(alone)}
+    answers["synchronous"] = generate_with_trees(
+        DRAFT, texts[2:], params[2:], async_scheduling=False
+    )
+    return answers
+
+
+@pytest.fixture(scope="module")
+def greedy(tmp_path_factory) -> dict[str, Any]:
+    return call_on_v2(generate_greedy, tmp_path_factory.mktemp("greedy"))
+
+
+def test_greedy_tokens_are_those_of_both_plain_runners(greedy):
+    with running() as llm:
+        on_v1 = completions(llm.generate(*greedy_requests(), use_tqdm=False))
+    trees = greedy["trees"]
+    assert (trees["runner"], trees["scheduler"]) == ("SequoiaCPUModelRunnerV2", "TreeScheduler")
+    assert trees["tokens"] == greedy["plain"]["tokens"]
+    assert trees["tokens"] == on_v1
+    assert trees["counts"]["tokens_per_tree"] > 1.5
+
+
+def test_greedy_tokens_do_not_depend_on_the_batch(greedy):
+    assert greedy["alone"]["tokens"] == greedy["plain"]["tokens"][:1]
+
+
+def test_greedy_tokens_without_asynchronous_scheduling(greedy):
+    assert greedy["synchronous"]["scheduler"] == "Scheduler"
+    assert greedy["synchronous"]["tokens"] == greedy["plain"]["tokens"][2:]
+    assert greedy["synchronous"]["counts"]["tokens_per_tree"] > 1.5
+
+
+# -- requests that trees cannot serve, and logprobs --------------------------------------
+
+
+def special_params() -> list[Any]:
+    """Requests without drafts between some that get trees, most with logprobs."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    length = {"temperature": 0, "max_tokens": 12}
+    return [
+        SamplingParams(**length, logprobs=3),
+        SamplingParams(**length, repetition_penalty=1.3, presence_penalty=0.5, logprobs=1),
+        SamplingParams(**length, structured_outputs=StructuredOutputsParams(regex=r"[a-z]{9,}")),
+        SamplingParams(**length, min_tokens=6, stop_token_ids=list(range(260, 380))),
+        SamplingParams(temperature=0.9, seed=1, max_tokens=12, ignore_eos=True, logprobs=2),
+        SamplingParams(**length, bad_words=["self", " in"], logit_bias={300: 4.0}),
+        SamplingParams(**length, prompt_logprobs=1),
+    ]
+
+
+def generate_special() -> dict[str, Any]:
+    """Tokens and logprobs of plain V2 and of trees."""
+    params = special_params()
+    texts = prompts(len(params))
+    answers: dict[str, Any] = {}
+    for name, config in (("plain", None), ("trees", sequoia(size=8, depth=3))):
+        with running(config) as llm:
+            outputs = llm.generate(texts, params, use_tqdm=False)
+            answers[name] = {
+                "tokens": tokens_of(outputs),
+                "logprobs": [_logprobs(output.outputs[0].logprobs) for output in outputs],
+                "prompt_logprobs": [_logprobs(output.prompt_logprobs) for output in outputs],
+            }
+            if config:
+                answers[name]["counts"] = counted(llm)
+    return answers
+
+
+def _logprobs(positions: Any) -> list[dict[str, list[float]]]:
+    """Logprob and rank of each token reported at each position."""
+    return [
+        {str(token): [value.logprob, value.rank] for token, value in position.items()}
+        for position in positions or []
+        if position is not None
+    ]
+
+
+@pytest.fixture(scope="module")
+def special(tmp_path_factory) -> dict[str, Any]:
+    return call_on_v2(generate_special, tmp_path_factory.mktemp("special"))
+
+
+def test_special_requests_are_served_right_among_trees(special):
+    assert special["trees"]["tokens"] == special["plain"]["tokens"]
+    assert special["trees"]["counts"]["tokens_per_tree"] > 1.2
+
+
+@pytest.mark.parametrize("kind", ["logprobs", "prompt_logprobs"])
+def test_logprobs_are_those_of_plain_vllm(kind, special):
+    compared = 0
+    for found, expected in zip(special["trees"][kind], special["plain"][kind], strict=True):
+        assert len(found) == len(expected)
+        for ours, plain in zip(found, expected, strict=True):
+            assert ours.keys() == plain.keys()
+            for token, (logprob, rank) in plain.items():
+                assert ours[token][0] == pytest.approx(logprob, abs=1e-4)
+                assert ours[token][1] == rank
+                compared += 1
+    assert compared > 20
+
+
+# -- engines that are short of something -------------------------------------------------
+
+LENGTHS = [70, 64, 40, 45, 20, 7]
+PRESSED_TOKENS = 32
+LONGEST = 96
+
+
+def pressed_params(max_tokens: int = PRESSED_TOKENS) -> list[Any]:
+    """Greedy and seeded requests in turn."""
+    from vllm import SamplingParams
+
+    common = {"max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
+    return [
+        SamplingParams(temperature=0.9 * (index % 2), seed=index if index % 2 else None, **common)
+        for index in range(len(LENGTHS))
+    ]
+
+
+def generate_pressed(models: str) -> dict[str, Any]:
+    """Of plain V2, and of trees where tokens per step, blocks or the model's length are few."""
+    target, draft = save_related_pair(Path(models))
+    requests, params = random_prompts(LENGTHS), pressed_params()
+    options = {"model": target, **TINY}
+    return {
+        "plain": generate(None, requests, params, **options),
+        "trimmed": generate_with_trees(
+            draft, requests, params, size=12, depth=4, max_num_batched_tokens=48, **options
+        ),
+        "preempted": generate_with_trees(
+            draft, requests, params, num_gpu_blocks_override=12, max_model_len=128, **options
+        ),
+        "to the end": generate_with_trees(
+            draft, requests[:2], pressed_params(200)[:2], max_model_len=LONGEST, **options
+        ),
+        "prefix cached": generate_twice(draft, requests, params, **options),
+        "scheduled": generate_across_thresholds(draft, requests, **options),
+    }
+
+
+def generate_twice(
+    draft: str, requests: list[Any], params: list[Any], **options: Any
+) -> dict[str, Any]:
+    """The second pass, greedy requests only, finds blocks that trees were committed to."""
+    from tests.engine.conftest import metric
+
+    with running(
+        sequoia(size=8, depth=3, draft=draft), enable_prefix_caching=True, **options
+    ) as llm:
+        first = completions(llm.generate(requests, params, use_tqdm=False))
+        halves = [
+            {"prompt_token_ids": request["prompt_token_ids"] + tokens[: PRESSED_TOKENS - 4]}
+            for request, [tokens] in zip(requests, first, strict=True)
+        ]
+        ends = pressed_params(max_tokens=4)
+        second = completions(llm.generate(halves[::2], ends[::2], use_tqdm=False))
+        return {"first": first, "second": second, "hits": metric(llm, "vllm:prefix_cache_hits")}
+
+
+SCHEDULE = [[1, 2, 7], [3, 8, 0]]
+SCHEDULED_TOKENS = [32, 20, 8, 8, 8, 32]
+
+
+def generate_across_thresholds(draft: str, requests: list[Any], **options: Any) -> dict[str, Any]:
+    """Two requests draft, four more stop that, and the two that are left draft again."""
+    config = sequoia(size=8, depth=3, draft=draft, num_speculative_tokens_per_batch_size=SCHEDULE)
+    with running(config, **options) as llm:
+        engine, done, trees = llm.llm_engine, {}, []
+        waiting = [
+            (str(index), request, pressed_params(tokens)[index])
+            for index, (request, tokens) in enumerate(zip(requests, SCHEDULED_TOKENS, strict=True))
+        ]
+        for stop_at in (4, None):
+            count = 2 if stop_at else len(waiting)
+            for request in waiting[:count]:
+                engine.add_request(*request)
+            waiting = waiting[count:]
+            step = 0
+            while engine.has_unfinished_requests() and step != stop_at:
+                step += 1
+                done |= {o.request_id: o for o in engine.step() if o.finished}
+                trees.append(counted(llm)["tree_steps"])
+        outputs = [done[str(index)] for index in range(len(requests))]
+        return {"tokens": completions(outputs), "trees_by_step": trees}
+
+
+def first_tokens(generated: list[list[list[int]]], counts: list[int]) -> list[list[list[int]]]:
+    """So many tokens of the first of these requests, which have at least as many."""
+    cut = [[tokens[:count]] for [tokens], count in zip(generated, counts, strict=False)]
+    assert [len(tokens) for [tokens] in cut] == counts
+    return cut
+
+
+@pytest.fixture(scope="module")
+def pressed(tmp_path_factory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("pressed")
+    return call_on_v2(generate_pressed, directory, models=str(directory))
+
+
+def test_same_tokens_with_chunked_prefill_and_trimmed_trees(pressed):
+    found = pressed["trimmed"]
+    assert found["tokens"] == pressed["plain"]["tokens"]
+    assert found["counts"]["draft_tokens"] < 11 * found["counts"]["drafts"]
+    assert found["counts"]["tokens_per_tree"] > 1.5
+
+
+def test_same_tokens_with_preemption(pressed):
+    found = pressed["preempted"]
+    assert found["counts"]["preemptions"] > 0
+    assert found["tokens"] == pressed["plain"]["tokens"]
+    assert found["counts"]["tokens_per_tree"] > 1.5
+
+
+def test_same_tokens_up_to_max_model_len(pressed):
+    """Plain vLLM's, as far as there is room for."""
+    rooms = [LONGEST - length for length in LENGTHS[:2]]
+    assert pressed["to the end"]["tokens"] == first_tokens(pressed["plain"]["tokens"], rooms)
+
+
+def test_same_tokens_with_prefix_caching(pressed):
+    found, plain = pressed["prefix cached"], pressed["plain"]["tokens"]
+    assert found["first"] == plain
+    assert found["second"] == [[tokens[-4:]] for [tokens] in plain[::2]]
+    assert found["hits"] >= 96 + 64 + 32  # all of them with tokens that were generated
+
+
+def test_same_tokens_across_the_thresholds_of_a_schedule(pressed):
+    found = pressed["scheduled"]
+    assert found["tokens"] == first_tokens(pressed["plain"]["tokens"], SCHEDULED_TOKENS)
+    drafting = [trees > 0 for trees in found["trees_by_step"]]
+    changes = [now for before, now in itertools.pairwise(drafting) if now != before]
+    assert changes[:3] == [True, False, True]  # on, off under load, and on again
