@@ -14,6 +14,8 @@ Progress = Callable[[str, int, int], None]
 """Called with (what is done, done, all)."""
 
 _NO_LIMIT = 1 << 20
+# Only looked at before an engine starts, where the KV cache has its size already.
+_SHARE_OF_GPU = 0.05
 # A worker polls its queue for a second after its last message, and takes a core
 # from the other engines (steps get 5 % slower); then it sleeps (SpinCondition in
 # vLLM's shm_broadcast.py).
@@ -28,7 +30,11 @@ def open_engine(target: str, *, seed: int = 0, **options: Any) -> Iterator[Any]:
         CalibrationError: If vLLM cannot start it.
     """
     from vllm import LLM
+    from vllm.platforms import current_platform
 
+    if "kv_cache_memory_bytes" in options and not current_platform.is_cpu():
+        # Several engines share a GPU: each would want nine tenths of it to be free.
+        options.setdefault("gpu_memory_utilization", _SHARE_OF_GPU)
     try:
         llm = LLM(model=target, seed=seed, **options)
     except (ValueError, OSError, RuntimeError) as error:
