@@ -121,6 +121,12 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
             "float64 Gumbel noise is not supported: drop --use-fp64-gumbel": bool(
                 model.use_fp64_gumbel
             ),
+            "sampling masks are not supported: drop --return-sampling-mask": bool(
+                getattr(model, "return_sampling_mask", False)
+            ),
+            "trace replay is not supported: drop --enable-trace-replay": bool(
+                getattr(model, "enable_trace_replay", False)
+            ),
             "watermarking changes the sampler: drop --watermark-config": (
                 getattr(vllm_config, "watermark_config", None) is not None
             ),

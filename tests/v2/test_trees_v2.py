@@ -290,3 +290,25 @@ def test_same_tokens_across_the_thresholds_of_a_schedule(pressed):
     drafting = [trees > 0 for trees in found["trees_by_step"]]
     changes = [now for before, now in itertools.pairwise(drafting) if now != before]
     assert changes[:3] == [True, False, True]  # on, off under load, and on again
+
+
+# -- custom logits processors ---------------------------------------------------------------
+
+
+def generate_with_a_processor() -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    texts, options = prompts(2), {"logits_processors": ["tests.v2.processors:NoTokenTwice"]}
+    return {
+        "plain": generate(None, texts, params, **options),
+        "trees": generate_with_trees(DRAFT, texts, params, **options),
+    }
+
+
+def test_custom_processors_switch_drafting_off(tmp_path):
+    answers = call_on_v2(generate_with_a_processor, tmp_path)
+    assert answers["trees"]["tokens"] == answers["plain"]["tokens"]
+    assert answers["trees"]["counts"]["tree_steps"] == 0
+    for [tokens] in answers["plain"]["tokens"]:  # it was at work
+        assert all(a != b for a, b in itertools.pairwise(tokens))

@@ -20,6 +20,8 @@ class RequestModes:
 
     def __init__(self, max_num_reqs: int) -> None:
         self._modes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
+        self.without_drafts = False
+        """Whether no request drafts: a custom logits processor may look at the path."""
 
     @property
     def gpu(self) -> Tensor:
@@ -36,7 +38,7 @@ class RequestModes:
 
     def start(self, slot: int, sampling_params: Any) -> None:
         """A request (re)starts in this slot."""
-        self._modes.np[slot] = mode_of(sampling_params)
+        self._modes.np[slot] = SKIP if self.without_drafts else mode_of(sampling_params)
 
     def apply_starts(self) -> None:
         """Makes what `start` was told visible to the device."""

@@ -80,6 +80,10 @@ class TreeRunnerMixin(GPUModelRunner):
             name for name in layers if name not in self.speculator.draft_attn_layer_names
         ]
         self.rejection_sampler = TreeRejectionSampler(self.sampler, self.speculator)
+        self.speculator.modes.without_drafts = any(
+            not type(processor).__module__.startswith("vllm.")
+            for processor in self.sampler.logits_processors
+        )
         self._plain_prepare_attn = self.model_state.prepare_attn
         self.model_state.prepare_attn = self._attention_metadata
 

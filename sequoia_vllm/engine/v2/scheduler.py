@@ -15,7 +15,8 @@ class TreeScheduler(AsyncScheduler):
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """As vLLM's; then takes away drafts that the worker would have to reject."""
         super()._update_after_schedule(scheduler_output)
+        nobody_drafts = bool(self.vllm_config.model_config.logits_processors)
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests[request_id]
-            if request.spec_token_ids and drafts_at_no_time(request.sampling_params):
+            if nobody_drafts or drafts_at_no_time(request.sampling_params):
                 request.spec_token_ids = []
