@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 Mark = Any
 """A moment: a CUDA event, or seconds on a CPU."""
 
@@ -48,6 +46,8 @@ class RecordingV2:
         """The steps since the last call: fields of `StepTimes`, and "is_decoding"."""
         steps, self._steps = self._steps, []
         if self._on_gpu:
+            import torch
+
             torch.cuda.synchronize()
         return [self._resolved(step) for step in steps]
 
@@ -109,6 +109,8 @@ class RecordingV2:
     def _mark(self) -> Mark:
         if not self._on_gpu:
             return time.perf_counter()
+        import torch
+
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

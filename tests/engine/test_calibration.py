@@ -181,8 +181,8 @@ def test_an_interrupted_measurement_goes_on(temperature):
 
     def interrupt_soon(file: AcceptanceFile) -> None:
         saved.append(file)
-        if len(saved) == 10:  # a real signal, some time during the next steps
-            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        if len(saved) == 4:  # a real signal, some time during the next steps
+            threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGINT)).start()
 
     first = measure(settings, save=interrupt_soon, checkpoint_seconds=0).calibration
     assert (first.complete, first.stopped_by) == (False, "interrupt")
