@@ -171,8 +171,16 @@ def test_a_greedy_vector_that_is_known_exactly(constant_pair, tmp_path):
 # -- Ctrl-C ----------------------------------------------------------------------
 
 
+@pytest.fixture
+def ctrl_c_works():
+    """Also in a process that a shell started in the background, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_interrupted_measurement_goes_on(temperature):
+def test_an_interrupted_measurement_goes_on(temperature, ctrl_c_works):
     settings = AcceptanceSettings(
         TARGET, DRAFT, PROMPTS, num_prompts=8, max_tokens=32, temperature=temperature, branch=4,
         depth=2, max_tokens_total=900, precision=0.001, **QUICK,

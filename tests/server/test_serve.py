@@ -313,14 +313,17 @@ def test_client_that_leaves_does_no_harm(server, plain_answer):
     """A request aborted between two trees gives back its place and its cache."""
     wait_until_idle(server)
     [before] = server.metric("vllm:generation_tokens_total")
-    with server.complete(**REQUESTS["to_the_limit"], stream=True) as stream:
+    # Many at once, so that they are not done before anyone has looked.
+    leaving = {**REQUESTS["to_the_limit"], "prompt": PROMPTS[:8] * 4}
+    with server.complete(**leaving, stream=True) as stream:
         for _ in range(8):
             next(stream)
-        assert server.metric("vllm:num_requests_running") == [1]
+        [running] = server.metric("vllm:num_requests_running")
+        assert running > 0
     wait_until_idle(server)
     assert server.metric("vllm:kv_cache_usage_perc") == [0]
     [after] = server.metric("vllm:generation_tokens_total")
-    assert after - before < REQUESTS["to_the_limit"]["max_tokens"]  # it was cut short
+    assert after - before < 32 * leaving["max_tokens"]  # they were cut short
     assert_same(answer(server, GREEDY), plain_answer("greedy"))
 
 

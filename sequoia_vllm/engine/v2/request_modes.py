@@ -20,13 +20,16 @@ class RequestModes:
 
     def __init__(self, max_num_reqs: int) -> None:
         self._modes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
-        self.without_drafts = False
-        """Whether no request drafts: a custom logits processor may look at the path."""
+        self._without_drafts = False
 
     @property
     def gpu(self) -> Tensor:
         """int32 ``[slots]``."""
         return self._modes.gpu
+
+    def give_no_drafts(self) -> None:
+        """From now on: a custom logits processor may look at the tokens of a path."""
+        self._without_drafts = True
 
     def all_sampled(self, slots: NDArray[np.intp]) -> bool:
         """Whether all requests in these slots are verified by Algorithm 2."""
@@ -38,7 +41,7 @@ class RequestModes:
 
     def start(self, slot: int, sampling_params: Any) -> None:
         """A request (re)starts in this slot."""
-        self._modes.np[slot] = SKIP if self.without_drafts else mode_of(sampling_params)
+        self._modes.np[slot] = SKIP if self._without_drafts else mode_of(sampling_params)
 
     def apply_starts(self) -> None:
         """Makes what `start` was told visible to the device."""

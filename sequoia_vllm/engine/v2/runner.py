@@ -80,10 +80,8 @@ class TreeRunnerMixin(GPUModelRunner):
             name for name in layers if name not in self.speculator.draft_attn_layer_names
         ]
         self.rejection_sampler = TreeRejectionSampler(self.sampler, self.speculator)
-        self.speculator.modes.without_drafts = any(
-            not type(processor).__module__.startswith("vllm.")
-            for processor in self.sampler.logits_processors
-        )
+        if any(_is_custom(processor) for processor in self.sampler.logits_processors):
+            self.speculator.modes.give_no_drafts()
         self._plain_prepare_attn = self.model_state.prepare_attn
         self.model_state.prepare_attn = self._attention_metadata
 
@@ -156,3 +154,7 @@ class TreeRunnerMixin(GPUModelRunner):
     def _target_caches(self) -> dict[str, Tensor]:
         layers = self.compilation_config.static_forward_context
         return {name: layers[name].kv_cache for name in self._target_layers}
+
+
+def _is_custom(processor: Any) -> bool:
+    return not type(processor).__module__.startswith("vllm.")
