@@ -107,8 +107,13 @@ from vllm.engine.arg_utils import EngineArgs
 if __name__ == "__main__":
     llm = LLM(model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=256,
               seed=0, kv_cache_memory_bytes=64 << 20)
-    params = [SamplingParams(temperature=t, max_tokens=32) for t in (0, 1.0, 0.7)]
-    outputs = llm.generate(json.loads(sys.argv[2]), params, use_tqdm=False)
+    prompts = json.loads(sys.argv[2])
+    # The engine's own generator serves an unseeded request: its tokens are the same again only
+    # if it runs alone. Requests beside it reach the engine's process one by one, at any step.
+    alone = llm.generate(prompts[:1], SamplingParams(temperature=1.0, max_tokens=32),
+                         use_tqdm=False)
+    params = [SamplingParams(temperature=t, max_tokens=32, seed=7) for t in (0, 1.0, 0.7)]
+    outputs = alone + llm.generate(prompts, params, use_tqdm=False)
     config = llm.llm_engine.vllm_config
     print("RESULT" + json.dumps({
         "tokens": [list(o.outputs[0].token_ids) for o in outputs],
