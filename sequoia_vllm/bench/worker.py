@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sequoia_vllm.calibration.recorder import around
 from sequoia_vllm.calibration.recorder_v2 import RecordingV2
+from sequoia_vllm.calibration.wrapping import around, is_decoding, runs_v2
 
 EXTENSION = "sequoia_vllm.bench.worker.PartTimes"
 PARTS = ("target", "draft", "drawing", "verify")
@@ -22,8 +22,8 @@ class PartTimes:
 
     def bench_start_timing(self) -> None:
         """Times every step from now on."""
-        is_v2 = hasattr(self.model_runner, "req_states")
-        self._bench_times = (_TimesV2 if is_v2 else _Times)(self.model_runner)
+        times = _TimesV2 if runs_v2(self.model_runner) else _Times
+        self._bench_times = times(self.model_runner)
 
     def bench_take_times(self, batch_size: int) -> dict[str, float]:
         """Seconds of each part, and "steps", since the last call.
@@ -40,11 +40,7 @@ class _TimesV2:
         self._recording = RecordingV2(runner)
 
     def take(self, batch_size: int) -> dict[str, float]:
-        wanted = [
-            step
-            for step in self._recording.take()
-            if step["is_decoding"] and step["requests"] == batch_size
-        ]
+        wanted = self._recording.take(decoding=batch_size)
         return {
             "target": sum(step["target"] for step in wanted),
             "draft": sum(step["drafting"] for step in wanted),
@@ -75,12 +71,9 @@ class _Times:
         return {**found, "steps": len(wanted)}
 
     def _begin(self, scheduler_output: Any, *unused: Any, **unused_too: Any) -> None:
-        scheduled = scheduler_output.num_scheduled_tokens
-        drafted = scheduler_output.scheduled_spec_decode_tokens
-        is_decoding = all(
-            tokens == 1 + len(drafted.get(request, ())) for request, tokens in scheduled.items()
-        )
-        self._steps.append((len(scheduled) if is_decoding else 0, dict.fromkeys(PARTS, 0.0)))
+        requests = len(scheduler_output.num_scheduled_tokens)
+        decoding = requests if is_decoding(scheduler_output) else 0
+        self._steps.append((decoding, dict.fromkeys(PARTS, 0.0)))
 
     def _adder(self, part: str) -> Callable[[float], None]:
         def add(seconds: float) -> None:

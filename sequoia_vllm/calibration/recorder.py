@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sequoia_vllm.calibration.recorder_v2 import RecordingV2
+from sequoia_vllm.calibration.wrapping import around, runs_v2
 
 EXTENSION = "sequoia_vllm.calibration.recorder.StepRecorder"
 
@@ -26,16 +27,13 @@ class StepRecorder:
 
     def sequoia_take_steps(self) -> list[dict[str, Any]]:
         """The steps recorded since the last call (fields of `StepTimes`)."""
-        return [
-            {name: value for name, value in step.items() if name != "is_decoding"}
-            for step in self._sequoia_recording.take()
-        ]
+        steps: list[dict[str, Any]] = self._sequoia_recording.take()
+        return steps
 
 
 def recording_of(runner: Any) -> Any:
     """Records the steps of a runner, V1 or V2."""
-    is_v2 = hasattr(runner, "req_states")
-    return RecordingV2(runner) if is_v2 else _Recording(runner)
+    return RecordingV2(runner) if runs_v2(runner) else _Recording(runner)
 
 
 class _Recording:
@@ -91,25 +89,3 @@ class _Recording:
             self.steps[-1]["passes"] = [
                 (tokens, taken) for part, _, tokens, taken in self._stats.trace if part == "draft"
             ]
-
-
-def around(
-    owner: Any,
-    name: str,
-    before: Callable[..., None] | None = None,
-    after: Callable[[float], None] | None = None,
-) -> None:
-    """Calls ``before`` with the arguments, and ``after`` with the seconds, of each call."""
-    method = getattr(owner, name)
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before(*args, **kwargs)
-        start = time.perf_counter()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            if after is not None:
-                after(time.perf_counter() - start)
-
-    setattr(owner, name, timed)

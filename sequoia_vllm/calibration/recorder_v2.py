@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-Mark = Any
-"""A moment: a CUDA event, or seconds on a CPU."""
+from sequoia_vllm.calibration.wrapping import Mark, around_marks, is_decoding
 
 
 @dataclass
@@ -40,11 +39,17 @@ class RecordingV2:
         self._around(runner.model, "compute_logits", "logits")
         self._around(runner, "sample", "sample")
         if self._speculator is not None:
-            self._around(self._speculator, "propose", "drafting", after=self._note_passes)
+            self._around(self._speculator, "propose", "drafting")
 
-    def take(self) -> list[dict[str, Any]]:
-        """The steps since the last call: fields of `StepTimes`, and "is_decoding"."""
+    def take(self, decoding: int | None = None) -> list[dict[str, Any]]:
+        """The steps since the last call: fields of `StepTimes`.
+
+        Args:
+            decoding: Only steps in which so many requests decoded, and none read its prompt.
+        """
         steps, self._steps = self._steps, []
+        if decoding is not None:
+            steps = [step for step in steps if step.is_decoding and len(step.scheduled) == decoding]
         if self._on_gpu:
             import torch
 
@@ -67,44 +72,24 @@ class RecordingV2:
             "commit": 0.0,  # part of verify
             "drafting": seconds["drafting"],
             "passes": [(width * requests, share) for width in step.passes],
-            "is_decoding": step.is_decoding,
         }
 
     def _begin(self, scheduler_output: Any) -> None:
-        scheduled = scheduler_output.num_scheduled_tokens
-        drafted = scheduler_output.scheduled_spec_decode_tokens
-        is_decoding = all(
-            tokens == 1 + len(drafted.get(request, ())) for request, tokens in scheduled.items()
-        )
-        self._steps.append(_Step(time.perf_counter(), list(scheduled.values()), is_decoding))
-
-    def _note_passes(self) -> None:
-        if self._steps:
-            self._steps[-1].passes = list(getattr(self._speculator, "pass_widths", ()))
+        scheduled = list(scheduler_output.num_scheduled_tokens.values())
+        self._steps.append(_Step(time.perf_counter(), scheduled, is_decoding(scheduler_output)))
 
     def _around(
-        self,
-        owner: Any,
-        name: str,
-        part: str,
-        before: Callable[[Any], None] | None = None,
-        after: Callable[[], None] | None = None,
+        self, owner: Any, name: str, part: str, before: Callable[..., None] | None = None
     ) -> None:
-        method = getattr(owner, name)
+        def add_span(start: Mark, end: Mark) -> None:
+            if not self._steps:
+                return
+            step = self._steps[-1]
+            step.spans.append((part, start, end))
+            if part == "drafting":
+                step.passes = getattr(self._speculator, "pass_widths", [])
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if before is not None:
-                before(args[0])
-            start = self._mark()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                if self._steps:
-                    self._steps[-1].spans.append((part, start, self._mark()))
-                if after is not None:
-                    after()
-
-        setattr(owner, name, timed)
+        around_marks(owner, name, self._mark, before, add_span)
 
     def _mark(self) -> Mark:
         if not self._on_gpu:

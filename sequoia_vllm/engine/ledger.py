@@ -114,13 +114,10 @@ _CPU_V1 = (
         "the worker asks a method for its runner class",
     ),
     Override(
-        "subclass", "Worker.load_model",
-        "layers look their attention backend up while the model loads",
-        "the CPU platform honours a backend chosen by the speculative method",
-    ),
-    Override(
         "subclass", "CPUModelRunner.load_model",
-        "refuses attention features that trees cannot use, once layers exist", _TREE_HOOKS,
+        "our attention backend while layers look theirs up; then refuses attention features that "
+        "trees cannot use",
+        "the CPU platform honours a backend chosen by the speculative method",
     ),
     Override(
         "subclass", "GPUModelRunner._update_states", "forgets drafts of finished requests",

@@ -69,19 +69,19 @@ def add_report_field() -> None:
 
 
 def attach_paths(output: Any, paths: bytes) -> Any:
-    """``output`` of a model runner, carrying verified trees if there are any.
-
-    An asynchronous output becomes its ``model_runner_output`` in the end.
-    """
-    if paths and output is not None:
-        setattr(getattr(output, "model_runner_output", output), _PATHS, paths)
-    return output
+    """``output`` of a model runner, carrying verified trees if there are any."""
+    return _attach(output, _PATHS, paths) if paths else output
 
 
 def attach_limit(output: Any, drafts: int) -> Any:
     """``output``, telling the scheduler to schedule at most so many drafts per request."""
+    return _attach(output, _LIMIT, drafts)
+
+
+def _attach(output: Any, name: str, value: Any) -> Any:
+    """An asynchronous output becomes its ``model_runner_output`` in the end."""
     if output is not None:
-        setattr(getattr(output, "model_runner_output", output), _LIMIT, drafts)
+        setattr(getattr(output, "model_runner_output", output), name, value)
     return output
 
 

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, build_logitsprocs
@@ -20,7 +19,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from sequoia_vllm.engine.cpu_attention import TreeQueries, unsupported_attention
+from sequoia_vllm.engine.cpu_attention import CPU_BACKENDS, TreeQueries, unsupported_attention
 from sequoia_vllm.engine.draft_progress import CommittedTokens, DraftProgress
 from sequoia_vllm.engine.draft_sampling import DraftSampling
 from sequoia_vllm.engine.drafts import Draft, ScheduledTrees, schedule_trees
@@ -33,6 +32,7 @@ from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.step_stats import StepStats
 from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.target_distribution import TargetDistribution
+from sequoia_vllm.engine.tree_layers import replaced_backends, supported_layers
 from sequoia_vllm.engine.tree_verifier import TreeVerifier
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification import GREEDY_BELOW, VerifyResult
@@ -82,19 +82,14 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     # -- model and cache -----------------------------------------------------------
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
-        """As vLLM's; then refuses models with attention that trees cannot use.
+        """As vLLM's, with our attention; refuses attention that trees cannot use.
 
         Raises:
             ValueError: Naming the layer and what it uses.
         """
-        super().load_model(load_dummy_weights)
-        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-        for name, layer in layers.items():
-            if reason := unsupported_attention(name, getattr(layer, "impl", layer)):
-                raise ValueError(
-                    f"Sequoia cannot run this model: {reason}. Serve it without "
-                    "--speculative-config, or with one of vLLM's own methods."
-                )
+        with replaced_backends(CPU_BACKENDS):
+            super().load_model(load_dummy_weights)
+        layers = supported_layers(self.vllm_config, unsupported_attention)
         self._target_layers = [
             name for name in layers if name not in self.drafter._draft_attn_layer_names
         ]
@@ -241,7 +236,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             layers = self.compilation_config.static_forward_context
             caches = {name: layers[name].kv_cache for name in self._target_layers}
             self._target_caches = TargetCaches(caches, self._target_metadata)
-        source, target = accepted_moves(trees, result.accepted_nodes)
+        source, target = accepted_moves(trees.first_row, result.accepted_nodes)
         self._target_caches.move(source, target, self._target_metadata)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:

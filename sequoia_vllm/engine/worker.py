@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from vllm.v1.attention import selector
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu import model_runner as cpu_model_runner_v2
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -14,7 +12,7 @@ from sequoia_vllm.engine.worker_base import SequoiaWorker
 
 
 class SequoiaCPUWorker(SequoiaWorker, CPUWorker):
-    """vLLM's CPU worker with our attention backend and model runner."""
+    """vLLM's CPU worker with our model runner."""
 
     def init_device(self) -> None:
         """As vLLM's, which builds `CPUModelRunner` by that module-level name.
@@ -33,20 +31,3 @@ class SequoiaCPUWorker(SequoiaWorker, CPUWorker):
 
         with swapped(cpu_worker, "CPUModelRunner", SequoiaCPUModelRunner):
             super().init_device()
-
-    def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """As vLLM's, with our attention backend under the name that CPU layers look up.
-
-        Layers keep the class they find, so the entry is needed meanwhile only:
-        a plain engine in the same process never sees it.
-        """
-        selector._cached_get_attn_backend.cache_clear()
-        register_backend(
-            AttentionBackendEnum.CPU_ATTN,
-            "sequoia_vllm.engine.cpu_attention.CPUTreeAttentionBackend",
-        )
-        try:
-            super().load_model(load_dummy_weights=load_dummy_weights)
-        finally:
-            AttentionBackendEnum.CPU_ATTN.clear_override()
-            selector._cached_get_attn_backend.cache_clear()

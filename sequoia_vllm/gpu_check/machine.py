@@ -8,7 +8,6 @@ import platform
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from sequoia_vllm import __version__
 from sequoia_vllm.gpu_check.report import GpuCheckError
+from sequoia_vllm.installed import installed_versions
 
 _PACKAGES = ("torch", "triton", "numpy", "vllm", "sequoia-vllm")
 NO_GPU = (
@@ -76,7 +76,7 @@ class Machine:
             "sequoia_vllm": __version__,
             "commit": _commit(),
             "python": platform.python_version(),
-            "versions": _versions(),
+            "versions": installed_versions(_PACKAGES),
             "cuda": torch.version.cuda,
             "device": self._properties(),
         }
@@ -93,16 +93,6 @@ class Machine:
             "l2_bytes": getattr(found, "L2_cache_size", None),
             "driver": _driver(),
         }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _commit() -> str | None:

@@ -17,11 +17,10 @@ from sequoia_vllm.gpu_check.stage import StageRun
 from sequoia_vllm.gpu_check.trees import TreeTables, best_tree
 from sequoia_vllm.kernels.commit import CacheLayers
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
+from sequoia_vllm.kernels.random import DRAW, VERIFY
 from sequoia_vllm.tree import TokenTree
 
 _MODES = {"greedy": GREEDY, "sampled": SAMPLED, "matched": MATCHED}
-# purposes of random numbers, as in kernels/random.py
-_DRAW, _VERIFY = 0, 1
 # Shares of a score by which float32 may prefer another token than float64.
 _SCORE_ERROR = 1e-4
 # Decisions nearer than this to their other side may go either way.
@@ -101,7 +100,7 @@ def _scores(
         return scaled + target_noise(seed, position, len(logits))
     weights = np.exp(scaled - scaled.max())
     tokens = np.arange(len(logits), dtype=np.uint64)
-    numbers = uniform(seed, tokens, position, int(level.nodes[place]), _DRAW)
+    numbers = uniform(seed, tokens, position, int(level.nodes[place]), DRAW.value)
     return np.log(weights / weights.sum()) - np.log(-np.log1p(-numbers))
 
 
@@ -153,7 +152,7 @@ def _check_walks(run: StageRun, vocabulary: int) -> None:
             tables.inner_index.tolist(),
             int(batch.seeds[request]),
             77,
-            _VERIFY,
+            VERIFY.value,
         )
         if expected.closest < _NEAR:
             continue

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sequoia_vllm.engine.v2.levels import DraftLevels, inner_rows
+from sequoia_vllm.engine.v2.levels import DraftLevels, child_table, inner_rows
 from sequoia_vllm.tree import TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
@@ -47,13 +47,10 @@ class TreeTables:
     def of(cls, tree: TokenTree, device: torch.device) -> TreeTables:
         """Makes the tables."""
         rows = inner_rows(tree)
-        children = torch.full((tree.size, max(1, tree.max_branch)), -1, dtype=torch.int32)
-        for node, below in enumerate(tree.children):
-            children[node, : len(below)] = torch.tensor(below, dtype=torch.int32)
         return cls(
             tree=tree,
             levels=DraftLevels(tree, rows, device),
-            children=children.to(device),
+            children=child_table(tree, device),
             inner_index=torch.tensor(rows, dtype=torch.int32, device=device),
             ancestors=torch.tensor(tree.ancestor_mask, device=device),
             depths=torch.tensor(tree.depths.tolist(), dtype=torch.int32, device=device),

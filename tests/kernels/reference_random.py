@@ -2,27 +2,13 @@
 
 import numpy as np
 
-_MASK = np.uint64(0xFFFFFFFF)
+from sequoia_vllm.gpu_check.references import philox
 
 
 def philox_reference(seed, tokens, position, node, purpose):
     """uint64 ``[tokens, 4]``: four 32-bit words by Philox-4x32-10, key ``seed``."""
-    tokens = np.asarray(tokens, dtype=np.uint64)
-    counter = [np.zeros_like(tokens) + np.uint64(word) for word in (0, position, node, purpose)]
-    counter[0] = tokens
-    low, high = np.uint64(seed & 0xFFFFFFFF), np.uint64((seed >> 32) & 0xFFFFFFFF)
-    for _ in range(10):
-        first = counter[0] * np.uint64(0xD2511F53)
-        second = counter[2] * np.uint64(0xCD9E8D57)
-        shift = np.uint64(32)
-        counter = [
-            (second >> shift) ^ counter[1] ^ low,
-            second & _MASK,
-            (first >> shift) ^ counter[3] ^ high,
-            first & _MASK,
-        ]
-        low, high = (low + np.uint64(0x9E3779B9)) & _MASK, (high + np.uint64(0xBB67AE85)) & _MASK
-    return np.stack(counter, axis=-1)
+    words = philox(seed, np.asarray(tokens, dtype=np.uint64), position, node, purpose)
+    return np.stack(words, axis=-1)
 
 
 def uniform32_reference(words):

@@ -22,6 +22,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
+from sequoia_vllm.engine.tree_layers import TreeForward
 from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_attention
 
 
@@ -63,39 +64,11 @@ class DraftMetadata:
     slot_mapping: Tensor
 
 
-class TreeForward:
-    """Comes before one of vLLM's attention implementations among a class's bases."""
+class GPUTreeForward(TreeForward):
+    """Tree attention in Triton, on the caches of vLLM's GPU backends."""
 
-    num_kv_heads: int
     head_size: int
     scale: float
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """As vLLM's; rows of tree nodes are computed with their tree's mask.
-
-        vLLM's kernels treat every request as a chain: what they write for tree
-        rows is replaced. Keys and values of this step are in the cache by now.
-        """
-        tree = getattr(attn_metadata, "tree", None)
-        if tree is None or not tree.only_trees:
-            super().forward(  # type: ignore[misc]
-                layer, query, key, value, kv_cache, attn_metadata, output,
-                output_scale, output_block_scale,
-            )  # fmt: skip
-        if tree is not None:
-            self._forward_trees(layer, query, kv_cache, tree, output)
-        return output
 
     def _forward_trees(
         self, layer: Any, query: Tensor, kv_cache: Tensor, tree: GPUTreeQueries, output: Tensor
@@ -120,11 +93,11 @@ class TreeForward:
         )
 
 
-class FlashTreeImpl(TreeForward, FlashAttentionImpl):
+class FlashTreeImpl(GPUTreeForward, FlashAttentionImpl):
     """FlashAttention with trees."""
 
 
-class TritonTreeImpl(TreeForward, TritonAttentionImpl):
+class TritonTreeImpl(GPUTreeForward, TritonAttentionImpl):
     """vLLM's Triton attention with trees."""
 
 

@@ -34,7 +34,14 @@ class DraftQueries:
 
 
 class TreeBackend(ABC):
-    """Tree attention and commit on one kind of device."""
+    """Tree attention and commit on one kind of device.
+
+    Args:
+        ancestors: bool ``[N, N]``, on the device: the engine's tree.
+    """
+
+    @abstractmethod
+    def __init__(self, ancestors: Tensor) -> None: ...
 
     @abstractmethod
     def replace_attention(self) -> AbstractContextManager[None]:

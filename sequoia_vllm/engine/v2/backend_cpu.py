@@ -6,48 +6,34 @@ and the cache are those of the V1 runner.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.attention import selector
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from sequoia_vllm.attention.cpu_kernel import CacheGroup
 from sequoia_vllm.engine.cpu_attention import (
+    CPU_BACKENDS,
     CPUTreeAttentionMetadata,
     TreeQueries,
     unsupported_attention,
 )
+from sequoia_vllm.engine.kv_commit import TargetCaches, accepted_moves
+from sequoia_vllm.engine.tree_layers import replaced_backends
 from sequoia_vllm.engine.v2.backend import DraftQueries, TreeBackend
 from sequoia_vllm.engine.v2.scoring import ScoringTrees
 
-_CLASS = "sequoia_vllm.engine.cpu_attention.CPUTreeAttentionBackend"
-
 
 class CPUTreeBackend(TreeBackend):
-    """Tree attention in the compiled CPU kernel.
-
-    Args:
-        ancestors: bool ``[N, N]``: the engine's tree.
-    """
+    """Tree attention in the compiled CPU kernel."""
 
     def __init__(self, ancestors: Tensor) -> None:
         self._ancestors = ancestors
-        self._groups: list[tuple[str, CacheGroup]] = []
+        self._caches: TargetCaches | None = None
 
-    @contextmanager
-    def replace_attention(self) -> Iterator[None]:
-        """Registers our backend under the name that CPU layers look up."""
-        selector._cached_get_attn_backend.cache_clear()
-        register_backend(AttentionBackendEnum.CPU_ATTN, _CLASS)
-        try:
-            yield
-        finally:
-            AttentionBackendEnum.CPU_ATTN.clear_override()
-            selector._cached_get_attn_backend.cache_clear()
+    def replace_attention(self) -> AbstractContextManager[None]:
+        """As the V1 runner does."""
+        return replaced_backends(CPU_BACKENDS)
 
     def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
         """See `cpu_attention.unsupported_attention`."""
@@ -100,21 +86,7 @@ class CPUTreeBackend(TreeBackend):
         accepted: Tensor,
     ) -> None:  # fmt: skip
         """In the compiled CPU kernel, for all layers that share a slot mapping at once."""
-        place = torch.arange(1, accepted.shape[1] + 1)
-        moves = (accepted >= 0) & (accepted != place)
-        first_row = trees.query_start_loc[:-1, None]
-        source, target = (first_row + accepted)[moves], (first_row + place)[moves]
-        if len(source) == 0:
-            return
-        if not self._groups:
-            self._groups = _groups(caches, metadata)
-        for layer, group in self._groups:
-            slots = metadata[layer].slot_mapping
-            group.move_tokens(slots[source], slots[target])
-
-
-def _groups(caches: dict[str, Tensor], metadata: dict[str, Any]) -> list[tuple[str, CacheGroup]]:
-    found: dict[tuple[int, torch.Size], list[str]] = {}
-    for name, cache in caches.items():
-        found.setdefault((id(metadata[name]), cache.shape), []).append(name)
-    return [(names[0], CacheGroup([caches[name] for name in names])) for names in found.values()]
+        source, target = accepted_moves(trees.query_start_loc[:-1], accepted)
+        if self._caches is None:
+            self._caches = TargetCaches(caches, metadata)
+        self._caches.move(source, target, metadata)

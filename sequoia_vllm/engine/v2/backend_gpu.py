@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
-from vllm.v1.attention import selector
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from sequoia_vllm.engine.v2.attention_gpu import DraftMetadata, GPUTreeQueries, TreeForward
+from sequoia_vllm.engine.kv_commit import layers_by_cache
+from sequoia_vllm.engine.tree_layers import (
+    reason_of,
+    replaced_backends,
+    unmaskable_features,
+)
+from sequoia_vllm.engine.v2.attention_gpu import (
+    DraftMetadata,
+    GPUTreeForward,
+    GPUTreeQueries,
+)
 from sequoia_vllm.engine.v2.backend import DraftQueries, TreeBackend
 from sequoia_vllm.engine.v2.scoring import ScoringTrees
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
@@ -25,11 +33,7 @@ _LARGEST_HEAD = 256
 
 
 class GPUTreeBackend(TreeBackend):
-    """Tree attention in Triton.
-
-    Args:
-        ancestors: bool ``[N, N]``, on the device: the engine's tree.
-    """
+    """Tree attention in Triton."""
 
     def __init__(self, ancestors: Tensor) -> None:
         self._ancestors = pack_ancestors(ancestors)
@@ -37,36 +41,21 @@ class GPUTreeBackend(TreeBackend):
         self._workspace = TreeAttentionWorkspace(_LARGEST_HEAD, ancestors.device)
         self._layers: list[tuple[str, CacheLayers]] = []
 
-    @contextmanager
-    def replace_attention(self) -> Iterator[None]:
-        """Registers our classes under the names of those that they extend."""
-        selector._cached_get_attn_backend.cache_clear()
-        for name, path in _CLASSES.items():
-            register_backend(name, path)
-        try:
-            yield
-        finally:
-            for name in _CLASSES:
-                name.clear_override()
-            selector._cached_get_attn_backend.cache_clear()
+    def replace_attention(self) -> AbstractContextManager[None]:
+        """Our classes under the names of those that they extend."""
+        return replaced_backends(_CLASSES)
 
     def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
         """Why our kernel cannot serve this layer, or None."""
         head_size = getattr(impl, "head_size", 0)
         features = {
-            "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
-            "a logits soft cap": bool(getattr(impl, "logits_soft_cap", 0)),
-            "attention sinks": getattr(impl, "sinks", None) is not None,
-            "a sliding window": getattr(impl, "sliding_window", None) not in (-1, None, (-1, -1)),
-            "attention other than decoder self-attention": getattr(impl, "attn_type", "decoder")
-            != "decoder",
+            **unmaskable_features(impl),
             f"heads of {head_size}": head_size > _LARGEST_HEAD,
             f"{type(impl).__name__} (use --attention-backend FLASH_ATTN or TRITON_ATTN)": (
-                not isinstance(impl, TreeForward)
+                not isinstance(impl, GPUTreeForward)
             ),
         }
-        used = [name for name, present in features.items() if present]
-        return f"layer {layer_name} uses {', '.join(used)}" if used else None
+        return reason_of(layer_name, features)
 
     def scoring_queries(self, trees: ScoringTrees, metadata: Any) -> GPUTreeQueries:
         """The trees' rows: views of buffers that stay where they are."""
@@ -111,7 +100,10 @@ class GPUTreeBackend(TreeBackend):
     ) -> None:  # fmt: skip
         """One launch for all layers that share a block table and a shape."""
         if not self._layers:
-            self._layers = _cache_layers(caches, metadata)
+            self._layers = [
+                (names[0], CacheLayers.of([caches[name] for name in names]))
+                for names in layers_by_cache(caches, metadata)
+            ]
         for layer, group in self._layers:
             commit_accepted(
                 group,
@@ -119,15 +111,3 @@ class GPUTreeBackend(TreeBackend):
                 context_lens=trees.context_lens,
                 accepted=accepted,
             )
-
-
-def _cache_layers(
-    caches: dict[str, Tensor], metadata: dict[str, Any]
-) -> list[tuple[str, CacheLayers]]:
-    found: dict[tuple[Any, ...], list[str]] = {}
-    for name, cache in caches.items():
-        key = id(metadata[name]), cache.shape, cache.stride(), cache.dtype
-        found.setdefault(key, []).append(name)
-    return [
-        (names[0], CacheLayers.of([caches[name] for name in names])) for names in found.values()
-    ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.verification import Topology
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,12 @@ class DraftLevels:
     def num_inner(self) -> int:
         """Nodes that the draft model reads, the root included."""
         return len(self.depths)
+
+
+def child_table(tree: TokenTree, device: torch.device) -> Tensor:
+    """int32 ``[N, b]``: the nodes below each node in draft order, then -1."""
+    parents = torch.from_numpy(tree.parents_array.copy())[None]
+    return Topology.from_parents(parents).children[0].to(device, torch.int32)
 
 
 def inner_rows(tree: TokenTree) -> list[int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.step_stats import StepStats
 from sequoia_vllm.engine.swap import swapped
+from sequoia_vllm.engine.tree_layers import supported_layers
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.path_copies import PathCopies
 from sequoia_vllm.engine.v2.scoring import ScoringTrees, TreeScoring, attach
@@ -30,16 +31,21 @@ class TreeRunnerMixin(GPUModelRunner):
     One step: `prepare_attn` (positions by depth) -> attention metadata (tree
     masks) -> target forward -> `sample` (verify, commit) -> the speculator's
     `propose` (grow the next trees). Nothing waits for the device.
+
+    Attributes:
+        backend_class: Tree attention and commit of the device.
     """
 
+    backend_class: type[TreeBackend]
     rejection_sampler: TreeRejectionSampler
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, backend: TreeBackend) -> None:
-        self.tree_backend = backend
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.tree = SequoiaSettings.of(vllm_config).tree
+        ancestors = torch.from_numpy(self.tree.ancestor_mask.copy()).to(device)
+        self.tree_backend = self.backend_class(ancestors)
 
         def init_speculator(config: VllmConfig, where: torch.device, states: Any) -> TreeSpeculator:
-            return TreeSpeculator(config, where, states, backend)
+            return TreeSpeculator(config, where, states, self.tree, self.tree_backend)
 
         with swapped(model_runner, "init_speculator", init_speculator):
             super().__init__(vllm_config, device)
@@ -68,14 +74,7 @@ class TreeRunnerMixin(GPUModelRunner):
         """
         with self.tree_backend.replace_attention():
             super().load_model(*args, **kwargs)
-        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-        for name, layer in layers.items():
-            reason = self.tree_backend.unsupported_attention(name, getattr(layer, "impl", layer))
-            if reason:
-                raise ValueError(
-                    f"Sequoia cannot run this model: {reason}. Serve it without "
-                    "--speculative-config, or with one of vLLM's own methods."
-                )
+        layers = supported_layers(self.vllm_config, self.tree_backend.unsupported_attention)
         self._target_layers = [
             name for name in layers if name not in self.speculator.draft_attn_layer_names
         ]
@@ -136,7 +135,7 @@ class TreeRunnerMixin(GPUModelRunner):
         output = super().sample(hidden_states, input_batch, grammar_output)
         if (trees := self._trees) is not None and input_batch.num_draft_tokens > 0:
             accepted = self.rejection_sampler.accepted[: trees.num_requests]
-            self.tree_backend.commit(self._target_caches(), self._metadata, trees, accepted)
+            self.tree_backend.commit(self._target_caches, self._metadata, trees, accepted)
             self._paths.start(accepted, self.rejection_sampler.num_nodes[: trees.num_requests])
         for paths in self._paths.arrived():
             self.stats.observe_paths(paths)
@@ -151,7 +150,9 @@ class TreeRunnerMixin(GPUModelRunner):
                 drafts.draft_token_ids[index] = []
         return drafts
 
+    @cached_property
     def _target_caches(self) -> dict[str, Tensor]:
+        """Each target layer's cache; asked for when the caches of serving are there."""
         layers = self.compilation_config.static_forward_context
         return {name: layers[name].kv_cache for name in self._target_layers}
 

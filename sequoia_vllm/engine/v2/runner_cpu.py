@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-from vllm.config import VllmConfig
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 
-from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.v2.backend_cpu import CPUTreeBackend
 from sequoia_vllm.engine.v2.runner import TreeRunnerMixin
 
@@ -14,6 +11,4 @@ from sequoia_vllm.engine.v2.runner import TreeRunnerMixin
 class SequoiaCPUModelRunnerV2(TreeRunnerMixin, CPUModelRunner):
     """vLLM's V2 runner for CPUs with trees."""
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        ancestors = SequoiaSettings.of(vllm_config).tree.ancestor_mask
-        super().__init__(vllm_config, device, CPUTreeBackend(torch.from_numpy(ancestors.copy())))
+    backend_class = CPUTreeBackend

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -19,7 +20,6 @@ class ScoringTrees:
     Attributes:
         num_requests: Requests with trees, R.
         max_nodes: Nodes of the largest tree, root included.
-        num_tokens: Nodes of all trees.
         query_start_loc: int32 ``[R + 1]``: the rows of each request's nodes.
         context_lens: int32 ``[R]``: committed tokens before each root.
         max_keys: No request has more tokens than this, nodes included.
@@ -28,7 +28,6 @@ class ScoringTrees:
 
     num_requests: int
     max_nodes: int
-    num_tokens: int
     query_start_loc: Tensor
     context_lens: Tensor
     max_keys: int
@@ -48,8 +47,7 @@ class TreeScoring:
     """
 
     def __init__(self, tree: TokenTree, max_num_reqs: int, device: torch.device) -> None:
-        shift = tree.depths - torch.arange(tree.size).numpy()
-        self._shift = torch.from_numpy(shift).to(device)
+        self._shift = torch.from_numpy(tree.depths - np.arange(tree.size)).to(device)
         self.context_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
 
     def place(self, batch: InputBatch) -> None:
@@ -74,7 +72,6 @@ class TreeScoring:
         return ScoringTrees(
             num_requests=num_requests,
             max_nodes=int(drafts.max()) + 1,
-            num_tokens=num_tokens,
             query_start_loc=batch.query_start_loc[: num_requests + 1],
             context_lens=self.context_lens[:num_requests],
             max_keys=int(batch.seq_lens_cpu_upper_bound[:num_requests].max()),
@@ -89,7 +86,6 @@ class TreeScoring:
         return ScoringTrees(
             num_requests=batch.num_reqs,
             max_nodes=nodes,
-            num_tokens=batch.num_tokens,
             query_start_loc=batch.query_start_loc[: batch.num_reqs + 1],
             context_lens=self.context_lens[: batch.num_reqs],
             max_keys=max_keys,

@@ -15,7 +15,6 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.draft_batch import DraftBatch
 from sequoia_vllm.engine.v2.draft_graphs import DraftGraphs
@@ -23,6 +22,7 @@ from sequoia_vllm.engine.v2.growth import DraftCache, DraftedTrees, TreeGrowth
 from sequoia_vllm.engine.v2.levels import DraftLevels, inner_rows
 from sequoia_vllm.engine.v2.reading import DraftReading
 from sequoia_vllm.engine.v2.request_modes import RequestModes
+from sequoia_vllm.tree import TokenTree
 
 
 class TreeSpeculator(StandaloneARSpeculator):
@@ -36,10 +36,11 @@ class TreeSpeculator(StandaloneARSpeculator):
         vllm_config: VllmConfig,
         device: torch.device,
         req_states: RequestState,
+        tree: TokenTree,
         backend: TreeBackend,
     ) -> None:
         super().__init__(vllm_config, device)
-        self.tree = SequoiaSettings.of(vllm_config).tree
+        self.tree = tree
         self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
         self.req_states = req_states
         self.backend = backend
@@ -50,8 +51,7 @@ class TreeSpeculator(StandaloneARSpeculator):
         self.inner_rows = inner_rows(self.tree)
         self._levels: dict[int, DraftLevels] = {}
         self._graphs: DraftGraphs | None = None
-        # Rows per request of each forward of the last pass, for measuring.
-        self.pass_widths: list[int] = []
+        self._last_grown: DraftLevels | None = None
 
     # -- model and cache ---------------------------------------------------------------
 
@@ -130,6 +130,14 @@ class TreeSpeculator(StandaloneARSpeculator):
             self._levels[drafts] = DraftLevels(tree, self.inner_rows, self.device)
         return self._levels[drafts]
 
+    @property
+    def pass_widths(self) -> list[int]:
+        """Rows per request of each forward of the last pass, for measuring; none: no pass."""
+        if self._last_grown is None:
+            return []
+        deeper = self._last_grown.levels[1:]
+        return [self._growth.chain_width, *(level.width for level in deeper)]
+
     # -- requests ----------------------------------------------------------------------
 
     def start_request(self, slot: int, num_computed_tokens: int, sampling_params: Any) -> None:
@@ -181,7 +189,7 @@ class TreeSpeculator(StandaloneARSpeculator):
             input_batch.num_draft_tokens_per_req,
             input_batch.is_prefilling_np,
         )
-        self.pass_widths = []
+        self._last_grown = None
         drafts = min(self.num_speculative_steps, self.max_drafts)
         if num_speculative_tokens is not None:
             drafts = min(drafts, num_speculative_tokens)
@@ -207,10 +215,7 @@ class TreeSpeculator(StandaloneARSpeculator):
         )
         self.batch.fill(slots, unread, self.modes.gpu, temperature, seeds)
         levels = self.levels_of(drafts)
-        self.pass_widths = [
-            self._growth.chain_width,
-            *(level.width for level in levels.levels[1:]),
-        ]
+        self._last_grown = levels
         max_keys = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max()) + 1
         if bounds.max() > self._growth.chain_width:
             hidden = self._read_ragged(batch, bounds)

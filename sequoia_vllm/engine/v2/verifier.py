@@ -20,9 +20,9 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
+from sequoia_vllm.engine.v2.levels import child_table
 from sequoia_vllm.engine.v2.speculator import TreeSpeculator
 from sequoia_vllm.kernels.verify import verify_trees
-from sequoia_vllm.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TreeRejectionSampler:
         self._inner_index = torch.tensor(
             speculator.inner_rows, dtype=torch.int32, device=speculator.device
         )
-        self._children = _children_of(speculator.tree).to(speculator.device)
+        self._children = child_table(speculator.tree, speculator.device)
         # Of the last batch, for commit and statistics: int32 [R, D] and [R].
         self.accepted = torch.empty(0, dtype=torch.int32)
         self.num_nodes = torch.empty(0, dtype=torch.int32)
@@ -217,11 +217,3 @@ def _request_chunks(cu_num_logits: NDArray[np.int32], most: int) -> Iterator[sli
         end = max(start + 1, int(fitting))
         yield slice(start, end)
         start = end
-
-
-def _children_of(tree: TokenTree) -> Tensor:
-    """int32 ``[N, b]``: the children of each node in draft order, then -1."""
-    table = torch.full((tree.size, tree.max_branch), -1, dtype=torch.int32)
-    for node, children in enumerate(tree.children):
-        table[node, : len(children)] = torch.tensor(children, dtype=torch.int32)
-    return table

@@ -25,4 +25,4 @@ def register() -> None:
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     # No splits of contexts: sixteen times fewer programs to interpret.
     triton_attn.MIN_LAUNCH_GRID_SIZE_2D = 0
-    runner_cpu.CPUTreeBackend = GPUTreeBackend
+    runner_cpu.SequoiaCPUModelRunnerV2.backend_class = GPUTreeBackend

@@ -1,0 +1,110 @@
+"""Attention layers with trees, on every device: the class that runs, and the models that cannot."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+
+class TreeForward(ABC):
+    """Comes before one of vLLM's attention implementations among a class's bases."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """As vLLM's; rows of tree nodes are computed with their tree's mask.
+
+        vLLM's kernels take no mask and treat every request as a chain: what they
+        write for tree rows is replaced (design: context plus ancestors, in one
+        softmax). Keys and values of this step are in the cache by now.
+        """
+        tree = getattr(attn_metadata, "tree", None)
+        if tree is None or not tree.only_trees:
+            super().forward(  # type: ignore[misc]
+                layer, query, key, value, kv_cache, attn_metadata, output,
+                output_scale, output_block_scale,
+            )  # fmt: skip
+        if tree is not None:
+            self._forward_trees(layer, query, kv_cache, tree, output)
+        return output
+
+    @abstractmethod
+    def _forward_trees(
+        self, layer: Any, query: Tensor, kv_cache: Tensor, tree: Any, output: Tensor
+    ) -> None:
+        """Writes the rows of tree nodes."""
+
+
+@contextmanager
+def replaced_backends(classes: Mapping[AttentionBackendEnum, str]) -> Iterator[None]:
+    """Within it, layers that are built under these names take our classes (by their paths).
+
+    Layers keep the class they find, so the entries are needed meanwhile only:
+    a plain engine in the same process never sees them.
+    """
+    selector._cached_get_attn_backend.cache_clear()
+    for name, path in classes.items():
+        register_backend(name, path)
+    try:
+        yield
+    finally:
+        for name in classes:
+            name.clear_override()
+        selector._cached_get_attn_backend.cache_clear()
+
+
+def unmaskable_features(impl: Any) -> dict[str, bool]:
+    """What trees cannot do with, on any device, and whether this implementation uses it."""
+    return {
+        "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
+        "a logits soft cap": bool(getattr(impl, "logits_soft_cap", 0)),
+        "attention sinks": getattr(impl, "sinks", None) is not None,
+        "a sliding window": getattr(impl, "sliding_window", -1) not in (-1, None, (-1, -1)),
+        "attention other than decoder self-attention": getattr(impl, "attn_type", "decoder")
+        != "decoder",
+    }
+
+
+def reason_of(layer_name: str, features: Mapping[str, bool]) -> str | None:
+    """Names the features that the layer uses, or None if it uses none."""
+    used = [name for name, present in features.items() if present]
+    return f"layer {layer_name} uses {', '.join(used)}" if used else None
+
+
+def supported_layers(
+    vllm_config: VllmConfig, unsupported: Callable[[str, Any], str | None]
+) -> list[str]:
+    """Names of a loaded engine's attention layers, the draft's included.
+
+    Args:
+        vllm_config: The engine's.
+        unsupported: Why a layer of this name and implementation has no trees, or None.
+
+    Raises:
+        ValueError: Naming the layer and what it uses.
+    """
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    for name, layer in layers.items():
+        if reason := unsupported(name, getattr(layer, "impl", layer)):
+            raise ValueError(
+                f"Sequoia cannot run this model: {reason}. Serve it without "
+                "--speculative-config, or with one of vLLM's own methods."
+            )
+    return list(layers)
