@@ -76,7 +76,7 @@ from sequoia_vllm.gpu_check import attention_check, command, sampling_check
 from sequoia_vllm.gpu_check.drafts import DraftedBatch
 pack = attention_check.pack_ancestors
 attention_check.pack_ancestors = lambda seen: pack(torch.ones_like(seen).tril())
-sampling_check._DRAW, sampling_check._VERIFY = 1, 2
+sampling_check.DRAW, sampling_check.VERIFY = sampling_check.VERIFY, sampling_check.DRAW
 DraftedBatch.commit = lambda *arguments: None
 attention_check.time_attention = lambda *arguments: None
 sys.exit(command.main(sys.argv[1:]))

@@ -44,7 +44,7 @@ def v2_environment(gpu_attention: bool = False) -> dict[str, str]:
 def call_on_v2(
     function: Callable[..., Any],
     directory: Path,
-    timeout: float = 300,
+    timeout: float = 580,
     gpu_attention: bool = False,
     **arguments: Any,
 ) -> Any:
