@@ -15,6 +15,19 @@ from sequoia_vllm.cli.common import (
     print_json,
     progress_bar,
 )
+from sequoia_vllm.cli.tree_roofline import (
+    ClassOption,
+    ContextOption,
+    DtypeOption,
+    KindOption,
+    RateOption,
+    device_of,
+    memory_problem,
+    predict,
+    times_json,
+    times_table,
+)
+from sequoia_vllm.cli.tree_scaling import scaling
 from sequoia_vllm.cli.tree_view import (
     NamedTree,
     bench_table,
@@ -29,6 +42,7 @@ from sequoia_vllm.cli.tree_view import (
 )
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
+from sequoia_vllm.hardware.device import InterconnectKind
 from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.json_file import dump_json
@@ -61,22 +75,39 @@ def build(
         typer.Option(help='JSON: {"acceptance": [...]} or a bare list p[k] / p[d][k].'),
     ],
     size: Annotated[
-        int, typer.Option(help="Nodes, root included; with --profile, the most to consider.")
+        int, typer.Option(help="Nodes, root included; with times, the most to consider.")
     ],
     max_depth: Annotated[
         int | None, typer.Option(help="Most edges from the root to a leaf.")
     ] = None,
     max_branch: Annotated[int | None, typer.Option(help="Most children of a node.")] = None,
     profile: ProfileOption = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Predict the times (with --class): the device's driver name or id."),
+    ] = None,
+    model_class: Annotated[
+        str | None, typer.Option("--class", help="Model class: <target size>-<draft size>.")
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(help="Devices that target and draft are split over (1).")
+    ] = None,
+    interconnect_gb_s: RateOption = None,
+    interconnect_kind: KindOption = None,
     batch_size: BatchOption = 1,
     output: Annotated[Path | None, typer.Option(help="Write the tree to this file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Build the tree with the most expected tokens, or with a profile the fastest."""
+    """Build the tree with the most expected tokens, or with times of a step the fastest.
+
+    Times are measured (--profile) or predicted (--device and --class).
+    """
     with friendly_errors():
         vector = Acceptance.load(acceptance)
         extra: dict[str, Any] = {}
-        if profile is None:
+        links = interconnect_gb_s, interconnect_kind
+        times = _times(profile, device, model_class, tensor_parallel_size, *links)
+        if times is None:
             with progress_bar("optimising") as report:
                 tree = optimize_tree(
                     vector, size, max_depth, max_branch, lambda n, of: report("", n, of)
@@ -84,7 +115,6 @@ def build(
             if tree.size < size:
                 note(f"the limits leave room for {tree.size} of the {size} nodes")
         else:
-            times = Profile.load(profile)
             tree = choose_tree(
                 vector, times, batch_size, size,
                 **({} if max_depth is None else {"max_depth": max_depth}), max_branch=max_branch,
@@ -92,6 +122,9 @@ def build(
             if tree.size == 1:
                 note("no tree is faster than plain decoding at this batch size")
             extra = estimate_json(CostModel(times).estimate(tree, vector, batch_size))
+            extra["times"] = times_json(times)
+            context = min(curve.context_length for curve in times.target_forward)
+            _note_memory(times, batch_size * (context + tree.size))
         data = {**tree_json(tree, vector), **extra}
         if output is not None:
             output.write_text(dump_json(data), encoding="utf-8")
@@ -272,24 +305,33 @@ def generate(
 @app.command()
 def roofline(
     device: Annotated[str, typer.Argument(help='Driver name or id: "NVIDIA H200", h200.')],
-    model_class: Annotated[
-        str, typer.Option("--class", help="Model class: <target size>-<draft size>.")
-    ],
+    model_class: ClassOption,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the profile to this file.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Weight and KV cache type.")] = "bfloat16",
-    tensor_parallel_size: Annotated[int, typer.Option(help="Devices.")] = 1,
-    context_length: Annotated[int, typer.Option(help="Committed tokens per request.")] = 1024,
+    dtype: DtypeOption = "bfloat16",
+    tensor_parallel_size: Annotated[
+        int, typer.Option(help="Devices that target and draft are split over.")
+    ] = 1,
+    interconnect_gb_s: RateOption = None,
+    interconnect_kind: KindOption = None,
+    context_length: ContextOption = 1024,
+    as_json: JsonOption = False,
 ) -> None:
     """Predict a profile from datasheet values."""
-    from sequoia_vllm.cli.tree_roofline import predict, times_table
-
     with friendly_errors():
-        profile = predict(device, model_class, dtype, tensor_parallel_size, context_length)
+        spec = device_of(device, interconnect_gb_s, interconnect_kind, tensor_parallel_size)
+        profile = predict(spec, model_class, tensor_parallel_size, dtype, context_length)
         if output is not None:
             profile.save(output)
+        _note_memory(profile, context_length)
+        if as_json:
+            print_json({**times_json(profile), "profile": profile.to_dict()})
+            return
         console().print(times_table(profile))
+
+
+app.command()(scaling)
 
 
 @app.command()
@@ -303,6 +345,39 @@ def bench(as_json: JsonOption = False) -> None:
         print_json({"cases": [result.to_dict() for result in results]})
     else:
         console().print(bench_table(results))
+
+
+def _times(
+    profile: Path | None,
+    device: str | None,
+    model_class: str | None,
+    tensor_parallel_size: int | None,
+    interconnect_gb_s: float | None,
+    interconnect_kind: InterconnectKind | None,
+) -> Profile | None:
+    """The profile of `build`'s options, measured or predicted; None: it has neither."""
+    links = interconnect_gb_s, interconnect_kind
+    if device is None and model_class is None:
+        if tensor_parallel_size is not None or links != (None, None):
+            fail(
+                "--tensor-parallel-size and --interconnect-... are of predicted times: give "
+                "--device and --class with them (a --profile has its own)"
+            )
+        return None if profile is None else Profile.load(profile)
+    if profile is not None:
+        fail("times are measured (--profile) or predicted (--device and --class): give one")
+    if device is None or model_class is None:
+        fail("predicted times need both --device and --class (sequoia-vllm tree roofline --help)")
+    size = 1 if tensor_parallel_size is None else tensor_parallel_size
+    return predict(device_of(device, *links, size), model_class, size)
+
+
+def _note_memory(times: Profile, tokens: int) -> None:
+    """Says if the pair and this many tokens would not fit; a measured one did."""
+    if times.source == "roofline" and times.datasheet and times.target_shape:
+        problem = memory_problem(times, tokens)
+        if problem is not None:
+            note(problem)
 
 
 def _vector(file: Path | None, found: NamedTree | None) -> Acceptance | None:

@@ -2,43 +2,164 @@
 
 from __future__ import annotations
 
-from pydantic import ValidationError
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
 from rich.table import Table
 
-from sequoia_vllm.hardware import CostModel, DeviceError, Profile, identify, roofline_profile
-from sequoia_vllm.hardware.device import known_devices
-from sequoia_vllm.hardware.models import model_classes
+from sequoia_vllm.hardware import (
+    CostModel,
+    DeviceError,
+    DeviceSpec,
+    MemoryFit,
+    Profile,
+    identify,
+    memory_fit,
+    roofline_profile,
+)
+from sequoia_vllm.hardware.device import InterconnectKind, known_devices
+from sequoia_vllm.hardware.memory import fewest_devices
+from sequoia_vllm.hardware.models import ModelClass, ModelShape, model_classes
 from sequoia_vllm.hardware.profile import ProfileError
+
+ClassOption = Annotated[
+    str, typer.Option("--class", help="Model class: <target size>-<draft size>.")
+]
+RateOption = Annotated[
+    float | None,
+    typer.Option(
+        "--interconnect-gb-s",
+        help="Rate between devices in one direction, 10^9 bytes/s, where it is not the "
+        "datasheet's: PCIe 5.0 x16 has 64, NVLink 4 has 450 (printed as 900, both directions).",
+    ),
+]
+KindOption = Annotated[
+    InterconnectKind | None,
+    typer.Option(
+        "--interconnect-kind",
+        help="How links lead to the other devices, where it is not as in the datasheet: switch "
+        "(full rate to any), mesh (a share to each of seven), bus (PCIe), host (PCIe of GPUs that "
+        "cannot read each other's memory).",
+    ),
+]
+ContextOption = Annotated[int, typer.Option(help="Committed tokens per request.")]
+DtypeOption = Annotated[str, typer.Option(help="Weight and KV cache type.")]
+
+
+def device_of(
+    name: str,
+    interconnect_gb_s: float | None = None,
+    interconnect_kind: InterconnectKind | None = None,
+    tensor_parallel_size: int = 1,
+) -> DeviceSpec:
+    """The device of this name, with other links if they are given.
+
+    Raises:
+        DeviceError: If the device has no datasheet values here, is a MIG slice (which
+            reach no other one) split over several, or the rate is wrong.
+    """
+    device = identify(name)
+    if device.spec is None:
+        raise DeviceError(
+            f"no datasheet values for {name!r}; there are for {', '.join(known_devices())}"
+        )
+    if device.mig is not None and tensor_parallel_size > 1:
+        raise DeviceError(
+            f"{name!r} is a MIG slice, and slices have no link to each other: use tensor parallel "
+            "size 1, or the whole device"
+        )
+    return device.spec.with_interconnect(interconnect_gb_s, interconnect_kind)
+
+
+def class_of(name: str) -> ModelClass:
+    """The model class of this name.
+
+    Raises:
+        ProfileError: If there is none.
+    """
+    classes = model_classes()
+    if name not in classes:
+        raise ProfileError(f"no model class {name!r}; there are {', '.join(classes)}")
+    return classes[name]
+
+
+@contextmanager
+def profile_errors(context_length: int) -> Iterator[None]:
+    """What is wrong with the numbers of a prediction, as `ProfileError`."""
+    if context_length < 1:
+        raise ProfileError(f"context length {context_length}: must be at least 1")
+    try:
+        yield
+    except ProfileError:
+        raise
+    except ValueError as error:
+        raise ProfileError(str(error)) from error
 
 
 def predict(
-    device_name: str, class_name: str, dtype: str, tensor_parallel_size: int, context_length: int
+    device: DeviceSpec,
+    class_name: str,
+    tensor_parallel_size: int = 1,
+    dtype: str = "bfloat16",
+    context_length: int = 1024,
 ) -> Profile:
-    """The roofline profile of a device and model class, both by name.
+    """The roofline profile of a device and a model class.
 
     Raises:
-        DeviceError: If the device has no datasheet values here.
         ProfileError: If the class, dtype or a number is wrong.
     """
-    spec = identify(device_name).spec
-    if spec is None:
-        raise DeviceError(
-            f"no datasheet values for {device_name!r}; there are for {', '.join(known_devices())}"
-        )
-    classes = model_classes()
-    if class_name not in classes:
-        raise ProfileError(f"no model class {class_name!r}; there are {', '.join(classes)}")
-    if tensor_parallel_size < 1:
-        raise ProfileError(f"tensor parallel size {tensor_parallel_size}: at least 1 device")
-    chosen = classes[class_name]
-    try:
+    pair = class_of(class_name)
+    with profile_errors(context_length):
         return roofline_profile(
-            spec, chosen.target, chosen.draft, dtype, tensor_parallel_size, context_length
+            device, pair.target, pair.draft, dtype, tensor_parallel_size, context_length
         )
-    except ValidationError as error:
-        raise ProfileError(f"context length {context_length}: must be at least 1") from error
-    except ValueError as error:
-        raise ProfileError(str(error)) from error
+
+
+def fit_of(profile: Profile) -> MemoryFit:
+    """How the pair of a predicted profile fits its devices."""
+    return memory_fit(*_pair(profile), profile.dtype, profile.tensor_parallel_size)
+
+
+def memory_problem(profile: Profile, tokens: int) -> str | None:
+    """That the pair and ``tokens`` tokens in all do not fit, and what would; None: they do."""
+    fit = fit_of(profile)
+    problem = fit.problem(tokens)
+    if problem is None:
+        return None
+    enough = fewest_devices(*_pair(profile), profile.dtype, tokens)
+    fix = "no size up to 16 would do: use a smaller dtype, fewer requests or a shorter context"
+    if enough is not None:
+        fix = f"use --tensor-parallel-size {enough}"
+    return (
+        f"{problem}: {fit.weights_bytes / 2**30:.1f} GiB of weights on each device of "
+        f"{fit.memory_bytes / 2**30:.0f} GiB; the times are of devices that had the memory ({fix})"
+    )
+
+
+def _pair(profile: Profile) -> tuple[DeviceSpec, ModelShape, ModelShape]:
+    """What every predicted profile carries."""
+    assert profile.datasheet is not None
+    assert profile.target_shape is not None
+    assert profile.draft_shape is not None
+    return profile.datasheet, profile.target_shape, profile.draft_shape
+
+
+def times_json(profile: Profile) -> dict[str, Any]:
+    """What a prediction rests on."""
+    data: dict[str, Any] = {
+        "source": profile.source,
+        "device": profile.device,
+        "target": profile.target,
+        "draft": profile.draft,
+        "tensor_parallel_size": profile.tensor_parallel_size,
+    }
+    if profile.source == "roofline" and profile.datasheet and profile.target_shape:
+        data["interconnect_gb_s"] = profile.datasheet.interconnect_gb_s
+        data["interconnect_kind"] = profile.datasheet.interconnect_kind
+        data["memory"] = fit_of(profile).to_dict()
+    return data
 
 
 def times_table(profile: Profile) -> Table:

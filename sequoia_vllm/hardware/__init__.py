@@ -1,5 +1,6 @@
 """Hardware: times of a step, the tree and schedule that are fastest on them."""
 
+from sequoia_vllm.hardware.assumptions import Assumptions
 from sequoia_vllm.hardware.choose import choose_schedule, choose_tree
 from sequoia_vllm.hardware.cost import CostModel, Estimate
 from sequoia_vllm.hardware.device import (
@@ -10,8 +11,9 @@ from sequoia_vllm.hardware.device import (
     current_device_name,
     identify,
 )
+from sequoia_vllm.hardware.memory import MemoryFit, memory_fit
 from sequoia_vllm.hardware.profile import Curve, Overhead, Profile, ProfileError
-from sequoia_vllm.hardware.roofline import Assumptions, roofline_profile
+from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate, ScheduleRange
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "DeviceHints",
     "DeviceSpec",
     "Estimate",
+    "MemoryFit",
     "Overhead",
     "Profile",
     "ProfileError",
@@ -33,5 +36,6 @@ __all__ = [
     "choose_tree",
     "current_device_name",
     "identify",
+    "memory_fit",
     "roofline_profile",
 ]

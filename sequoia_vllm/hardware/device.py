@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -17,6 +18,7 @@ from sequoia_vllm.tree.json_file import FileModel, read_model
 
 _FILE = Path(__file__).with_name("devices.json")
 X86_CPU = "x86-cpu"
+InterconnectKind = Literal["switch", "mesh", "bus", "host"]
 
 
 class DeviceError(ValueError):
@@ -28,7 +30,9 @@ class DeviceSpec(FileModel):
 
     id: str = Field(min_length=1, description="Our name; the library file's name.")
     name: str = Field(min_length=1, description="The maker's name.")
-    memory_gb: float = Field(gt=0, description="Memory, 10^9 bytes as printed.")
+    memory_gb: float = Field(
+        gt=0, description="Memory as printed; makers count it in 2^30 bytes, see `memory_bytes`."
+    )
     bandwidth_gb_s: float = Field(gt=0, description="Memory bandwidth, 10^9 bytes/s.")
     bf16_tflops: float = Field(
         gt=0,
@@ -36,7 +40,17 @@ class DeviceSpec(FileModel):
         "10^12/s (float16 where the device has no bfloat16).",
     )
     interconnect: str = Field(description="Link between devices of one node.")
-    interconnect_gb_s: float = Field(gt=0, description="Its rate in one direction, 10^9 bytes/s.")
+    interconnect_kind: InterconnectKind = Field(
+        description="switch: a device reaches any other at its full rate; mesh: eight devices, an "
+        "equal link to each of the seven others; bus: PCIe, devices read each other's memory; "
+        "host: PCIe, they do not (GeForce drivers), and go through the host's."
+    )
+    interconnect_gb_s: float = Field(
+        gt=0,
+        le=1e6,
+        description="Rate of a device's links together in one direction, 10^9 bytes/s: half of "
+        "what NVLink and Infinity Fabric are printed with, what PCIe is printed with.",
+    )
     source: str = Field(min_length=1, description="Document the values are from.")
     date: datetime.date = Field(description="Day the values were looked up.")
     note: str | None = Field(default=None, description="What is uncertain about them.")
@@ -45,6 +59,44 @@ class DeviceSpec(FileModel):
     def ridge(self) -> float:
         """Operations per byte at which compute takes as long as memory."""
         return self.bf16_tflops * 1e3 / self.bandwidth_gb_s
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory in bytes.
+
+        Memory chips come in powers of two: drivers report 79.6 GiB of an "80 GB" H100
+        and 24.0 GiB of a "24 GB" RTX 4090. Error correction takes up to 6 % of it on
+        cards with GDDR6 (L4, L40S), which is not subtracted.
+        """
+        return self.memory_gb * 2**30
+
+    def with_interconnect(
+        self, gb_s: float | None = None, kind: InterconnectKind | None = None
+    ) -> DeviceSpec:
+        """The same device in a box with other links.
+
+        Args:
+            gb_s: Rate of its links in one direction, 10^9 bytes/s; None: the datasheet's.
+            kind: How they lead to the other devices; None: as the datasheet says.
+
+        Raises:
+            DeviceError: If the rate is not above 0 or not finite; names the convention.
+        """
+        if gb_s is None and kind is None:
+            return self
+        if gb_s is not None and not 0 < gb_s <= 1e6:
+            raise DeviceError(
+                f"interconnect of {gb_s:g} GB/s: give the rate in one direction, in 10^9 bytes/s "
+                "(PCIe 5.0 x16: 64; NVLink 4: 450, half of the printed 900)"
+            )
+        rate, kind = gb_s or self.interconnect_gb_s, kind or self.interconnect_kind
+        return self.model_copy(
+            update={
+                "interconnect": f"given: {kind}, {rate:g} GB/s in one direction",
+                "interconnect_kind": kind,
+                "interconnect_gb_s": rate,
+            }
+        )
 
 
 class KnownDevice(DeviceSpec):

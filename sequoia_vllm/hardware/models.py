@@ -45,6 +45,31 @@ class ModelShape(FileModel):
         """Numbers that one token leaves in the KV cache."""
         return 2 * self.layers * self.kv_heads * self.head_size
 
+    def kv_copies(self, devices: int) -> int:
+        """Devices that hold the same key/value head: more than one where heads are too few."""
+        return max(1, devices // self.kv_heads)
+
+    def check_split(self, devices: int) -> None:
+        """Whether vLLM can split the model over this many devices.
+
+        Raises:
+            ValueError: If not; names sizes that work.
+        """
+        if devices < 1:
+            raise ValueError(f"tensor parallel size {devices}: at least 1 device")
+        if self._splits(devices):
+            return
+        possible = [size for size in (1, 2, 4, 8, 16) if self._splits(size)]
+        raise ValueError(
+            f"{self.name} cannot be split over {devices} devices, which must divide its "
+            f"{self.heads} heads and divide, or be divided by, its {self.kv_heads} key/value "
+            f"heads: use {', '.join(map(str, possible))}"
+        )
+
+    def _splits(self, devices: int) -> bool:
+        shared = self.kv_heads % devices == 0 or devices % self.kv_heads == 0
+        return self.heads % devices == 0 and shared
+
 
 class ModelClass(FileModel):
     """A target and draft size that the library holds trees for."""

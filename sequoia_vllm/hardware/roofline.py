@@ -1,57 +1,34 @@
 """A profile for a device nobody measured, from its datasheet (paper, section 4.1).
 
 Each forward pass is the sum of its matrix products, its attention, its kernel
-launches and, on several devices, its reductions; products and attention take
-the longer of moving their bytes and doing their arithmetic. Decoding is bound
-by bytes, so that scoring a tree costs little more than one token until the
-device's operations per byte are used up: what Sequoia lives on.
+launches, its logits and, on several devices, its reductions; products and
+attention take the longer of moving their bytes and doing their arithmetic.
+Decoding is bound by bytes, so that scoring a tree costs little more than one
+token until the device's operations per byte are used up: what Sequoia lives on.
+
+More devices divide products and attention. They do not divide launches and
+logits, and add reductions, whose bytes grow with the tokens and whose number
+with the layers. The draft is split like the target, as vLLM requires: its
+products shrink too, its launches and reductions do not, so that a draft level
+becomes dearer beside the target and the best trees shallower.
 
 What no datasheet says is in `Assumptions` and is copied into the profile.
+Whether the models fit the memory is another question: `memory_fit`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import Field
-
+from sequoia_vllm.hardware.assumptions import Assumptions
 from sequoia_vllm.hardware.device import DeviceSpec
+from sequoia_vllm.hardware.interconnect import Interconnect
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.profile import Curve, Overhead, Profile
-from sequoia_vllm.tree.json_file import FileModel
 
 TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BYTES_PER_VALUE = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0}
-
-
-class Assumptions(FileModel):
-    """What a datasheet does not say. Chosen, not measured."""
-
-    bandwidth_efficiency: float = Field(
-        default=0.85, gt=0, le=1, description="Achieved share of the memory bandwidth."
-    )
-    compute_efficiency: float = Field(
-        default=0.65, gt=0, le=1, description="Achieved share of the dense matrix rate."
-    )
-    layer_seconds: float = Field(
-        default=25e-6, ge=0, description="Launches and small kernels of one layer, CUDA graphs on."
-    )
-    forward_seconds: float = Field(
-        default=60e-6, ge=0, description="The same outside the layers, sampling included."
-    )
-    plain_step_seconds: float = Field(
-        default=300e-6, ge=0, description="A plain step outside the forward pass."
-    )
-    tree_step_seconds: float = Field(
-        default=600e-6, ge=0, description="A speculative step outside the forward passes."
-    )
-    logits_passes: float = Field(
-        default=6.0, ge=0, description="Times the float32 logits of a node are read or written."
-    )
-    reduction_seconds: float = Field(
-        default=10e-6, ge=0, description="Start of one reduction between devices."
-    )
 
 
 def roofline_profile(
@@ -79,10 +56,12 @@ def roofline_profile(
         batch_sizes: Batch sizes to compute times for.
 
     Raises:
-        ValueError: If ``dtype`` is not known.
+        ValueError: If ``dtype`` is not known, or a model cannot be split over so many devices.
     """
     if dtype not in BYTES_PER_VALUE:
         raise ValueError(f"dtype {dtype!r}: the roofline knows {', '.join(BYTES_PER_VALUE)}")
+    for shape in (target, draft):
+        shape.check_split(tensor_parallel_size)
     assumptions = assumptions or Assumptions()
     forward = _Forward(device, BYTES_PER_VALUE[dtype], tensor_parallel_size, assumptions)
 
@@ -134,9 +113,11 @@ class _Forward:
     ) -> None:
         self._bytes_per_second = device.bandwidth_gb_s * 1e9 * assumed.bandwidth_efficiency
         self._operations_per_second = device.bf16_tflops * 1e12 * assumed.compute_efficiency
-        self._link_bytes_per_second = device.interconnect_gb_s * 1e9
         self._value_bytes = value_bytes
+        # Quantized weights leave what is computed with them in half precision.
+        self._activation_bytes = max(2.0, value_bytes)
         self._devices = devices
+        self._links = Interconnect(device, devices, assumed)
         self._assumed = assumed
 
     def seconds(self, shape: ModelShape, tokens: int, batch: int, context: int) -> float:
@@ -145,13 +126,13 @@ class _Forward:
         products = self._longer(
             shape.matmul_parameters * self._value_bytes, 2 * shape.matmul_parameters * rows
         )
+        kv_bytes = batch * context * shape.kv_values_per_token * self._value_bytes
         attention = self._longer(
-            batch * context * shape.kv_values_per_token * self._value_bytes,
+            kv_bytes * shape.kv_copies(self._devices),
             4 * shape.layers * shape.heads * shape.head_size * (context + tokens) * rows,
         )
-        logits = self._longer(rows * shape.vocab * 4 * self._assumed.logits_passes, 0)
         launches = shape.layers * self._assumed.layer_seconds + self._assumed.forward_seconds
-        return products + attention + logits + launches + self._reductions(shape, rows)
+        return products + attention + launches + self._logits(shape, rows) + self._sums(shape, rows)
 
     def _longer(self, moved: float, operations: float) -> float:
         """Roofline of work that is split over all devices."""
@@ -160,13 +141,20 @@ class _Forward:
             / self._devices
         )
 
-    def _reductions(self, shape: ModelShape, rows: int) -> float:
-        """Two all-reduces of the residual stream per layer, as rings."""
-        if self._devices == 1:
-            return 0.0
-        moved = 2 * (self._devices - 1) / self._devices * rows * shape.hidden * self._value_bytes
-        once = self._assumed.reduction_seconds + moved / self._link_bytes_per_second
-        return 2 * shape.layers * once
+    def _logits(self, shape: ModelShape, rows: int) -> float:
+        """Collecting the vocabulary's parts, then what each device does with all of it.
+
+        vLLM gathers in the model's type and samples on every device, so that more
+        devices make nothing of this cheaper.
+        """
+        read = rows * shape.vocab * 4 * self._assumed.logits_passes / self._bytes_per_second
+        return self._links.all_gather(rows * shape.vocab * self._activation_bytes) + read
+
+    def _sums(self, shape: ModelShape, rows: int) -> float:
+        """Of the residual stream: after attention, after the MLP, and after the embedding."""
+        return (2 * shape.layers + 1) * self._links.all_reduce(
+            rows * shape.hidden * self._activation_bytes
+        )
 
 
 def _rounded(seconds: float) -> float:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from sequoia_vllm.hardware.choose import choose_schedule
 from sequoia_vllm.hardware.device import DeviceSpec, identify, known_devices
+from sequoia_vllm.hardware.memory import memory_fit
 from sequoia_vllm.hardware.models import ModelClass, model_classes, size_name
 from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.hardware.roofline import roofline_profile
@@ -39,8 +40,8 @@ COMMAND = "sequoia-vllm tree generate"
 # The paper's largest tree on one GPU: larger ones rest on a measured profile.
 ROOFLINE_MAX_SIZE = 128
 _MEASURED_MAX_SIZE = 1024
-# Share of the memory that weights may take; the rest is for the KV cache.
-_WEIGHTS_SHARE = 0.8
+# Share of the memory that weights may take; the rest is for the KV cache and vLLM itself.
+_WEIGHTS_SHARE = 0.75
 _MAX_TENSOR_PARALLEL = 8
 
 
@@ -229,12 +230,10 @@ def model_class_of(profile: Profile) -> str:
 
 def _roofline(device: DeviceSpec, model_class: ModelClass) -> Profile | None:
     """On the fewest devices that hold the weights; None if eight do not."""
-    weights = 2.0 * (model_class.target.parameters + model_class.draft.parameters)
+    pair = model_class.target, model_class.draft
     devices = 1
-    while weights > _WEIGHTS_SHARE * devices * device.memory_gb * 1e9:
+    while memory_fit(device, *pair, tensor_parallel_size=devices).weights_share > _WEIGHTS_SHARE:
         devices *= 2
         if devices > _MAX_TENSOR_PARALLEL:
             return None
-    return roofline_profile(
-        device, model_class.target, model_class.draft, tensor_parallel_size=devices
-    )
+    return roofline_profile(device, *pair, tensor_parallel_size=devices)

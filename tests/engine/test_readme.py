@@ -1,5 +1,6 @@
 """The README is true: its code runs, its commands work, its links lead somewhere."""
 
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.hardware import Assumptions
 from tests.engine.conftest import metric, running, sequoia
 from tests.engine.test_refusals import parsed
 
@@ -92,6 +94,30 @@ def test_commands_work(command, folder, monkeypatch):
         cwd=folder, env=env, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_predictions_are_the_roofline_models():
+    """The scaling table and what is said around it are what the commands print now."""
+
+    def printed(*options: str) -> str:
+        words = [SCRIPTS / "sequoia-vllm", "tree", "scaling", *options]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+        return done.stdout
+
+    assert f"\n\n{printed('--markdown')}\n" in README
+    rows = json.loads(printed("--devices", "h100-sxm", "--tensor-parallel-sizes", "2,8", "--json"))
+    shares = []
+    for row in rows["rows"]:
+        first = row["predictions"][0]
+        target = first["plain_seconds"] - Assumptions().plain_step_seconds
+        shares.append(f"{100 * first['draft_level_seconds'] / target:.0f} %")
+    text = " ".join(README.split())
+    assert f"from {shares[0]} of the target's to {shares[1]}" in text
+    box = ("--interconnect-gb-s", "64", "--interconnect-kind", "bus", "--json")
+    rows = json.loads(printed("--devices", "h100-sxm", "--tensor-parallel-sizes", "8", *box))
+    first = rows["rows"][0]["predictions"][0]
+    said = f"{first['speedup']:.2f}x with {first['size']} nodes, {first['depth']} deep"
+    assert f"On PCIe, 8 H100 would do {said}" in text
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!https?:)([^)#]+)\)", README))))

@@ -110,6 +110,38 @@ class TestBuild:
         assert json.loads(result.stdout)["size"] == 1
         assert "no tree is faster than plain decoding" in result.stderr
 
+    def test_predicted_times(self, vector):
+        arguments = [
+            "tree", "build", "--acceptance", vector, "--size", 128, "--device", "NVIDIA H200",
+            "--class", "70b-1b",
+        ]  # fmt: skip
+        two = run_json(*arguments, "--tensor-parallel-size", 2)
+        eight = run_json(*arguments, "--tensor-parallel-size", 8)
+        slow = run_json(
+            *arguments, "--tensor-parallel-size", 8, "--interconnect-gb-s", 64,
+            "--interconnect-kind", "bus",
+        )  # fmt: skip
+        assert two["speedup"] > eight["speedup"] > slow["speedup"] > 1
+        assert two["size"] > eight["size"] > slow["size"]
+        assert two["times"]["source"] == "roofline"
+        assert two["times"]["tensor_parallel_size"] == 2
+        assert two["times"]["memory"]["problem"] is None
+        assert (slow["times"]["interconnect_gb_s"], slow["times"]["interconnect_kind"]) == (
+            64, "bus",
+        )  # fmt: skip
+
+    def test_predicted_times_without_the_memory_for_them(self, vector):
+        arguments = [
+            "tree", "build", "--acceptance", vector, "--size", 8, "--class", "70b-1b", "--device",
+        ]  # fmt: skip
+        small = run(*arguments, "h100-sxm").stderr
+        assert "does not fit: 133.7 GiB of weights on each device of 80 GiB" in small
+        assert "(use --tensor-parallel-size 2)" in small
+        assert "no room for a KV cache" in run(*arguments, "h200").stderr
+        many = [*arguments, "h200", "--tensor-parallel-size", 2, "--batch-size"]
+        assert "note" not in run(*many, 16).stderr
+        assert "KV cache for 356647 tokens only" in run(*many, 512).stderr
+
     def test_says_when_the_limits_leave_no_room(self, vector):
         result = run("tree", "build", "--acceptance", vector, "--size", 99, "--max-depth", 1)
         assert "room for 4 of the 99 nodes" in result.stderr
@@ -198,6 +230,72 @@ class TestPlot:
         picture = tmp_path / "frontier.png"
         run("tree", "plot", "l4/7b-68m/shipped", "--frontier", "--max-size", 16, "-o", picture)
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+class TestRoofline:
+    def test_json_and_file(self, tmp_path):
+        path = tmp_path / "profile.json"
+        data = run_json(
+            "tree", "roofline", "h100-sxm", "--class", "70b-1b", "--tensor-parallel-size", 4,
+            "--interconnect-gb-s", 64, "--interconnect-kind", "bus", "-o", path,
+        )  # fmt: skip
+        assert data["profile"] == json.loads(path.read_text())
+        assert data["tensor_parallel_size"] == data["profile"]["tensor_parallel_size"] == 4
+        assert data["interconnect_gb_s"] == data["profile"]["datasheet"]["interconnect_gb_s"] == 64
+        assert data["memory"]["problem"] is None
+        nvlink = run_json(
+            "tree", "roofline", "h100-sxm", "--class", "70b-1b", "--tensor-parallel-size", 4
+        )
+        slow, quick = (entry["profile"]["target_forward"][0]["seconds"] for entry in (data, nvlink))
+        assert slow[-1] - slow[0] > quick[-1] - quick[0]
+
+    def test_says_when_the_pair_does_not_fit(self):
+        result = run("tree", "roofline", "h100-sxm", "--class", "70b-8b")
+        assert "does not fit: 146.4 GiB of weights" in result.stderr
+        assert "(use --tensor-parallel-size 4)" in result.stderr
+        assert "tokens" in result.stdout
+
+
+class TestScaling:
+    def test_json(self):
+        data = run_json("tree", "scaling", "--devices", "h200", "--tensor-parallel-sizes", "1,4")
+        one, four = data["rows"]
+        assert (one["problem"], one["predictions"]) == ("no room for a KV cache", [])
+        assert [entry["batch_size"] for entry in four["predictions"]] == [1, 16]
+        assert four["problem"] is None
+        assert four["predictions"][0]["speedup"] > four["predictions"][1]["speedup"] > 1
+        assert data["source"] == "roofline"
+        assert data["target"] == "meta-llama/Llama-3.1-70B"
+
+    def test_tables_show_the_same_values(self):
+        options = ["--devices", "h100-sxm", "--tensor-parallel-sizes", "1,8"]
+        rows = run_json("tree", "scaling", *options)["rows"]
+        entry = rows[1]["predictions"][0]
+        cells = [
+            "h100-sxm", "8", "1", f"{1e3 * entry['plain_seconds']:.1f}",
+            f"{1e3 * entry['draft_level_seconds']:.2f}", str(entry["size"]), str(entry["depth"]),
+            f"{entry['expected_tokens']:.2f}", f"{entry['speedup']:.2f}x",
+        ]  # fmt: skip
+        markdown = run("tree", "scaling", *options, "--markdown").stdout.splitlines()
+        assert f"| {' | '.join(cells)} |" in markdown
+        assert len({line.count("|") for line in markdown}) == 1
+        shown = run("tree", "scaling", *options)
+        assert cells in [line.split() for line in shown.stdout.splitlines()]
+        assert "does not fit" in shown.stdout
+        assert "predicted, not measured" in shown.stdout
+        assert "nothing here was measured" in shown.stderr
+
+    def test_vectors_by_name_and_by_file(self, vector):
+        options = [
+            "tree", "scaling", "--class", "70b-8b", "--devices", "h200",
+            "--tensor-parallel-sizes", "4", "--batch-sizes", "1",
+        ]  # fmt: skip
+        by_name = run_json(*options, "--acceptance", "appendix-e")
+        by_file = run_json(*options, "--acceptance", vector)
+        assert by_name["acceptance"] == published()["appendix_e"]
+        assert by_file["acceptance"] == VECTOR
+        speedups = [data["rows"][0]["predictions"][0]["speedup"] for data in (by_name, by_file)]
+        assert speedups[0] > speedups[1]
 
 
 class TestLibraryCommands:
@@ -345,10 +443,51 @@ class TestErrors:
             (["--class", "8b-1b", "--dtype", "int3"], "dtype 'int3'"),
             (["--class", "8b-1b", "--tensor-parallel-size", 0], "at least 1 device"),
             (["--class", "8b-1b", "--context-length", 0], "must be at least 1"),
+            (["--class", "8b-1b", "--tensor-parallel-size", 3], "use 1, 2, 4, 8, 16"),
+            (["--class", "8b-1b", "--interconnect-gb-s", 0], "give the rate in one direction"),
+            (["--class", "8b-1b", "--interconnect-kind", "rope"], "--interconnect-kind"),
         ],
     )
     def test_roofline(self, arguments, message):
         assert message in fails("tree", "roofline", "h200", *arguments)
+
+    def test_slices_have_no_links(self):
+        arguments = ["NVIDIA H200 MIG 3g.71gb", "--class", "8b-1b", "--tensor-parallel-size"]
+        run("tree", "roofline", *arguments, 1)
+        assert "slices have no link to each other" in fails("tree", "roofline", *arguments, 2)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--device", "h200"], "need both --device and --class"),
+            (["--class", "8b-1b"], "need both --device and --class"),
+            (["--tensor-parallel-size", 2], "give --device and --class with them"),
+            (["--interconnect-gb-s", 64], "give --device and --class with them"),
+            (["--device", "abacus", "--class", "8b-1b"], "no datasheet values for 'abacus'"),
+            (["--device", "h200", "--class", "9b-1b"], "no model class '9b-1b'"),
+        ],
+    )
+    def test_predicted_times(self, vector, profile, arguments, message):
+        command = ["tree", "build", "--acceptance", vector, "--size", 4, *arguments]
+        assert message in fails(*command)
+        if "8b-1b" in arguments:
+            assert "give one" in fails(*command, "--profile", profile)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--tensor-parallel-sizes", "1,x"], "give whole numbers separated by commas"),
+            (["--tensor-parallel-sizes", "3"], "use 1, 2, 4, 8, 16"),
+            (["--batch-sizes", "0"], "batch size 0"),
+            (["--devices", "h200,abacus"], "no datasheet values for 'abacus'"),
+            (["--class", "9b-1b"], "no model class '9b-1b'"),
+            (["--dtype", "int3"], "dtype 'int3'"),
+            (["--context-length", "0"], "must be at least 1"),
+            (["--acceptance", "guessed"], "name a file, or one of appendix-e"),
+        ],
+    )
+    def test_scaling(self, arguments, message):
+        assert message in fails("tree", "scaling", *arguments)
 
     def test_generate(self, tmp_path):
         assert "no acceptance vectors in" in fails("tree", "generate", "--inputs", tmp_path)

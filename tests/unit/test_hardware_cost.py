@@ -259,7 +259,7 @@ class TestSchedule:
             speeds = [
                 cost.estimate(schedule.tree.trim(drafts + 1), SHIPPED, batch).speedup,
             ]
-            assert speeds[0] >= 1.0
+            assert speeds[0] >= 1.0 - 1e-9
         for batch in (1, 3, 10, 50, 200):
             prefixes = Prefixes.of(schedule.tree, SHIPPED)
             speeds = prefixes.expected_tokens / cost.prefix_seconds(prefixes, batch)

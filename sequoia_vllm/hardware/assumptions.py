@@ -1,0 +1,52 @@
+"""What the roofline needs and no datasheet says."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from sequoia_vllm.tree.json_file import FileModel
+
+
+class Assumptions(FileModel):
+    """What a datasheet does not say. Chosen, not measured by us.
+
+    Those on reductions follow published measurements, see
+    `sequoia_vllm.hardware.interconnect`.
+    """
+
+    bandwidth_efficiency: float = Field(
+        default=0.85, gt=0, le=1, description="Achieved share of the memory bandwidth."
+    )
+    compute_efficiency: float = Field(
+        default=0.65, gt=0, le=1, description="Achieved share of the dense matrix rate."
+    )
+    layer_seconds: float = Field(
+        default=25e-6, ge=0, description="Launches and small kernels of one layer, CUDA graphs on."
+    )
+    forward_seconds: float = Field(
+        default=60e-6, ge=0, description="The same outside the layers, sampling included."
+    )
+    plain_step_seconds: float = Field(
+        default=300e-6, ge=0, description="A plain step outside the forward pass."
+    )
+    tree_step_seconds: float = Field(
+        default=600e-6, ge=0, description="A speculative step outside the forward passes."
+    )
+    logits_passes: float = Field(
+        default=6.0, ge=0, description="Times the float32 logits of a node are read or written."
+    )
+    link_efficiency: float = Field(
+        default=0.8, gt=0, le=1, description="Achieved share of the rate between devices."
+    )
+    one_shot_seconds: float = Field(
+        default=6e-6, ge=0, description="A one-shot reduction of nothing: launch and one barrier."
+    )
+    two_shot_seconds: float = Field(
+        default=12e-6, ge=0, description="A two-shot reduction of nothing: one barrier more."
+    )
+    ring_seconds: float = Field(
+        default=10e-6, ge=0, description="Start of a ring (a collective of NCCL or RCCL)."
+    )
+    ring_step_seconds: float = Field(
+        default=1e-6, ge=0, description="Each step of a ring, its bytes not counted."
+    )

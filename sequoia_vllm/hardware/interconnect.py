@@ -1,0 +1,77 @@
+"""How long devices take to add up, and to collect, what each holds a part of.
+
+A tensor of S bytes is added up over p devices in one of three ways. A device's
+link carries its rate B in each direction at once, so the busier direction counts:
+
+| way | bytes through a link | time of nothing |
+|---|---|---|
+| one-shot: each device reads the whole tensor of every other | (p - 1) S | one barrier |
+| two-shot: each adds up its p-th part, then reads the others' | 2 (p - 1) / p S | two |
+| ring: 2 (p - 1) steps of S / p to the neighbour | 2 (p - 1) / p S | 2 (p - 1) steps |
+
+One-shot and two-shot are vLLM's own kernels, for two devices that can read each
+other's memory, and for more where each has a direct link to every other. All the rest
+gets the ring of NCCL or RCCL ("Custom allreduce is disabled because it's not supported
+on more than two PCIe-only GPUs"). The cheapest of those allowed is taken, which is what
+vLLM's thresholds by size aim at.
+
+Where the assumed figures come from (none was measured by us):
+
+- Bandwidth: 450 GB/s in each direction of an H100's NVLink become 370 in a ring, by an
+  author of NCCL (NVIDIA/nccl-tests#212): a share of 0.82.
+- One-shot and two-shot on 4 H100, bfloat16 rows of 8,192 (vllm-project/vllm#24532): 10
+  and 17 us for 0.5 MiB, 14 and 18 us for 1 MiB, 38 and 42 us for 4 MiB. The formulas
+  above give 10 and 14, 15 and 16, 41 and 29 us.
+- Rings: about 18 us of start on 4 GPUs and 20 on 6 and 8, read off the same tables and
+  ByteDance-Seed/Triton-distributed#57; 36 us on 16 GPUs over PCIe
+  (local-inference-lab/b12x#139). The formula gives 16, 20, 24 and 40 us.
+
+Not modelled: reduction inside the switch (NVLink SHARP) and fusing the reduction with
+the normalization after it, both of which make large reductions cheaper than said here.
+"""
+
+from __future__ import annotations
+
+from sequoia_vllm.hardware.assumptions import Assumptions
+from sequoia_vllm.hardware.device import DeviceSpec
+
+# A mesh has eight devices; a link of each leads to each of the seven others.
+_MESH_NEIGHBOURS = 7
+
+
+class Interconnect:
+    """The links between the devices of one tensor-parallel group."""
+
+    def __init__(self, device: DeviceSpec, devices: int, assumed: Assumptions) -> None:
+        """Of ``devices`` devices of this kind in one node."""
+        self.devices = devices
+        self._assumed = assumed
+        self._bytes_per_second = device.interconnect_gb_s * 1e9 * assumed.link_efficiency
+        if device.interconnect_kind == "mesh":
+            # Links to devices outside the group carry nothing of it.
+            self._bytes_per_second *= min(1.0, (devices - 1) / _MESH_NEIGHBOURS)
+        direct = device.interconnect_kind in ("switch", "mesh")
+        self._own_kernels = direct or (device.interconnect_kind == "bus" and devices == 2)
+
+    def all_reduce(self, size: float) -> float:
+        """Seconds until every device has the sum of ``size`` bytes of each; 0 for one device."""
+        if self.devices == 1:
+            return 0.0
+        assumed = self._assumed
+        others = self.devices - 1
+        halves = 2 * others / self.devices * size  # both halves of a ring or a two-shot
+        ways = [(assumed.ring_seconds + 2 * others * assumed.ring_step_seconds, halves)]
+        if self._own_kernels:
+            ways += [(assumed.one_shot_seconds, others * size), (assumed.two_shot_seconds, halves)]
+        return min(start + moved / self._bytes_per_second for start, moved in ways)
+
+    def all_gather(self, size: float) -> float:
+        """Seconds until every device has all ``size`` bytes, each a p-th before; 0 for one device.
+
+        A ring of p - 1 steps: vLLM leaves this to the library.
+        """
+        if self.devices == 1:
+            return 0.0
+        others = self.devices - 1
+        start = self._assumed.ring_seconds + others * self._assumed.ring_step_seconds
+        return start + others / self.devices * size / self._bytes_per_second

@@ -1,0 +1,110 @@
+"""Whether a pair of models fits the memory of the devices it is split over."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from sequoia_vllm.hardware.device import DeviceSpec
+from sequoia_vllm.hardware.models import ModelShape
+from sequoia_vllm.hardware.roofline import BYTES_PER_VALUE
+
+# vLLM's default for `--gpu-memory-utilization`, as of 0.32.
+_UTILIZATION = 0.92
+# Assumed for activations, CUDA graphs and the CUDA context of each device.
+_RUNTIME_BYTES = 3 * 2**30
+_MOST_DEVICES = 16
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """What of one device's memory is left for the KV cache.
+
+    Attributes:
+        memory_bytes: Memory of the device.
+        weights_bytes: Its part of both models' weights.
+        kv_bytes_per_token: Its part of the keys and values of a token, both models.
+        kv_tokens: Tokens that the KV cache can hold in what vLLM takes by default.
+    """
+
+    memory_bytes: float
+    weights_bytes: float
+    kv_bytes_per_token: float
+    kv_tokens: int
+
+    @property
+    def weights_share(self) -> float:
+        """Of the memory."""
+        return self.weights_bytes / self.memory_bytes
+
+    def problem(self, tokens: int = 1) -> str | None:
+        """Why ``tokens`` tokens in all (those of every request) do not fit; None: they do."""
+        if self.weights_share > 1:
+            return "does not fit"
+        if self.kv_tokens == 0:
+            return "no room for a KV cache"
+        if self.kv_tokens < tokens:
+            return f"KV cache for {self.kv_tokens} tokens only"
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "memory_gib": round(self.memory_bytes / 2**30, 2),
+            "weights_gib": round(self.weights_bytes / 2**30, 2),
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "kv_tokens": self.kv_tokens,
+            "problem": self.problem(),
+        }
+
+
+def memory_fit(
+    device: DeviceSpec,
+    target: ModelShape,
+    draft: ModelShape,
+    dtype: str = "bfloat16",
+    tensor_parallel_size: int = 1,
+) -> MemoryFit:
+    """How a pair fits when both models are split over this many devices.
+
+    Args:
+        device: Datasheet values.
+        target: Shape of the target.
+        draft: Shape of the draft, split the same way.
+        dtype: Weight and KV cache type; a key of `BYTES_PER_VALUE`.
+        tensor_parallel_size: Devices.
+    """
+    value_bytes = BYTES_PER_VALUE[dtype]
+    pair = target, draft
+    weights = sum(shape.parameters for shape in pair) * value_bytes / tensor_parallel_size
+    kv_values = sum(
+        shape.kv_values_per_token * shape.kv_copies(tensor_parallel_size) for shape in pair
+    )
+    per_token = kv_values * value_bytes / tensor_parallel_size
+    left = _UTILIZATION * device.memory_bytes - _RUNTIME_BYTES - weights
+    return MemoryFit(device.memory_bytes, weights, per_token, max(0, math.floor(left / per_token)))
+
+
+def fewest_devices(
+    device: DeviceSpec,
+    target: ModelShape,
+    draft: ModelShape,
+    dtype: str = "bfloat16",
+    tokens: int = 1,
+) -> int | None:
+    """The smallest power of two of devices that hold a pair and ``tokens`` tokens; None: none.
+
+    Only sizes that both models can be split over count.
+    """
+    devices = 1
+    while devices <= _MOST_DEVICES:
+        try:
+            target.check_split(devices)
+            draft.check_split(devices)
+        except ValueError:
+            return None
+        if memory_fit(device, target, draft, dtype, devices).problem(tokens) is None:
+            return devices
+        devices *= 2
+    return None

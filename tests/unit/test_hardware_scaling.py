@@ -1,0 +1,355 @@
+"""Several devices: reductions, what they do to times and trees, and memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_trees import published
+
+from sequoia_vllm.hardware import (
+    Assumptions,
+    CostModel,
+    DeviceError,
+    choose_tree,
+    identify,
+    memory_fit,
+    roofline_profile,
+)
+from sequoia_vllm.hardware.interconnect import Interconnect
+from sequoia_vllm.hardware.memory import fewest_devices
+from sequoia_vllm.hardware.models import model_classes
+from sequoia_vllm.hardware.scaling import scaling
+from sequoia_vllm.tree import Acceptance
+
+SHIPPED = Acceptance.of(published()["shipped"])
+MIB = 2**20
+# Nothing but what a device moves and computes, on links that cost nothing but bytes.
+BARE = Assumptions(
+    layer_seconds=0, forward_seconds=0, logits_passes=0,
+    one_shot_seconds=0, two_shot_seconds=0, ring_seconds=0, ring_step_seconds=0,
+)  # fmt: skip
+
+rates = st.floats(1, 2000)
+kinds = st.sampled_from(["switch", "mesh", "bus", "host"])
+groups = st.sampled_from([2, 4, 8])
+
+
+def h100(gb_s=None, kind=None):
+    return identify("h100-sxm").spec.with_interconnect(gb_s, kind)
+
+
+def endless():
+    """Links that carry any number of bytes in no time."""
+    return h100().model_copy(update={"interconnect_gb_s": math.inf})
+
+
+def links(devices, gb_s=450.0, kind="switch", assumed=None):
+    return Interconnect(h100(gb_s, kind), devices, assumed or Assumptions())
+
+
+def predicted(device, name="70b-1b", **options):
+    pair = model_classes()[name]
+    return roofline_profile(device, pair.target, pair.draft, **options)
+
+
+class TestReductions:
+    def test_one_device_has_nothing_to_add_up(self):
+        assert links(1).all_reduce(MIB) == links(1).all_gather(MIB) == 0
+        assert links(1, kind="mesh").all_reduce(MIB) == 0
+
+    @pytest.mark.parametrize(
+        ("devices", "kind", "size", "seconds"),
+        [
+            # One-shot: 6 us, and 7 tensors at 0.8 * 450 GB/s.
+            (8, "switch", 16384, 6e-6 + 7 * 16384 / 360e9),
+            # Two-shot: 12 us, and 2 * 7/8 tensors.
+            (8, "switch", 4 * MIB, 12e-6 + 1.75 * 4 * MIB / 360e9),
+            # A ring: 10 us, 14 steps of 1 us, and the same bytes.
+            (8, "bus", 16384, 24e-6 + 1.75 * 16384 / 360e9),
+            (4, "bus", 16384, 16e-6 + 1.5 * 16384 / 360e9),
+            # Two devices on PCIe read each other's memory, but not those of GeForce drivers.
+            (2, "bus", 16384, 6e-6 + 16384 / 360e9),
+            (2, "host", 16384, 12e-6 + 16384 / 360e9),
+            # A mesh of eight gives 3/7 of its links to a group of four.
+            (4, "mesh", 16384, 6e-6 + 3 * 16384 / (360e9 * 3 / 7)),
+            (8, "mesh", 16384, 6e-6 + 7 * 16384 / 360e9),
+        ],
+    )
+    def test_the_cheapest_way(self, devices, kind, size, seconds):
+        assert links(devices, kind=kind).all_reduce(size) == pytest.approx(seconds)
+
+    @pytest.mark.parametrize(
+        ("devices", "mib", "microseconds"),
+        [(2, 0.5, 7), (4, 0.5, 10), (4, 1, 14), (4, 2, 23), (6, 0.5, 13), (6, 1, 17), (6, 4, 37)],
+    )
+    def test_near_published_measurements(self, devices, mib, microseconds):
+        """H100, bfloat16 rows of 8,192: the faster of vLLM's one-shot and two-shot kernels.
+
+        From vllm-project/vllm#24111 (2 and 6 devices) and #24532 (4).
+        """
+        assert 1e6 * links(devices).all_reduce(mib * MIB) == pytest.approx(microseconds, rel=0.2)
+
+    def test_logits_are_gathered_in_a_ring(self):
+        row = 128256 * 2
+        assert links(4).all_gather(row) == pytest.approx(13e-6 + 0.75 * row / 360e9)
+
+    @given(groups, kinds, rates, st.floats(0, 1e9), st.floats(1, 10), st.floats(1, 10))
+    def test_more_bytes_or_a_slower_link_are_never_faster(
+        self, devices, kind, rate, size, more, faster
+    ):
+        one, quick = links(devices, rate, kind), links(devices, rate * faster, kind)
+        for name in ("all_reduce", "all_gather"):
+            seconds = getattr(one, name)(size)
+            assert getattr(one, name)(size * more) >= seconds
+            assert getattr(quick, name)(size) <= seconds
+            assert seconds > 0
+
+    # Not on a mesh: there a larger group uses more links.
+    @given(st.sampled_from(["switch", "bus", "host"]), rates, st.floats(0, 1e8))
+    def test_more_devices_on_such_links_take_longer(self, kind, rate, size):
+        seconds = [links(devices, rate, kind).all_reduce(size) for devices in (2, 4, 8)]
+        assert seconds == sorted(seconds)
+
+
+class TestForward:
+    @pytest.mark.parametrize("name", ["70b-1b", "70b-8b", "8b-1b", "32b-0.6b"])
+    @pytest.mark.parametrize("devices", [2, 4, 8])
+    def test_links_that_cost_nothing_divide_everything(self, name, devices):
+        one = CostModel(predicted(endless(), name, assumptions=BARE))
+        many = CostModel(predicted(endless(), name, tensor_parallel_size=devices, assumptions=BARE))
+        for tokens, batch in ((1, 1), (16, 1), (128, 4)):
+            for part in ("target_seconds", "draft_seconds"):
+                whole = float(getattr(one, part)(tokens, batch))
+                # Profiles hold six digits.
+                assert float(getattr(many, part)(tokens, batch)) == pytest.approx(
+                    whole / devices, rel=1e-5
+                )
+
+    def test_reductions_then_cost_their_latency_only(self):
+        start = 1e-3
+        slow_start = BARE.model_copy(
+            update={"one_shot_seconds": start, "two_shot_seconds": start, "ring_seconds": start}
+        )
+        quick, slow = (
+            CostModel(predicted(endless(), tensor_parallel_size=8, assumptions=assumed))
+            for assumed in (BARE, slow_start)
+        )
+        # Two for each layer, one after the embedding, and the gathered logits.
+        for part, layers in (("target_seconds", 80), ("draft_seconds", 16)):
+            extra = float(getattr(slow, part)(1, 1) - getattr(quick, part)(1, 1))
+            assert extra == pytest.approx((2 * layers + 2) * start, rel=1e-4)
+
+    @given(kinds, groups, st.floats(8, 900), st.floats(1.5, 20))
+    @settings(deadline=None, max_examples=25)
+    def test_time_rises_more_steeply_with_tokens_on_a_slower_link(
+        self, kind, devices, rate, factor
+    ):
+        def rise(gb_s):
+            cost = CostModel(
+                predicted(
+                    h100(gb_s, kind), tensor_parallel_size=devices, tokens=(1, 64), batch_sizes=(1,)
+                )
+            )
+            return float(cost.target_seconds(64, 1) - cost.target_seconds(1, 1))
+
+        assert rise(rate) > rise(rate * factor)
+
+    @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2), ("fp8", 2)])
+    def test_what_is_reduced_is_never_quantized(self, dtype, width):
+        slow, quick = (
+            CostModel(predicted(link, tensor_parallel_size=2, dtype=dtype, assumptions=BARE))
+            for link in (h100(1, "host"), endless())
+        )
+        extra = float(slow.target_seconds(8, 1) - quick.target_seconds(8, 1))
+        # Two devices: as many bytes each way as the sums have, and half of the logits.
+        moved = 8 * width * (161 * 8192 + 128256 / 2)
+        assert extra == pytest.approx(moved / 0.8e9, rel=1e-4)
+
+    def test_devices_do_not_divide_what_is_done_with_logits(self):
+        passes = BARE.model_copy(update={"logits_passes": 6.0})
+        for devices in (1, 8):
+            options = {"tensor_parallel_size": devices}
+            with_logits = CostModel(predicted(endless(), assumptions=passes, **options))
+            without = CostModel(predicted(endless(), assumptions=BARE, **options))
+            read = float(with_logits.target_seconds(128, 4) - without.target_seconds(128, 4))
+            logits = 128 * 4 * 128256 * 4
+            assert read == pytest.approx(6 * logits / (3350e9 * 0.85), rel=1e-3)
+
+    def test_key_heads_are_copied_where_there_are_too_few(self):
+        # 8 key/value heads: 16 devices each read as many keys as 8 do.
+        pair = model_classes()["70b-1b"]
+        assert [pair.target.kv_copies(n) for n in (1, 2, 8, 16, 32)] == [1, 1, 1, 2, 4]
+
+        def context_seconds(devices):
+            long, short = (
+                CostModel(
+                    predicted(endless(), tensor_parallel_size=devices, context_length=context,
+                        assumptions=BARE,
+                    )
+                )
+                for context in (100_001, 1)
+            )  # fmt: skip
+            return float(long.target_seconds(1, 1) - short.target_seconds(1, 1))
+
+        assert context_seconds(16) == pytest.approx(context_seconds(8), rel=1e-3)
+        assert context_seconds(8) == pytest.approx(context_seconds(1) / 8, rel=1e-3)
+
+    def test_a_draft_level_becomes_dearer_beside_the_target(self):
+        for device in (h100(), h100(64, "bus")):
+            shares = []
+            for devices in (1, 2, 4, 8):
+                cost = CostModel(predicted(device, tensor_parallel_size=devices))
+                shares.append(float(cost.draft_seconds(1, 1) / cost.target_seconds(1, 1)))
+            assert shares == sorted(shares)
+            assert shares[-1] > 2 * shares[0]
+
+    @pytest.mark.parametrize(
+        ("name", "devices", "message"),
+        [
+            ("7b-68m", 8, "llama-68m cannot be split over 8 devices.*12 heads.*use 1, 2, 4"),
+            ("70b-1b", 3, "Llama-3.1-70B cannot be split over 3 .*use 1, 2, 4, 8, 16"),
+            ("33b-1.3b", 8, "vicuna-33b-v1.3 cannot be split over 8 .*use 1, 2, 4$"),
+            ("70b-1b", 0, "tensor parallel size 0: at least 1 device"),
+        ],
+    )
+    def test_what_vllm_cannot_split(self, name, devices, message):
+        with pytest.raises(ValueError, match=message):
+            predicted(h100(), name, tensor_parallel_size=devices)
+
+
+class TestOtherLinks:
+    def test_of_the_same_device(self):
+        assert h100().interconnect_gb_s == 450
+        box = h100(64, "bus")
+        assert (box.interconnect_gb_s, box.interconnect_kind) == (64, "bus")
+        assert box.interconnect == "given: bus, 64 GB/s in one direction"
+        assert h100(gb_s=64).interconnect_kind == "switch"
+        assert h100(kind="bus").interconnect_gb_s == 450
+
+    @pytest.mark.parametrize("rate", [0, -1, math.inf, math.nan])
+    def test_a_rate_that_is_none(self, rate):
+        with pytest.raises(DeviceError, match=r"in one direction.*half of the printed 900"):
+            h100(rate)
+
+
+class TestChoice:
+    @given(kinds, groups, st.floats(8, 900), st.floats(1.1, 20), st.sampled_from([1, 4, 16]))
+    @settings(deadline=None, max_examples=25)
+    def test_a_slower_link_never_gives_more_tokens_per_second(
+        self, kind, devices, rate, factor, batch
+    ):
+        def best(gb_s):
+            times = predicted(h100(gb_s, kind), tensor_parallel_size=devices, batch_sizes=(batch,))
+            tree = choose_tree(SHIPPED, times, batch, max_size=64, max_depth=12)
+            return CostModel(times).estimate(tree, SHIPPED, batch).tokens_per_second
+
+        assert best(rate) <= best(rate * factor) * (1 + 1e-6)
+
+    def test_slower_links_give_smaller_trees(self):
+        trees = [
+            choose_tree(SHIPPED, predicted(h100(gb_s, "bus"), tensor_parallel_size=8))
+            for gb_s in (450, 64, 16)
+        ]
+        assert trees[0].size > trees[1].size > trees[2].size
+        assert trees[0].depth > trees[2].depth
+
+    def test_the_drafts_reductions_make_trees_shallower(self):
+        times = predicted(h100(64, "bus"), tensor_parallel_size=8)
+        free = predicted(
+            endless(),
+            tensor_parallel_size=8,
+            assumptions=Assumptions(
+                one_shot_seconds=0, two_shot_seconds=0, ring_seconds=0, ring_step_seconds=0
+            ),
+        )
+        without = times.model_copy(update={"draft_level": free.draft_level})
+        assert choose_tree(SHIPPED, times).depth < choose_tree(SHIPPED, without).depth
+
+
+class TestMemory:
+    def fit(self, device, devices, name="70b-1b", dtype="bfloat16"):
+        pair = model_classes()[name]
+        return memory_fit(identify(device).spec, pair.target, pair.draft, dtype, devices)
+
+    @pytest.mark.parametrize(
+        ("device", "devices", "dtype", "problem"),
+        [
+            # 133.7 GiB of weights: more than 80, and all but 7 of 141, of which vLLM takes 92 %.
+            ("h100-sxm", 1, "bfloat16", "does not fit"),
+            ("h200", 1, "bfloat16", "no room for a KV cache"),
+            ("h100-sxm", 2, "bfloat16", None),
+            ("h200", 2, "bfloat16", None),
+            ("h200", 1, "fp8", None),
+            ("mi300x", 1, "bfloat16", None),
+        ],
+    )
+    def test_a_70b_pair(self, device, devices, dtype, problem):
+        fit = self.fit(device, devices, dtype=dtype)
+        assert fit.problem() == problem
+        assert fit.to_dict()["problem"] == problem
+
+    def test_by_hand(self):
+        fit = self.fit("h100-sxm", 2)
+        weights = (70_553_174_016 + 1_235_746_816) * 2 / 2
+        assert fit.weights_bytes == pytest.approx(weights, rel=1e-3)
+        # 8 heads of 128 in 80 layers, and of 64 in 16, keys and values, two bytes, halved.
+        assert fit.kv_bytes_per_token == 2 * 8 * (80 * 128 + 16 * 64)
+        left = 0.92 * 80 * 2**30 - 3 * 2**30 - fit.weights_bytes
+        assert fit.kv_tokens == int(left // fit.kv_bytes_per_token)
+        assert fit.problem(fit.kv_tokens) is None
+        assert fit.problem(fit.kv_tokens + 1) == f"KV cache for {fit.kv_tokens} tokens only"
+
+    def test_drivers_report_about_the_printed_memory_in_gib(self):
+        # MiB, as nvidia-smi shows them.
+        for name, reported in {"h100-sxm": 81559, "rtx-4090": 24564, "h200": 143771}.items():
+            memory = identify(name).spec.memory_bytes
+            assert 0.99 * memory < reported * MIB <= memory
+
+    def test_fewest_devices(self):
+        pair = model_classes()["70b-1b"]
+
+        def fewest(device, tokens=1, dtype="bfloat16"):
+            return fewest_devices(identify(device).spec, pair.target, pair.draft, dtype, tokens)
+
+        assert [fewest(name) for name in ("mi300x", "h200", "h100-sxm", "l4")] == [1, 2, 2, 8]
+        assert fewest("h100-sxm", tokens=100_000) == 4
+        assert fewest("h200", dtype="fp8") == 1
+        assert fewest("t4", tokens=10**9) is None
+        small = model_classes()["7b-68m"]
+        assert fewest_devices(identify("t4").spec, small.target, small.draft) == 2
+        many = fewest_devices(identify("t4").spec, small.target, small.draft, tokens=10**6)
+        assert many is None  # its draft's 12 heads are in the way of 8 devices
+
+
+class TestScaling:
+    def test_rows(self):
+        specs = [identify("h100-sxm").spec, identify("h200").spec]
+        rows = scaling(specs, model_classes()["70b-1b"], SHIPPED, (1, 2), (1, 16))
+        shown = [(row.device.id, row.tensor_parallel_size, row.problem) for row in rows]
+        assert shown == [
+            ("h100-sxm", 1, "does not fit"),
+            ("h100-sxm", 2, None),
+            ("h200", 1, "no room for a KV cache"),
+            ("h200", 2, None),
+        ]
+        assert [len(row.predictions) for row in rows] == [0, 2, 0, 2]
+
+    def test_a_prediction_is_the_chosen_trees(self):
+        (row,) = scaling([h100()], model_classes()["70b-1b"], SHIPPED, (4,), (16,))
+        (entry,) = row.predictions
+        times = predicted(h100(), tensor_parallel_size=4)
+        tree = choose_tree(SHIPPED, times, 16)
+        estimate = CostModel(times).estimate(tree, SHIPPED, 16)
+        assert (entry.size, entry.depth) == (tree.size, tree.depth)
+        assert entry.speedup == estimate.speedup
+        assert entry.plain_seconds == CostModel(times).plain_seconds(16)
+        assert entry.seconds_per_token == pytest.approx(entry.plain_seconds / entry.speedup)
+
+    def test_contexts_that_do_not_fit(self):
+        pair = model_classes()["70b-1b"]
+        (row,) = scaling([h100()], pair, SHIPPED, (2,), (1, 64))
+        assert row.problem.startswith("KV cache for ")
+        assert row.predictions == []
