@@ -7,7 +7,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from sequoia_vllm.tree.token_tree import SCHEMA, TokenTree
 
 METHOD = "sequoia"
 
@@ -60,10 +70,11 @@ class SequoiaConfig(_Strict):
         description="Draft model (name or path), with the target's vocabulary. None: the known "
         "draft of that target, see `sequoia_vllm.known_pairs`.",
     )
-    tree: str | TreeSpec | None = Field(
+    tree: str | TreeSpec | InstanceOf[TokenTree] | None = Field(
         default=None,
         description='"auto": chosen for the device, the model pair and the batch size, which may '
-        "be no speculation at all; the name of a library tree; a path to a tree file (.json); or "
+        "be no speculation at all; the name of a library tree; a path to a tree file (.json), or "
+        'what is in it ({"parents": [-1, 0, ...]}), for engines that start on other machines; or '
         '{"size": n, "depth": d}. None: as "auto", but always with some tree.',
     )
     acceptance: list[float] | list[list[float]] | Path | None = Field(
@@ -92,6 +103,12 @@ class SequoiaConfig(_Strict):
         default=None, description="How the draft's weights are loaded (vLLM's LoadConfig)."
     )
 
+    @field_validator("tree", mode="before")
+    @classmethod
+    def _inline_tree(cls, value: Any) -> Any:
+        is_tree = isinstance(value, dict) and "parents" in value
+        return TokenTree.from_dict({"schema": SCHEMA, **value}) if is_tree else value
+
     @classmethod
     def parse(cls, request: str | dict[str, Any]) -> SequoiaConfig:
         """Reads ``"sequoia"`` or the JSON object; dashes in keys count as underscores.
@@ -117,11 +134,16 @@ def _summary(error: ValidationError) -> str:
     lines = []
     for problem in error.errors():
         place = [str(part) for part in problem["loc"] if not _is_branch(str(part))]
+        if problem["type"] in ("is_instance_of", "model_type"):
+            continue  # of the tree's union; its string_type says what all of them take
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "string_type" and place == ["tree"]:
             if isinstance(problem["input"], dict):
                 continue  # the problems of {"size": ...} follow
-            message = 'Input should be "auto", a name, a path or {"size": n, "depth": d}'
+            message = (
+                'Input should be "auto", a name, a path, {"parents": [...]} or '
+                '{"size": n, "depth": d}'
+            )
         line = f"{'.'.join(place)}: {message}" if place else message
         if line not in lines:
             lines.append(line)
@@ -130,5 +152,5 @@ def _summary(error: ValidationError) -> str:
 
 def _is_branch(part: str) -> bool:
     return part in {"TreeSpec", "str", "path"} or part.startswith(
-        ("literal[", "list[", "function-")
+        ("literal[", "list[", "function-", "json-or-python[")
     )

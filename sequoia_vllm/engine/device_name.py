@@ -5,10 +5,10 @@ from __future__ import annotations
 from sequoia_vllm import hardware
 
 
-def current_device_name() -> str:
-    """E.g. "NVIDIA H200", or a CPU's model name."""
+def current_device_name(index: int = 0) -> str:
+    """E.g. "NVIDIA H200", or a CPU's model name; ``index``: which of the node's GPUs."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         return hardware.current_device_name()
-    return current_platform.get_device_name()
+    return current_platform.get_device_name(index)

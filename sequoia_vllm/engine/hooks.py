@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
@@ -23,10 +24,12 @@ from vllm.v1.metrics.loggers import StatLoggerManager
 
 from sequoia_vllm.config import METHOD, ConfigError, SequoiaConfig
 from sequoia_vllm.engine import online
+from sequoia_vllm.engine.cluster import current_versions
 from sequoia_vllm.engine.contract import check_contract
 from sequoia_vllm.engine.device_name import current_device_name
 from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.engine.support import refuse_unsupported
+from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.tree_choice import EnginePair, choose_engine_tree
 from sequoia_vllm.known_pairs import known_draft
 
@@ -155,7 +158,8 @@ def _create_engine_config(
     check_contract()
     self.speculative_config = request
     self.spec_method = self.spec_model = self.spec_tokens = None
-    vllm_config = original(self, *args, **kwargs)
+    with swapped(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", _keep_schedule):
+        vllm_config = original(self, *args, **kwargs)
     if SequoiaSettings.declined(vllm_config):
         return vllm_config
     if not SequoiaSettings.enabled(vllm_config):
@@ -166,6 +170,14 @@ def _create_engine_config(
     refuse_unsupported(vllm_config)
     _choose_scheduler(vllm_config)
     return vllm_config
+
+
+def _keep_schedule(vllm_config: Any) -> None:
+    """Replaces vLLM's check, which takes schedules from data-parallel engines.
+
+    It is for replicas in lock step; those of dense models are not, and others
+    are refused (`refuse_unsupported`).
+    """
 
 
 def _choose_scheduler(vllm_config: Any) -> None:
@@ -210,9 +222,8 @@ def _create_speculative_config(
         draft, choice.tree.size, choice.tree.depth, choice.source,
     )  # fmt: skip
     target_parallel_config.worker_cls = _worker_class(target_parallel_config.worker_cls)
-    self.additional_config = SequoiaSettings(choice.tree, choice.source).store(
-        self.additional_config
-    )
+    settings = SequoiaSettings(choice.tree, choice.source, choice.device, current_versions())
+    self.additional_config = settings.store(self.additional_config)
     # A schedule is always given: without one, vLLM pads requests that join
     # with placeholder drafts, to keep CUDA graphs uniform.
     schedule = choice.schedule or [(1, 1, drafts)]

@@ -87,6 +87,16 @@ _EVERYWHERE = (
         "subclass", "StatLoggerBase.log_engine_initialized",
         "abstract; there is nothing to say", _METRICS,
     ),
+    Override(
+        "swap", "VllmConfig._maybe_disable_dynamic_sd_for_data_parallel",
+        "takes schedules from data-parallel engines; replicas of dense models do not need that",
+        "vLLM asks whether the replicas run in lock step",
+    ),
+    Override(
+        "subclass", "Worker.init_device",
+        "refuses nodes with other versions, and tensor-parallel groups of mixed devices",
+        "vLLM compares versions of plugins between nodes",
+    ),
     Override("subclass", "Worker.execute_model", "timed for sequoia_stats", _TIMES),
     Override(
         "subclass", "Worker.sample_tokens",

@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.distributed import get_tp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, build_logitsprocs
@@ -32,6 +31,7 @@ from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.step_stats import StepStats
 from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.target_distribution import TargetDistribution
+from sequoia_vllm.engine.tensor_parallel import of_first_rank
 from sequoia_vllm.engine.tree_layers import replaced_backends, supported_layers
 from sequoia_vllm.engine.tree_verifier import TreeVerifier
 from sequoia_vllm.tree import TokenTree
@@ -202,14 +202,9 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         params = [self.requests[request].sampling_params for request in self.input_batch.req_ids]
         target = TargetDistribution.of(logits, metadata, params)
         result = self.tree_verifier.verify(trees, target, metadata.generators)
-        if (group := get_tp_group()).world_size > 1:
-            # Floats may drift between ranks; one drift and their caches differ.
-            packed = torch.cat([result.output_tokens, result.accepted_nodes], dim=1)
-            tokens, nodes = group.broadcast(packed, src=0).split(
-                [result.output_tokens.shape[1], result.accepted_nodes.shape[1]], dim=1
-            )
-            result = VerifyResult(nodes, tokens, (nodes >= 0).sum(dim=1))
-        return result
+        return VerifyResult(
+            *of_first_rank(result.accepted_nodes, result.output_tokens, result.num_accepted)
+        )
 
     def _combine(
         self,

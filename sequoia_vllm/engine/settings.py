@@ -18,10 +18,14 @@ class SequoiaSettings:
     Attributes:
         tree: The tree that every request drafts a prefix of.
         tree_source: Where it came from, for the log.
+        chosen_for: The device that it was chosen for; None: it does not depend on one.
+        versions: Of plugin and vLLM, where the engine was configured.
     """
 
     tree: TokenTree
     tree_source: str
+    chosen_for: str | None
+    versions: dict[str, str]
 
     @classmethod
     def enabled(cls, vllm_config: Any) -> bool:
@@ -39,9 +43,15 @@ class SequoiaSettings:
     def of(cls, vllm_config: Any) -> SequoiaSettings:
         """Reads what `store` wrote."""
         data = vllm_config.additional_config[KEY]
-        return cls(TokenTree.from_dict(data["tree"]), data["tree_source"])
+        tree = TokenTree.from_dict(data["tree"])
+        return cls(tree, data["tree_source"], data["chosen_for"], data["versions"])
 
     def store(self, additional_config: dict[str, Any] | None) -> dict[str, Any]:
         """``additional_config`` with these settings added; plain JSON data."""
-        own = {"tree": self.tree.to_dict(), "tree_source": self.tree_source}
+        own = {
+            "tree": self.tree.to_dict(),
+            "tree_source": self.tree_source,
+            "chosen_for": self.chosen_for,
+            "versions": self.versions,
+        }
         return {**(additional_config or {}), KEY: own}

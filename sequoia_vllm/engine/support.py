@@ -8,6 +8,11 @@ from vllm.platforms import CpuArchEnum, current_platform
 
 from sequoia_vllm.config import ConfigError
 
+_PIPELINE = (
+    "pipeline parallelism is not supported, as accepted paths would have to reach every stage "
+    "before its next step (on CPUs vLLM's own speculation does not start with it either)"
+)
+
 
 def refuse_unsupported(vllm_config: Any) -> None:
     """Raises if this engine must not run with Sequoia.
@@ -25,7 +30,7 @@ def unsupported_reasons(vllm_config: Any) -> list[str]:
     draft = vllm_config.speculative_config.draft_model_config
     return [
         *_platform_reasons(vllm_config),
-        *_parallel_reasons(vllm_config.parallel_config),
+        *_parallel_reasons(vllm_config),
         *_model_reasons(vllm_config.model_config, "target"),
         *_model_reasons(draft, "draft"),
         *_feature_reasons(vllm_config),
@@ -58,18 +63,24 @@ def _platform_reasons(vllm_config: Any) -> list[str]:
     )
 
 
-def _parallel_reasons(parallel: Any) -> list[str]:
+def _parallel_reasons(vllm_config: Any) -> list[str]:
+    parallel = vllm_config.parallel_config
+    draft_size = vllm_config.speculative_config.draft_parallel_config.tensor_parallel_size
     return _present(
         {
-            "pipeline parallelism is not supported: use tensor parallelism": (
-                parallel.pipeline_parallel_size > 1
-            ),
-            "data parallelism inside one engine is not supported: run one engine per replica": (
-                parallel.data_parallel_size > 1
+            f"{_PIPELINE}; use tensor parallelism within an engine, and more engines "
+            "(--data-parallel-size)": parallel.pipeline_parallel_size > 1,
+            "replicas of a mixture-of-experts model run in lock step, draft levels included, "
+            "which trees do not: run one engine per replica, without --data-parallel-size": (
+                parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe
             ),
             "context parallelism is not supported: set decode_context_parallel_size to 1": (
                 parallel.decode_context_parallel_size > 1
                 or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+            ),
+            f"vLLM runs draft models at the target's tensor parallel size: give no "
+            f"draft_tensor_parallel_size, or {parallel.tensor_parallel_size}": (
+                draft_size != parallel.tensor_parallel_size
             ),
         }
     )

@@ -1,4 +1,4 @@
-"""A module-level name replaced for the length of one call."""
+"""A name of a module or class replaced for the length of one call."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 @contextmanager
-def swapped(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    """Within the block, ``module.name`` is ``value``."""
-    original = getattr(module, name)
-    setattr(module, name, value)
+def swapped(owner: ModuleType | type, name: str, value: Any) -> Iterator[None]:
+    """Within the block, ``owner.name`` is ``value``."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(module, name, original)
+        setattr(owner, name, original)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sequoia_vllm.config import SequoiaConfig, TreeSpec
@@ -34,11 +34,13 @@ class TreeChoice:
         source: Where it came from, for the log.
         schedule: Drafts by batch size, (first, last, drafts); None: the whole
             tree at every batch size.
+        device: The device whose measurements or datasheet chose it; None: none did.
     """
 
     tree: TokenTree
     source: str
     schedule: list[tuple[int, int, int]] | None = None
+    device: str | None = None
 
 
 def choose_engine_tree(config: SequoiaConfig, pair: EnginePair) -> TreeChoice:
@@ -50,19 +52,17 @@ def choose_engine_tree(config: SequoiaConfig, pair: EnginePair) -> TreeChoice:
     """
     choice = _resolve(config, pair)
     if config.num_speculative_tokens is not None:
-        choice = TreeChoice(
-            choice.tree.trim(config.num_speculative_tokens + 1), choice.source, choice.schedule
-        )
+        choice = replace(choice, tree=choice.tree.trim(config.num_speculative_tokens + 1))
     if config.num_speculative_tokens_per_batch_size is not None:
-        choice = TreeChoice(
-            choice.tree, choice.source, config.num_speculative_tokens_per_batch_size
-        )
+        choice = replace(choice, schedule=config.num_speculative_tokens_per_batch_size)
     return choice
 
 
 def _resolve(config: SequoiaConfig, pair: EnginePair) -> TreeChoice:
     if isinstance(config.tree, TreeSpec):
         return _optimal(config, config.tree, "optimal for the given size")
+    if isinstance(config.tree, TokenTree):
+        return TreeChoice(config.tree, "given as parents")
     if config.tree not in (None, AUTO):
         is_file = config.tree.endswith(".json")
         tree = TokenTree.load(config.tree) if is_file else library.load(config.tree)
@@ -92,7 +92,7 @@ def _from_library(pair: EnginePair) -> TreeChoice:
         tensor_parallel_size=pair.tensor_parallel_size,
     )
     schedule = selection.schedule
-    return TreeChoice(schedule.tree, selection.reason, schedule.per_batch_size())
+    return TreeChoice(schedule.tree, selection.reason, schedule.per_batch_size(), pair.device)
 
 
 def _optimal(config: SequoiaConfig, spec: TreeSpec, why: str) -> TreeChoice:

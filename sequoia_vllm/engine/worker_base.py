@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu_worker import Worker
 
+from sequoia_vllm.engine.cluster import check_group, check_worker
+from sequoia_vllm.engine.device_name import current_device_name
 from sequoia_vllm.engine.online import attach_limit, attach_paths
 
 
@@ -13,6 +16,18 @@ class SequoiaWorker(Worker):
     """Steps that are timed and report what became of their trees."""
 
     _draft_limit: int | None = None
+
+    def init_device(self) -> None:
+        """As vLLM's, where versions and devices fit the engine's.
+
+        Raises:
+            ConfigError: Naming what differs, and the fix.
+        """
+        check_worker(self.vllm_config)
+        super().init_device()
+        check_group(
+            self.vllm_config, current_device_name(self.device.index or 0), get_tp_group().cpu_group
+        )
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, timed as part of the step."""

@@ -6,14 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
-from vllm import LLM
+from vllm import LLM, SamplingParams
+from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from sequoia_vllm import plugin
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.engine import hooks, support
+from sequoia_vllm.engine import hooks, support, worker_base
+from sequoia_vllm.engine.cluster import current_versions
 from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.engine.tree_choice import TreeChoice
+from sequoia_vllm.tree import TokenTree
 from tests.engine.conftest import running, sequoia
 from tests.engine.models import DRAFT, TARGET, save_llama
 
@@ -137,7 +141,13 @@ def test_draft_longer_than_allowed():
     ("message", "options"),
     [
         ("pipeline parallelism is not supported", {"pipeline_parallel_size": 2}),
-        ("run one engine per replica", {"data_parallel_size": 2}),
+        (
+            "draft_tensor_parallel_size",
+            {
+                "speculative_config": sequoia(draft_tensor_parallel_size=1),
+                "tensor_parallel_size": 2,
+            },
+        ),
         ("drop --enable-lora", {"enable_lora": True}),
         ("use --kv-cache-dtype auto", {"kv_cache_dtype": "fp8"}),
         ("drop --kv-transfer-config", {"kv_transfer_config": "kv"}),
@@ -165,6 +175,23 @@ def test_engine_options(message, options):
             )
         }
     refused(message, **options)
+
+
+def test_replicas_in_lock_step(monkeypatch):
+    """Dense models' replicas are independent; those of mixtures of experts are not."""
+    assert engine_config(data_parallel_size=2).parallel_config.data_parallel_size == 2
+    monkeypatch.setattr(ModelConfig, "is_moe", True)
+    refused("run one engine per replica", data_parallel_size=2)
+
+
+def test_replicas_keep_the_schedule():
+    schedule = [[1, 4, 7], [5, 8, 0]]
+    config = engine_config(
+        data_parallel_size=2,
+        speculative_config=sequoia(num_speculative_tokens_per_batch_size=schedule),
+    )
+    kept = config.speculative_config.num_speculative_tokens_per_batch_size
+    assert [list(entry) for entry in kept] == schedule
 
 
 def test_several_reasons_are_reported_together():
@@ -257,3 +284,33 @@ def test_num_speculative_tokens_is_an_upper_bound():
     for bound, drafts in ((3, 3), (15, 15), (100, 15)):
         config = engine_config(speculative_config=sequoia(num_speculative_tokens=bound))
         assert config.speculative_config.num_speculative_tokens == drafts
+
+
+@pytest.mark.engine
+def test_a_node_with_another_version_is_refused(monkeypatch):
+    """The worker compares; here the front end claims to be of another version."""
+    there = {**current_versions(), "sequoia-vllm": "9.9.9"}
+    monkeypatch.setattr(hooks, "current_versions", lambda: there)
+    with (
+        pytest.raises(ConfigError, match=r"sequoia-vllm \d.* here and 9\.9\.9 there"),
+        running(sequoia()),
+    ):
+        pass
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("tree", ["chosen", "given"])
+def test_another_device_than_the_trees_is_refused(tree, monkeypatch):
+    """Only where the device chose the tree: a given one fits as well as any."""
+    monkeypatch.setattr(worker_base, "current_device_name", lambda index: "Another CPU")
+    if tree == "given":
+        with running(sequoia()) as llm:
+            llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)
+        return
+    chosen = TreeChoice(TokenTree.chain(3), "a test", device="This CPU")
+    monkeypatch.setattr(hooks, "choose_engine_tree", lambda *arguments: chosen)
+    with (
+        pytest.raises(ConfigError, match="for This CPU, but this replica runs on Another"),
+        running(sequoia()),
+    ):
+        pass

@@ -6,6 +6,7 @@ import pytest
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig, TreeSpec
 from sequoia_vllm.known_pairs import KNOWN_PAIRS, known_draft
+from sequoia_vllm.tree import TokenTree
 
 ACCEPTED = [
     "sequoia",
@@ -16,6 +17,8 @@ ACCEPTED = [
     {"method": "sequoia", "model": "draft", "tree": "path/to/tree.json"},
     {"method": "sequoia", "model": "draft", "tree": {"size": 16, "depth": 4}},
     {"method": "sequoia", "model": "draft", "tree": {"size": 2}},
+    {"method": "sequoia", "model": "draft", "tree": {"parents": [-1, 0, 0, 1]}},
+    {"method": "sequoia", "model": "draft", "tree": TokenTree.chain(3).to_dict()},
     {"method": "sequoia", "tree": {"size": 9, "branch": 3}, "acceptance": [0.6, 0.2]},
     {"method": "sequoia", "acceptance": [[0.6, 0.2], [0.5, 0.1]]},
     {"method": "sequoia", "acceptance": "acceptance.json"},
@@ -34,6 +37,8 @@ REFUSED = [
     ({"method": "sequoia", "model": 7}, "model: Input should be a valid string"),
     ({"method": "sequoia", "tree": {"sizes": 8}}, "unknown key 'sizes': did you mean 'size'?"),
     ({"method": "sequoia", "tree": {"size": 8, "dept": 3}}, "did you mean 'depth'?"),
+    ({"method": "sequoia", "tree": {"parents": [-1, 1]}}, "tree: node 1 has parent 1"),
+    ({"method": "sequoia", "tree": {"parents": 3}}, "\"parents\" must be a list of node numbers"),
     ({"method": "sequoia", "tree": {"depth": 3}}, "tree.size: Field required"),
     ({"method": "sequoia", "tree": {"size": 1}}, "tree.size: Input should be greater than or"),
     ({"method": "sequoia", "tree": {"size": 5000}}, "tree.size: Input should be less than or"),

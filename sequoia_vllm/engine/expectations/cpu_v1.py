@@ -28,7 +28,6 @@ CPU_V1 = (
         ("vllm_config", "device", "is_pin_memory", "is_pooling_model", "custom_logitsprocs"),
     ),
     Expected("vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS"),
-    Expected("vllm.distributed.parallel_state:get_tp_group", (), may_grow=True),
     Expected(f"{_RUNNER_V1}._update_states", ("self", "scheduler_output")),
     Expected(
         f"{_RUNNER_V1}._prepare_inputs", ("self", "scheduler_output", "num_scheduled_tokens")

@@ -24,6 +24,7 @@ EVERYWHERE = (
     ),
     Expected("vllm.platforms.interface:Platform.is_cpu", ("self",), may_grow=True),
     Expected("vllm.config:VllmConfig.use_v2_model_runner"),
+    Expected("vllm.config:VllmConfig._maybe_disable_dynamic_sd_for_data_parallel", ("self",)),
     Expected("vllm.config:SchedulerConfig.async_scheduling"),
     Expected("vllm.config:SchedulerConfig.scheduler_cls"),
     # support.py
@@ -51,6 +52,8 @@ EVERYWHERE = (
     Expected("vllm.v1.metrics.reader:Counter", ("name", "labels", "value"), may_grow=True),
     Expected("vllm.v1.metrics.reader:Gauge", ("name", "labels", "value"), may_grow=True),
     # worker_base.py
+    Expected(f"{_WORKER}.init_device", ("self",)),
+    Expected("vllm.distributed.parallel_state:get_tp_group", (), may_grow=True),
     Expected(f"{_WORKER}.execute_model", ("self", "scheduler_output")),
     Expected(f"{_WORKER}.sample_tokens", ("self", "grammar_output")),
     # worker.py, v2/backend_cpu.py, v2/backend_gpu.py

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
+from sequoia_vllm.engine.tensor_parallel import of_first_rank
 from sequoia_vllm.engine.v2.levels import child_table
 from sequoia_vllm.engine.v2.speculator import TreeSpeculator
 from sequoia_vllm.kernels.verify import verify_trees
@@ -120,7 +121,7 @@ class TreeRejectionSampler:
         most = get_max_chunk_logits(logits.shape[1])
         for requests in _request_chunks(batch.cu_num_logits_np, most):
             self._verify_requests(requests, logits, tokens, batch, verified)
-        return verified
+        return Verified(*of_first_rank(verified.tokens, verified.num_sampled, verified.accepted))
 
     def _verify_requests(
         self,

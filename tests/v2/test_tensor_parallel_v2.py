@@ -1,0 +1,55 @@
+"""Two ranks on Model Runner V2: their trees, and their tokens, are those of one rank."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import running, sequoia
+from tests.v2.conftest import call_on_v2
+from tests.v2.generating import TINY, completions, random_prompts, save_related_pair
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def generate_on_ranks(target: str, draft: str) -> dict[str, Any]:
+    """Greedy, seeded and unseeded requests; of plain V2, and of trees on one rank and on two."""
+    from vllm import SamplingParams
+
+    prompts = random_prompts([9, 14, 6, 11])
+    params = [
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False),
+        SamplingParams(temperature=1, seed=5, max_tokens=12, ignore_eos=True, detokenize=False),
+        SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False),
+        SamplingParams(temperature=1, max_tokens=12, ignore_eos=True, detokenize=False),
+    ]
+    answers: dict[str, Any] = {}
+    for name, config, ranks in (
+        ("plain", None, 1),
+        ("one rank", sequoia(size=8, depth=3, draft=draft), 1),
+        ("two ranks", sequoia(size=8, depth=3, draft=draft), 2),
+    ):
+        options = {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
+        with running(config, model=target, **TINY, **options) as llm:
+            answers[name] = completions(llm.generate(prompts, params, use_tqdm=False))
+            if config:
+                answers[f"{name}, counted"] = llm.collective_rpc("sequoia_stats")
+    return answers
+
+
+@pytest.mark.skipif(CORES < 2, reason="two ranks that wait for each other need two CPU cores")
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    target, draft = save_related_pair(tmp_path, **heads)
+    answers = call_on_v2(generate_on_ranks, tmp_path, target=target, draft=draft)
+    assert answers["two ranks"][:3] == answers["one rank"][:3] == answers["plain"][:3]
+    first, second = [
+        (rank["tree_steps"], rank["tokens"], rank["depth_counts"])
+        for rank in answers["two ranks, counted"]
+    ]
+    assert first == second
+    assert first[1] > 1.2 * first[0] > 0
