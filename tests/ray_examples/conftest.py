@@ -1,0 +1,25 @@
+"""One cluster for all examples, and what plain vLLM answers."""
+
+from collections.abc import Iterator
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.conftest import running
+from tests.ray_examples.cluster import MAX_TOKENS, PROMPTS, Cluster
+
+
+@pytest.fixture(scope="session")
+def plain_texts() -> list[str]:
+    """Greedy completions of `PROMPTS`."""
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    with running() as llm:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    yield cluster
+    cluster.kill()

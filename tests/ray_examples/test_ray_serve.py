@@ -1,0 +1,142 @@
+"""examples/ray_serve.py: two replicas on two nodes answer as plain vLLM, and one can be lost."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from sequoia_vllm.tree import TokenTree
+from tests.engine.models import DRAFT, TARGET
+from tests.ray_examples.cluster import (
+    ENGINE,
+    ENGINE_OPTIONS,
+    MAX_TOKENS,
+    PROMPTS,
+    START_DEADLINE,
+    STOP_DEADLINE,
+    Session,
+    free_port,
+    wait_for,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+TREE = TokenTree((-1, 0, 0, 1, 1, 2, 3, 6))
+DRAFTS = "ray_vllm_spec_decode_num_drafts_total"
+DRAFT_TOKENS = "ray_vllm_spec_decode_num_draft_tokens_total"
+
+
+class Server:
+    """The example, serving."""
+
+    def __init__(self, cluster, folder) -> None:
+        self.cluster = cluster
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self.tree = folder / "tree.json"
+        TREE.save(self.tree)
+        self.session: Session = cluster.run(
+            folder / "serve.log", "ray_serve.py", f"--model={TARGET}", f"--draft-model={DRAFT}",
+            f"--tree={self.tree}", "--served-name=pair", "--device=cpu", "--min-replicas=2",
+            "--max-replicas=2", f"--port={self.url.rpartition(':')[2]}",
+            "--health-check-period=0.5", f"--engine-options={json.dumps(ENGINE_OPTIONS)}",
+        )  # fmt: skip
+
+    def complete(self, prompt: str, **options) -> httpx.Response:
+        request = {"model": "pair", "prompt": prompt, "temperature": 0, "max_tokens": MAX_TOKENS}
+        with httpx.Client(trust_env=False, timeout=120) as client:
+            return client.post(f"{self.url}/v1/completions", json={**request, **options})
+
+    def texts(self) -> list[str]:
+        """Completions of `PROMPTS`, asked for at once."""
+        with ThreadPoolExecutor(len(PROMPTS)) as threads:
+            responses = list(threads.map(self.complete, PROMPTS))
+        return [r.raise_for_status().json()["choices"][0]["text"] for r in responses]
+
+    def engines(self) -> dict[int, int]:
+        """Process ids of the engines, with those of their replicas."""
+        return {engine.pid: engine.ppid() for engine in self.cluster.named(ENGINE)}
+
+    def serves(self) -> bool:
+        """Whether a replica is up."""
+        self.session.check_running()
+        try:
+            return self.complete("x", max_tokens=1).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def by_replica(self, name: str) -> dict[str, float]:
+        return {s.labels["ReplicaId"]: s.value for s in self.cluster.samples(name) if s.value}
+
+
+@pytest.fixture(scope="module")
+def server(cluster, tmp_path_factory) -> Iterator[Server]:
+    server = Server(cluster, tmp_path_factory.mktemp("serve"))
+    try:
+        wait_for(
+            "the start of a replica",
+            lambda: cluster.named("ray::ServeReplica") or server.session.check_running(),
+            START_DEADLINE,
+        )
+        server.tree.unlink()  # it need not exist where replicas run: their start takes longer
+        wait_for("the start of the application", server.serves, START_DEADLINE)
+        yield server
+    finally:
+        server.session.kill()
+
+
+def test_both_replicas_answer_with_trees_as_plain_vllm_without(server, plain_texts):
+    def drafts_of_both() -> dict[str, float] | None:
+        assert server.texts() == plain_texts
+        return drafts if len(drafts := server.by_replica(DRAFTS)) == 2 else None
+
+    # Serve answers as soon as one replica is there, and Ray exports metrics every few seconds.
+    drafts = wait_for("a draft by each replica", drafts_of_both, START_DEADLINE)
+    assert len(server.engines()) == 2
+    tokens = server.by_replica(DRAFT_TOKENS)
+    for replica in drafts:  # a few are trimmed where an answer ends
+        assert 0.8 <= tokens[replica] / drafts[replica] / TREE.num_speculative_tokens <= 1
+
+
+def test_requests_that_vllm_refuses_with_speculation_are_served(server):
+    """The replicas' own processes know the plugin, though the engine is configured elsewhere."""
+    response = server.complete(PROMPTS[0], temperature=1, min_p=0.1)
+    assert response.status_code == 200, response.text
+
+
+def test_a_replica_whose_engine_is_killed_is_replaced(server, plain_texts):
+    before = server.engines()
+    victim, *_ = server.cluster.named(ENGINE)
+    victim.kill()
+    after = wait_for(
+        "the start of another engine",
+        lambda: len(now := server.engines()) == 2 and victim.pid not in now and now,
+        START_DEADLINE,
+    )
+    assert len(set(before) & set(after)) == 1
+    assert before[victim.pid] not in after.values()  # the whole replica was replaced
+
+    def all_answer() -> bool:
+        try:
+            return server.texts() == plain_texts
+        except httpx.HTTPStatusError:
+            return False
+
+    wait_for("an answer to all requests", all_answer, START_DEADLINE)
+    drafting = set(server.by_replica(DRAFTS))
+    wait_for(
+        "drafts of the new replica",
+        lambda: all_answer() and set(server.by_replica(DRAFTS)) - drafting,
+        START_DEADLINE,
+    )
+
+
+def test_sigterm_ends_the_application_and_leaves_no_process(server):
+    assert server.session.end() == 0, server.session.tail
+    assert server.session.family() == []
+    wait_for(
+        "the end of all replicas and engines",
+        lambda: not server.cluster.named("ray::ServeReplica") and not server.engines(),
+        STOP_DEADLINE,
+    )
