@@ -19,29 +19,12 @@ import typer
 from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 
-# `LLMConfig(callback_config=...)` is public, this base class has no public name yet.
-from ray.llm._internal.common.callbacks.base import CallbackBase  # isort: skip
-
 from sequoia_vllm.tree import TokenTree
 
 
 class Device(StrEnum):
     GPU = "gpu"
     CPU = "cpu"
-
-
-class LoadPlugins(CallbackBase):
-    """Loads vLLM's plugins, Sequoia among them, in the process of each replica.
-
-    On GPUs Ray configures the engine in another process. Without this the
-    replica's own would not know the plugin: its trees would not be counted, and
-    requests with min_p or logit_bias, which it can serve, would be refused.
-    """
-
-    async def on_before_node_init(self) -> None:
-        from vllm.plugins import load_general_plugins
-
-        load_general_plugins()
 
 
 def speculative_config(draft_model: str, tree: str | None) -> dict[str, Any]:
@@ -123,7 +106,6 @@ def main(
             # The work is done by the engine, which has processes of its own.
             "ray_actor_options": {"num_cpus": 0 if device is Device.CPU else 1},
         },
-        callback_config={"callback_class": LoadPlugins},
         engine_kwargs={
             "tensor_parallel_size": tensor_parallel_size,
             **json.loads(engine_options),

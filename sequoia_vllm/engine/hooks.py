@@ -39,7 +39,7 @@ CPU_WORKER = "sequoia_vllm.engine.worker.SequoiaCPUWorker"
 GPU_WORKER = "sequoia_vllm.engine.v2.worker_gpu.SequoiaGPUWorker"
 TREE_SCHEDULER = "sequoia_vllm.engine.v2.scheduler.TreeScheduler"
 _MARK = "_sequoia_original"
-_SEQUOIA = "_sequoia"  # set on the SpeculativeConfig of a Sequoia engine
+_SEQUOIA = "_sequoia"  # set on the SpeculativeConfig of a Sequoia engine, to a `_Mark`
 
 
 def install() -> None:
@@ -238,8 +238,25 @@ def _create_speculative_config(
         speculative_config = original(self, target_model_config, target_parallel_config)
     finally:
         self.speculative_config = request
-    setattr(speculative_config, _SEQUOIA, True)
+    setattr(speculative_config, _SEQUOIA, _Mark())
     return speculative_config
+
+
+class _Mark:
+    """Says that a configuration is Sequoia's, and patches each process that it is sent to.
+
+    Ray Serve configures engines in another process than the one that talks to
+    them, where no plugins are loaded: without the patches that one would refuse
+    requests that Sequoia serves, and would count no trees.
+    """
+
+    def __reduce__(self) -> tuple[Callable[[], _Mark], tuple[()]]:
+        return _received_mark, ()
+
+
+def _received_mark() -> _Mark:
+    install()
+    return _Mark()
 
 
 def _worker_class(current: str) -> str:
@@ -258,5 +275,5 @@ def _validate_spec_decode(
     original: Callable[..., Any], self: SamplingParams, speculative_config: Any
 ) -> None:
     """As vLLM's, which refuses min_p and logit_bias; a Sequoia engine serves both."""
-    if not getattr(speculative_config, _SEQUOIA, False):
+    if not hasattr(speculative_config, _SEQUOIA):
         original(self, speculative_config)

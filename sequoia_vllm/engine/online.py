@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.metrics import reader
-from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 
 from sequoia_vllm.engine.settings import SequoiaSettings
@@ -136,11 +136,39 @@ def init_stat_logger_manager(
     settings = SequoiaSettings.of(vllm_config)
     model_name = vllm_config.model_config.served_model_name
     engines = self.engine_indexes
-    _shown = TreeMetrics(settings.tree, settings.tree_source, model_name, engines)
+    kinds = _own_kinds(given.arguments["custom_stat_loggers"])
+    _shown = TreeMetrics(settings.tree, settings.tree_source, model_name, engines, kinds)
     # Where vLLM writes no interval lines, as each front end knows its share only, nor do we.
     logs = given.arguments["enable_default_loggers"] and given.arguments["client_count"] == 1
     aggregate = given.arguments["aggregate_engine_logging"]
     self.stat_loggers.append(TreeStatLogger(settings.tree, engines, _shown, logs, aggregate))
+
+
+def _own_kinds(stat_loggers: Sequence[Any] | None) -> LoggerKinds | None:
+    """Those of a logger that shows vLLM's metrics elsewhere, as Ray Serve's does; None: of none."""
+    for factory in stat_loggers or ():
+        if (
+            isinstance(factory, type)
+            and issubclass(factory, PrometheusStatLogger)
+            and factory._counter_cls is not PrometheusStatLogger._counter_cls
+        ):
+            return LoggerKinds(factory)
+    return None
+
+
+class LoggerKinds:
+    """Metrics made as a logger makes vLLM's: for Ray's ``ray_sequoia_...``, by replica."""
+
+    def __init__(self, logger_class: type[PrometheusStatLogger]) -> None:
+        self.counter = logger_class._counter_cls
+        self.gauge = logger_class._gauge_cls
+
+    def collect(self) -> list[Any]:
+        """None: they are not shown in this process."""
+        return []
+
+    def unregister(self) -> None:
+        """Nothing to do: Ray's metrics may be made again."""
 
 
 def get_metrics(original: Callable[..., list[Any]], self: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Metric
@@ -13,6 +14,54 @@ from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.tree import TokenTree
 
 _LABELS = ("model_name", "engine")  # as vLLM's
+
+
+class MetricKinds(Protocol):
+    """Where metrics are shown: what makes them, and what is done with all of them."""
+
+    def counter(self, name: str, documentation: str, labels: list[str]) -> Any:
+        """Has ``labels(*values)`` with ``inc(amount)``."""
+
+    def gauge(self, name: str, documentation: str, labels: list[str]) -> Any:
+        """Has ``labels(*values)`` with ``set(value)``."""
+
+    def collect(self) -> list[Metric]:
+        """All that were made, for who reads metrics in this process."""
+
+    def unregister(self) -> None:
+        """Frees their names."""
+
+
+class PrometheusKinds:
+    """Metrics of prometheus_client, as vLLM's server exports them."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._registry = registry
+        self._made: list[Counter | Gauge] = []
+
+    def counter(self, name: str, documentation: str, labels: list[str]) -> Counter:
+        """See `MetricKinds`."""
+        made = Counter(name, documentation, labels, registry=self._registry)
+        self._made.append(made)
+        return made
+
+    def gauge(self, name: str, documentation: str, labels: list[str]) -> Gauge:
+        """See `MetricKinds`."""
+        made = Gauge(
+            name, documentation, labels, registry=self._registry, multiprocess_mode="mostrecent"
+        )
+        self._made.append(made)
+        return made
+
+    def collect(self) -> list[Metric]:
+        """See `MetricKinds`."""
+        return [family for made in self._made for family in made.collect()]
+
+    def unregister(self) -> None:
+        """See `MetricKinds`."""
+        for made in self._made:
+            with contextlib.suppress(KeyError):  # somebody else did
+                self._registry.unregister(made)
 
 
 class TreeMetrics:
@@ -53,7 +102,7 @@ class TreeMetrics:
         source: Where it came from, for the log; the label is its first clause.
         model_name: Label, as served.
         engines: Their indexes.
-        registry: Where to register.
+        kinds: What makes counters and gauges, of name, documentation and labels.
     """
 
     def __init__(
@@ -62,10 +111,9 @@ class TreeMetrics:
         source: str,
         model_name: str,
         engines: Sequence[int],
-        registry: CollectorRegistry = REGISTRY,
+        kinds: MetricKinds | None = None,
     ) -> None:
-        self._registry = registry
-        self._collectors: list[Counter | Gauge] = []
+        self._kinds = kinds or PrometheusKinds()
         self._pending = {engine: TreeCounts.zeros(tree) for engine in engines}
         self._labels = {engine: (model_name, str(engine)) for engine in engines}
         self._counters = self._make_counters(tree)
@@ -99,31 +147,20 @@ class TreeMetrics:
         pending.clear()
 
     def collect(self) -> list[Metric]:
-        """The metrics as the registry shows them."""
-        return [family for collector in self._collectors for family in collector.collect()]
+        """The metrics as this process shows them."""
+        return self._kinds.collect()
 
     def unregister(self) -> None:
-        """Takes the metrics out of the registry, for those of another engine."""
-        for collector in self._collectors:
-            with contextlib.suppress(KeyError):  # somebody else did
-                self._registry.unregister(collector)
+        """Makes room for the metrics of another engine."""
+        self._kinds.unregister()
 
-    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
-        counter = Counter(
-            f"sequoia:{name}", documentation, (*_LABELS, *labels), registry=self._registry
-        )
-        self._collectors.append(counter)
-        return counter
+    def _counter(self, name: str, documentation: str, *labels: str) -> Any:
+        return self._kinds.counter(f"sequoia:{name}", documentation, [*_LABELS, *labels])
 
-    def _gauge(self, name: str, documentation: str, *labels: str) -> Gauge:
-        gauge = Gauge(
-            f"sequoia:{name}", documentation, (*_LABELS, *labels), registry=self._registry,
-            multiprocess_mode="mostrecent",
-        )  # fmt: skip
-        self._collectors.append(gauge)
-        return gauge
+    def _gauge(self, name: str, documentation: str, *labels: str) -> Any:
+        return self._kinds.gauge(f"sequoia:{name}", documentation, [*_LABELS, *labels])
 
-    def _make_counters(self, tree: TokenTree) -> dict[int, dict[int, Counter]]:
+    def _make_counters(self, tree: TokenTree) -> dict[int, dict[int, Any]]:
         """By engine, the counter of each entry of `TreeCounts.values`.
 
         They all exist, at zero, from the start; pairs of depth and child that
@@ -139,7 +176,7 @@ class TreeMetrics:
         # A vector of its own indexes tells where each count lies.
         index = TreeCounts.zeros(tree)
         index.values[:] = np.arange(len(index.values))
-        found: dict[int, dict[int, Counter]] = {}
+        found: dict[int, dict[int, Any]] = {}
         for engine, labels in self._labels.items():
             own = {index.trees: trees.labels(*labels), index.tokens: tokens.labels(*labels)}
             for depth in range(tree.depth + 1):

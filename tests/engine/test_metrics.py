@@ -14,7 +14,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from sequoia_vllm import plugin
 from sequoia_vllm.engine import online
 from sequoia_vllm.engine.ledger import OVERRIDES
-from sequoia_vllm.metrics import TreeMetrics, paths_of
+from sequoia_vllm.metrics import PrometheusKinds, TreeMetrics, paths_of
 from sequoia_vllm.tree import TokenTree
 from tests.engine.conftest import metric, running, sequoia
 from tests.engine.models import prompts
@@ -68,7 +68,7 @@ class Front:
 
     def __init__(self, logs: bool = True, aggregate: bool = False) -> None:
         self.registry = CollectorRegistry()
-        metrics = TreeMetrics(TREE, "a test", "model", [0, 1], self.registry)
+        metrics = TreeMetrics(TREE, "a test", "model", [0, 1], PrometheusKinds(self.registry))
         self.logger = online.TreeStatLogger(TREE, [0, 1], metrics, logs, aggregate)
 
     def record(self, engine: int, trees: int, running: int = 1, drafts: int | None = 3) -> None:

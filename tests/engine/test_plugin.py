@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from sequoia_vllm import plugin
 from sequoia_vllm.engine import contract, hooks
 from sequoia_vllm.engine.expectations import Expected
+from tests.engine.conftest import sequoia
 from tests.engine.models import TARGET, prompts
 
 
@@ -144,3 +146,24 @@ def test_plain_vllm_is_untouched_when_the_plugin_is_unused():
     assert results["sequoia"].pop("registered") is True
     assert results["none"].pop("registered") is False
     assert results["sequoia"] == results["none"]
+
+
+def test_a_configuration_patches_the_process_that_receives_it(tmp_path):
+    """As a replica of Ray Serve, which gets a configuration that another process made."""
+    config = EngineArgs(model=TARGET, speculative_config=sequoia()).create_engine_config()
+    (tmp_path / "config").write_bytes(pickle.dumps(config))
+    script = """
+import pickle, sys
+from pathlib import Path
+from sequoia_vllm.engine import hooks
+from vllm import SamplingParams
+assert not hooks.installed()
+config = pickle.loads(Path(sys.argv[1]).read_bytes())
+assert hooks.installed()
+SamplingParams(min_p=0.1)._validate_spec_decode(config.speculative_config)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "config"],
+        env={**os.environ, "VLLM_PLUGINS": "none"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -94,6 +94,12 @@ def test_both_replicas_answer_with_trees_as_plain_vllm_without(server, plain_tex
     # Serve answers as soon as one replica is there, and Ray exports metrics every few seconds.
     drafts = wait_for("a draft by each replica", drafts_of_both, START_DEADLINE)
     assert len(server.engines()) == 2
+    # Ours go where vLLM's go.
+    wait_for(
+        "the trees of each replica",
+        lambda: set(server.by_replica("ray_sequoia_trees_total")) == set(drafts),
+        START_DEADLINE,
+    )
     tokens = server.by_replica(DRAFT_TOKENS)
     for replica in drafts:  # a few are trimmed where an answer ends
         assert 0.8 <= tokens[replica] / drafts[replica] / TREE.num_speculative_tokens <= 1

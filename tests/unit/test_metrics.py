@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sequoia_vllm.engine.step_stats import StepStats
-from sequoia_vllm.metrics import TreeCounts, TreeMetrics, interval_line
+from sequoia_vllm.metrics import PrometheusKinds, TreeCounts, TreeMetrics, interval_line
 from sequoia_vllm.tree import TokenTree
 
 #      0
@@ -126,7 +126,7 @@ def samples(registry: CollectorRegistry) -> dict:
 
 def test_metrics_show_what_was_flushed():
     registry = CollectorRegistry()
-    metrics = TreeMetrics(TREE, "a test", "model", [0, 1], registry)
+    metrics = TreeMetrics(TREE, "a test", "model", [0, 1], PrometheusKinds(registry))
     start = samples(registry)
     assert start["sequoia:tree_info", "3", "0", "8", "a test"] == 1
     assert start["sequoia:drafted_nodes", "0"] == 7
@@ -171,20 +171,20 @@ def test_metrics_show_what_was_flushed():
 )
 def test_source_label_is_short(source, label):
     registry = CollectorRegistry()
-    TreeMetrics(TREE, source, "model", [0], registry)
+    TreeMetrics(TREE, source, "model", [0], PrometheusKinds(registry))
     assert samples(registry)["sequoia:tree_info", "3", "0", "8", label] == 1
 
 
 def test_metrics_exist_for_the_children_that_the_tree_has():
     registry = CollectorRegistry()
-    TreeMetrics(TREE, "a test", "model", [0], registry)
+    TreeMetrics(TREE, "a test", "model", [0], PrometheusKinds(registry))
     pairs = {(key[2], key[1]) for key in samples(registry) if "offered_children" in key[0]}
     assert pairs == {("1", "1"), ("1", "2"), ("1", "3"), ("2", "1"), ("2", "2"), ("3", "1")}
 
 
 def test_engines_are_kept_apart():
     registry = CollectorRegistry()
-    metrics = TreeMetrics(TREE, "a test", "model", [2, 5], registry)
+    metrics = TreeMetrics(TREE, "a test", "model", [2, 5], PrometheusKinds(registry))
     metrics.observe(5, counted([[1]]), drafts=0)
     metrics.flush(2)
     metrics.flush(5)
@@ -195,8 +195,8 @@ def test_engines_are_kept_apart():
 
 def test_metrics_of_a_new_engine_replace_the_old_ones():
     registry = CollectorRegistry()
-    first = TreeMetrics(TREE, "a test", "model", [0], registry)
+    first = TreeMetrics(TREE, "a test", "model", [0], PrometheusKinds(registry))
     first.unregister()
     assert generate_latest(registry) == b""
     first.unregister()
-    TreeMetrics(TREE, "a test", "model", [0], registry)  # no name is taken
+    TreeMetrics(TREE, "a test", "model", [0], PrometheusKinds(registry))  # no name is taken

@@ -45,6 +45,8 @@ EVERYWHERE = (
         "vllm.v1.metrics.loggers:AggregateStatLoggerBase.record",
         ("self", "scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
     ),
+    Expected("vllm.v1.metrics.loggers:PrometheusStatLogger._counter_cls"),
+    Expected("vllm.v1.metrics.loggers:PrometheusStatLogger._gauge_cls"),
     Expected("vllm.v1.metrics.stats:SchedulerStats.num_running_reqs"),
     Expected("vllm.v1.core.sched.output:SchedulerOutput.total_num_scheduled_tokens"),
     Expected("vllm.v1.core.sched.output:SchedulerOutput.num_spec_tokens_to_schedule"),
