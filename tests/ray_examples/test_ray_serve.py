@@ -130,12 +130,6 @@ def test_a_replica_whose_engine_is_killed_is_replaced(server, plain_texts):
             return False
 
     wait_for("an answer to all requests", all_answer, START_DEADLINE)
-    drafting = set(server.by_replica(DRAFTS))
-    wait_for(
-        "drafts of the new replica",
-        lambda: all_answer() and set(server.by_replica(DRAFTS)) - drafting,
-        START_DEADLINE,
-    )
 
 
 def test_sigterm_ends_the_application_and_leaves_no_process(server):
