@@ -147,12 +147,10 @@ def init_stat_logger_manager(
 def _own_kinds(stat_loggers: Sequence[Any] | None) -> LoggerKinds | None:
     """Those of a logger that shows vLLM's metrics elsewhere, as Ray Serve's does; None: of none."""
     for factory in stat_loggers or ():
-        if (
-            isinstance(factory, type)
-            and issubclass(factory, PrometheusStatLogger)
-            and factory._counter_cls is not PrometheusStatLogger._counter_cls
-        ):
-            return LoggerKinds(factory)
+        if isinstance(factory, type) and issubclass(factory, PrometheusStatLogger):
+            kinds = LoggerKinds(factory)
+            if kinds.counter is not PrometheusStatLogger._counter_cls:
+                return kinds
     return None
 
 

@@ -51,7 +51,8 @@ def folder(tmp_path):
 def test_python_examples_run(code, folder):
     script = folder / "example.py"
     script.write_text(code, encoding="utf-8")
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    # One process of three; test_multiprocess.py has all of them.
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(
         [sys.executable, script], cwd=folder, env=env, capture_output=True, text=True, timeout=500
     )
@@ -86,7 +87,7 @@ def test_commands_work(command, folder, monkeypatch):
     words += shlex.split(SMALLER.get(words[1], ""))
     env = {
         **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a third of the processes to start
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # as above
         "SEQUOIA_VLLM_TREES": str(folder / "trees"),  # not where other tests would find them
     }
     done = subprocess.run(

@@ -139,7 +139,7 @@ def test_metrics_show_what_the_worker_counted(from_itself):
 # is uniform over [0, 1), and independent of all others, exactly if the engine
 # follows the target's law. Too many drafts accepted show as small numbers.
 
-LAW_VOCAB, LAW_REQUESTS, LAW_TOKENS = 6, 32, 36
+LAW_VOCAB, LAW_REQUESTS, LAW_TOKENS = 6, 24, 36
 LAW_SETTINGS = [(1.0, 1.0), (0.7, 0.8)]  # temperature, top_p
 FALSE_ALARM = 1e-6
 
@@ -225,7 +225,7 @@ def test_unseeded_tokens_follow_the_targets_law(tmp_path):
         )
     ])  # fmt: skip
     assert answer["counts"]["tokens_per_tree"] > 1.3  # trees were at work
-    assert answer["counts"]["depth_counts"][0] > 100  # with rejections among them
+    assert answer["counts"]["depth_counts"][0] > 80  # with rejections among them
     assert p_value(np.histogram(numbers, bins=8, range=(0, 1))[0]) > FALSE_ALARM
     for apart in (1, 2):
         first, second = numbers[:, :-apart].ravel(), numbers[:, apart:].ravel()

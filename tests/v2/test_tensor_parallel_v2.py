@@ -19,12 +19,11 @@ def generate_on_ranks(target: str, draft: str) -> dict[str, Any]:
     """Greedy, seeded and unseeded requests, of trees on one rank and on two."""
     from vllm import SamplingParams
 
-    prompts = random_prompts([9, 14, 6, 11])
+    prompts = random_prompts([9, 14, 6])
     params = [
-        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False),
-        SamplingParams(temperature=1, seed=5, max_tokens=12, ignore_eos=True, detokenize=False),
         SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False),
-        SamplingParams(temperature=1, max_tokens=12, ignore_eos=True, detokenize=False),
+        SamplingParams(temperature=1, seed=5, max_tokens=8, ignore_eos=True, detokenize=False),
+        SamplingParams(temperature=1, max_tokens=8, ignore_eos=True, detokenize=False),
     ]
     answers: dict[str, Any] = {}
     config = sequoia(size=8, depth=3, draft=draft)
