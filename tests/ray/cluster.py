@@ -64,6 +64,7 @@ class Cluster:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_raylet_start_wait_time_s": "240",  # 30 otherwise, too few on a busy machine
             "RAY_prestart_worker_first_driver": "0",  # no worker that no actor needs
         }
         log = self.directory / "owner.log"

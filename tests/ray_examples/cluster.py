@@ -131,6 +131,7 @@ class Cluster:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_ADDRESS": self.address,
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_raylet_start_wait_time_s": "240",  # 30 otherwise, too few on a busy machine
             "RAY_prestart_worker_first_driver": "0",
             "RAY_worker_niceness": "0",  # 15 otherwise: engines would wait for other tests
             "RAYLLM_VLLM_ENGINE_CLS": "tests.ray_examples.engine_as_on_gpus.VLLMEngine",

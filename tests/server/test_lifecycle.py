@@ -1,6 +1,5 @@
 """``vllm serve`` with Sequoia starts from the shorthand, refuses nonsense and ends cleanly."""
 
-import shutil
 import signal
 import subprocess
 
@@ -33,13 +32,16 @@ def test_shorthand_and_sigterm_with_a_request_under_way(shorthand_server):
         params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
         [output] = llm.generate([prompt], params, use_tqdm=False)
     server.wait_until_healthy()
-    stream = server.complete(
-        prompt=prompt, temperature=0, max_tokens=LENGTH, stream=True,
-        extra_body={"ignore_eos": True},
-    )  # fmt: skip
-    text = "".join(next(stream).choices[0].text for _ in range(8))
     family = server.process.children(recursive=True)
-    running_now = server.metric("vllm:num_requests_running")
+    for _ in range(5):  # on a busy machine it may be done before this process looks
+        stream = server.complete(
+            prompt=prompt, temperature=0, max_tokens=LENGTH, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        text = "".join(next(stream).choices[0].text for _ in range(8))
+        running_now = server.metric("vllm:num_requests_running")
+        if running_now == [1]:
+            break
     accepted = server.metric("vllm:spec_decode_num_accepted_tokens_total")
     server.process.send_signal(signal.SIGTERM)
     text += "".join(chunk.choices[0].text for chunk in stream)
@@ -65,11 +67,3 @@ def test_misspelt_key_is_refused_with_the_right_one():
     message = refusal(TARGET, "--speculative-config", config)
     assert "unknown key 'treee'" in message
     assert "did you mean 'tree'" in message
-
-
-def test_shorthand_for_an_unknown_target_shows_the_json_to_write(tmp_path):
-    unknown = tmp_path / "my-model"
-    shutil.copytree(ROOT / TARGET, unknown)
-    message = refusal(str(unknown), "--speculative-config", "sequoia")
-    assert str(unknown) in message
-    assert """--speculative-config '{"method": "sequoia", "model": "DRAFT"}'""" in message

@@ -312,15 +312,19 @@ def test_interval_line_is_in_the_log(server):
 def test_client_that_leaves_does_no_harm(server, plain_answer):
     """A request aborted between two trees gives back its place and its cache."""
     wait_until_idle(server)
-    [before] = server.metric("vllm:generation_tokens_total")
     # Many at once, so that they are not done before anyone has looked.
     leaving = {**REQUESTS["to_the_limit"], "prompt": PROMPTS[:8] * 4}
-    with server.complete(**leaving, stream=True) as stream:
-        for _ in range(8):
-            next(stream)
-        [running] = server.metric("vllm:num_requests_running")
-        assert running > 0
-    wait_until_idle(server)
+    running = 0.0
+    for _ in range(5):  # on a busy machine they may be done before this process looks
+        [before] = server.metric("vllm:generation_tokens_total")
+        with server.complete(**leaving, stream=True) as stream:
+            for _ in range(8):
+                next(stream)
+            [running] = server.metric("vllm:num_requests_running")
+        wait_until_idle(server)
+        if running > 0:
+            break
+    assert running > 0
     assert server.metric("vllm:kv_cache_usage_perc") == [0]
     [after] = server.metric("vllm:generation_tokens_total")
     assert after - before < 32 * leaving["max_tokens"]  # they were cut short
