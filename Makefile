@@ -15,7 +15,7 @@ setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[cpu,ray,dev]'
 	$(BIN)/sequoia-vllm setup-cpu
 	touch $@
 

@@ -373,11 +373,9 @@ def _times(
 
 
 def _note_memory(times: Profile, tokens: int) -> None:
-    """Says if the pair and this many tokens would not fit; a measured one did."""
-    if times.source == "roofline" and times.datasheet and times.target_shape:
-        problem = memory_problem(times, tokens)
-        if problem is not None:
-            note(problem)
+    """Says if the pair and this many tokens would not fit."""
+    if (problem := memory_problem(times, tokens)) is not None:
+        note(problem)
 
 
 def _vector(file: Path | None, found: NamedTree | None) -> Acceptance | None:

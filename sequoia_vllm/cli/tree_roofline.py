@@ -117,18 +117,18 @@ def predict(
         )
 
 
-def fit_of(profile: Profile) -> MemoryFit:
-    """How the pair of a predicted profile fits its devices."""
-    return memory_fit(*_pair(profile), profile.dtype, profile.tensor_parallel_size)
+def fit_of(profile: Profile) -> MemoryFit | None:
+    """How the pair of a predicted profile fits its devices; None: a measured one did."""
+    pair = _predicted_pair(profile)
+    return pair and memory_fit(*pair, profile.dtype, profile.tensor_parallel_size)
 
 
 def memory_problem(profile: Profile, tokens: int) -> str | None:
     """That the pair and ``tokens`` tokens in all do not fit, and what would; None: they do."""
-    fit = fit_of(profile)
-    problem = fit.problem(tokens)
-    if problem is None:
+    pair, fit = _predicted_pair(profile), fit_of(profile)
+    if pair is None or fit is None or (problem := fit.problem(tokens)) is None:
         return None
-    enough = fewest_devices(*_pair(profile), profile.dtype, tokens)
+    enough = fewest_devices(*pair, profile.dtype, tokens)
     fix = "no size up to 16 would do: use a smaller dtype, fewer requests or a shorter context"
     if enough is not None:
         fix = f"use --tensor-parallel-size {enough}"
@@ -138,12 +138,12 @@ def memory_problem(profile: Profile, tokens: int) -> str | None:
     )
 
 
-def _pair(profile: Profile) -> tuple[DeviceSpec, ModelShape, ModelShape]:
-    """What every predicted profile carries."""
-    assert profile.datasheet is not None
-    assert profile.target_shape is not None
-    assert profile.draft_shape is not None
-    return profile.datasheet, profile.target_shape, profile.draft_shape
+def _predicted_pair(profile: Profile) -> tuple[DeviceSpec, ModelShape, ModelShape] | None:
+    """What a predicted profile carries; None: it was measured."""
+    device, target, draft = profile.datasheet, profile.target_shape, profile.draft_shape
+    if profile.source != "roofline" or device is None or target is None or draft is None:
+        return None
+    return device, target, draft
 
 
 def times_json(profile: Profile) -> dict[str, Any]:
@@ -155,10 +155,10 @@ def times_json(profile: Profile) -> dict[str, Any]:
         "draft": profile.draft,
         "tensor_parallel_size": profile.tensor_parallel_size,
     }
-    if profile.source == "roofline" and profile.datasheet and profile.target_shape:
+    if profile.datasheet is not None and (fit := fit_of(profile)) is not None:
         data["interconnect_gb_s"] = profile.datasheet.interconnect_gb_s
         data["interconnect_kind"] = profile.datasheet.interconnect_kind
-        data["memory"] = fit_of(profile).to_dict()
+        data["memory"] = fit.to_dict()
     return data
 
 

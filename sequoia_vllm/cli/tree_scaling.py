@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -89,31 +90,26 @@ def rich_table(rows: list[ScalingRow], pair: ModelClass) -> Table:
     for name in (*_HEAD, *_COLUMNS):
         justify: Literal["left", "right"] = "left" if name == "device" else "right"
         table.add_column(name, justify=justify, no_wrap=name == _COLUMNS[0])
-    for row in rows:
-        head = row.device.id, str(row.tensor_parallel_size)
-        if row.problem is not None:
-            table.add_row(*head, "", row.problem, style="dim")
-        for entry in row.predictions:
-            table.add_row(*head, str(entry.batch_size), *_cells(entry))
+    for row, cells in _lines(rows):
+        table.add_row(*cells, style="dim" if row.problem is not None else None)
     return table
 
 
 def markdown_table(rows: list[ScalingRow]) -> str:
     """The same lines."""
     names = *_HEAD, *_COLUMNS
-    lines = [_line(names), _line(["---"] * len(names))]
+    lines = [names, ("---",) * len(names), *(cells for _, cells in _lines(rows))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _lines(rows: list[ScalingRow]) -> Iterator[tuple[ScalingRow, tuple[str, ...]]]:
+    """Each row with the cells of one line."""
     for row in rows:
         head = row.device.id, str(row.tensor_parallel_size)
         if row.problem is not None:
-            lines.append(_line((*head, "", row.problem, *[""] * (len(_COLUMNS) - 1))))
-        lines += [
-            _line((*head, str(entry.batch_size), *_cells(entry))) for entry in row.predictions
-        ]
-    return "\n".join(lines)
-
-
-def _line(cells: tuple[str, ...] | list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+            yield row, (*head, "", row.problem, *[""] * (len(_COLUMNS) - 1))
+        for entry in row.predictions:
+            yield row, (*head, str(entry.batch_size), *_cells(entry))
 
 
 def _cells(entry: Prediction) -> tuple[str, ...]:

@@ -12,18 +12,15 @@ from typing import Any
 
 import torch
 
+from sequoia_vllm import __version__
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine.contract import vllm_version
 from sequoia_vllm.engine.settings import SequoiaSettings
-from sequoia_vllm.installed import installed
 
 
 def current_versions() -> dict[str, str]:
     """Versions of the plugin and of vLLM in this process."""
-    return {
-        "sequoia-vllm": installed("sequoia-vllm") or "unknown",
-        "vLLM": vllm_version() or "unknown",
-    }
+    return {"sequoia-vllm": __version__, "vLLM": vllm_version() or "unknown"}
 
 
 def check_versions(front_end: Mapping[str, str], here: Mapping[str, str], node: str) -> None:

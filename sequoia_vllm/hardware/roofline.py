@@ -28,6 +28,8 @@ from sequoia_vllm.hardware.profile import Curve, Overhead, Profile
 
 TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# The paper's largest tree on one GPU: larger ones rest on a measured profile.
+ROOFLINE_MAX_SIZE = 128
 BYTES_PER_VALUE = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0}
 
 

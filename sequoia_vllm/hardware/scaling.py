@@ -11,11 +11,8 @@ from sequoia_vllm.hardware.cost import CostModel, check_batch_sizes
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.memory import MemoryFit, memory_fit
 from sequoia_vllm.hardware.models import ModelClass
-from sequoia_vllm.hardware.roofline import roofline_profile
+from sequoia_vllm.hardware.roofline import ROOFLINE_MAX_SIZE, roofline_profile
 from sequoia_vllm.tree.acceptance import Acceptance
-
-# As in the library: larger trees rest on a measured profile.
-MAX_SIZE = 128
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ def scaling(
     """
     batches = check_batch_sizes(list(batch_sizes))
     pair = model_class.target, model_class.draft
-    tokens = batches[-1] * (context_length + MAX_SIZE)
+    tokens = batches[-1] * (context_length + ROOFLINE_MAX_SIZE)
     rows = []
     for device in devices:
         for size in tensor_parallel_sizes:
@@ -119,7 +116,7 @@ def scaling(
 
 
 def _predict(cost: CostModel, acceptance: Acceptance, batch_size: int) -> Prediction:
-    tree = choose_tree(acceptance, cost.profile, batch_size, MAX_SIZE)
+    tree = choose_tree(acceptance, cost.profile, batch_size, ROOFLINE_MAX_SIZE)
     estimate = cost.estimate(tree, acceptance, batch_size)
     return Prediction(
         batch_size=batch_size,

@@ -23,7 +23,7 @@ from sequoia_vllm.hardware.device import DeviceSpec, identify, known_devices
 from sequoia_vllm.hardware.memory import memory_fit
 from sequoia_vllm.hardware.models import ModelClass, model_classes, size_name
 from sequoia_vllm.hardware.profile import Profile
-from sequoia_vllm.hardware.roofline import roofline_profile
+from sequoia_vllm.hardware.roofline import ROOFLINE_MAX_SIZE, roofline_profile
 from sequoia_vllm.hardware.schedule import Schedule
 from sequoia_vllm.tree.json_file import dump_json
 from sequoia_vllm.tree.library_files import (
@@ -37,8 +37,6 @@ from sequoia_vllm.tree.library_files import (
 from sequoia_vllm.tree.user_trees import same_model
 
 COMMAND = "sequoia-vllm tree generate"
-# The paper's largest tree on one GPU: larger ones rest on a measured profile.
-ROOFLINE_MAX_SIZE = 128
 _MEASURED_MAX_SIZE = 1024
 # Share of the memory that weights may take; the rest is for the KV cache and vLLM itself.
 _WEIGHTS_SHARE = 0.75

@@ -1,19 +1,16 @@
 """Two ranks draft, verify and commit the same trees, and their output is that of one rank."""
 
-import os
-
 import pytest
 from vllm import SamplingParams
 
+from tests.cores import needs_two_cores
 from tests.engine.conftest import metric, running, sequoia, tokens_of
 from tests.engine.models import prompts
 
 pytestmark = pytest.mark.engine
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
-
-@pytest.mark.skipif(CORES < 2, reason="two ranks that wait for each other need two CPU cores")
+@needs_two_cores
 def test_two_ranks_give_the_tokens_of_one(plain_outputs, monkeypatch):
     """In float32, where the order of the ranks' sums changes no token."""
     texts = prompts(8)

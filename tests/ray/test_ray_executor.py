@@ -7,15 +7,13 @@ import pytest
 from vllm import SamplingParams
 
 from sequoia_vllm.tree import TokenTree
+from tests.cores import needs_two_cores
 from tests.engine.models import DRAFT, TARGET, prompts
-from tests.engine.test_tensor_parallel import CORES
 from tests.ray.engines import generate
 from tests.ray.processes import footprint, left_behind
 from tests.server.serving import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-two_cores = pytest.mark.skipif(CORES < 2, reason="two ranks that wait for each other need two")
 
 # Not one that anything would choose by itself: the second child has the longer branch.
 #
@@ -30,7 +28,7 @@ UNSEEDED = {"temperature": 1.0, "max_tokens": 32}  # busy, and not compared
 PARAMS = [GREEDY, GREEDY, GREEDY, *SEEDED, UNSEEDED, UNSEEDED]
 
 
-@two_cores
+@needs_two_cores
 def test_workers_draft_the_drivers_tree_and_tokens_are_those_of_plain_vllm(
     ray_cluster, plain_outputs, tmp_path
 ):
@@ -54,7 +52,7 @@ def test_workers_draft_the_drivers_tree_and_tokens_are_those_of_plain_vllm(
     assert running == []
 
 
-@two_cores
+@needs_two_cores
 def test_server_with_ray_answers_as_plain_vllm_and_ends_cleanly(
     ray_cluster, plain_outputs, monkeypatch, tmp_path
 ):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_tensor_parallel import CORES
+from tests.cores import needs_two_cores
 from tests.ray.engines import kill_a_worker
 from tests.ray.processes import left_behind
 
@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(CORES < 2, reason="two ranks that wait for each other need two CPU cores"),
+    needs_two_cores,
 ]
 
 # What plain vLLM's caller gets, and its files that are left in shared memory, of Ray's ranks.

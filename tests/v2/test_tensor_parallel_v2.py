@@ -1,18 +1,16 @@
 """Two ranks on Model Runner V2: their trees, and their tokens, are those of one rank."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cores import needs_two_cores
 from tests.engine.conftest import running, sequoia
 from tests.v2.conftest import call_on_v2
 from tests.v2.generating import TINY, completions, random_prompts, save_related_pair
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def generate_on_ranks(target: str, draft: str) -> dict[str, Any]:
@@ -37,7 +35,7 @@ def generate_on_ranks(target: str, draft: str) -> dict[str, Any]:
     return answers
 
 
-@pytest.mark.skipif(CORES < 2, reason="two ranks that wait for each other need two CPU cores")
+@needs_two_cores
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
