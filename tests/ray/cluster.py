@@ -3,9 +3,7 @@
 The tests' process never imports Ray: it could join a cluster, or start one.
 """
 
-import json
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -16,8 +14,10 @@ from typing import Any
 
 import psutil
 
-from tests.ray.processes import END_DEADLINE, wait_for_end
-from tests.server.serving import ROOT, environment, has_ended
+from tests.calling import call_in_process
+from tests.ray.environment import ray_environment
+from tests.ray.processes import END_DEADLINE
+from tests.server.serving import ROOT, has_ended, wait_for_end
 
 SHIM = Path(__file__).parent / "shim"
 ACTOR = "RayWorkerOnCpu"  # the shim's class: Ray names processes after what they run
@@ -34,17 +34,6 @@ sys.stdin.read()  # until the tests close it, or end
 ray.shutdown()
 """
 
-# A file, not an argument of the interpreter: engines are spawned, and spawning
-# runs the main module again.
-CHILD = """
-import importlib, json, sys
-module, name, arguments, result = sys.argv[1:]
-if __name__ == "__main__":
-    answer = getattr(importlib.import_module(module), name)(**json.loads(arguments))
-    with open(result, "w") as file:
-        json.dump(answer, file)
-"""
-
 
 class Cluster:
     """Ray on this machine, open only to processes that have its `environment`.
@@ -57,15 +46,8 @@ class Cluster:
     def __init__(self) -> None:
         # Short, because Ray's sockets lie in it: their paths may have 107 characters.
         self.directory = Path(tempfile.mkdtemp(prefix="ray-"))
-        theirs = {name: value for name, value in environment().items() if name[:4] != "RAY_"}
-        self.environment = theirs | {
-            "PYTHONPATH": os.pathsep.join(map(str, (SHIM, ROOT))),
-            # Of this cluster: without it Ray keeps one for all in the home directory.
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_raylet_start_wait_time_s": "240",  # 30 otherwise, too few on a busy machine
-            "RAY_prestart_worker_first_driver": "0",  # no worker that no actor needs
+        self.environment = ray_environment() | {
+            "PYTHONPATH": os.pathsep.join(map(str, (SHIM, ROOT)))
         }
         log = self.directory / "owner.log"
         with log.open("wb") as errors:
@@ -109,30 +91,8 @@ class Cluster:
     ) -> Any:
         """What `function(**arguments)` returns in a process of its own that uses the cluster.
 
-        The function is imported there by its module and name, so it stands at
-        the top of a module; arguments and result are what JSON can hold. The
-        process runs in `directory`. Raises AssertionError, with the end of its
-        output, when it fails or is not done after `timeout` seconds.
+        See `call_in_process`; the process runs in `directory`.
         """
-        script, result, log = (directory / name for name in ("call.py", "result.json", "log"))
-        script.write_text(CHILD)
-        result.unlink(missing_ok=True)
-        command = [script, function.__module__, function.__name__, json.dumps(arguments), result]
-        with log.open("wb") as output:
-            process = psutil.Popen(
-                [sys.executable, *map(str, command)],
-                cwd=directory, env=self.environment, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
-        try:
-            status = process.wait(timeout)
-        except psutil.TimeoutExpired:
-            status = f"none after {timeout:.0f} s"
-        finally:
-            if not has_ended(process):
-                for one in [*process.children(recursive=True), process]:
-                    one.kill()
-        if status != 0:
-            tail = log.read_text(errors="replace")[-8000:]
-            raise AssertionError(f"{function.__name__} ended with status {status}:\n{tail}")
-        return json.loads(result.read_text())
+        return call_in_process(
+            function, directory, self.environment, timeout, directory, **arguments
+        )

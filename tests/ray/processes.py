@@ -1,13 +1,12 @@
 """What an engine runs and maps, and what of it is left when the engine has ended."""
 
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.server.serving import has_ended
+from tests.server.serving import wait_for_end
 
 END_DEADLINE = 60.0  # seconds; an idle two-core machine needs 2
 
@@ -49,13 +48,3 @@ def same_process(number: int, created: float) -> psutil.Process | None:
         return process if process.create_time() == created else None
     except psutil.NoSuchProcess:
         return None
-
-
-def wait_for_end(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those that still run after at most so many seconds."""
-    deadline = time.monotonic() + seconds
-    while running := [process for process in processes if not has_ended(process)]:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
-    return running

@@ -1,10 +1,8 @@
 """A Ray cluster of two nodes on this machine, and the examples run on it as users run them."""
 
 import os
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tests.engine.models import prompts
-from tests.server.serving import ROOT, environment, has_ended
+from tests.ray.environment import ray_environment
+from tests.server.serving import ROOT, free_port, has_ended
 
 PROMPTS = prompts(12)
 MAX_TOKENS = 32
@@ -35,12 +34,6 @@ EXAMPLES = ROOT / "examples"
 ENGINE = "VLLM::EngineCore"
 START_DEADLINE = 300.0  # seconds; an idle two-core machine needs 40
 STOP_DEADLINE = 90.0
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def wait_for(what: str, found: Callable[[], Any], deadline: float) -> Any:
@@ -125,14 +118,8 @@ class Cluster:
         # Short, as the paths of sockets in it may not be long.
         self.folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
         self.address = f"127.0.0.1:{free_port()}"
-        inherited = {key: value for key, value in environment().items() if key[:4] != "RAY_"}
-        self.environment = inherited | {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        self.environment = ray_environment() | {
             "RAY_ADDRESS": self.address,
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_raylet_start_wait_time_s": "240",  # 30 otherwise, too few on a busy machine
-            "RAY_prestart_worker_first_driver": "0",
             "RAY_worker_niceness": "0",  # 15 otherwise: engines would wait for other tests
             "RAYLLM_VLLM_ENGINE_CLS": "tests.ray_examples.engine_as_on_gpus.VLLMEngine",
             "PYTHONPATH": str(ROOT),

@@ -17,9 +17,9 @@ from tests.ray_examples.cluster import (
     START_DEADLINE,
     STOP_DEADLINE,
     Session,
-    free_port,
     wait_for,
 )
+from tests.server.serving import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

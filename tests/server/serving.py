@@ -46,13 +46,18 @@ def environment() -> dict[str, str]:
     }
 
 
+def free_port() -> int:
+    """Of this machine, at the moment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class Server:
     """One ``vllm serve`` process, with those that it starts."""
 
     def __init__(self, log: Path, *options: str, model: str = TARGET) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.model = model
         self.url = f"http://127.0.0.1:{port}"
         self.log_file = log
@@ -123,10 +128,8 @@ class Server:
             self.fail(f"still running {STOP_DEADLINE:.0f} s after the signal")
         if status != 0:
             self.fail(f"vllm serve ended with exit status {status}")
-        while orphans := [process for process in family if not has_ended(process)]:
-            if time.monotonic() > deadline:
-                self.fail(f"the server left processes behind: {orphans}")
-            time.sleep(0.1)
+        if orphans := wait_for_end(family, deadline - time.monotonic()):
+            self.fail(f"the server left processes behind: {orphans}")
         if trouble := unexpected_tracebacks(self.log):
             self.fail(trouble)
 
@@ -150,6 +153,16 @@ def has_ended(process: psutil.Process) -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def wait_for_end(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that still run after at most so many seconds."""
+    deadline = time.monotonic() + seconds
+    while running := [process for process in processes if not has_ended(process)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return running
 
 
 def unexpected_tracebacks(log: str) -> str | None:

@@ -4,25 +4,16 @@ Triton reads TRITON_INTERPRET when it is imported, and the V1 tests must see
 vLLM as it is installed, so everything on V2 runs in a process of its own.
 """
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.calling import call_in_process
+
 ROOT = Path(__file__).parents[2]
 INTERPRETER = Path(__file__).parent / "interpreter"
 GPU_ATTENTION = Path(__file__).parent / "gpu_attention"
-
-CHILD = """
-import importlib, json, sys
-module, name, arguments, result = sys.argv[1:]
-answer = getattr(importlib.import_module(module), name)(**json.loads(arguments))
-with open(result, "w") as file:
-    json.dump(answer, file)
-"""
 
 
 def v2_environment(gpu_attention: bool = False) -> dict[str, str]:
@@ -48,27 +39,10 @@ def call_on_v2(
     gpu_attention: bool = False,
     **arguments: Any,
 ) -> Any:
-    """What `function(**arguments)` returns in a process of its own, on V2.
+    """What `function(**arguments)` returns in a process of its own, on V2 (`call_in_process`).
 
-    The function is imported there by its module and name, so it stands at the
-    top of a module; arguments and result are what JSON can hold. `directory`
-    takes the result file; for `gpu_attention` see `v2_environment`. Raises
-    AssertionError, with the end of the process's output, when it fails;
-    subprocess.TimeoutExpired after `timeout` seconds.
+    For `gpu_attention` see `v2_environment`.
     """
-    result = directory / "result.json"
-    result.unlink(missing_ok=True)
-    command = [sys.executable, "-c", CHILD, function.__module__, function.__name__]
-    process = subprocess.run(
-        [*command, json.dumps(arguments), str(result)],
-        cwd=ROOT,
-        env=v2_environment(gpu_attention),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        check=False,
+    return call_in_process(
+        function, directory, v2_environment(gpu_attention), timeout, ROOT, **arguments
     )
-    if process.returncode:
-        raise AssertionError(f"{function.__name__} failed on V2:\n{process.stdout[-8000:]}")
-    return json.loads(result.read_text())

@@ -1,0 +1,52 @@
+"""Calls functions of the tests in processes of their own, with an environment of their own."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.server.serving import has_ended
+
+
+def call_in_process(
+    function: Callable[..., Any],
+    directory: Path,
+    environment: dict[str, str],
+    timeout: float,
+    working_directory: Path,
+    **arguments: Any,
+) -> Any:
+    """What `function(**arguments)` returns in a process of its own.
+
+    The function is imported there by its module and name, so it stands at the
+    top of a module; arguments and result are what JSON can hold. `directory`
+    takes the files of the call, and `environment` has this repository in its
+    PYTHONPATH. Raises AssertionError, with the end of the
+    process's output, when it fails or is not done after `timeout` seconds; then
+    the processes that it started are killed, too.
+    """
+    result, log = directory / "result.json", directory / "log"
+    result.unlink(missing_ok=True)
+    command = ["-m", "tests.called", function.__module__, function.__name__]
+    with log.open("wb") as output:
+        process = psutil.Popen(
+            [sys.executable, *command, json.dumps(arguments), str(result)],
+            cwd=working_directory, env=environment, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        status = process.wait(timeout)
+    except psutil.TimeoutExpired:
+        status = f"none after {timeout:.0f} s"
+    finally:
+        if not has_ended(process):
+            for one in [*process.children(recursive=True), process]:
+                one.kill()
+    if status != 0:
+        tail = log.read_text(errors="replace")[-8000:]
+        raise AssertionError(f"{function.__name__} ended with status {status}:\n{tail}")
+    return json.loads(result.read_text())
