@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import torch
 from vllm.config import VllmConfig
@@ -12,39 +12,36 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
     SpeculatorBatchDescriptor,
 )
 
+from sequoia_vllm.engine.v2.draft_plan import DraftPlan
+
 
 class DraftGraphs(CudaGraphManager):
-    """vLLM's graph manager (memory pool, capture sizes, profiling) for drafting passes.
+    """vLLM's graph manager (memory pool, capture, replay) for drafting passes.
 
-    vLLM's own draft models run without graphs.
+    vLLM's own draft models run without graphs. Its capture sizes are the target's:
+    ours follow from the schedule.
 
     Args:
         vllm_config, device: The engine's.
         mode: The target's graph mode; growth is captured if decoding is.
-        drafts: Numbers of drafts that the engine's schedule has.
-        max_requests: Largest batch that drafts.
+        plan: The batches that draft.
     """
 
     def __init__(
-        self,
-        vllm_config: VllmConfig,
-        device: torch.device,
-        mode: CUDAGraphMode,
-        drafts: Collection[int],
-        max_requests: int,
+        self, vllm_config: VllmConfig, device: torch.device, mode: CUDAGraphMode, plan: DraftPlan
     ) -> None:
         full = mode.decode_mode() == CUDAGraphMode.FULL
         own_mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
         super().__init__(vllm_config, device, own_mode, decode_query_len=1)
-        self._capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]] = {
-            mode: [
-                _with_drafts(shape, number)
-                for shape in shapes
-                for number in sorted(drafts, reverse=True)
-                if (shape.num_reqs or 0) <= max_requests
-            ]
-            for mode, shapes in self._capture_descs.items()
+        self._shapes = {
+            drafts: [_shape(size, drafts) for size in plan.graph_sizes(drafts)]
+            for drafts in (plan.drafts if full else ())
         }
+        # The largest first: the others then fit into its memory.
+        shapes: list[BatchExecutionDescriptor] = [
+            shape for sizes in self._shapes.values() for shape in reversed(sizes)
+        ]
+        self._capture_descs = {CUDAGraphMode.FULL: shapes} if shapes else {}
 
     def capture_growth(self, grow: Callable[[int, int], None]) -> None:
         """Captures ``grow(num_requests, drafts)`` for every shape."""
@@ -60,12 +57,17 @@ class DraftGraphs(CudaGraphManager):
 
     def shape_of(self, num_reqs: int, drafts: int) -> BatchExecutionDescriptor | None:
         """The captured shape that serves this batch, or None."""
-        shape = self.dispatch(num_reqs, num_reqs, 1, 0)
-        if shape.cg_mode != CUDAGraphMode.FULL:
-            return None
-        shape = _with_drafts(shape, drafts)
-        return shape if shape in self.graphs else None
+        for shape in self._shapes.get(drafts, ()):
+            if shape.num_reqs is not None and shape.num_reqs >= num_reqs and shape in self.graphs:
+                return shape
+        return None
 
 
-def _with_drafts(shape: BatchExecutionDescriptor, drafts: int) -> SpeculatorBatchDescriptor:
-    return SpeculatorBatchDescriptor(**vars(shape), num_speculative_tokens=drafts)
+def _shape(num_reqs: int, drafts: int) -> SpeculatorBatchDescriptor:
+    return SpeculatorBatchDescriptor(
+        cg_mode=CUDAGraphMode.FULL,
+        num_tokens=num_reqs,
+        num_reqs=num_reqs,
+        uniform_token_count=1,
+        num_speculative_tokens=drafts,
+    )

@@ -32,9 +32,11 @@ class DraftedTrees:
 
     Attributes:
         nodes: int32 ``[slots]``: nodes drafted, root included; 0: none.
-        rows: int32 ``[slots]``: the request's row of the two tensors below.
-        logits: ``[rows, I, V]``: draft logits of the I nodes with children.
-        stats: float32 ``[rows, I, 2]``: maximum and sum that make them Q.
+        rows: int32 ``[slots]``: the request's first row of the two tensors below.
+        logits: ``[rows, I, V]``: draft logits of the nodes with children. Row r has its
+            node i where row r + i has its first: trees of a batch follow one another,
+            each with as many rows as it has such nodes.
+        stats: float32 ``[rows, I, 2]``: maximum and sum that make them Q, likewise.
     """
 
     nodes: Tensor
@@ -47,12 +49,23 @@ class DraftedTrees:
         cls, slots: int, rows: int, inner: int, vocab_size: int, dtype: torch.dtype,
         device: torch.device,
     ) -> DraftedTrees:  # fmt: skip
-        """No drafts yet."""
+        """No drafts yet.
+
+        Args:
+            slots: Request slots of the engine.
+            rows: Nodes with children, of all trees of a batch.
+            inner: Nodes with children of the largest tree.
+            vocab_size: Of the draft.
+            dtype: Of its logits.
+            device: Where it all is.
+        """
+        logits = torch.zeros(rows + inner - 1, vocab_size, dtype=dtype, device=device)
+        stats = torch.ones(rows + inner - 1, 2, dtype=torch.float32, device=device)
         return cls(
             nodes=torch.zeros(slots, dtype=torch.int32, device=device),
             rows=torch.zeros(slots, dtype=torch.int32, device=device),
-            logits=torch.zeros(rows, inner, vocab_size, dtype=dtype, device=device),
-            stats=torch.ones(rows, inner, 2, dtype=torch.float32, device=device),
+            logits=logits.as_strided((rows, inner, vocab_size), (vocab_size, vocab_size, 1)),
+            stats=stats.as_strided((rows, inner, 2), (2, 2, 1)),
         )
 
 
@@ -142,13 +155,13 @@ class TreeGrowth:
         self._workspace = DrawWorkspace()
         self.tokens = torch.zeros(max_num_reqs, size, dtype=torch.int64, device=device)
         self.places = torch.arange(max(max_num_reqs, size) + 1, dtype=torch.int32, device=device)
+        self._first_rows: dict[int, Tensor] = {}
         # A few new tokens are a tree without branches below what the draft has read.
-        self.chain_width = depth + 1
         self._chain = torch.ones(depth + 1, depth + 1, dtype=torch.bool, device=device).tril_()
 
     def read_and_grow(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> None:
         """Reads up to `chain_width` committed tokens of each request, and grows its tree."""
-        batch, width = self._batch, self.chain_width
+        batch, width = self._batch, chain_width(levels)
         starts, counts = batch.starts[:num_reqs], batch.counts[:num_reqs]
         positions = starts[:, None] + self.places[:width]
         hidden = self._forward_nodes(
@@ -181,6 +194,7 @@ class TreeGrowth:
         """
         batch = self._batch
         hidden = root_hidden
+        first_rows = self.first_rows(levels)[:num_reqs]
         for level in levels.levels:
             if level.depth > 0:
                 hidden = self._level(num_reqs, levels, level, max_keys)
@@ -197,10 +211,16 @@ class TreeGrowth:
                 tokens=self.tokens[:num_reqs],
                 draft_logits=self._drafted.logits,
                 draft_stats=self._drafted.stats,
-                state_rows=self.places[:num_reqs],
+                state_rows=first_rows,
                 inner_rows=level.rows,
                 workspace=self._workspace,
             )
+
+    def first_rows(self, levels: DraftLevels) -> Tensor:
+        """int32 ``[max_num_reqs]``: first of each request's rows in `DraftedTrees`."""
+        if levels.num_inner not in self._first_rows:
+            self._first_rows[levels.num_inner] = self.places[: len(self.tokens)] * levels.num_inner
+        return self._first_rows[levels.num_inner]
 
     def committed(self, requests: Tensor, positions: Tensor) -> Tensor:
         """Token ids at these positions of these request slots, int32."""
@@ -260,3 +280,8 @@ class TreeGrowth:
             cache.by_layer(slots),
             None,
         )
+
+
+def chain_width(levels: DraftLevels) -> int:
+    """Tokens per request that the captured pass reads: a path of such a tree, and the root."""
+    return levels.tree.depth + 1

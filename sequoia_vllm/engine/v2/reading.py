@@ -8,6 +8,7 @@ them are real.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,12 +43,12 @@ class DraftReading:
 
     Args:
         max_num_reqs: Request slots of the engine.
-        depth: Of the engine's tree: most drafts that a step accepts.
+        depths: Most drafts that a step accepts of 0, 1, 2, ... of them.
         device: The engine's device.
     """
 
-    def __init__(self, max_num_reqs: int, depth: int, device: torch.device) -> None:
-        self._depth = depth
+    def __init__(self, max_num_reqs: int, depths: Sequence[int], device: torch.device) -> None:
+        self._depths = np.array(depths, dtype=np.int32)
         self._read = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)
         self._unread_bound = np.zeros(max_num_reqs, dtype=np.int32)
 
@@ -81,9 +82,13 @@ class DraftReading:
             is_prefilling: ``[R]``: whether the step read a prompt (it may have
                 sampled a token too).
         """
-        drafts = 0 if num_drafts is None else num_drafts
+        drafts = np.zeros_like(num_scheduled) if num_drafts is None else num_drafts
         read = num_scheduled - drafts + is_prefilling
-        self._unread_bound[slots] += read + np.minimum(drafts, self._depth)
+        self._unread_bound[slots] += read + self._depths[drafts]
+
+    def most_unread(self, slots: NDArray[np.intp]) -> int:
+        """Tokens that the draft may have to read of one of these requests."""
+        return int(self._unread_bound[slots].max())
 
     def take_bounds(self, slots: NDArray[np.intp], budget: int) -> NDArray[np.int32]:
         """Rows to read now, int32 ``[R]``: all there may be, up to ``budget`` in sum."""

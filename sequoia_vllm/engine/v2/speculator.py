@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
@@ -18,7 +19,13 @@ from vllm.v1.worker.gpu.states import RequestState
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.draft_batch import DraftBatch
 from sequoia_vllm.engine.v2.draft_graphs import DraftGraphs
-from sequoia_vllm.engine.v2.growth import DraftCache, DraftedTrees, TreeGrowth
+from sequoia_vllm.engine.v2.draft_plan import (
+    DraftPlan,
+    depths_by_drafts,
+    inner_nodes,
+    level_widths,
+)
+from sequoia_vllm.engine.v2.growth import DraftCache, DraftedTrees, TreeGrowth, chain_width
 from sequoia_vllm.engine.v2.levels import DraftLevels, inner_rows
 from sequoia_vllm.engine.v2.reading import DraftReading
 from sequoia_vllm.engine.v2.request_modes import RequestModes
@@ -45,8 +52,8 @@ class TreeSpeculator(StandaloneARSpeculator):
         self.req_states = req_states
         self.backend = backend
         self.modes = RequestModes(self.max_num_reqs)
-        self.reading = DraftReading(self.max_num_reqs, self.tree.depth, device)
-        self.max_trees = most_requests_with_trees(vllm_config)
+        self.plan = DraftPlan(tree, drafts_by_batch(vllm_config), self.max_num_tokens)
+        self.reading = DraftReading(self.max_num_reqs, depths_by_drafts(tree), device)
         self.batch = DraftBatch(self.max_num_reqs, device)
         self.inner_rows = inner_rows(self.tree)
         self._levels: dict[int, DraftLevels] = {}
@@ -60,8 +67,8 @@ class TreeSpeculator(StandaloneARSpeculator):
         super().load_model(target_model)
         self.drafted = DraftedTrees.empty(
             self.max_num_reqs,
-            self.max_trees,
-            1 + max(self.inner_rows),
+            self.plan.logits_rows,
+            inner_nodes(self.tree),
             self.vocab_size,
             self.draft_model_config.head_dtype,
             self.device,
@@ -77,7 +84,7 @@ class TreeSpeculator(StandaloneARSpeculator):
             if name in self.draft_attn_layer_names
         }
         self._cache = DraftCache(
-            self.block_tables, self.kv_cache_config, groups, self._slot_buffer()
+            self.block_tables, self.kv_cache_config, groups, self.expanded_slot_mappings
         )
         self._growth = TreeGrowth(
             batch=self.batch,
@@ -92,25 +99,9 @@ class TreeSpeculator(StandaloneARSpeculator):
             depth=self.tree.depth,
         )
 
-    def _slot_buffer(self) -> Tensor:
-        """A level of all requests may have more rows than a batch of the target."""
-        widest = max(level.width for level in self.levels_of(self.max_drafts).levels)
-        rows = max(
-            self.expanded_slot_mappings.shape[1],
-            self.max_trees * max(widest, self.tree.depth + 1),
-        )
-        groups = self.block_tables.num_kv_cache_groups
-        return torch.empty(groups, rows, dtype=torch.int64, device=self.device)
-
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Replaces vLLM's, which captures nothing of standalone draft models."""
-        self._graphs = DraftGraphs(
-            self.vllm_config,
-            self.device,
-            cudagraph_mode,
-            drafts_of(self.vllm_config),
-            self.max_trees,
-        )
+        self._graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, self.plan)
 
     def capture(self) -> None:
         """Replaces vLLM's: the whole growth of a tree is one graph."""
@@ -136,7 +127,7 @@ class TreeSpeculator(StandaloneARSpeculator):
         if self._last_grown is None:
             return []
         deeper = self._last_grown.levels[1:]
-        return [self._growth.chain_width, *(level.width for level in deeper)]
+        return [chain_width(self._last_grown), *(level.width for level in deeper)]
 
     # -- requests ----------------------------------------------------------------------
 
@@ -179,10 +170,9 @@ class TreeSpeculator(StandaloneARSpeculator):
             Draft tokens int64 ``[R, N]`` in stored tree order. Requests that get
             no tree, or a smaller one, have anything there: `drafted` says so.
         """
-        tokens = self._growth.tokens[: input_batch.num_reqs, 1:]
-        if dummy_run:
+        if dummy_run:  # the first one comes before there are caches to grow trees in
             self._dummy_forward(input_batch)
-            return tokens
+            return self.draft_tokens[: input_batch.num_reqs]
         self.reading.gain(
             input_batch.idx_mapping_np,
             input_batch.num_scheduled_tokens,
@@ -195,7 +185,7 @@ class TreeSpeculator(StandaloneARSpeculator):
             drafts = min(drafts, num_speculative_tokens)
         if drafts > 0:
             self._draft(input_batch, num_sampled, temperature, seeds, drafts)
-        return tokens
+        return self._growth.tokens[: input_batch.num_reqs, 1:]
 
     def _draft(
         self,
@@ -206,7 +196,14 @@ class TreeSpeculator(StandaloneARSpeculator):
         drafts: int,
     ) -> None:
         slots, num_reqs = batch.idx_mapping, batch.num_reqs
-        bounds = self.reading.take_bounds(batch.idx_mapping_np, self.max_num_tokens)
+        levels = self.levels_of(drafts)
+        num_trees = min(num_reqs, self.plan.most_requests(drafts))
+        is_long = self.reading.most_unread(batch.idx_mapping_np) > chain_width(levels)
+        bounds = np.zeros(num_reqs, dtype=np.int32)
+        readers = slice(num_reqs if is_long else num_trees)
+        bounds[readers] = self.reading.take_bounds(
+            batch.idx_mapping_np[readers], self.max_num_tokens
+        )
         unread = self.reading.take(
             slots,
             self.req_states.num_computed_tokens.gpu[slots],
@@ -214,29 +211,27 @@ class TreeSpeculator(StandaloneARSpeculator):
             async_tensor_h2d(bounds, device=self.device),
         )
         self.batch.fill(slots, unread, self.modes.gpu, temperature, seeds)
-        levels = self.levels_of(drafts)
         self._last_grown = levels
         max_keys = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max()) + 1
-        if bounds.max() > self._growth.chain_width:
+        if is_long:
             hidden = self._read_ragged(batch, bounds)
-            self._growth.grow(num_reqs, levels, hidden, max_keys)
-        elif shape := self._graphs and self._graphs.shape_of(num_reqs, drafts):
+            self._growth.grow(num_trees, levels, hidden[:num_trees], max_keys)
+        elif shape := self._graphs and self._graphs.shape_of(num_trees, drafts):
             self._graphs.run_fullgraph(shape)
         else:
-            self._growth.read_and_grow(num_reqs, levels, max_keys)
-        self._note_drafted(slots, unread.complete, levels)
+            self._growth.read_and_grow(num_trees, levels, max_keys)
+        self._note_drafted(slots[:num_trees], unread.complete[:num_trees], levels)
 
     def _note_drafted(self, slots: Tensor, complete: Tensor, levels: DraftLevels) -> None:
         """Says which request slots have drafts, and where their Q is."""
-        num_reqs = len(slots)
-        roots, modes = self.batch.roots[:num_reqs], self.batch.modes[:num_reqs]
-        rows = self._growth.places[:num_reqs]
+        num_trees = len(slots)
+        roots, modes = self.batch.roots[:num_trees], self.batch.modes[:num_trees]
         longest = min(self.draft_model_config.max_model_len, self.max_model_len) - 1
-        may_draft = complete & (modes >= 0) & (roots < longest) & (rows < self.max_trees)
+        may_draft = complete & (modes >= 0) & (roots < longest)
         # Requests that sit this pass out lose their drafts: their Q is overwritten.
         self.drafted.nodes.zero_()
         self.drafted.nodes[slots] = torch.where(may_draft, levels.tree.size, 0).int()
-        self.drafted.rows[slots] = rows
+        self.drafted.rows[slots] = self._growth.first_rows(levels)[:num_trees]
 
     def _read_ragged(self, batch: InputBatch, bounds: np.ndarray) -> Tensor:
         """Hidden states ``[R, H]`` at each request's last committed token.
@@ -281,21 +276,21 @@ class TreeSpeculator(StandaloneARSpeculator):
         """For memory profiling: the largest forward, and the widest level's logits."""
         rows = batch.num_tokens
         hidden = self._run_model(batch.input_ids[:rows], batch.positions[:rows], None, None, None)
-        widest = max(level.width for level in self.levels_of(self.max_drafts).levels)
-        self.model.compute_logits(hidden[: min(rows, self.max_trees * widest)])
+        widest = max(
+            self.plan.most_requests(drafts) * max(level_widths(self.tree.trim(drafts + 1)))
+            for drafts in self.plan.drafts
+        )
+        self.model.compute_logits(hidden[: min(rows, widest)])
 
 
-def most_requests_with_trees(vllm_config: VllmConfig) -> int:
-    """The largest batch that drafts at all, by the engine's schedule."""
-    schedule = vllm_config.speculative_config.num_speculative_tokens_per_batch_size or []
-    most: int = vllm_config.scheduler_config.max_num_seqs
-    if not schedule or schedule[-1][2] > 0:
-        return most  # the last entry holds for larger batches, too
-    return min(most, max((last for _, last, drafts in schedule if drafts > 0), default=1))
-
-
-def drafts_of(vllm_config: VllmConfig) -> set[int]:
-    """Every number of drafts, but 0, that the engine's schedule has."""
+def drafts_by_batch(vllm_config: VllmConfig) -> list[int]:
+    """Drafts per request of batches of 1, 2, ... requests, as vLLM's scheduler looks them up."""
     config = vllm_config.speculative_config
-    schedule = config.num_speculative_tokens_per_batch_size or []
-    return {drafts for _, _, drafts in schedule if drafts > 0} or {config.num_speculative_tokens}
+    most_requests = vllm_config.scheduler_config.max_num_seqs
+    schedule = config.num_speculative_tokens_per_batch_size
+    if not schedule:
+        return [config.num_speculative_tokens] * most_requests
+    dense: list[int] = build_dynamic_sd_schedule_lookup(
+        schedule, most_requests, config.num_speculative_tokens
+    )
+    return dense[1:]

@@ -18,7 +18,10 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    RejectionSampler,
+    get_max_chunk_logits,
+)
 
 from sequoia_vllm.engine.tensor_parallel import of_first_rank
 from sequoia_vllm.engine.v2.levels import child_table
@@ -41,8 +44,10 @@ class Verified:
     accepted: Tensor
 
 
-class TreeRejectionSampler:
-    """Called as vLLM's `RejectionSampler` is.
+class TreeRejectionSampler(RejectionSampler):
+    """vLLM's rejection sampler, whose call verifies trees.
+
+    Derived from it for what vLLM reads of it besides, which differs between versions.
 
     Args:
         sampler: vLLM's sampler: sampling parameters, noise and logprobs are its own.
@@ -50,7 +55,7 @@ class TreeRejectionSampler:
     """
 
     def __init__(self, sampler: Sampler, speculator: TreeSpeculator) -> None:
-        self.sampler = sampler
+        super().__init__(sampler, speculator.speculative_config, speculator.device)
         self._speculator = speculator
         self._inner_index = torch.tensor(
             speculator.inner_rows, dtype=torch.int32, device=speculator.device

@@ -1,0 +1,106 @@
+"""How many requests are drafted together, by number of drafts: what schedule and budget allow.
+
+No vLLM and no device here: what is captured as CUDA graphs and how much memory drafts
+take follows from it, and can be looked at for any server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from sequoia_vllm.tree import TokenTree
+
+
+class DraftPlan:
+    """The batches that an engine drafts for.
+
+    A pass of the draft takes at most as many rows as a batch of the target has
+    tokens: more, its compiled model does not accept. Of a batch that would take more,
+    the first requests are drafted for, and the others get no tree in this step.
+
+    Args:
+        tree: The engine's tree.
+        drafts_by_batch: Drafts per request of batches of 1, 2, ... requests; 0: none.
+        most_rows: Most rows of a pass (vLLM's ``max_num_batched_tokens``).
+    """
+
+    def __init__(self, tree: TokenTree, drafts_by_batch: Sequence[int], most_rows: int) -> None:
+        self._tree = tree
+        self._most_rows = most_rows
+        self._largest_batch = len(drafts_by_batch)
+        self._batches: dict[int, tuple[int, int]] = {}  # the smallest and the largest
+        for batch, drafts in enumerate(drafts_by_batch, start=1):
+            if drafts > 0:
+                smallest, _ = self._batches.get(drafts, (batch, batch))
+                self._batches[drafts] = smallest, batch
+
+    @property
+    def drafts(self) -> list[int]:
+        """Numbers of drafts that the schedule has, from the largest down."""
+        return sorted(self._batches, reverse=True)
+
+    @cached_property
+    def logits_rows(self) -> int:
+        """Rows of draft logits to keep: one per node with children of every tree of a batch."""
+        return max(
+            (self._fitting(drafts) * inner_nodes(self._trimmed(drafts)) for drafts in self.drafts),
+            default=inner_nodes(self._tree),
+        )
+
+    def most_requests(self, drafts: int) -> int:
+        """Requests that get trees of ``drafts`` drafts in one step, of a batch of any size.
+
+        Also for numbers that the schedule does not have: tools that measure limit drafts.
+        """
+        keepable = self.logits_rows // inner_nodes(self._trimmed(drafts))
+        return min(self._fitting(drafts), keepable)
+
+    def rows_per_request(self, drafts: int) -> int:
+        """Rows of a request in the widest pass: a level's nodes, or a path that is read."""
+        tree = self._trimmed(drafts)
+        return max(tree.depth + 1, *level_widths(tree))
+
+    def graph_sizes(self, drafts: int) -> list[int]:
+        """Requests of the CUDA graphs for this number of drafts, ascending.
+
+        Every batch of the schedule's has one that is at most half larger.
+        """
+        smallest, _ = self._batches[drafts]
+        most = self.most_requests(drafts)
+        return sorted({size for size in _grid(most) if size >= min(smallest, most)} | {most})
+
+    def _fitting(self, drafts: int) -> int:
+        _, largest = self._batches.get(drafts, (1, self._largest_batch))
+        return min(largest, max(1, self._most_rows // self.rows_per_request(drafts)))
+
+    def _trimmed(self, drafts: int) -> TokenTree:
+        return self._tree.trim(drafts + 1)
+
+
+def level_widths(tree: TokenTree) -> list[int]:
+    """Nodes with children at each depth, from the root down."""
+    inner = [bool(children) for children in tree.children]
+    counts: list[int] = np.bincount(tree.depths[inner], minlength=1).tolist()
+    return counts
+
+
+def inner_nodes(tree: TokenTree) -> int:
+    """Nodes with children."""
+    return sum(level_widths(tree))
+
+
+def depths_by_drafts(tree: TokenTree) -> list[int]:
+    """Depth of the tree of the first 0, 1, 2, ... drafts."""
+    return [int(tree.depths[: drafts + 1].max()) for drafts in range(tree.size)]
+
+
+def _grid(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... up to ``most``."""
+    sizes, power = [], 1
+    while power <= most:
+        sizes += [power, power + power // 2]
+        power *= 2
+    return [size for size in sizes if size <= most]

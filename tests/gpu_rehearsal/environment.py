@@ -1,0 +1,36 @@
+"""Processes in which vLLM finds a GPU, and calls of functions there."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.calling import call_in_process
+from tests.v2.conftest import INTERPRETER, ROOT
+
+STAND_IN = Path(__file__).parent / "stand_in"
+# Names a folder with another version of vLLM, see `tests.gpu_rehearsal.other_versions`.
+OTHER_VLLM = "SEQUOIA_REHEARSE_VLLM"
+
+
+def gpu_environment(multiprocessing: bool = False) -> dict[str, str]:
+    """This process's environment, changed to a machine with a GPU.
+
+    `multiprocessing`: engines run in processes of their own, as users' do.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    other = [os.environ[OTHER_VLLM]] if OTHER_VLLM in os.environ else []
+    return inherited | {
+        "PYTHONPATH": os.pathsep.join(map(str, (*other, STAND_IN, INTERPRETER, ROOT))),
+        "TRITON_INTERPRET": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # a library of the GPU build
+    }
+
+
+def call_on_gpu(
+    function: Callable[..., Any], directory: Path, timeout: float = 580, **arguments: Any
+) -> Any:
+    """What `function(**arguments)` returns in a process that has a GPU (`call_in_process`)."""
+    return call_in_process(function, directory, gpu_environment(), timeout, ROOT, **arguments)

@@ -1,0 +1,74 @@
+"""Engines of the rehearsal: tiny models, and what users get where they set nothing else."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.engine.conftest import running
+from tests.v2.generating import completions, counted
+
+# float32, since tokens are compared; the rest is what the models need.
+DEFAULTS = {
+    "enforce_eager": False,
+    "kv_cache_memory_bytes": None,
+    "max_model_len": 256,
+    "max_num_seqs": 3,
+    "skip_tokenizer_init": True,
+}
+
+
+@contextmanager
+def rehearsing(config: dict | None, **options: Any) -> Iterator[Any]:
+    """An engine on the stand-in GPU (see `tests.engine.conftest.running`)."""
+    with running(config, **{**DEFAULTS, **options}) as llm:
+        yield llm
+
+
+def runner_of(llm: Any) -> Any:
+    """The model runner of an engine in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def since(before: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """Graphs captured and replayed since `graphs.report()` gave `before`."""
+    from gpu_stand_in import graphs
+
+    return {
+        what: {kind: number - before[what].get(kind, 0) for kind, number in numbers.items()}
+        for what, numbers in graphs.report().items()
+    }
+
+
+@contextmanager
+def counting_eager_growth() -> Iterator[list[int]]:
+    """Trees that grow without a graph, within the block: the batch size of each pass."""
+    from gpu_stand_in import graphs
+    from sequoia_vllm.engine.v2.growth import TreeGrowth
+
+    original, eager = TreeGrowth.read_and_grow, []
+
+    def read_and_grow(self: Any, num_reqs: int, *args: Any) -> None:
+        if graphs.capturing() is None:
+            eager.append(num_reqs)
+        original(self, num_reqs, *args)
+
+    TreeGrowth.read_and_grow = read_and_grow
+    try:
+        yield eager
+    finally:
+        TreeGrowth.read_and_grow = original
+
+
+def generate(llm: Any, requests: list[Any], params: Any) -> dict[str, Any]:
+    """Tokens of all requests, and the graphs that were replayed for them."""
+    from gpu_stand_in import graphs
+
+    before = graphs.report()
+    with counting_eager_growth() as eager:
+        tokens = completions(llm.generate(requests, params, use_tqdm=False))
+    return {"tokens": tokens, "graphs": since(before)["replayed"], "eager growth": eager}
+
+
+def generate_with_trees(llm: Any, requests: list[Any], params: Any) -> dict[str, Any]:
+    """`generate`, with what became of the trees."""
+    return {**generate(llm, requests, params), "counts": counted(llm)}

@@ -1,0 +1,57 @@
+"""The rehearsal over another version of vLLM: ``make rehearse VERSION=0.33.0``.
+
+    python tests/gpu_rehearsal/other_versions.py DIRECTORY VERSION [PYTEST OPTION...]
+
+Lays the Python files of that version's GPU wheel (downloaded into DIRECTORY, as
+``make contract`` does) beside the compiled libraries of the installed CPU build, and
+runs the tests in this folder with processes that import vLLM from there.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.contract.check_wheels import download, find_wheel, unpack
+from tests.gpu_rehearsal.environment import OTHER_VLLM
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+
+
+def main() -> int:
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    directory, version, options = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    directory.mkdir(parents=True, exist_ok=True)
+    wheel = find_wheel(directory, version) or download(directory, version)
+    overlay = lay_over(unpack(wheel, directory / version), directory, version)
+    command = [sys.executable, "-m", "pytest", str(FOLDER), *options]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, OTHER_VLLM: str(overlay)}).returncode
+
+
+def lay_over(sources: Path, directory: Path, version: str) -> Path:
+    """A folder to import that version from, with the libraries of the installed one."""
+    overlay = directory / f"{version}-on-cpu"
+    if not overlay.is_dir():
+        partial = overlay.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(sources / "vllm", partial / "vllm")
+        specification = importlib.util.find_spec("vllm")
+        assert specification is not None
+        assert specification.origin is not None
+        installed = Path(specification.origin).parent
+        for library in installed.rglob("*.so"):
+            (partial / "vllm" / library.relative_to(installed)).symlink_to(library)
+        # vLLM finds out by the version of its distribution which build it is.
+        metadata = partial / f"vllm-{version}+cpu.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+        partial.rename(overlay)
+    return overlay
+
+
+if __name__ == "__main__":
+    sys.exit(main())

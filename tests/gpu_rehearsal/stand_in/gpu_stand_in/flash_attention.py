@@ -1,0 +1,118 @@
+"""vLLM's FlashAttention and cache update, in torch: to a graph they are kernels.
+
+They refuse what the real ones would read wrongly or write twice.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_stand_in import graphs
+
+_VERSIONS = (2, 3)
+
+
+@graphs.device_function
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, max_seqlen_q: int, cu_seqlens_q: Tensor, max_seqlen_k: int,
+    cu_seqlens_k: Tensor | None = None, seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    block_table: Tensor | None = None, out: Tensor | None = None,
+    scheduler_metadata: Tensor | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    """Attention over a paged cache ``[blocks, block_size, heads, size]``."""
+    assert cu_seqlens_k is None
+    assert seqused_k is not None
+    assert block_table is not None
+    assert out is not None
+    starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
+    if scheduler_metadata is not None:
+        planned = scheduler_metadata.tolist()
+        assert planned[:2] == [len(lengths), int(max_seqlen_q)], "planned for another batch"
+        assert planned[2 : 2 + len(lengths)] == lengths, "planned for other lengths"
+    for request, length in enumerate(lengths):
+        first, last = starts[request], starts[request + 1]
+        assert last - first <= max_seqlen_q, f"request {request}: {last - first} rows"
+        assert length <= max_seqlen_k, f"request {request}: {length} keys, not {max_seqlen_k}"
+        if first < last:
+            out[first:last] = _attention(
+                q[first:last], _gathered(k, block_table[request], length),
+                _gathered(v, block_table[request], length), softmax_scale, causal,
+            )  # fmt: skip
+    return out
+
+
+def _gathered(cache: Tensor, table: Tensor, length: int) -> Tensor:
+    """float32 ``[length, heads, size]``: what the cache holds of a request."""
+    block_size = cache.shape[1]
+    blocks = table[: -(-length // block_size)].long()
+    assert len(blocks) * block_size >= length, "the block table ends before the request"
+    assert ((blocks >= 0) & (blocks < len(cache))).all(), "a block outside the cache"
+    return cache[blocks].flatten(0, 1)[:length].float()
+
+
+def _attention(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float | None, causal: bool
+) -> Tensor:
+    if len(keys) == 0:
+        return torch.zeros_like(query)
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
+    scale = query.shape[2] ** -0.5 if scale is None else scale
+    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
+    if causal:
+        place = torch.arange(len(keys) - len(query), len(keys))[:, None]
+        scores = scores.masked_fill(torch.arange(len(keys)) > place, float("-inf"))
+    # A row without any key sees nothing: zeros.
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
+
+
+@graphs.device_function
+def reshape_and_cache_flash(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,
+    kv_cache_dtype: str, k_scale: Tensor, v_scale: Tensor,
+) -> None:  # fmt: skip
+    """Writes keys and values to their slots; rows of slot -1 have none."""
+    block_size = key_cache.shape[1]
+    rows = (slot_mapping >= 0).nonzero().flatten()
+    slots = slot_mapping[rows]
+    assert (slots < block_size * len(key_cache)).all(), "a slot outside the cache"
+    assert len(slots.unique()) == len(slots), "two rows write the same slot"
+    key_cache[slots // block_size, slots % block_size] = key[rows].to(key_cache.dtype)
+    value_cache[slots // block_size, slots % block_size] = value[rows].to(value_cache.dtype)
+
+
+def get_scheduler_metadata(
+    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int,
+    headdim: int, cache_seqlens: Tensor, **_: Any,
+) -> Tensor:  # fmt: skip
+    """What the plan was made for, in place of a plan."""
+    made_for = torch.tensor([batch_size, max_seqlen_q], dtype=torch.int32)
+    return torch.cat([made_for, cache_seqlens[:batch_size].int()])
+
+
+def install() -> None:
+    """Takes the place of `vllm.vllm_flash_attn`, which the CPU build lacks."""
+    name = "vllm.vllm_flash_attn"
+    package, interface = types.ModuleType(name), types.ModuleType(f"{name}.flash_attn_interface")
+    package.__path__ = []
+    for module in (package, interface):
+        module.flash_attn_varlen_func = flash_attn_varlen_func
+        module.get_scheduler_metadata = get_scheduler_metadata
+        module.compile_flash_attn_varlen_func_from_specs = None
+        module.is_fa_version_supported = lambda version, *_: version in _VERSIONS
+        module.fa_version_unsupported_reason = lambda version, *_: (
+            None if version in _VERSIONS else "it is not one of the stand-in's"
+        )
+        module.FA2_AVAILABLE = module.FA3_AVAILABLE = True
+    package.flash_attn_interface = interface
+    sys.modules[name], sys.modules[f"{name}.flash_attn_interface"] = package, interface
+    import vllm._custom_ops as operators
+
+    operators.reshape_and_cache_flash = reshape_and_cache_flash

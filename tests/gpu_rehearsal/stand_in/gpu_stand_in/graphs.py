@@ -1,0 +1,338 @@
+"""CUDA graphs in software: a record of operators and kernel launches, run again on replay.
+
+As on a GPU, a replay runs no Python of the model or the plugin; what a graph reads are
+the addresses that it saw, and the numbers that the host knew, when it was captured;
+capturing runs nothing (what it wrote outside the graph's own memory is put back); and
+graphs of one pool share that memory: whatever one leaves there, another destroys.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+_aten = torch.ops.aten
+# Operators that wait for the device, to answer the host.
+_WAITING = {
+    _aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default,
+    _aten.equal.default, _aten.is_nonzero.default, _aten.item.default, _aten._unique2.default,
+}  # fmt: skip
+# Operators that only allocate: on replay the memory is what it happens to be.
+_ALLOCATING = {
+    _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default,
+    _aten.new_empty.default, _aten.new_empty_strided.default,
+}  # fmt: skip
+# vLLM's operators in Python: what they do belongs into the record, not that they are called.
+_PYTHON_NAMESPACES = ("vllm", "vllm_ir")
+_POISON = -77
+
+captured: Counter[str] = Counter()
+"""Graphs by kind: the name of the class that captured them."""
+replayed: Counter[str] = Counter()
+"""Replays by kind."""
+
+_capturing: CUDAGraph | None = None
+
+
+class CaptureError(RuntimeError):
+    """What the CUDA runtime would refuse while a stream is capturing."""
+
+
+def capturing() -> CUDAGraph | None:
+    """The graph that is being captured now."""
+    return _capturing
+
+
+def refuse_while_capturing(what: str) -> None:
+    """Raises CaptureError if a graph is being captured."""
+    if _capturing is not None:
+        raise CaptureError(f"operation not permitted when stream is capturing: {what}")
+
+
+def report() -> dict[str, dict[str, int]]:
+    """Graphs captured and replayed, by kind."""
+    return {"captured": dict(captured), "replayed": dict(replayed)}
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """All of the storage of `tensor`."""
+    return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage())
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A kernel: one of Triton's, or a library's function."""
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def replay(self) -> None:
+        self.run(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """One of torch's operators; `made` are the tensors for which it allocated memory."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: list[tuple[int, Tensor]]
+
+    def replay(self) -> None:
+        if self.function in _ALLOCATING:
+            return
+        results = _tensors(self.function(*self.args, **self.kwargs))
+        for index, tensor in self.made:
+            if _address(tensor) != _address(results[index]):
+                tensor.copy_(results[index])
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, graph: CUDAGraph) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function.namespace in _PYTHON_NAMESPACES:
+            cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+            with self:
+                return function.redispatch(cpu, *args, **kwargs)
+        if function in _WAITING:
+            refuse_while_capturing(str(function))
+        if function is _aten.index.Tensor and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        ):
+            refuse_while_capturing("an index that is a boolean mask")
+        if function._schema.is_mutable:
+            self._graph.before_write(_tensors((args, kwargs)))
+        result = function(*args, **kwargs)
+        self._graph.note_operator(function, args, kwargs, result)
+        return result
+
+
+@dataclass
+class CUDAGraph:
+    """Replaces `torch.cuda.CUDAGraph`.
+
+    Attributes:
+        kind: Name of the class that captured it.
+    """
+
+    keep_graph: bool = False
+    kind: str = field(default="", init=False)
+    _record: list[_Launch | _Operator] = field(default_factory=list, init=False, repr=False)
+    # Memory that only this graph and others of its pool know, by address.
+    _private: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+    # What a capture wrote elsewhere, as it was before: (memory, copy).
+    _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+    _pool: Any = field(default=None, init=False)
+    _is_captured: bool = field(default=False, init=False)
+
+    __hash__ = object.__hash__
+
+    # -- capture -----------------------------------------------------------------------
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        global _capturing
+        assert _capturing is None, "a capture within a capture"
+        assert not self._is_captured
+        self._pool = pool
+        self.kind = _capturing_class()
+        _graphs_by_pool[pool].add(self)
+        _capturing = self
+        self._recorder = _Recorder(self)
+        self._recorder.__enter__()
+
+    def capture_end(self) -> None:
+        self._stop_recording()
+        for memory, copy in self._before.values():
+            memory.copy_(copy)
+        self._before = {}
+        self._is_captured = True
+        captured[self.kind] += 1
+        self._poison()
+
+    def abort(self) -> None:
+        """The capture failed."""
+        self._stop_recording()
+
+    def _stop_recording(self) -> None:
+        global _capturing
+        self._recorder.__exit__(None, None, None)
+        _capturing = None
+
+    def before_write(self, tensors: list[Tensor]) -> None:
+        """Keeps what is there, of memory that is not the graph's own."""
+        for tensor in tensors:
+            address = _address(tensor)
+            if address and address not in self._private and address not in self._before:
+                with _disable_current_modes():
+                    memory = _whole(tensor, torch.uint8)
+                    self._before[address] = memory, memory.clone()
+
+    def note_operator(self, function: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        given = {_address(tensor) for tensor in _tensors((args, kwargs))}
+        made = [
+            (index, tensor)
+            for index, tensor in enumerate(_tensors(result))
+            if _address(tensor) and _address(tensor) not in given
+        ]
+        for _, tensor in made:
+            self._private.setdefault(_address(tensor), tensor)
+        # Others are views: what they show is written by operators before and after.
+        if function._schema.is_mutable or made:
+            self._record.append(_Operator(function, args, kwargs, made))
+
+    def launch(self, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Records the launch of a kernel, and does it, so that capturing can go on."""
+        with _disable_current_modes():
+            self.before_write(_tensors((args, kwargs)))
+            self._record.append(_Launch(run, args, kwargs))
+            return run(*args, **kwargs)
+
+    # -- replay ------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        assert self._is_captured
+        assert _capturing is None
+        replayed[self.kind] += 1
+        # The pieces of a model hand each other their results, in memory of one pool.
+        pieces = self.kind == PIECE
+        for other in _graphs_by_pool[self._pool]:
+            if other is self or not (pieces and other.kind == PIECE):
+                other._poison()
+        for entry in self._record:
+            entry.replay()
+
+    def _poison(self) -> None:
+        for tensor in self._private.values():
+            memory = _whole(tensor, tensor.dtype)
+            if tensor.dtype.is_floating_point:
+                memory.fill_(float("nan"))
+            elif tensor.dtype != torch.bool:
+                memory.fill_(_POISON)
+
+    def reset(self) -> None:
+        self._record, self._private, self._is_captured = [], {}, False
+
+    def pool(self) -> Any:
+        return self._pool
+
+    def instantiate(self) -> None: ...
+
+    def enable_debug_mode(self) -> None: ...
+
+    def debug_dump(self, *_: Any) -> None: ...
+
+
+PIECE = "CUDAGraphWrapper"
+"""Kind of the graphs of a model that is cut at its attention layers."""
+
+_graphs_by_pool: dict[Any, weakref.WeakSet[CUDAGraph]] = defaultdict(weakref.WeakSet)
+
+
+def _capturing_class() -> str:
+    """Which of vLLM's classes, or of those derived from them, captures now."""
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, CUDAGraphWrapper | CudaGraphManager):
+            return type(owner).__name__
+        frame = frame.f_back
+    return "unknown"
+
+
+class graph:  # noqa: N801 (torch's name)
+    """Replaces `torch.cuda.graph`."""
+
+    default_capture_stream = None
+
+    def __init__(
+        self, cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None,
+        capture_error_mode: str = "global", **_: Any,
+    ) -> None:  # fmt: skip
+        self._graph, self._pool = cuda_graph, pool
+
+    def __enter__(self) -> None:
+        torch.cuda.synchronize()
+        gc.collect(0)
+        self._graph.capture_begin(self._pool)
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is not None:
+            self._graph.abort()
+        else:
+            self._graph.capture_end()
+
+
+# -- kernels -------------------------------------------------------------------------------------
+
+
+def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` stands for a library's kernel: a graph has it as one entry."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        graph = _capturing
+        return function(*args, **kwargs) if graph is None else graph.launch(function, args, kwargs)
+
+    return call
+
+
+@contextmanager
+def _frozen_grid(executor: Any) -> Any:
+    """The grid is what it is now, also where it is computed from the arguments."""
+    grid = executor.grid
+    if callable(grid):
+
+        def once(meta: Any) -> tuple[int, ...]:
+            executor.grid = tuple(grid(meta))
+            return executor.grid
+
+        executor.grid = once
+    yield
+
+
+def hook_triton() -> None:
+    """Interpreted launches are recorded while a graph is captured."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    @functools.wraps(launch)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _capturing is None:
+            return launch(self, *args, **kwargs)
+        with _frozen_grid(self):
+            return _capturing.launch(functools.partial(launch, self), args, kwargs)
+
+    GridExecutor.__call__ = call

@@ -1,0 +1,81 @@
+"""vLLM's CUDA platform, whose devices are this machine's memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from typing import Any
+
+# The GPU build's operators: what `NonNvmlCudaPlatform`'s module wants to import.
+sys.modules.setdefault("vllm._C_stable_libtorch", types.ModuleType("vllm._C_stable_libtorch"))
+
+from vllm.platforms.cuda import NonNvmlCudaPlatform
+from vllm.platforms.interface import DeviceCapability
+
+from gpu_stand_in import runtime
+
+
+class StandInPlatform(NonNvmlCudaPlatform):
+    """As an H100's, as far as vLLM's choices go; tensors are made on the CPU."""
+
+    device_type = "cpu"
+    dispatch_key = "CPU"  # vLLM's own operators are registered for CPU tensors
+    dist_backend = "gloo"
+    simple_compile_backend = "eager"
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
+        """Nothing is compiled, and no pass asks for operators that only the GPU build has.
+
+        Everything else is left at what users get.
+        """
+        config = vllm_config.compilation_config
+        config.backend = "eager"
+        config.custom_ops = ["none"]
+        for field in dataclasses.fields(config.pass_config):
+            if field.name.startswith(("fuse_", "enable_")):
+                setattr(config.pass_config, field.name, False)
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """Those of the CPU build."""
+        from vllm.platforms.cpu import CpuPlatform
+
+        CpuPlatform.import_kernels()
+
+    @classmethod
+    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+        return DeviceCapability(*runtime.CAPABILITY)
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return runtime.NAME
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return runtime.total_memory()
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        return True
+
+    @classmethod
+    def device_count(cls) -> int:
+        return runtime.DEVICES
+
+    @classmethod
+    def graph_pool_handle(cls) -> Any:
+        return runtime.graph_pool_handle()
+
+    @classmethod
+    def log_warnings(cls) -> None:
+        """None: they are about other devices of the machine."""
+
+    @classmethod
+    def is_integrated_gpu(cls, device_id: int = 0) -> bool:
+        return False
+
+    @classmethod
+    def num_compute_units(cls, device_id: int = 0) -> int:
+        return runtime.PROCESSORS

@@ -1,0 +1,263 @@
+"""`torch.cuda` and `torch.accelerator` without a GPU: streams, events, memory, devices.
+
+All work is done when it is called, so streams and events order nothing. What the
+CUDA runtime forbids while a graph is captured raises here, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+
+from gpu_stand_in import graphs
+
+NAME = "NVIDIA H100 80GB HBM3"
+CAPABILITY = (9, 0)
+DEVICES = 2
+PROCESSORS = 4
+
+_numbers = itertools.count(1)
+_synchronised: list[Callable[[], None]] = []
+_installed = False
+
+
+def at_synchronisation(check: Callable[[], None]) -> None:
+    """From now on `check` is called whenever the host waits for the device."""
+    _synchronised.append(check)
+
+
+def synchronise(what: str) -> None:
+    """The host waits for the device."""
+    graphs.refuse_while_capturing(what)
+    for check in _synchronised:
+        check()
+
+
+# -- streams and events --------------------------------------------------------------------
+
+
+class Stream:
+    """An order of work, which here has none."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.stream_id = self.cuda_stream = next(_numbers)
+        self.device = torch.device("cpu")
+        self.device_index = 0
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        synchronise("Stream.synchronize")
+
+    def query(self) -> bool:
+        graphs.refuse_while_capturing("Stream.query")
+        return True
+
+    def __enter__(self) -> Stream:
+        self._outer = current_stream()
+        torch.cuda.set_stream(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._outer)
+
+
+class Event:
+    """A point in a stream. Its first query is answered with no: the device is a step behind."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._time = 0.0
+        self._asked = False
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._time = time.perf_counter()
+        self._asked = False
+
+    def wait(self, stream: Stream | None = None) -> None: ...
+
+    def synchronize(self) -> None:
+        synchronise("Event.synchronize")
+
+    def query(self) -> bool:
+        graphs.refuse_while_capturing("Event.query")
+        asked, self._asked = self._asked, True
+        return asked
+
+    def elapsed_time(self, other: Event) -> float:
+        """Milliseconds."""
+        return (other._time - self._time) * 1e3
+
+
+class _StreamContext:
+    def __init__(self, stream: Stream | None) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> _StreamContext:
+        self._outer = current_stream()
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            torch.cuda.set_stream(self._outer)
+
+
+_default = Stream()
+_current = _default
+
+
+def current_stream(device: Any = None) -> Stream:
+    return _current
+
+
+def set_stream(stream: Stream) -> None:
+    """Replaces torch's; vLLM wraps it, and calls it from there."""
+    global _current
+    _current = stream
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    return 0, next(_numbers)
+
+
+# -- memory ----------------------------------------------------------------------------------
+
+_resident_at_start = 0
+_most_resident = 0
+
+
+def total_memory() -> int:
+    """Bytes of the device, from GPU_STAND_IN_MIB."""
+    return int(os.environ.get("GPU_STAND_IN_MIB", "640")) << 20
+
+
+def forget_memory() -> None:
+    """What the process holds now does not count: Python, torch, vLLM."""
+    global _resident_at_start, _most_resident
+    _resident_at_start, _most_resident = psutil.Process().memory_info().rss, 0
+
+
+def used_memory() -> int:
+    """What the process has taken at most, up to half the device: the rest is for the cache.
+
+    Never less than before: vLLM refuses to start where memory is freed while it measures.
+    """
+    global _most_resident
+    taken = psutil.Process().memory_info().rss - _resident_at_start
+    _most_resident = max(_most_resident, taken, 0)
+    return min(_most_resident, total_memory() // 2)
+
+
+def _memory_info(*_: Any, **__: Any) -> tuple[int, int]:
+    graphs.refuse_while_capturing("a question for free memory")
+    return total_memory() - used_memory(), total_memory()
+
+
+def _memory_stats(*_: Any, **__: Any) -> dict[str, int]:
+    used = used_memory()
+    return {"allocated_bytes.all.peak": used + (8 << 20), "allocated_bytes.all.current": used}
+
+
+# -- installation ------------------------------------------------------------------------------
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    """A function of its own each time: Dynamo refuses one object under two names of torch."""
+    return lambda *_, **__: value
+
+
+def _synchronising(what: str) -> Callable[..., None]:
+    return lambda *_, **__: synchronise(what)
+
+
+def _without_pinning(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pin_memory", None)
+        return function(*args, **kwargs)
+
+    return made
+
+
+def _properties() -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        name=NAME, major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=total_memory(),
+        multi_processor_count=PROCESSORS, is_integrated=False, warp_size=32,
+        shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472,
+        max_threads_per_multi_processor=2048, L2_cache_size=50 << 20, uuid="stand-in",
+        gcnArchName="", clock_rate=1, regs_per_multiprocessor=65536,
+    )  # fmt: skip
+
+
+def install() -> None:
+    """Replaces the functions; may run more than once."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _install_cuda(torch.cuda)
+    _install_accelerator(torch.accelerator)
+    torch.Event, torch.Stream = Event, Stream
+    torch.Tensor.pin_memory = lambda self, *_, **__: self.clone()
+    torch.Tensor.record_stream = _constant(None)
+    for name in ("empty", "zeros", "ones", "full", "tensor", "empty_like", "zeros_like",
+                 "empty_strided"):  # fmt: skip
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+    graphs.hook_triton()
+
+
+def _install_cuda(cuda: Any) -> None:
+    cuda.Event, cuda.Stream = Event, Stream
+    cuda.current_stream = current_stream
+    cuda.default_stream = _constant(_default)
+    cuda.set_stream = set_stream
+    cuda.stream = cuda.StreamContext = _StreamContext
+    cuda.synchronize = _synchronising("cuda.synchronize")
+    cuda.empty_cache = _synchronising("cuda.empty_cache")
+    cuda.current_device = _constant(0)
+    cuda.device_count = _constant(DEVICES)
+    cuda.get_device_capability = _constant(CAPABILITY)
+    cuda.get_device_properties = lambda device=None: _properties()
+    cuda.get_device_name = _constant(NAME)
+    cuda.mem_get_info = lambda *_, **__: _memory_info()
+    cuda.memory_stats = lambda *_, **__: _memory_stats()
+    cuda.memory.get_allocator_backend = _constant("stand-in")
+    cuda.graph_pool_handle = graph_pool_handle
+    cuda.is_current_stream_capturing = lambda: graphs.capturing() is not None
+    cuda.CUDAGraph = cuda.graphs.CUDAGraph = graphs.CUDAGraph
+    cuda.graph = cuda.graphs.graph = graphs.graph
+    for name in ("set_device", "reset_peak_memory_stats", "current_blas_handle"):
+        setattr(cuda, name, _constant(None))
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
+        setattr(cuda, name, lambda *_, **__: used_memory())
+
+
+def _install_accelerator(accelerator: Any) -> None:
+    accelerator.synchronize = _synchronising("accelerator.synchronize")
+    accelerator.empty_cache = _synchronising("accelerator.empty_cache")
+    accelerator.get_memory_info = lambda *_, **__: _memory_info()
+    accelerator.memory_stats = lambda *_, **__: _memory_stats()
+    accelerator.device_count = _constant(DEVICES)
+    accelerator.current_device_index = _constant(0)
+    accelerator.current_stream = lambda *_: current_stream()
+    accelerator.set_stream = lambda stream: torch.cuda.set_stream(stream)
+    for name in ("set_device_index", "reset_peak_memory_stats", "empty_host_cache"):
+        setattr(accelerator, name, _constant(None))
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
+        setattr(accelerator, name, lambda *_, **__: used_memory())

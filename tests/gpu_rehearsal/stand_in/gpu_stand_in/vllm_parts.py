@@ -1,0 +1,158 @@
+"""What of vLLM needs a real GPU or the GPU build, and what stands in its place."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_stand_in import flash_attention, graphs, runtime
+
+_installed = False
+
+
+class _TorchOfTheWorker(types.ModuleType):
+    """torch, whose ``device("cuda:0")`` is the CPU; for the module of vLLM's GPU worker."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def device(_: str) -> torch.device:
+        return torch.device("cpu")
+
+
+class UvaBuffer:
+    """Host memory that the device reads in place."""
+
+    def __init__(self, size: Any, dtype: torch.dtype) -> None:
+        self.cpu = torch.zeros(size, dtype=dtype)
+        self.np = self.cpu.numpy()
+
+    def uva(self, n: int | None = None) -> Tensor:
+        """The device's view of its first ``n`` elements."""
+        return self.cpu if n is None else self.cpu[:n]
+
+
+def async_tensor_h2d(
+    data: Any, device: Any = None, dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
+    """As vLLM's: a copy, from memory that the host may use again. Not within a graph."""
+    graphs.refuse_while_capturing("a copy of host memory that will be gone")
+    if isinstance(data, np.ndarray):
+        data = torch.from_numpy(data)
+    if isinstance(data, Tensor):
+        copy = data.to(dtype=dtype or data.dtype, copy=True)
+    else:
+        copy = torch.tensor(data, dtype=dtype or (out.dtype if out is not None else None))
+    return copy if out is None else out.copy_(copy)
+
+
+def install() -> None:
+    """Replaces the names; may run more than once, as vLLM's plugins do."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _replace_copies()
+    flash_attention.install()
+    _import_passes_as_on_cpus()
+    _have_no_gpu_operators()
+    _change_the_worker()
+    _loosen_attention()
+    _change_the_plugin()
+    if path := os.environ.get("GPU_STAND_IN_REPORT"):
+        atexit.register(_write_report, Path(path))
+
+
+def _replace_copies() -> None:
+    import vllm.utils.torch_utils as utilities
+    import vllm.v1.worker.gpu.buffer_utils as buffers
+
+    utilities.async_tensor_h2d = async_tensor_h2d
+    # It kept the function of whichever of the two modules was imported first.
+    utilities.prev_set_stream = runtime.set_stream
+    torch.cuda.set_stream = utilities._patched_set_stream
+    utilities.weak_ref_tensor = lambda tensor: tensor
+    buffers.UvaBuffer = UvaBuffer
+    buffers.is_uva_available = lambda: True
+
+
+def _import_passes_as_on_cpus() -> None:
+    """Fusion passes name operators of the GPU build when they are imported."""
+    from gpu_stand_in.platform import StandInPlatform as Platform
+
+    Platform.is_cuda_alike = Platform.is_cuda = lambda self=None: False
+    try:
+        import vllm.compilation.passes.pass_manager  # noqa: F401
+    finally:
+        del Platform.is_cuda_alike, Platform.is_cuda
+
+
+def _have_no_gpu_operators() -> None:
+    import vllm._custom_ops as operators
+
+    for name in dir(operators):
+        if "supports" in name and callable(getattr(operators, name)):
+            setattr(operators, name, lambda *_, **__: False)
+
+
+def _change_the_worker() -> None:
+    import vllm.v1.worker.gpu_worker as worker
+
+    worker.torch = _TorchOfTheWorker()
+    worker.kernel_warmup = lambda _: None  # of kernels that only the GPU build has
+    init_device = worker.Worker.init_device
+
+    def init_device_as_cuda(self: Any) -> Any:
+        runtime.forget_memory()
+        self.device_config.device_type = "cuda"
+        try:
+            return init_device(self)
+        finally:
+            self.device_config.device_type = "cpu"
+
+    worker.Worker.init_device = init_device_as_cuda
+
+
+def _loosen_attention() -> None:
+    """float32 in FlashAttention, for tests of identity; no splits, which cost programs."""
+    from vllm.triton_utils import tl
+    from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    FlashAttentionBackend.supported_dtypes = [
+        *FlashAttentionBackend.supported_dtypes,
+        torch.float32,
+    ]
+    triton_attn.MIN_LAUNCH_GRID_SIZE_2D = 0
+    tl.debug_barrier = lambda *_, **__: None
+
+
+def _change_the_plugin() -> None:
+    """The plugin asks where a tensor lies in one place: the answer is the GPU's."""
+    from sequoia_vllm.engine.v2 import path_copies
+
+    start = path_copies.PathCopies.__init__
+
+    def on_gpu(self: Any, device: torch.device) -> None:
+        start(self, device)
+        self._on_gpu = True
+
+    path_copies.PathCopies.__init__ = on_gpu
+
+
+def _write_report(path: Path) -> None:
+    """Of an engine core in a process of its own."""
+    if graphs.captured:
+        path.write_text(json.dumps(graphs.report()))

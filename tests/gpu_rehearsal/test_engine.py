@@ -1,0 +1,101 @@
+"""vLLM's GPU engine with trees, as users start it: from start-up to replayed graphs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import sequoia
+from tests.gpu_rehearsal.environment import call_on_gpu
+from tests.gpu_rehearsal.generating import (
+    generate,
+    generate_with_trees,
+    rehearsing,
+    runner_of,
+    since,
+)
+from tests.v2.generating import random_prompts, save_related_pair
+
+pytestmark = pytest.mark.engine
+
+LENGTHS = [9, 40, 23]
+TOKENS = 10
+
+
+def greedy() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+
+
+def start_and_generate(models: str) -> dict[str, Any]:
+    """Of plain vLLM and of trees: batches of every size, and one twice."""
+    from gpu_stand_in import graphs
+
+    target, draft = save_related_pair(Path(models))
+    requests = random_prompts(LENGTHS)
+    with rehearsing(None, model=target) as llm:
+        answers: dict[str, Any] = {"plain": generate(llm, requests, greedy())}
+    before = graphs.report()
+    with rehearsing(sequoia(size=8, depth=3, draft=draft), model=target) as llm:
+        answers["start"] = since(before)
+        answers["settings"] = settings(llm)
+        for batch in (3, 2, 1):
+            answers[str(batch)] = generate_with_trees(llm, requests[:batch], greedy())
+    return answers
+
+
+def settings(llm: Any) -> dict[str, Any]:
+    """What the engine runs with where the user has set nothing."""
+    config = llm.llm_engine.vllm_config
+    return {
+        "runner": type(runner_of(llm)).__name__,
+        "attention": runner_of(llm).attn_groups[0][0].backend.__name__,
+        "graphs": config.compilation_config.cudagraph_mode.name,
+        "asynchronous": config.scheduler_config.async_scheduling,
+        "prefix caching": config.cache_config.enable_prefix_caching,
+        "cache bytes": config.cache_config.kv_cache_memory_bytes,
+        "eager": config.model_config.enforce_eager,
+    }
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("rehearsal")
+    return call_on_gpu(start_and_generate, directory, models=str(directory))
+
+
+def test_the_engine_starts_with_the_defaults_of_gpus(generated):
+    assert generated["settings"] == {
+        "runner": "SequoiaGPUModelRunner",
+        "attention": "FlashTreeBackend",
+        "graphs": "FULL_AND_PIECEWISE",
+        "asynchronous": True,
+        "prefix caching": True,
+        "cache bytes": None,
+        "eager": False,
+    }
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_tokens_are_those_of_plain_vllm(batch, generated):
+    found = generated[str(batch)]
+    assert found["tokens"] == generated["plain"]["tokens"][:batch]
+    assert found["counts"]["tokens_per_tree"] > 1.5
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_trees_are_grown_and_scored_by_graphs(batch, generated):
+    """Also in batches of odd sizes; prompts go through the pieces between attention layers."""
+    found = generated[str(batch)]
+    assert found["graphs"]["DraftGraphs"] >= 3
+    assert found["graphs"]["ModelCudaGraphManager"] >= 3
+    assert found["graphs"]["CUDAGraphWrapper"] > 0
+    assert found["eager growth"] == []
+
+
+def test_start_captures_all_of_them(generated):
+    assert all(
+        generated["start"]["captured"][kind] > 0
+        for kind in ("DraftGraphs", "ModelCudaGraphManager", "CUDAGraphWrapper")
+    )
