@@ -29,7 +29,9 @@ def main() -> int:
     wheel = find_wheel(directory, version) or download(directory, version)
     overlay = lay_over(unpack(wheel, directory / version), directory, version)
     command = [sys.executable, "-m", "pytest", str(FOLDER), *options]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, OTHER_VLLM: str(overlay)}).returncode
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, OTHER_VLLM: str(overlay)}
+    ).returncode
 
 
 def lay_over(sources: Path, directory: Path, version: str) -> Path:

@@ -18,7 +18,8 @@ from tests.v2.generating import random_prompts, save_related_pair
 
 pytestmark = pytest.mark.engine
 
-LENGTHS = [9, 40, 23]
+PIECE = "CUDAGraphWrapper"  # of a model that is cut at its attention layers
+LENGTHS = [9, 18, 13]
 TOKENS = 10
 
 
@@ -88,14 +89,15 @@ def test_tokens_are_those_of_plain_vllm(batch, generated):
 def test_trees_are_grown_and_scored_by_graphs(batch, generated):
     """Also in batches of odd sizes; prompts go through the pieces between attention layers."""
     found = generated[str(batch)]
-    assert found["graphs"]["DraftGraphs"] >= 3
-    assert found["graphs"]["ModelCudaGraphManager"] >= 3
-    assert found["graphs"]["CUDAGraphWrapper"] > 0
+    assert all(
+        found["graphs"][kind] >= least
+        for kind, least in (("DraftGraphs", 3), ("ModelCudaGraphManager", 3), (PIECE, 1))
+    )
     assert found["eager growth"] == []
 
 
 def test_start_captures_all_of_them(generated):
     assert all(
         generated["start"]["captured"][kind] > 0
-        for kind in ("DraftGraphs", "ModelCudaGraphManager", "CUDAGraphWrapper")
+        for kind in ("DraftGraphs", "ModelCudaGraphManager", PIECE)
     )

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-import types
 from typing import Any
-
-# The GPU build's operators: what `NonNvmlCudaPlatform`'s module wants to import.
-sys.modules.setdefault("vllm._C_stable_libtorch", types.ModuleType("vllm._C_stable_libtorch"))
 
 from vllm.platforms.cuda import NonNvmlCudaPlatform
 from vllm.platforms.interface import DeviceCapability

@@ -1,0 +1,212 @@
+"""What is checked of the stand-ins themselves, in a process that has them (`test_stand_in`)."""
+
+import traceback
+from typing import Any
+
+import pytest
+import torch
+
+
+def run_all() -> dict[str, str]:
+    """The traceback of each check that fails; empty for the others."""
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    assert current_platform.is_cuda()
+    results = {}
+    for name, check in CHECKS.items():
+        try:
+            check()
+            results[name] = ""
+        except Exception:
+            results[name] = traceback.format_exc()
+    return results
+
+
+def _captured(work: Any) -> Any:
+    """A graph of `work`."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool="a pool"):
+        work()
+    return graph
+
+
+def _raises(work: Any, text: str) -> None:
+    from gpu_stand_in.graphs import CaptureError
+
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(CaptureError, match=text), torch.cuda.graph(graph):
+        work()
+
+
+def capturing_changes_nothing() -> None:
+    source, result = torch.ones(4), torch.zeros(4)
+    _captured(lambda: result.add_(source))
+    assert result.tolist() == [0.0] * 4
+
+
+def a_replay_reads_what_is_there_now() -> None:
+    source, result = torch.ones(4), torch.zeros(4)
+    graph = _captured(lambda: result.copy_((source * 2).reshape(2, 2).flatten() + 1))
+    source.fill_(5)
+    graph.replay()
+    assert result.tolist() == [11.0] * 4
+
+
+def a_replay_runs_no_python() -> None:
+    calls, result = [], torch.zeros(1)
+    graph = _captured(lambda: (calls.append(1), result.add_(1)))
+    graph.replay()
+    graph.replay()
+    assert len(calls) == 1
+    assert result.item() == 2.0
+
+
+def host_values_stay_what_they_were() -> None:
+    numbers, result = [3.0], torch.zeros(1)
+    graph = _captured(lambda: result.fill_(numbers[0]))
+    numbers[0] = 7.0
+    graph.replay()
+    assert result.item() == 3.0
+
+
+def results_are_destroyed_by_other_graphs_of_the_pool() -> None:
+    kept = []
+    first = _captured(lambda: kept.append(torch.ones(3) + 1))
+    second = _captured(lambda: torch.ones(3) + 5)
+    assert kept[0].isnan().all()  # capturing computes nothing
+    first.replay()
+    assert kept[0].tolist() == [2.0] * 3
+    second.replay()
+    assert kept[0].isnan().all()
+
+
+def memory_that_nothing_filled_is_poison() -> None:
+    result, integers = torch.zeros(3), torch.zeros(3, dtype=torch.int32)
+
+    def copy_empty() -> None:
+        result.copy_(torch.empty(3))
+        integers.copy_(torch.empty(3, dtype=torch.int32))
+
+    _captured(copy_empty).replay()
+    assert result.isnan().all()
+    assert integers.tolist() == [-77] * 3
+
+
+def waiting_for_the_device_is_refused() -> None:
+    values = torch.arange(4)
+    _raises(lambda: values[0].item(), "_local_scalar_dense")
+    _raises(lambda: int(values.sum()), "_local_scalar_dense")
+    _raises(lambda: bool(values[0]), "")
+    _raises(lambda: values.nonzero(), "nonzero")
+    _raises(lambda: values[values > 1], "")
+    _raises(lambda: values.masked_select(values > 1), "masked_select")
+    _raises(torch.cuda.synchronize, "cuda.synchronize")
+    _raises(lambda: torch.cuda.Event().query(), "Event.query")
+    _raises(lambda: torch.cuda.mem_get_info(), "free memory")
+
+
+def a_capture_can_follow_one_that_failed() -> None:
+    waiting_for_the_device_is_refused()
+    capturing_changes_nothing()
+
+
+def triton_launches_are_recorded_with_their_grid() -> None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def add_one(values, count, BLOCK: tl.constexpr):  # noqa: N803
+        index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        mask = index < count
+        tl.store(values + index, tl.load(values + index, mask=mask) + 1, mask=mask)
+
+    values, grids = torch.zeros(10), []
+
+    def grid(_: Any) -> tuple[int]:
+        grids.append(1)
+        return (3,)
+
+    graph = _captured(lambda: add_one[grid](values, 10, BLOCK=4))
+    assert values.tolist() == [0.0] * 10
+    graph.replay()
+    graph.replay()
+    assert values.tolist() == [2.0] * 10
+    assert len(grids) == 1
+
+
+def graphs_are_counted_by_kind() -> None:
+    from gpu_stand_in import graphs
+
+    before = graphs.replayed["unknown"]
+    _captured(lambda: torch.ones(1) + 1).replay()
+    assert graphs.replayed["unknown"] == before + 1
+
+
+def attention_reads_pages_and_looks_back_only() -> None:
+    from gpu_stand_in.flash_attention import flash_attn_varlen_func, reshape_and_cache_flash
+
+    generator = torch.Generator().manual_seed(1)
+    keys, values, queries = (torch.randn(7, 2, 8, generator=generator) for _ in range(3))
+    caches = torch.full((2, 5, 4, 2, 8), float("nan"))
+    slots = torch.tensor([12, 13, 14, 15, 4, 5, 6])  # blocks 3, then 1
+    one = torch.ones(1)
+    reshape_and_cache_flash(keys, values, *caches, slots, "auto", one, one)
+    found = torch.zeros(3, 2, 8)
+    flash_attn_varlen_func(
+        queries[4:], *caches, max_seqlen_q=3, cu_seqlens_q=torch.tensor([0, 3]), max_seqlen_k=7,
+        seqused_k=torch.tensor([7]), causal=True, block_table=torch.tensor([[3, 1]]), out=found,
+    )  # fmt: skip
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(each.transpose(0, 1) for each in (queries, keys, values)), is_causal=True
+    ).transpose(0, 1)
+    torch.testing.assert_close(found, expected[4:])
+
+
+def attention_refuses_slots_that_two_rows_write() -> None:
+    from gpu_stand_in.flash_attention import reshape_and_cache_flash
+
+    rows, caches, one = torch.zeros(2, 1, 4), torch.zeros(2, 3, 4, 1, 4), torch.ones(1)
+    reshape_and_cache_flash(rows, rows, *caches, torch.tensor([-1, -1]), "auto", one, one)
+    for slots in ([3, 3], [2, 12]):
+        with pytest.raises(AssertionError):
+            reshape_and_cache_flash(rows, rows, *caches, torch.tensor(slots), "auto", one, one)
+
+
+def memory_is_never_given_back() -> None:
+    from gpu_stand_in import runtime
+
+    runtime.forget_memory()
+    large = torch.ones(8 << 20)
+    free, total = torch.cuda.mem_get_info()
+    assert total - free >= 32 << 20
+    del large
+    assert torch.cuda.mem_get_info()[0] <= free
+
+
+def an_event_is_answered_late() -> None:
+    event = torch.cuda.Event()
+    event.record()
+    assert [event.query(), event.query()] == [False, True]
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        capturing_changes_nothing,
+        a_replay_reads_what_is_there_now,
+        a_replay_runs_no_python,
+        host_values_stay_what_they_were,
+        results_are_destroyed_by_other_graphs_of_the_pool,
+        memory_that_nothing_filled_is_poison,
+        waiting_for_the_device_is_refused,
+        a_capture_can_follow_one_that_failed,
+        triton_launches_are_recorded_with_their_grid,
+        graphs_are_counted_by_kind,
+        attention_reads_pages_and_looks_back_only,
+        attention_refuses_slots_that_two_rows_write,
+        memory_is_never_given_back,
+        an_event_is_answered_late,
+    )
+}

@@ -1,0 +1,100 @@
+"""Requests that join, end, are aborted and preempted, on the GPU engine under its graphs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import sequoia
+from tests.gpu_rehearsal.environment import call_on_gpu
+from tests.gpu_rehearsal.generating import generate, generate_with_trees, rehearsing
+from tests.v2.generating import completions, counted, random_prompts, save_related_pair
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+LENGTHS = [30, 21, 9, 17, 40, 5, 12]
+TOKENS = 14
+ABORTED = 2
+# Two sizes of trees, and none at four requests.
+TIERS = [[1, 2, 7], [3, 3, 3], [4, 4, 0]]
+
+
+def params(max_tokens: int = TOKENS) -> list[Any]:
+    """Greedy and seeded requests in turn."""
+    from vllm import SamplingParams
+
+    common = {"max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
+    return [
+        SamplingParams(temperature=0.9 * (index % 2), seed=index if index % 2 else None, **common)
+        for index in range(len(LENGTHS))
+    ]
+
+
+def run(models: str) -> dict[str, Any]:
+    """Of plain vLLM; of trees in tiers, over vLLM's Triton attention; of trees short of room."""
+    target, draft = save_related_pair(Path(models))
+    requests = random_prompts(LENGTHS)
+    with rehearsing(None, model=target, max_num_seqs=4) as llm:
+        answers: dict[str, Any] = {"plain": generate(llm, requests, params())}
+    tiers = sequoia(size=8, depth=3, draft=draft, num_speculative_tokens_per_batch_size=TIERS)
+    with rehearsing(tiers, model=target, max_num_seqs=4, attention_backend="TRITON_ATTN") as llm:
+        answers["tiers"] = generate_with_trees(llm, requests, params())
+        answers["joining"] = join_and_abort(llm, requests)
+    # Blocks for two or three requests; eight nodes at once of each, of 26 at most.
+    parents = [-1, *[0] * 8, *range(1, 9)]
+    wide = {
+        "method": "sequoia",
+        "model": draft,
+        "tree": {"parents": parents},
+        "num_speculative_tokens_per_batch_size": [[1, 4, len(parents) - 1]],
+    }
+    with rehearsing(
+        wide, model=target, max_model_len=80, num_gpu_blocks_override=8,
+        max_num_batched_tokens=26, max_num_seqs=4,
+    ) as llm:  # fmt: skip
+        answers["pressed"] = generate_with_trees(llm, requests, params())
+    return answers
+
+
+def join_and_abort(llm: Any, requests: list[Any]) -> dict[str, Any]:
+    """One request more every other step; one is aborted while others run."""
+    engine, done = llm.llm_engine, {}
+    waiting = list(zip(map(str, range(len(requests))), requests, params(), strict=True))
+    step = 0
+    while waiting or engine.has_unfinished_requests():
+        if waiting and step % 2 == 0:
+            engine.add_request(*waiting.pop(0))
+        if step == 2 * ABORTED + 3:
+            engine.abort_request([str(ABORTED)])
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        step += 1
+    others = [str(index) for index in range(len(requests)) if index != ABORTED]
+    return {"tokens": completions([done[name] for name in others]), "counts": counted(llm)}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("requests")
+    return call_on_gpu(run, directory, models=str(directory))
+
+
+def test_tiers_of_a_schedule_are_replayed(answers):
+    found = answers["tiers"]
+    assert found["tokens"] == answers["plain"]["tokens"]
+    assert found["eager growth"] == []
+    assert found["graphs"]["DraftGraphs"] > 3
+    assert found["counts"]["tokens_per_tree"] > 1.3
+
+
+def test_requests_join_and_are_aborted(answers):
+    plain = answers["plain"]["tokens"]
+    assert answers["joining"]["tokens"] == plain[:ABORTED] + plain[ABORTED + 1 :]
+    assert answers["joining"]["counts"]["tokens_per_tree"] > 1.3
+
+
+def test_preemption_and_prompts_in_chunks_beside_trees_at_the_end_of_the_budget(answers):
+    """A fourth request's nodes would not fit into a pass of the draft: it gets no tree."""
+    found = answers["pressed"]
+    assert found["tokens"] == answers["plain"]["tokens"]
+    assert found["counts"]["preemptions"] > 0
+    assert found["counts"]["tokens_per_tree"] > 1.3

@@ -1,0 +1,92 @@
+"""Which batches are drafted for, captured and kept: never more than a pass of the draft takes."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sequoia_vllm.engine.v2.draft_plan import (
+    DraftPlan,
+    depths_by_drafts,
+    inner_nodes,
+    level_widths,
+)
+from sequoia_vllm.tree import TokenTree
+
+#        0
+#    1   2   5
+#   3 4      6
+TREE = TokenTree((-1, 0, 0, 1, 1, 0, 5))
+WIDE = TokenTree((-1, *[0] * 30, *range(1, 31), 31))
+
+
+def test_shapes_of_a_tree():
+    assert level_widths(TREE) == [1, 2]
+    assert inner_nodes(TREE) == 3
+    assert depths_by_drafts(TREE) == [0, 1, 1, 2, 2, 2, 2]
+    assert inner_nodes(TokenTree((-1,))) == 0
+
+
+def test_rows_follow_the_widest_level_or_the_longest_path():
+    plan = DraftPlan(WIDE, [61] * 4, 10_000)
+    assert plan.rows_per_request(61) == 30
+    assert plan.rows_per_request(30) == 2
+    assert DraftPlan(TokenTree.chain(5), [5], 100).rows_per_request(5) == 6
+
+
+@pytest.mark.parametrize(("batch", "requests"), [(100, 66), (66, 66), (7, 7)])
+def test_a_batch_that_would_take_too_many_rows_is_drafted_in_part(batch, requests):
+    plan = DraftPlan(WIDE, [61] * batch, most_rows=2000)
+    assert plan.most_requests(61) == requests  # of 30 rows each
+    assert plan.graph_sizes(61)[-1] == requests
+
+
+def test_only_what_the_schedule_reaches_is_captured():
+    plan = DraftPlan(TREE, [6] * 4 + [3] * 12 + [0] * 100, most_rows=2048)
+    assert plan.drafts == [6, 3]
+    assert plan.graph_sizes(6) == [1, 2, 3, 4]
+    assert plan.graph_sizes(3) == [6, 8, 12, 16]
+    assert plan.graph_sizes(3)[0] >= 5
+
+
+def test_logits_are_kept_for_the_largest_product_of_batch_and_nodes():
+    plan = DraftPlan(TREE, [6] * 4 + [3] * 12 + [1] * 9, most_rows=2048)
+    # 3 nodes with children for 4 requests; 2 for 16; 1 for 25.
+    assert plan.logits_rows == 32
+    assert plan.most_requests(6) == 4
+    assert plan.most_requests(5) == 16  # a limit that a tool sets: as many as can be kept
+
+
+trees = st.integers(2, 40).flatmap(
+    lambda size: st.tuples(
+        *(st.integers(0, max(node - 1, 0)) for node in range(1, size))
+    ).map(lambda parents: TokenTree((-1, *parents)))
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees, st.data())
+def test_every_batch_has_a_graph_and_fits(tree, data):
+    most_rows = data.draw(st.integers(tree.size, 600), "most_rows")
+    tiers = data.draw(
+        st.lists(
+            st.tuples(st.integers(1, 40), st.integers(0, tree.size - 1)), min_size=1, max_size=4
+        ).filter(lambda tiers: any(drafts for _, drafts in tiers)),
+        "tiers",
+    )
+    by_batch = list(itertools.chain.from_iterable([drafts] * count for count, drafts in tiers))
+    plan = DraftPlan(tree, by_batch, most_rows)
+    for batch, drafts in enumerate(by_batch, start=1):
+        if drafts == 0:
+            continue
+        grown = min(batch, plan.most_requests(drafts))
+        sizes = plan.graph_sizes(drafts)
+        fitting = [size for size in sizes if size >= grown]
+        assert fitting
+        assert fitting[0] <= max(1.5 * grown, grown + 1) or fitting[0] == sizes[0]
+        assert sizes[-1] * plan.rows_per_request(drafts) <= max(
+            most_rows, plan.rows_per_request(drafts)
+        )
+        trimmed = tree.trim(drafts + 1)
+        assert sizes[-1] * inner_nodes(trimmed) <= plan.logits_rows
