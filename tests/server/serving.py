@@ -54,17 +54,25 @@ def free_port() -> int:
 
 
 class Server:
-    """One ``vllm serve`` process, with those that it starts."""
+    """One ``vllm serve`` process, with those that it starts.
 
-    def __init__(self, log: Path, *options: str, model: str = TARGET) -> None:
+    `variables`: its environment, if not that of a machine without a GPU; then all
+    of its options are given.
+    """
+
+    def __init__(
+        self, log: Path, *options: str, model: str = TARGET,
+        variables: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
         port = free_port()
+        common = OPTIONS if variables is None else ("--host=127.0.0.1",)
         self.model = model
         self.url = f"http://127.0.0.1:{port}"
         self.log_file = log
         with log.open("wb") as output:
             self.process = psutil.Popen(
-                [str(VLLM), "serve", model, f"--port={port}", *OPTIONS, *options],
-                cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT,
+                [str(VLLM), "serve", model, f"--port={port}", *common, *options],
+                cwd=ROOT, env=variables or environment(), stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
 
@@ -76,8 +84,8 @@ class Server:
         tail = "\n".join(self.log.splitlines()[-60:])
         raise AssertionError(f"{what}\nthe end of the server's log:\n{tail}")
 
-    def wait_until_healthy(self) -> None:
-        deadline = time.monotonic() + START_DEADLINE
+    def wait_until_healthy(self, seconds: float = START_DEADLINE) -> None:
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 self.fail(f"vllm serve ended with exit status {self.process.returncode}")
@@ -87,7 +95,7 @@ class Server:
             except httpx.TransportError:
                 pass
             time.sleep(0.2)
-        self.fail(f"vllm serve was not healthy within {START_DEADLINE:.0f} s")
+        self.fail(f"vllm serve was not healthy within {seconds:.0f} s")
 
     @cached_property
     def client(self) -> openai.OpenAI:

@@ -9,10 +9,11 @@ GPU_OPERATORS = "vllm._C_stable_libtorch"
 
 def platform() -> str:
     """Before anything of vLLM looks at torch: the CUDA runtime's functions."""
-    from gpu_stand_in import runtime
+    from gpu_stand_in import flash_attention, runtime
 
     sys.modules.setdefault(GPU_OPERATORS, types.ModuleType(GPU_OPERATORS))
     runtime.install()
+    flash_attention.install()
     return "gpu_stand_in.platform.StandInPlatform"
 
 

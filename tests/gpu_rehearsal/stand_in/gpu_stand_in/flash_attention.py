@@ -98,7 +98,7 @@ def get_scheduler_metadata(
 
 
 def install() -> None:
-    """Takes the place of `vllm.vllm_flash_attn`, which the CPU build lacks."""
+    """Takes the place of `vllm.vllm_flash_attn`, whose libraries the CPU build lacks."""
     name = "vllm.vllm_flash_attn"
     package, interface = types.ModuleType(name), types.ModuleType(f"{name}.flash_attn_interface")
     package.__path__ = []
@@ -113,6 +113,3 @@ def install() -> None:
         module.FA2_AVAILABLE = module.FA3_AVAILABLE = True
     package.flash_attn_interface = interface
     sys.modules[name], sys.modules[f"{name}.flash_attn_interface"] = package, interface
-    import vllm._custom_ops as operators
-
-    operators.reshape_and_cache_flash = reshape_and_cache_flash

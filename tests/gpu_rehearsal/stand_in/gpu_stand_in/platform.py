@@ -5,10 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from vllm.platforms.cuda import NonNvmlCudaPlatform
 from vllm.platforms.interface import DeviceCapability
 
 from gpu_stand_in import runtime
+
+_QUESTIONS = (
+    "cutlass_scaled_mm_supports_fp4",
+    "cutlass_scaled_mm_supports_fp8",
+    "cutlass_scaled_mm_supports_block_fp8",
+    "cutlass_group_gemm_supported",
+)
 
 
 class StandInPlatform(NonNvmlCudaPlatform):
@@ -34,10 +42,12 @@ class StandInPlatform(NonNvmlCudaPlatform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Those of the CPU build."""
+        """Those of the CPU build; when asked what the GPU's can do, the answer is no."""
         from vllm.platforms.cpu import CpuPlatform
 
         CpuPlatform.import_kernels()
+        for name in _QUESTIONS:
+            setattr(torch.ops._C, name, lambda *_: False)
 
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import json
-import os
 import types
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,14 +61,11 @@ def install() -> None:
         return
     _installed = True
     _replace_copies()
-    flash_attention.install()
     _import_passes_as_on_cpus()
-    _have_no_gpu_operators()
+    _replace_cache_update()
     _change_the_worker()
     _loosen_attention()
     _change_the_plugin()
-    if path := os.environ.get("GPU_STAND_IN_REPORT"):
-        atexit.register(_write_report, Path(path))
 
 
 def _replace_copies() -> None:
@@ -99,12 +92,10 @@ def _import_passes_as_on_cpus() -> None:
         del Platform.is_cuda_alike, Platform.is_cuda
 
 
-def _have_no_gpu_operators() -> None:
+def _replace_cache_update() -> None:
     import vllm._custom_ops as operators
 
-    for name in dir(operators):
-        if "supports" in name and callable(getattr(operators, name)):
-            setattr(operators, name, lambda *_, **__: False)
+    operators.reshape_and_cache_flash = flash_attention.reshape_and_cache_flash
 
 
 def _change_the_worker() -> None:
@@ -150,9 +141,3 @@ def _change_the_plugin() -> None:
         self._on_gpu = True
 
     path_copies.PathCopies.__init__ = on_gpu
-
-
-def _write_report(path: Path) -> None:
-    """Of an engine core in a process of its own."""
-    if graphs.captured:
-        path.write_text(json.dumps(graphs.report()))

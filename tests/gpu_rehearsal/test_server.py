@@ -1,0 +1,47 @@
+"""``vllm serve`` on the GPU engine: an engine core in a process of its own, its graphs replayed."""
+
+import json
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.conftest import running, tokens_of
+from tests.gpu_rehearsal.environment import gpu_environment
+from tests.server.serving import Server, environment
+from tests.v2.generating import random_prompts, save_related_pair
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+LENGTHS = [9, 18]
+TOKENS = 12
+
+
+def test_a_server_replays_graphs_and_gives_plain_tokens(tmp_path):
+    target, draft = save_related_pair(tmp_path)
+    report = tmp_path / "graphs.json"
+    variables = {**environment(), **gpu_environment(multiprocessing=True)}
+    server = Server(
+        tmp_path / "server.log",
+        f"--speculative-config={json.dumps({'method': 'sequoia', 'model': draft})}",
+        # What the tiny models need; all else is left alone.
+        "--dtype=float32", "--skip-tokenizer-init", "--max-num-seqs=2", "--max-model-len=128",
+        model=target, variables={**variables, "GPU_STAND_IN_REPORT": str(report)},
+    )  # fmt: skip
+    prompts = random_prompts(LENGTHS)
+    try:
+        server.wait_until_healthy(480)  # kernels are interpreted: 60 on an idle machine
+        answer = server.complete(
+            prompt=[prompt["prompt_token_ids"] for prompt in prompts],
+            temperature=0, max_tokens=TOKENS,
+            extra_body={"ignore_eos": True, "return_token_ids": True, "detokenize": False},
+        )  # fmt: skip
+        accepted = server.metric("vllm:spec_decode_num_accepted_tokens_total")
+    finally:
+        server.kill()
+    found = [list(choice.token_ids) for choice in answer.choices]
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    with running(None, model=target, skip_tokenizer_init=True) as llm:
+        assert found == tokens_of(llm.generate(prompts, params, use_tqdm=False))
+    assert sum(accepted) > TOKENS / 2
+    replayed = json.loads(report.read_text())["replayed"]
+    assert all(replayed[kind] > 0 for kind in ("DraftGraphs", "ModelCudaGraphManager"))
