@@ -79,7 +79,8 @@ def begin_drafting(
     begin_drafting_kernel[(triton.cdiv(len(slots), _BLOCK),)](
         requests, computed, num_sampled, bounds, all_modes, all_temperatures, all_seeds,
         read, num_nodes, rows, len(requests), len(slots), tree_size, inner_nodes, longest,
-        max_trees, slots, starts, counts, roots, modes, temperatures, seeds, BLOCK=_BLOCK, num_warps=4,
+        max_trees, slots, starts, counts, roots, modes, temperatures, seeds,
+        BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
 
 

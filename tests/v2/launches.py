@@ -3,7 +3,8 @@
 Triton's launches are seen where the interpreter takes them, PyTorch's operators by a
 dispatch mode. Views and allocations launch nothing. Copies from the host are counted
 where vLLM's helper for them is called, as here host and device are one; other copies
-between the two are not seen.
+between the two are not seen. Operators on tensors that stay on the host are counted as
+if they were on the device.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ VERIFIER = "vLLM's, called by our verifier"
 VLLM = "vLLM's own"
 DRAFT = "draft model"
 TARGET = "target model"
-GROUPS = (GLUE, WORK, VERIFIER, VLLM, DRAFT, TARGET)
+OTHERS = "others"
 
 _OURS = str(Path(sequoia_vllm.__file__).parent)
 _WORKING = (
@@ -40,7 +41,8 @@ _WORKING = (
 )  # fmt: skip
 # What these call is ours, even where it is a function of vLLM's.
 _BEFORE_A_FORWARD = ("growth.py", "speculator.py", "draft_batch.py", "reading.py", "scoring.py")
-_ALLOCATIONS = ("empty", "new_empty", "_unsafe_view", "_reshape_alias")
+# Allocations, views, and a number that becomes an argument of the kernel that uses it.
+_WITHOUT_LAUNCH = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "scalar_tensor")
 
 
 @dataclass
@@ -126,7 +128,7 @@ class _Operators(TorchDispatchMode):
             value.alias_info is not None and not value.alias_info.is_write
             for value in func._schema.returns
         )
-        if not is_view and not func._opname.startswith(_ALLOCATIONS):
+        if not is_view and not func._opname.startswith(_WITHOUT_LAUNCH):
             _note(self._launches, func._opname)
         return func(*args, **kwargs)
 
@@ -146,6 +148,8 @@ def _group_and_place(name: str) -> tuple[str, str]:
         return (DRAFT if drafts else TARGET), ""
     if name in _WORKING:
         return WORK, ""
+    if not frames:
+        return OTHERS, ""
     if nearest in _BEFORE_A_FORWARD or (ours and _is_ours(frames[0])):
         return GLUE, f"{nearest}: {ours[0].f_code.co_name}"
     return (VERIFIER if nearest == "verifier.py" else VLLM), frames[0].f_code.co_name
