@@ -184,8 +184,8 @@ def _store_slots(
         table = tl.load(layout + 4 * group).to(tl.pointer_type(tl.int32))
         table_stride = tl.load(layout + 4 * group + 1)
         table_width = tl.load(layout + 4 * group + 2)
-        block_size = tl.load(layout + 4 * group + 3)
-        entry = position.to(tl.int64) // block_size
+        block_size = tl.load(layout + 4 * group + 3).to(tl.int32)
+        entry = position // block_size
         has_block = has_slot & (entry < table_width)
         block = tl.load(
             table + request.to(tl.int64) * table_stride + entry, mask=has_block, other=0

@@ -87,7 +87,7 @@ class TreeRejectionSampler(RejectionSampler):
             invalid_drafts: bool ``[rows]``: drafts that a grammar excludes.
         """
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        verified = self._verify(logits, input_batch, invalid_drafts)
+        verified = self._verify_batch(logits, input_batch, invalid_drafts)
         self.paths = verified.paths
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             verified.num_sampled,
@@ -105,7 +105,7 @@ class TreeRejectionSampler(RejectionSampler):
             sampling_mask_tensors=None,
         )
 
-    def _verify(self, logits: Tensor, batch: InputBatch, invalid: Tensor | None) -> Verified:
+    def _verify_batch(self, logits: Tensor, batch: InputBatch, invalid: Tensor | None) -> Verified:
         depth, slots = self._speculator.tree.depth, batch.idx_mapping
         verified = Verified(
             tokens=slots.new_empty(batch.num_reqs, depth + 1, dtype=torch.int64),
