@@ -29,7 +29,10 @@ CAPABILITIES = (80, 90, 100)
 SHARED_MEMORY_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory that one block of threads may have."""
 
-_KERNEL_MODULES = ("tree_attention", "children", "commit", "verify")
+_KERNEL_MODULES = (
+    "tree_attention", "children", "commit", "verify", "begin_drafting", "draft_inputs",
+    "scoring_inputs",
+)  # fmt: skip
 _DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 

@@ -28,4 +28,5 @@ def test_kernels_interpreted(file):
 
 def test_every_kernel_has_tests():
     tested = {file.stem.removeprefix("test_").removesuffix("_interpreted") for file in FILES}
-    assert {"tree_attention", "children", "verify", "commit"} <= tested
+    drafting = {"children", "begin_drafting", "draft_inputs"}
+    assert {"tree_attention", "scoring_inputs", "verify", "commit"} | drafting <= tested

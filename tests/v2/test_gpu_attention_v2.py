@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from tests.engine.conftest import running, sequoia
 from tests.v2.conftest import call_on_v2
 from tests.v2.generating import generate, generate_with_trees, random_prompts, save_related_pair
 
@@ -19,6 +21,7 @@ SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads"
 # Blocks as small as on GPUs: trees reach over their ends.
 OPTIONS = {"skip_tokenizer_init": True, "block_size": 16}
 LENGTHS = [9, 40, 23]
+LAUNCHES = Path(__file__).parent / "LAUNCHES.md"
 
 
 def params() -> list[Any]:
@@ -42,7 +45,67 @@ def generate_as_on_gpus(models: str) -> dict[str, Any]:
         "plain": generate(None, requests, params(), **options),
         "trees": generate_with_trees(draft, requests, params(), **trees),
         "from itself": generate_with_trees(target, requests, params(), **trees),
+        "launches": launches_of_a_step(draft, options),
+        "slots": slots_of_a_level(),
     }
+
+
+def launches_of_a_step(draft: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Of two requests, greedy and sampled, with trees of depth 6 that were grown before."""
+    from vllm import SamplingParams
+
+    from tests.v2.launches import DRAFT, GLUE, VERIFIER, WORK, counted_launches
+
+    with running(sequoia(size=8, depth=6, draft=draft), **options) as llm:
+        for index, request in enumerate(random_prompts([9, 14])):
+            params = SamplingParams(temperature=0.8 * index, max_tokens=30, ignore_eos=True)
+            llm.llm_engine.add_request(str(index), request, params)
+        for _ in range(2):
+            llm.llm_engine.step()
+        with counted_launches() as launches:
+            llm.llm_engine.step()
+        return {
+            "glue": launches.of(GLUE),
+            "work": launches.of(WORK),
+            "attention of the draft": launches.named("tree_attention_kernel", DRAFT),
+            "table": launches.table(GLUE, WORK, VERIFIER),
+        }
+
+
+def slots_of_a_level() -> dict[str, list[list[int]]]:
+    """Cache slots of three nodes of each of four requests, by us and by vLLM."""
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
+
+    device = torch.device("cpu")
+    tables = BlockTables([16, 32], 4, 64, [6, 3], device)
+    for request in range(4):
+        first = 1 + 9 * request
+        blocks = list(range(first, first + 6)), list(range(first + 6, first + 9))
+        tables.append_block_ids(request, blocks, overwrite=True)
+    tables.apply_staged_writes()
+    requests = torch.tensor([2, 0, -1, 3])  # the third is a graph's padding
+    tables.gather_block_tables(requests.clamp(min=0).int(), 4)
+    roots = torch.tensor([13, 30, 0, 60], dtype=torch.int32)
+    inputs = DraftInputs.empty(PagedTables.of(tables.input_block_tables, [16, 32]), 12, 4)
+    inputs.read_level(
+        requests=requests,
+        roots=roots,
+        tokens=torch.zeros(4, 8, dtype=torch.int64),
+        nodes=torch.tensor([1, 2, 5], dtype=torch.int32),
+        first=1,
+        depth=1,
+        max_len=96,
+        longest=96,
+    )
+    expected = tables.compute_slot_mappings(
+        requests.int(),
+        torch.arange(0, 15, 3, dtype=torch.int32),
+        (roots[:, None] + torch.arange(1, 4)).flatten().long(),
+        12,
+    )
+    return {"ours": inputs.slots[:, :12].tolist(), "vLLM's": expected.tolist()}
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +131,20 @@ def test_all_that_the_target_drafts_itself_is_accepted(generated):
     assert counts["tree_steps"] > 6
     assert accepted[:, 0].tolist() == offered[:, 0].tolist()
     assert accepted[:, 1:].sum() == 0
+
+
+def test_a_step_takes_few_launches(generated):
+    """Bounds that stand for speed; as many as they are now is what the record says."""
+    launches = generated["launches"]
+    assert launches["glue"] <= 20
+    assert launches["glue"] + launches["work"] <= 60
+    # It was a step with all of drawing, verification and commit, after six passes.
+    assert launches["work"] == 6 * 3 + 2
+    assert launches["attention of the draft"] == 6 * SHAPE["num_hidden_layers"]
+    assert launches["table"] in LAUNCHES.read_text(encoding="utf-8")
+
+
+def test_nodes_have_the_slots_that_vllm_would_give_them(generated):
+    slots = generated["slots"]
+    assert slots["ours"] == slots["vLLM's"]
+    assert [group.count(-1) for group in slots["ours"]] == [3, 3]

@@ -87,11 +87,6 @@ V2 = (
     )),
     # v2/growth.py
     Expected(
-        f"{_V2}.attn_utils:build_slot_mappings_by_layer",
-        ("slot_mappings", "kv_cache_config"),
-        may_grow=True,
-    ),
-    Expected(
         f"{_V2}.block_table:BlockTables.compute_slot_mappings",
         ("self", "idx_mapping", "query_start_loc", "positions", "num_tokens_padded", "out"),
         may_grow=True,

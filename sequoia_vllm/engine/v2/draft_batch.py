@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sequoia_vllm.engine.v2.reading import ReadRows
+from sequoia_vllm.kernels.begin_drafting import begin_drafting
 from sequoia_vllm.kernels.modes import SKIP
 
 
@@ -27,33 +27,61 @@ class DraftBatch:
             return torch.full((max_num_reqs,), value, dtype=dtype, device=device)
 
         self.slots = buffer(torch.int64, -1)
-        self._lengths = torch.zeros(3, max_num_reqs, dtype=torch.int32, device=device)
-        self.starts, self.counts, self.roots = self._lengths
+        self.starts, self.counts, self.roots = (buffer(torch.int32) for _ in range(3))
         self.modes = buffer(torch.int32, SKIP)
         self.temperature = buffer(torch.float32)
         self.seeds = buffer(torch.int64)
 
-    def fill(
-        self, slots: Tensor, unread: ReadRows, modes: Tensor, temperature: Tensor, seeds: Tensor
+    def begin(
+        self,
+        *,
+        requests: Tensor,
+        computed: Tensor,
+        num_sampled: Tensor,
+        bounds: Tensor,
+        read: Tensor,
+        modes: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        drafted_nodes: Tensor,
+        drafted_rows: Tensor,
+        tree_size: int,
+        inner_nodes: int,
+        longest: int,
+        max_trees: int,
     ) -> None:
-        """Takes one batch.
+        """Takes one batch, and notes which request slots will have trees.
+
+        Arguments are those of `kernels.begin_drafting`; all but the first of them that
+        are not by request of the batch are by request slot.
 
         Args:
-            slots: int64 ``[R]``.
-            unread: What the draft reads of each.
-            modes, temperature, seeds: Of all request slots.
+            requests, num_sampled, bounds: int32 ``[R]``.
+            computed, read, modes, drafted_nodes, drafted_rows: int32 ``[slots]``;
+                ``read`` and the last two are written.
+            temperature, seeds: float32 and int64 ``[slots]``.
+            tree_size, inner_nodes, longest, max_trees: What the trees may be.
         """
-        num_reqs = len(slots)
-        self.slots[num_reqs:] = -1
-        self.modes[num_reqs:] = SKIP
-        self._lengths[:, num_reqs:] = 0  # a graph's padding attends to no context
-        for buffer, values in (
-            (self.slots, slots),
-            (self.starts, unread.starts),
-            (self.counts, unread.counts),
-            (self.roots, (unread.ends - 1).clamp_(min=0)),
-            (self.modes, modes[slots]),
-            (self.temperature, temperature[slots]),
-            (self.seeds, seeds[slots]),
-        ):
-            buffer[:num_reqs] = values
+        begin_drafting(
+            requests=requests,
+            computed=computed,
+            num_sampled=num_sampled,
+            bounds=bounds,
+            all_modes=modes,
+            all_temperatures=temperature,
+            all_seeds=seeds,
+            read=read,
+            num_nodes=drafted_nodes,
+            rows=drafted_rows,
+            tree_size=tree_size,
+            inner_nodes=inner_nodes,
+            longest=longest,
+            max_trees=max_trees,
+            slots=self.slots,
+            starts=self.starts,
+            counts=self.counts,
+            roots=self.roots,
+            modes=self.modes,
+            temperatures=self.temperature,
+            seeds=self.seeds,
+        )

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.block_table import BlockTables
 
 from sequoia_vllm.engine.v2.backend import DraftQueries, TreeBackend
 from sequoia_vllm.engine.v2.draft_batch import DraftBatch
 from sequoia_vllm.engine.v2.levels import DraftLevels, Level
 from sequoia_vllm.kernels.children import DrawWorkspace, draw_children
+from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
 
 Forward = Callable[[Tensor, Tensor, dict[str, Any], dict[str, Tensor], None], Tensor]
 """(token ids, positions, attention metadata, slots by layer, None) -> hidden states."""
@@ -75,13 +74,11 @@ class DraftCache:
 
     Attributes:
         block_tables: vLLM's, gathered for the batch by the target's pass.
-        config: The engine's cache groups.
-        groups: Index of the group of each draft layer.
+        groups: Index of the cache group of each draft layer.
         slot_mappings: int64 ``[groups, rows]``: a buffer of the draft's own.
     """
 
     block_tables: BlockTables
-    config: KVCacheConfig
     groups: dict[str, int]
     slot_mappings: Tensor
 
@@ -106,9 +103,13 @@ class DraftCache:
         return slots.masked_fill_(~has_slot, PAD_SLOT_ID)
 
     def by_layer(self, slots: Tensor) -> dict[str, Tensor]:
-        """Each layer's row of what `slots` returned."""
-        by_layer: dict[str, Tensor] = build_slot_mappings_by_layer(slots, self.config)
-        return by_layer
+        """Each draft layer's row of such slots."""
+        return {name: slots[group] for name, group in self.groups.items()}
+
+    def inputs(self, max_requests: int) -> DraftInputs:
+        """Buffers for passes with as many rows per request, as many rows as slots."""
+        tables = PagedTables.of(self.block_tables.input_block_tables, self.block_tables.block_sizes)
+        return DraftInputs.empty(tables, self.slot_mappings.shape[1], max_requests)
 
 
 class TreeGrowth:
@@ -153,23 +154,27 @@ class TreeGrowth:
         self._token_ids = token_ids
         self._max_model_len, self._draft_max_len = max_lens
         self._workspace = DrawWorkspace()
+        self._inputs = cache.inputs(max_num_reqs)
         self.tokens = torch.zeros(max_num_reqs, size, dtype=torch.int64, device=device)
-        self.places = torch.arange(max(max_num_reqs, size) + 1, dtype=torch.int32, device=device)
-        self._first_rows: dict[int, Tensor] = {}
+        self._places = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
+        self._all_multiples: dict[int, Tensor] = {}
         # A few new tokens are a tree without branches below what the draft has read.
         self._chain = torch.ones(depth + 1, depth + 1, dtype=torch.bool, device=device).tril_()
 
     def read_and_grow(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> None:
         """Reads up to `chain_width` committed tokens of each request, and grows its tree."""
         batch, width = self._batch, chain_width(levels)
-        starts, counts = batch.starts[:num_reqs], batch.counts[:num_reqs]
-        positions = starts[:, None] + self.places[:width]
-        hidden = self._forward_nodes(
-            tokens=self.committed(batch.slots[:num_reqs, None], positions),
-            positions=positions,
-            slot_positions=positions,
-            has_slot=self.places[:width] < counts[:, None],
-            queries=DraftQueries(
+        starts = batch.starts[:num_reqs]
+        self._inputs.read_committed(
+            requests=batch.slots[:num_reqs],
+            starts=starts,
+            counts=batch.counts[:num_reqs],
+            all_token_ids=self._token_ids,
+            width=width,
+            longest=self._draft_max_len,
+        )
+        hidden = self._forward_inputs(
+            DraftQueries(
                 context_lens=starts,
                 first=0,
                 width=width,
@@ -178,10 +183,8 @@ class TreeGrowth:
                 max_slots=self._max_model_len,
             ),
         )
-        last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1]).long()
-        self.grow(
-            num_reqs, levels, hidden.view(num_reqs, width, -1).gather(1, last)[:, 0], max_keys
-        )
+        roots = hidden.index_select(0, self._inputs.last_rows[:num_reqs])
+        self.grow(num_reqs, levels, roots, max_keys)
 
     def grow(self, num_reqs: int, levels: DraftLevels, root_hidden: Tensor, max_keys: int) -> None:
         """Draws the children of the roots, then of each level below.
@@ -194,7 +197,7 @@ class TreeGrowth:
         """
         batch = self._batch
         hidden = root_hidden
-        first_rows = self.first_rows(levels)[:num_reqs]
+        first_rows = self._multiples(levels.num_inner)[:num_reqs]
         for level in levels.levels:
             if level.depth > 0:
                 hidden = self._level(num_reqs, levels, level, max_keys)
@@ -216,70 +219,63 @@ class TreeGrowth:
                 workspace=self._workspace,
             )
 
-    def first_rows(self, levels: DraftLevels) -> Tensor:
-        """int32 ``[max_num_reqs]``: first of each request's rows in `DraftedTrees`."""
-        if levels.num_inner not in self._first_rows:
-            self._first_rows[levels.num_inner] = self.places[: len(self.tokens)] * levels.num_inner
-        return self._first_rows[levels.num_inner]
-
-    def committed(self, requests: Tensor, positions: Tensor) -> Tensor:
-        """Token ids at these positions of these request slots, int32."""
-        last = self._token_ids.shape[1] - 1
-        return self._token_ids[requests, positions.clamp(max=last).long()]
-
     def _level(self, num_reqs: int, levels: DraftLevels, level: Level, max_keys: int) -> Tensor:
         """Hidden states ``[R * m, H]`` at one level's nodes."""
         roots = self._batch.roots[:num_reqs]
-        last = level.first + level.width
-        slot_positions = roots[:, None] + self.places[level.first : last]
-        return self._forward_nodes(
-            tokens=self.tokens[:num_reqs].index_select(1, level.nodes),
-            positions=(roots + level.depth)[:, None].expand_as(slot_positions),
-            slot_positions=slot_positions,
-            # A node past the model's length is always trimmed by the scheduler;
-            # it only must not write outside the request's blocks.
-            has_slot=slot_positions < self._max_model_len,
-            queries=DraftQueries(
+        # A node past the model's length is always trimmed by the scheduler; it only
+        # must not write outside the request's blocks.
+        self._inputs.read_level(
+            requests=self._batch.slots[:num_reqs],
+            roots=roots,
+            tokens=self.tokens[:num_reqs],
+            nodes=level.nodes,
+            first=level.first,
+            depth=level.depth,
+            max_len=self._max_model_len,
+            longest=self._draft_max_len,
+        )
+        return self._forward_inputs(
+            DraftQueries(
                 context_lens=roots,
                 first=level.first,
                 width=level.width,
                 ancestors=levels.ancestors,
-                max_keys=min(max_keys + last, self._max_model_len),
+                max_keys=min(max_keys + level.first + level.width, self._max_model_len),
                 max_slots=self._max_model_len,
             ),
         )
 
-    def _forward_nodes(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        slot_positions: Tensor,
-        has_slot: Tensor,
-        queries: DraftQueries,
-    ) -> Tensor:
-        """Hidden states ``[R * m, H]`` of m nodes per request; other tensors are ``[R, m]``."""
-        num_reqs, cache = len(tokens), self._cache
-        query_start_loc = self.places[: num_reqs + 1] * queries.width
-        slots = cache.slots(
-            self._batch.slots[:num_reqs],
-            query_start_loc,
-            slot_positions.flatten(),
-            has_slot.flatten(),
-        )
+    def _forward_inputs(self, queries: DraftQueries) -> Tensor:
+        """Hidden states ``[R * width, H]`` of the rows that `_inputs` holds."""
+        num_reqs, cache, inputs = len(queries.context_lens), self._cache, self._inputs
+        rows = num_reqs * queries.width
+        slots = inputs.slots[:, :rows]
         tables = cache.block_tables.input_block_tables
         by_group = {
             group: self._backend.draft_metadata(
-                queries, query_start_loc, tables[group][:num_reqs], slots[group]
+                queries,
+                self._multiples(queries.width)[: num_reqs + 1],
+                tables[group][:num_reqs],
+                slots[group],
             )
             for group in set(cache.groups.values())
         }
         return self._forward(
-            tokens.flatten().int(),
-            positions.clamp(max=self._draft_max_len - 1).flatten().long(),
+            inputs.token_ids[:rows],
+            inputs.positions[:rows],
             {name: by_group[group] for name, group in cache.groups.items()},
             cache.by_layer(slots),
             None,
         )
+
+    def _multiples(self, step: int) -> Tensor:
+        """int32 ``[max_num_reqs + 1]``: 0, step, 2 * step, ...; made once per step.
+
+        A graph's first run, before it is captured, makes it.
+        """
+        if step not in self._all_multiples:
+            self._all_multiples[step] = self._places * step
+        return self._all_multiples[step]
 
 
 def chain_width(levels: DraftLevels) -> int:

@@ -17,14 +17,14 @@ class PathCopies:
         self._on_gpu = device.type == "cuda"
         self._under_way: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
-    def start(self, accepted: Tensor, num_nodes: Tensor) -> None:
+    def start(self, paths: Tensor) -> None:
         """Begins to copy one step's trees.
 
         Args:
-            accepted: int32 ``[R, D]``: accepted nodes by depth, -1 padded.
-            num_nodes: int32 ``[R]``: nodes scored, root included; less than 2: no tree.
+            paths: int32 ``[R, 1 + D]``: nodes scored, root included (less than 2: no
+                tree), then the accepted ones by depth, -1 padded. Nobody writes to it
+                any more.
         """
-        paths = torch.cat([num_nodes[:, None], accepted], dim=1)
         if not self._on_gpu:
             self._under_way.append((paths, None))
             return

@@ -9,30 +9,12 @@ them are real.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
-
-
-@dataclass(frozen=True)
-class ReadRows:
-    """The tokens that the draft reads next, ``width`` rows per request, most of them real.
-
-    Attributes:
-        starts: int32 ``[R]``: position of each request's first unread token.
-        counts: int32 ``[R]``: rows that hold a token; the others are padding.
-        ends: int32 ``[R]``: committed tokens of each request.
-        complete: bool ``[R]``: whether nothing is left to read after this pass.
-    """
-
-    starts: Tensor
-    counts: Tensor
-    ends: Tensor
-    complete: Tensor
 
 
 class DraftReading:
@@ -54,7 +36,7 @@ class DraftReading:
 
     @property
     def read(self) -> Tensor:
-        """int32 ``[max_num_reqs]``: tokens read, by request slot."""
+        """int32 ``[max_num_reqs]``: tokens read, by request slot; a drafting pass adds to it."""
         return self._read.gpu
 
     def start(self, slot: int, num_computed_tokens: int) -> None:
@@ -97,20 +79,3 @@ class DraftReading:
         taken: NDArray[np.int32] = np.minimum(bounds, allowed).astype(np.int32)
         self._unread_bound[slots] = bounds - taken
         return taken
-
-    def take(self, slots: Tensor, computed: Tensor, sampled: Tensor, bounds: Tensor) -> ReadRows:
-        """What `take_bounds` means on the device; these tokens then count as read.
-
-        Args:
-            slots: int64 ``[R]``.
-            computed: int32 ``[R]``: tokens in the target's cache.
-            sampled: ``[R]``: tokens that the step sampled; the last of them is
-                committed, but not in the target's cache.
-            bounds: int32 ``[R]``, from `take_bounds`.
-        """
-        starts = self.read[slots]
-        ends = computed + (sampled > 0)
-        counts = torch.minimum(ends - starts, bounds).clamp_(min=0)
-        after = starts + counts
-        self.read[slots] = after
-        return ReadRows(starts, counts, ends, (after == ends) & (sampled > 0))

@@ -134,9 +134,9 @@ class TreeRunnerMixin(GPUModelRunner):
         """As vLLM's, whose rejection sampler is ours; then commits the accepted paths."""
         output = super().sample(hidden_states, input_batch, grammar_output)
         if (trees := self._trees) is not None and input_batch.num_draft_tokens > 0:
-            accepted = self.rejection_sampler.accepted[: trees.num_requests]
-            self.tree_backend.commit(self._target_caches, self._metadata, trees, accepted)
-            self._paths.start(accepted, self.rejection_sampler.num_nodes[: trees.num_requests])
+            paths = self.rejection_sampler.paths[: trees.num_requests]
+            self.tree_backend.commit(self._target_caches, self._metadata, trees, paths[:, 1:])
+            self._paths.start(paths)
         for paths in self._paths.arrived():
             self.stats.observe_paths(paths)
         return output

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from sequoia_vllm.kernels.scoring_inputs import place_nodes
 from sequoia_vllm.tree import TokenTree
 
 
@@ -57,10 +58,13 @@ class TreeScoring:
         """
         if batch.num_draft_tokens == 0:
             return
-        rows = batch.logits_indices
-        roots = rows[batch.cu_num_logits[:-1].long()]
-        self.context_lens[: batch.num_reqs] = batch.positions[roots]
-        batch.positions[rows] += self._shift[batch.expanded_local_pos.long()]
+        place_nodes(
+            rows=batch.logits_indices,
+            cu_rows=batch.cu_num_logits,
+            shifts=self._shift,
+            positions=batch.positions,
+            context_lens=self.context_lens,
+        )
 
     def trees_of(self, batch: InputBatch) -> ScoringTrees | None:
         """The trees of a batch that `place` has seen; None if it has none."""
@@ -74,7 +78,7 @@ class TreeScoring:
             max_nodes=int(drafts.max()) + 1,
             query_start_loc=batch.query_start_loc[: num_requests + 1],
             context_lens=self.context_lens[:num_requests],
-            max_keys=int(batch.seq_lens_cpu_upper_bound[:num_requests].max()),
+            max_keys=int(batch.seq_lens_cpu_upper_bound.numpy()[:num_requests].max()),
             only_trees=num_tokens == batch.num_tokens,
         )
 

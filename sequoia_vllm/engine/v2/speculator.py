@@ -83,9 +83,7 @@ class TreeSpeculator(StandaloneARSpeculator):
             for name in group.layer_names
             if name in self.draft_attn_layer_names
         }
-        self._cache = DraftCache(
-            self.block_tables, self.kv_cache_config, groups, self.expanded_slot_mappings
-        )
+        self._cache = DraftCache(self.block_tables, groups, self.expanded_slot_mappings)
         self._growth = TreeGrowth(
             batch=self.batch,
             drafted=self.drafted,
@@ -195,8 +193,7 @@ class TreeSpeculator(StandaloneARSpeculator):
         seeds: Tensor,
         drafts: int,
     ) -> None:
-        slots, num_reqs = batch.idx_mapping, batch.num_reqs
-        levels = self.levels_of(drafts)
+        num_reqs, levels = batch.num_reqs, self.levels_of(drafts)
         num_trees = min(num_reqs, self.plan.most_requests(drafts))
         is_long = self.reading.most_unread(batch.idx_mapping_np) > chain_width(levels)
         bounds = np.zeros(num_reqs, dtype=np.int32)
@@ -204,15 +201,24 @@ class TreeSpeculator(StandaloneARSpeculator):
         bounds[readers] = self.reading.take_bounds(
             batch.idx_mapping_np[readers], self.max_num_tokens
         )
-        unread = self.reading.take(
-            slots,
-            self.req_states.num_computed_tokens.gpu[slots],
-            num_sampled,
-            async_tensor_h2d(bounds, device=self.device),
+        self.batch.begin(
+            requests=batch.idx_mapping,
+            computed=self.req_states.num_computed_tokens.gpu,
+            num_sampled=num_sampled,
+            bounds=async_tensor_h2d(bounds, device=self.device),
+            read=self.reading.read,
+            modes=self.modes.gpu,
+            temperature=temperature,
+            seeds=seeds,
+            drafted_nodes=self.drafted.nodes,
+            drafted_rows=self.drafted.rows,
+            tree_size=levels.tree.size,
+            inner_nodes=levels.num_inner,
+            longest=min(self.draft_model_config.max_model_len, self.max_model_len) - 1,
+            max_trees=num_trees,
         )
-        self.batch.fill(slots, unread, self.modes.gpu, temperature, seeds)
         self._last_grown = levels
-        max_keys = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max()) + 1
+        max_keys = int(batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs].max()) + 1
         if is_long:
             hidden = self._read_ragged(batch, bounds)
             self._growth.grow(num_trees, levels, hidden[:num_trees], max_keys)
@@ -220,18 +226,6 @@ class TreeSpeculator(StandaloneARSpeculator):
             self._graphs.run_fullgraph(shape)
         else:
             self._growth.read_and_grow(num_trees, levels, max_keys)
-        self._note_drafted(slots[:num_trees], unread.complete[:num_trees], levels)
-
-    def _note_drafted(self, slots: Tensor, complete: Tensor, levels: DraftLevels) -> None:
-        """Says which request slots have drafts, and where their Q is."""
-        num_trees = len(slots)
-        roots, modes = self.batch.roots[:num_trees], self.batch.modes[:num_trees]
-        longest = min(self.draft_model_config.max_model_len, self.max_model_len) - 1
-        may_draft = complete & (modes >= 0) & (roots < longest)
-        # Requests that sit this pass out lose their drafts: their Q is overwritten.
-        self.drafted.nodes.zero_()
-        self.drafted.nodes[slots] = torch.where(may_draft, levels.tree.size, 0).int()
-        self.drafted.rows[slots] = self._growth.first_rows(levels)[:num_trees]
 
     def _read_ragged(self, batch: InputBatch, bounds: np.ndarray) -> Tensor:
         """Hidden states ``[R, H]`` at each request's last committed token.
@@ -263,8 +257,11 @@ class TreeSpeculator(StandaloneARSpeculator):
             step=int(bounds.max()),
             slot_mappings=slots,
         )
+        last = self.req_states.all_token_ids.gpu.shape[1] - 1
         hidden = self._run_model(
-            self._growth.committed(batch.idx_mapping[request], positions),
+            self.req_states.all_token_ids.gpu[
+                batch.idx_mapping[request], positions.clamp(max=last)
+            ],
             positions.clamp(max=self.draft_model_config.max_model_len - 1),
             metadata,
             self._cache.by_layer(slots),

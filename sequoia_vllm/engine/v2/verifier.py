@@ -26,6 +26,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 from sequoia_vllm.engine.tensor_parallel import of_first_rank
 from sequoia_vllm.engine.v2.levels import child_table
 from sequoia_vllm.engine.v2.speculator import TreeSpeculator
+from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
 from sequoia_vllm.kernels.verify import verify_trees
 
 
@@ -36,12 +37,18 @@ class Verified:
     Attributes:
         tokens: int64 ``[R, D + 1]``: emitted tokens.
         num_sampled: int32 ``[R]``: how many they are.
-        accepted: int32 ``[R, D]``: accepted nodes by depth, then -1.
+        paths: int32 ``[R, 1 + D]``: nodes drafted and scored, root included (less than
+            2: no tree), then the accepted ones by depth, then -1.
     """
 
     tokens: Tensor
     num_sampled: Tensor
-    accepted: Tensor
+    paths: Tensor
+
+    @property
+    def accepted(self) -> Tensor:
+        """int32 ``[R, D]``: accepted nodes by depth, then -1."""
+        return self.paths[:, 1:]
 
 
 class TreeRejectionSampler(RejectionSampler):
@@ -61,9 +68,8 @@ class TreeRejectionSampler(RejectionSampler):
             speculator.inner_rows, dtype=torch.int32, device=speculator.device
         )
         self._children = child_table(speculator.tree, speculator.device)
-        # Of the last batch, for commit and statistics: int32 [R, D] and [R].
-        self.accepted = torch.empty(0, dtype=torch.int32)
-        self.num_nodes = torch.empty(0, dtype=torch.int32)
+        # Of the last batch, for commit and statistics: see `Verified`.
+        self.paths = torch.empty(0, 1, dtype=torch.int32)
 
     def __call__(
         self,
@@ -81,11 +87,8 @@ class TreeRejectionSampler(RejectionSampler):
             invalid_drafts: bool ``[rows]``: drafts that a grammar excludes.
         """
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        verified = self._verify(
-            logits, self._drafted_tokens(input_batch, invalid_drafts), input_batch
-        )
-        self.accepted = verified.accepted
-        self.num_nodes = self._num_nodes(input_batch)
+        verified = self._verify_batch(logits, input_batch, invalid_drafts)
+        self.paths = verified.paths
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             verified.num_sampled,
             input_batch.seq_lens,
@@ -102,37 +105,45 @@ class TreeRejectionSampler(RejectionSampler):
             sampling_mask_tensors=None,
         )
 
-    def _drafted_tokens(self, batch: InputBatch, invalid: Tensor | None) -> Tensor:
-        """Drafted token of each logits row, int64; -1 where nothing may be accepted."""
-        drafted = self._speculator.drafted.nodes[batch.expanded_idx_mapping]
-        is_draft = batch.expanded_local_pos < drafted
-        if invalid is not None:
-            is_draft &= ~invalid
-        return torch.where(is_draft, batch.input_ids[batch.logits_indices], -1).long()
-
-    def _num_nodes(self, batch: InputBatch) -> Tensor:
-        """int32 ``[R]``: nodes scored that were drafted; less than 2: no tree."""
-        drafted = self._speculator.drafted.nodes[batch.idx_mapping]
-        return torch.minimum(drafted, batch.cu_num_logits.diff())
-
-    def _verify(self, logits: Tensor, tokens: Tensor, batch: InputBatch) -> Verified:
+    def _verify_batch(self, logits: Tensor, batch: InputBatch, invalid: Tensor | None) -> Verified:
         depth, slots = self._speculator.tree.depth, batch.idx_mapping
         verified = Verified(
-            tokens=tokens.new_empty(batch.num_reqs, depth + 1),
+            tokens=slots.new_empty(batch.num_reqs, depth + 1, dtype=torch.int64),
             num_sampled=slots.new_empty(batch.num_reqs, dtype=torch.int32),
-            accepted=slots.new_empty(batch.num_reqs, depth, dtype=torch.int32),
+            paths=slots.new_empty(batch.num_reqs, 1 + depth, dtype=torch.int32),
         )
+        inputs = self._inputs(batch, invalid, scored=verified.paths[:, 0])
         # As vLLM's: sampling parameters are applied to a float32 copy of limited size.
         most = get_max_chunk_logits(logits.shape[1])
         for requests in _request_chunks(batch.cu_num_logits_np, most):
-            self._verify_requests(requests, logits, tokens, batch, verified)
-        return Verified(*of_first_rank(verified.tokens, verified.num_sampled, verified.accepted))
+            self._verify_requests(requests, logits, inputs, batch, verified)
+        return Verified(*of_first_rank(verified.tokens, verified.num_sampled, verified.paths))
+
+    def _inputs(self, batch: InputBatch, invalid: Tensor | None, scored: Tensor) -> VerifierInputs:
+        """What is known of the batch's rows and requests, put side by side."""
+        states, drafted = self.sampler.sampling_states, self._speculator.drafted
+        return gather_for_verification(
+            rows=batch.logits_indices,
+            row_slots=batch.expanded_idx_mapping,
+            row_nodes=batch.expanded_local_pos,
+            invalid=invalid,
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            slots=batch.idx_mapping,
+            cu_rows=batch.cu_num_logits,
+            num_nodes=drafted.nodes,
+            state_rows=drafted.rows,
+            modes=self._speculator.modes.gpu,
+            temperatures=states.temperature.gpu,
+            seeds=states.seeds.gpu,
+            scored=scored,
+        )
 
     def _verify_requests(
         self,
         requests: slice,
         all_logits: Tensor,
-        tokens: Tensor,
+        all_inputs: VerifierInputs,
         batch: InputBatch,
         verified: Verified,
     ) -> None:
@@ -140,20 +151,22 @@ class TreeRejectionSampler(RejectionSampler):
         states, speculator = self.sampler.sampling_states, self._speculator
         first = int(batch.cu_num_logits_np[requests.start])
         rows = slice(first, int(batch.cu_num_logits_np[requests.stop]))
-        cu_num_logits = batch.cu_num_logits[requests.start : requests.stop + 1] - first
-        slots, slots_np = batch.idx_mapping[requests], batch.idx_mapping_np[requests]
-        positions = batch.positions[batch.logits_indices[rows]]
+        cu_num_logits = batch.cu_num_logits[requests.start : requests.stop + 1]
+        if first > 0:
+            cu_num_logits = cu_num_logits - first
+        slots_np = batch.idx_mapping_np[requests]
+        inputs = all_inputs.part(requests, rows)
         logits = self.sampler.apply_sampling_params(
             all_logits[rows],
             batch.expanded_idx_mapping[rows],
-            slots,
+            batch.idx_mapping[requests],
             slots_np,
-            positions,
-            batch.input_ids[batch.logits_indices[rows]],
+            inputs.positions,
+            inputs.token_ids,
             batch.expanded_local_pos[rows],
             batch.seq_lens_cpu_upper_bound.numpy()[requests],
         )
-        own_tokens = tokens[rows]  # not read where all are sampled
+        own_tokens = inputs.tokens  # not read where all are sampled
         if not speculator.modes.all_sampled(slots_np):
             # What the engine would sample without speculation, at every node.
             own_tokens = gumbel_sample(
@@ -161,25 +174,25 @@ class TreeRejectionSampler(RejectionSampler):
                 batch.expanded_idx_mapping[rows],
                 states.temperature.gpu,
                 states.seeds.gpu,
-                positions,
+                inputs.positions,
                 apply_temperature=False,
                 is_drafting=False,
             )
         drafted = speculator.drafted
         verify_trees(
             logits=logits,
-            tokens=tokens[rows],
+            tokens=inputs.tokens,
             target_tokens=own_tokens,
             cu_num_logits=cu_num_logits,
-            modes=speculator.modes.gpu[slots],
-            positions=positions[cu_num_logits[:-1].long()].int(),
-            seeds=states.seeds.gpu[slots],
+            modes=inputs.modes,
+            positions=inputs.root_positions,
+            seeds=inputs.seeds,
             children=self._children,
             inner_index=self._inner_index,
             draft_logits=drafted.logits,
             draft_stats=drafted.stats,
-            state_rows=drafted.rows[slots],
-            draft_temperatures=states.temperature.gpu[slots],
+            state_rows=inputs.state_rows,
+            draft_temperatures=inputs.temperatures,
             sampled_tokens=verified.tokens[requests],
             num_sampled=verified.num_sampled[requests],
             accepted=verified.accepted[requests],

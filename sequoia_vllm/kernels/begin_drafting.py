@@ -1,0 +1,147 @@
+# mypy: allow-untyped-defs
+"""The start of a drafting pass, in one launch: what a batch reads, and who will have drafts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sequoia_vllm.kernels import modes as draft_modes
+
+if TYPE_CHECKING:
+    from sequoia_vllm.kernels.compile_report import Variant
+
+_SKIP = tl.constexpr(draft_modes.SKIP)
+_BLOCK = 128
+
+
+def begin_drafting(
+    *,
+    requests: Tensor,
+    computed: Tensor,
+    num_sampled: Tensor,
+    bounds: Tensor,
+    all_modes: Tensor,
+    all_temperatures: Tensor,
+    all_seeds: Tensor,
+    read: Tensor,
+    num_nodes: Tensor,
+    rows: Tensor,
+    tree_size: int,
+    inner_nodes: int,
+    longest: int,
+    max_trees: int,
+    slots: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    roots: Tensor,
+    modes: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+) -> None:
+    """Takes R requests from tables of S request slots into a batch of M >= R rows.
+
+    A request reads what is committed beyond what it has read, up to its bound, and
+    that counts as read from now on. It gets a tree if nothing is left to read
+    then, a token was sampled after which to draft, and its mode, length and row
+    allow it. Rows from R on are padding: slot -1, mode SKIP, lengths 0.
+
+    Waits for nothing on the device.
+
+    Args:
+        requests: int32 or int64 ``[R]``: slot of each, all different.
+        computed: int32 ``[S]``: tokens in the target's cache.
+        num_sampled: int32 ``[R]``: tokens that the step sampled; the last of them is
+            committed, but not in the target's cache.
+        bounds: int32 ``[R]``: most tokens to read.
+        all_modes: int32 ``[S]``, of `sequoia_vllm.kernels.modes`.
+        all_temperatures: float32 ``[S]``.
+        all_seeds: int64 ``[S]``.
+        read: int32 ``[S]``, read and written: tokens that the draft has read.
+        num_nodes: int32 ``[S]``, written: nodes of the request's tree, root included,
+            or 0. All slots without a request of the batch get 0, too.
+        rows: int32 ``[S]``, written for the requests of the batch: the first of the rows
+            in which its draft logits are kept.
+        tree_size: Nodes of the trees.
+        inner_nodes: Of them, those with children: so many rows of logits each tree has.
+        longest: No tree where the root's position reaches it.
+        max_trees: Nor in rows from this one on.
+        slots: int64 ``[M]``, written: the request's slot.
+        starts, counts: int32 ``[M]``, written: first position to read, and how many.
+        roots: int32 ``[M]``, written: position of the last committed token.
+        modes: int32 ``[M]``, written.
+        temperatures, seeds: float32 and int64 ``[M]``, written for the R requests.
+    """
+    num_nodes.zero_()
+    begin_drafting_kernel[(triton.cdiv(len(slots), _BLOCK),)](
+        requests, computed, num_sampled, bounds, all_modes, all_temperatures, all_seeds,
+        read, num_nodes, rows, len(requests), len(slots), tree_size, inner_nodes, longest,
+        max_trees, slots, starts, counts, roots, modes, temperatures, seeds,
+        BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_requests",
+        "max_requests",
+        "tree_size",
+        "inner_nodes",
+        "longest",
+        "max_trees",
+    ]
+)
+def begin_drafting_kernel(
+    requests, computed, num_sampled, bounds, all_modes, all_temperatures, all_seeds,
+    read, num_nodes, rows, num_requests, max_requests, tree_size, inner_nodes, longest, max_trees,
+    slots, starts, counts, roots, modes, temperatures, seeds, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row of the batch per lane. Arguments as in `begin_drafting`."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = row < max_requests
+    is_request = row < num_requests
+    slot = tl.load(requests + row, mask=is_request, other=-1).to(tl.int64)
+    sampled = tl.load(num_sampled + row, mask=is_request, other=0) > 0
+    start = tl.load(read + slot, mask=is_request, other=0)
+    end = tl.load(computed + slot, mask=is_request, other=0) + sampled.to(tl.int32)
+    bound = tl.load(bounds + row, mask=is_request, other=0)
+    count = tl.maximum(tl.minimum(end - start, bound), 0)
+    root = tl.maximum(end - 1, 0)
+    mode = tl.load(all_modes + slot, mask=is_request, other=_SKIP)
+    tl.store(slots + row, slot, mask=exists)
+    tl.store(starts + row, start, mask=exists)
+    tl.store(counts + row, count, mask=exists)
+    tl.store(roots + row, root, mask=exists)
+    tl.store(modes + row, mode, mask=exists)
+    temperature = tl.load(all_temperatures + slot, mask=is_request)
+    tl.store(temperatures + row, temperature, mask=is_request)
+    tl.store(seeds + row, tl.load(all_seeds + slot, mask=is_request), mask=is_request)
+
+    tl.store(read + slot, start + count, mask=is_request)
+    drafts = sampled & (start + count == end) & (mode != _SKIP)
+    drafts = drafts & (root < longest) & (row < max_trees)
+    tl.store(num_nodes + slot, tl.where(drafts, tree_size, 0), mask=is_request)
+    tl.store(rows + slot, row * inner_nodes, mask=is_request)
+
+
+def aot_variants() -> list[Variant]:
+    """As an engine launches it, for `compile_report`."""
+    from sequoia_vllm.kernels.compile_report import Variant
+
+    int32 = (
+        "requests", "computed", "num_sampled", "bounds", "all_modes", "read", "num_nodes", "rows",
+        "starts", "counts", "roots", "modes",
+    )  # fmt: skip
+    numbers = (
+        "num_requests", "max_requests", "tree_size", "inner_nodes", "longest", "max_trees",
+    )  # fmt: skip
+    signature = {
+        **dict.fromkeys(int32, "*i32"),
+        **dict.fromkeys(("all_temperatures", "temperatures"), "*fp32"),
+        **dict.fromkeys(("all_seeds", "slots", "seeds"), "*i64"),
+        **dict.fromkeys(numbers, "i32"),
+    }
+    return [Variant("begin drafting", begin_drafting_kernel, signature, {"BLOCK": _BLOCK})]

@@ -1,0 +1,249 @@
+# mypy: allow-untyped-defs
+"""What the target's pass and the verifier need of a batch, in one launch each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sequoia_vllm.kernels.compile_report import Variant
+
+_BLOCK = 128
+
+
+def _aligned(count: int) -> int:
+    """Not fewer, and a whole number of what Triton takes for aligned."""
+    return -(-count // 16) * 16
+
+
+def place_nodes(
+    *,
+    rows: Tensor,
+    cu_rows: Tensor,
+    shifts: Tensor,
+    positions: Tensor,
+    context_lens: Tensor,
+) -> None:
+    """Moves the nodes of R trees from positions in a row to positions by depth.
+
+    Waits for nothing on the device.
+
+    Args:
+        rows: int32 or int64 ``[T]``: where each node's position is.
+        cu_rows: int32 ``[R + 1]``: nodes ``cu_rows[r]`` to ``cu_rows[r + 1]`` are
+            request r's, in stored order, at most N.
+        shifts: int64 ``[N]``: depth of each node minus its index.
+        positions: int64, changed in place.
+        context_lens: int32 ``[>= R]``, written: position of each root; left alone for
+            requests without nodes.
+    """
+    requests = len(cu_rows) - 1
+    if requests == 0:
+        return
+    place_nodes_kernel[(requests,)](
+        rows, cu_rows, shifts, len(shifts), positions, context_lens,
+        BLOCK=min(1024, triton.next_power_of_2(len(shifts))), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["max_nodes"])
+def place_nodes_kernel(
+    rows, cu_rows, shifts, max_nodes, positions, context_lens, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One request per program. Arguments as in `place_nodes`."""
+    request = tl.program_id(0)
+    first = tl.load(cu_rows + request)
+    num_nodes = tl.minimum(tl.load(cu_rows + request + 1) - first, max_nodes)
+    for start in range(0, num_nodes, BLOCK):
+        node = start + tl.arange(0, BLOCK)
+        exists = node < num_nodes
+        row = tl.load(rows + first + node, mask=exists, other=0)
+        position = tl.load(positions + row, mask=exists, other=0)
+        root = exists & (node == 0)
+        tl.store(context_lens + request + node, position.to(tl.int32), mask=root)
+        shift = tl.load(shifts + node, mask=exists, other=0)
+        tl.store(positions + row, position + shift, mask=exists & (node > 0))
+
+
+@dataclass(frozen=True)
+class VerifierInputs:
+    """What `gather_for_verification` collects.
+
+    Attributes:
+        tokens: int64 ``[T]``: the drafted token of each row; -1: none to accept.
+        token_ids: int32 ``[T]``: what the target read in each row.
+        positions: int64 ``[T]``.
+        modes, root_positions, state_rows: int32 ``[R]``.
+        temperatures: float32 ``[R]``.
+        seeds: int64 ``[R]``.
+    """
+
+    tokens: Tensor
+    token_ids: Tensor
+    positions: Tensor
+    modes: Tensor
+    root_positions: Tensor
+    state_rows: Tensor
+    temperatures: Tensor
+    seeds: Tensor
+
+    @staticmethod
+    def empty(rows: int, requests: int, device: torch.device) -> VerifierInputs:
+        """Memory for T rows and R requests."""
+        # Rows of one piece of memory begin where it is aligned.
+        int64 = torch.empty(3, _aligned(max(rows, requests)), dtype=torch.int64, device=device)
+        int32 = torch.empty(5, int64.shape[1], dtype=torch.int32, device=device)
+        tokens, positions, seeds = int64
+        token_ids, modes, root_positions, state_rows, temperatures = int32
+        return VerifierInputs(
+            tokens=tokens[:rows],
+            token_ids=token_ids[:rows],
+            positions=positions[:rows],
+            modes=modes[:requests],
+            root_positions=root_positions[:requests],
+            state_rows=state_rows[:requests],
+            temperatures=temperatures[:requests].view(torch.float32),
+            seeds=seeds[:requests],
+        )
+
+    def part(self, requests: slice, rows: slice) -> VerifierInputs:
+        """Of these requests, which have these rows."""
+        by_row = (self.tokens, self.token_ids, self.positions)
+        by_request = (
+            self.modes, self.root_positions, self.state_rows, self.temperatures, self.seeds
+        )  # fmt: skip
+        return VerifierInputs(
+            *(values[rows] for values in by_row), *(values[requests] for values in by_request)
+        )
+
+
+def gather_for_verification(
+    *,
+    rows: Tensor,
+    row_slots: Tensor,
+    row_nodes: Tensor,
+    invalid: Tensor | None,
+    input_ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cu_rows: Tensor,
+    num_nodes: Tensor,
+    state_rows: Tensor,
+    modes: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    scored: Tensor,
+) -> VerifierInputs:
+    """Collects, for T rows of R requests, what lies about by row and by request slot.
+
+    Waits for nothing on the device.
+
+    Args:
+        rows: int32 or int64 ``[T]``: row of each node in the target's pass.
+        row_slots: int32 or int64 ``[T]``: request slot of each.
+        row_nodes: int32 or int64 ``[T]``: its index in the tree.
+        invalid: bool ``[T]``: rows whose token must not be accepted; or None.
+        input_ids: int32: tokens of the target's pass.
+        positions: int64: their positions.
+        slots: int32 or int64 ``[R]``: slot of each request.
+        cu_rows: int32 ``[R + 1]``: first of the T rows of each request.
+        num_nodes: int32 ``[S]``: nodes that were drafted, by request slot; 0: none.
+        state_rows, modes: int32 ``[S]``.
+        temperatures: float32 ``[S]``.
+        seeds: int64 ``[S]``.
+        scored: int32 ``[R]`` with any stride, written: nodes that were drafted and scored.
+    """
+    num_rows, requests = len(rows), len(slots)
+    inputs = VerifierInputs.empty(num_rows, requests, rows.device)
+    gather_for_verification_kernel[(triton.cdiv(max(num_rows, requests), _BLOCK),)](
+        rows, row_slots, row_nodes, invalid, input_ids, positions, slots, cu_rows,
+        num_nodes, state_rows, modes, temperatures, seeds, num_rows, requests,
+        inputs.tokens, inputs.token_ids, inputs.positions,
+        inputs.modes, inputs.root_positions, inputs.state_rows, inputs.temperatures, inputs.seeds,
+        scored, scored.stride(0), HAS_INVALID=invalid is not None, BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return inputs
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_requests", "scored_stride"])
+def gather_for_verification_kernel(
+    rows, row_slots, row_nodes, invalid, input_ids, positions, slots, cu_rows,
+    num_nodes, state_rows, modes, temperatures, seeds, num_rows, num_requests,
+    tokens_out, token_ids_out, positions_out,
+    modes_out, root_positions_out, state_rows_out, temperatures_out, seeds_out,
+    scored, scored_stride, HAS_INVALID: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row and a request per lane. Arguments as in `gather_for_verification`."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+
+    exists = index < num_rows
+    row = tl.load(rows + index, mask=exists, other=0)
+    token = tl.load(input_ids + row, mask=exists, other=0)
+    drafted = tl.load(num_nodes + tl.load(row_slots + index, mask=exists, other=0), mask=exists)
+    is_draft = exists & (tl.load(row_nodes + index, mask=exists, other=0) < drafted)
+    if HAS_INVALID:
+        is_draft = is_draft & (tl.load(invalid + index, mask=exists, other=1) == 0)
+    tl.store(tokens_out + index, tl.where(is_draft, token, -1).to(tl.int64), mask=exists)
+    tl.store(token_ids_out + index, token, mask=exists)
+    tl.store(positions_out + index, tl.load(positions + row, mask=exists, other=0), mask=exists)
+
+    exists = index < num_requests
+    slot = tl.load(slots + index, mask=exists, other=0)
+    first = tl.load(cu_rows + index, mask=exists, other=0)
+    given = tl.load(cu_rows + index + 1, mask=exists, other=0) - first
+    drafted = tl.load(num_nodes + slot, mask=exists, other=0)
+    tl.store(scored + index * scored_stride, tl.minimum(drafted, given), mask=exists)
+    has_root = exists & (first < num_rows)
+    root = tl.load(rows + first, mask=has_root, other=0)
+    position = tl.load(positions + root, mask=has_root, other=0)
+    tl.store(root_positions_out + index, position.to(tl.int32), mask=exists)
+    tl.store(modes_out + index, tl.load(modes + slot, mask=exists), mask=exists)
+    tl.store(state_rows_out + index, tl.load(state_rows + slot, mask=exists), mask=exists)
+    temperature = tl.load(temperatures + slot, mask=exists)
+    tl.store(temperatures_out + index, temperature, mask=exists)
+    tl.store(seeds_out + index, tl.load(seeds + slot, mask=exists), mask=exists)
+
+
+def aot_variants() -> list[Variant]:
+    """As an engine launches them, for `compile_report`."""
+    from sequoia_vllm.kernels.compile_report import Variant
+
+    int32 = (
+        "row_slots", "row_nodes", "input_ids", "slots", "cu_rows", "num_nodes", "state_rows",
+        "modes", "token_ids_out", "modes_out", "root_positions_out", "state_rows_out", "scored",
+        "context_lens",
+    )  # fmt: skip
+    int64 = (
+        "rows", "shifts", "positions", "seeds", "tokens_out", "positions_out", "seeds_out"
+    )  # fmt: skip
+    signature = {
+        **dict.fromkeys(int32, "*i32"),
+        **dict.fromkeys(int64, "*i64"),
+        **dict.fromkeys(("temperatures", "temperatures_out"), "*fp32"),
+        **dict.fromkeys(("max_nodes", "num_rows", "num_requests", "scored_stride"), "i32"),
+        "invalid": "*i1",
+    }
+    return [
+        Variant(
+            name,
+            kernel,
+            {name: signature[name] for name in kernel.arg_names if name in signature},
+            constexprs,
+            num_warps=num_warps,
+        )
+        for name, kernel, constexprs, num_warps in (
+            ("place nodes", place_nodes_kernel, {"BLOCK": 64}, 1),
+            (
+                "gather for verification",
+                gather_for_verification_kernel,
+                {"HAS_INVALID": True, "BLOCK": _BLOCK},
+                4,
+            ),
+        )
+    ]

@@ -1,0 +1,103 @@
+"""The start of a drafting pass against a plain loop over the batch."""
+
+import pytest
+import torch
+
+from sequoia_vllm.kernels.begin_drafting import begin_drafting
+from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
+
+UNTOUCHED = -99
+TREE_SIZE, INNER_NODES, LONGEST, MAX_TREES = 12, 5, 40, 6
+# By request: slot, tokens in the cache, sampled, read, bound, mode.
+BATCH = [
+    (4, 20, 3, 18, 3, GREEDY),  # reads all: 18, 19 and the token at 20
+    (0, 16, 0, 0, 16, GREEDY),  # a part of a prompt: nothing sampled, no tree
+    (7, 30, 1, 10, 8, SAMPLED),  # more than its bound: no tree yet
+    (2, 9, 1, 9, 4, SKIP),  # reads, but never drafts
+    (5, 39, 2, 39, 2, MATCHED),  # its root is the last position with a tree
+    (1, 40, 1, 40, 2, MATCHED),  # ... and past it
+    (8, 5, 1, 5, 1, GREEDY),  # in a row without room for a tree
+    (3, 0, 0, 0, 0, GREEDY),  # nothing at all
+    (6, 7, 0, 9, 4, GREEDY),  # has read more than there is
+]
+SLOTS, ROWS = 11, 12
+
+
+def given(batch, slots):
+    by_slot = {
+        "computed": torch.full((slots,), 1000, dtype=torch.int32),
+        "all_modes": torch.full((slots,), GREEDY, dtype=torch.int32),
+        "read": torch.full((slots,), UNTOUCHED, dtype=torch.int32),
+        "num_nodes": torch.full((slots,), TREE_SIZE, dtype=torch.int32),  # of the last step
+        "rows": torch.full((slots,), UNTOUCHED, dtype=torch.int32),
+        "all_temperatures": torch.arange(slots).float() / 8,
+        "all_seeds": torch.arange(slots) * 10**12,
+    }
+    for slot, computed, _, read, _, mode in batch:
+        by_slot["computed"][slot], by_slot["read"][slot] = computed, read
+        by_slot["all_modes"][slot] = mode
+    columns = {
+        name: index for index, name in enumerate(("requests", "", "num_sampled", "", "bounds"))
+    }
+    by_request = {
+        name: torch.tensor([request[column] for request in batch], dtype=torch.int32)
+        for name, column in columns.items()
+        if name
+    }
+    return by_slot | by_request
+
+
+def written(rows):
+    dtypes = {"slots": torch.int64, "temperatures": torch.float32, "seeds": torch.int64}
+    names = ("slots", "starts", "counts", "roots", "modes", "temperatures", "seeds")
+    return {
+        name: torch.full((rows,), UNTOUCHED, dtype=dtypes.get(name, torch.int32)) for name in names
+    }
+
+
+def check(batch, slots, rows):
+    arguments, out = given(batch, slots), written(rows)
+    begin_drafting(
+        **arguments,
+        **out,
+        tree_size=TREE_SIZE,
+        inner_nodes=INNER_NODES,
+        longest=LONGEST,
+        max_trees=MAX_TREES,
+    )
+    trees = {}
+    for row, (slot, computed, sampled, read, bound, mode) in enumerate(batch):
+        end = computed + (sampled > 0)
+        count = max(min(end - read, bound), 0)
+        found = [out[name][row].item() for name in ("slots", "starts", "counts", "roots", "modes")]
+        assert found == [slot, read, count, max(end - 1, 0), mode]
+        assert out["temperatures"][row] == slot / 8
+        assert out["seeds"][row] == slot * 10**12
+        assert arguments["read"][slot] == read + count
+        assert arguments["rows"][slot] == row * INNER_NODES
+        complete = read + count == end and sampled > 0
+        if complete and mode != SKIP and end - 1 < LONGEST and row < MAX_TREES:
+            trees[slot] = TREE_SIZE
+    assert arguments["num_nodes"].tolist() == [trees.get(slot, 0) for slot in range(slots)]
+    others = sorted(set(range(slots)) - {request[0] for request in batch})
+    assert (arguments["read"][others] == UNTOUCHED).all()
+    assert (arguments["rows"][others] == UNTOUCHED).all()
+    padding = slice(len(batch), None)
+    assert (out["slots"][padding] == -1).all()
+    assert (out["modes"][padding] == SKIP).all()
+    assert not any(out[name][padding].any() for name in ("starts", "counts", "roots"))
+    return trees
+
+
+@pytest.mark.parametrize("rows", [len(BATCH), ROWS])
+def test_a_batch(rows):
+    assert set(check(BATCH, SLOTS, rows)) == {4, 5}
+
+
+def test_a_batch_of_more_rows_than_one_program_has():
+    batch = [(199 - row, row % 50, row % 3, row % 7, 4, row % 4 - 1) for row in range(150)]
+    assert check(batch, 200, 200)
+
+
+def test_without_requests_all_is_padding():
+    assert check([], 3, 4) == {}

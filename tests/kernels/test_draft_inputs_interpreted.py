@@ -1,0 +1,177 @@
+"""What the draft model reads against plain loops: padding, ends of the model, several groups."""
+
+import pytest
+import torch
+
+from sequoia_vllm.kernels.draft_inputs import NO_SLOT, DraftInputs, PagedTables
+
+UNTOUCHED = -99
+MAX_LEN = 64
+# Request slots of a batch of five; the fourth is a graph's padding.
+REQUESTS = torch.tensor([3, 0, 2, -1, 4])
+POISON = torch.iinfo(torch.int32).max // 1024
+
+
+def tables_of(block_sizes, requests=5):
+    """Tables wider than the model's length needs, none of whose blocks is another's."""
+    generator = torch.Generator().manual_seed(7)
+    tables = []
+    for size in block_sizes:
+        width = -(-MAX_LEN // size)
+        table = torch.randperm(requests * width, generator=generator).view(requests, width).int()
+        tables.append(torch.nn.functional.pad(table, (0, 3), value=POISON)[:, :width])
+    return PagedTables.of(tables, block_sizes)
+
+
+def untouched_inputs(tables, rows, max_requests=6):
+    inputs = DraftInputs.empty(tables, rows, max_requests)
+    for buffer in (inputs.token_ids, inputs.positions, inputs.slots, inputs.last_rows):
+        buffer.fill_(UNTOUCHED)
+    return inputs
+
+
+def expected_slot(tables, group, request, position):
+    size = int(tables.layout[group, 3])
+    return int(tables.tables[group][request, position // size]) * size + position % size
+
+
+def check_rows(inputs, expected, block_sizes):
+    """`expected` are (token, position, place in the cache or None, request) of each row."""
+    rows = len(expected)
+    assert inputs.token_ids[:rows].tolist() == [token for token, _, _, _ in expected]
+    assert inputs.positions[:rows].tolist() == [position for _, position, _, _ in expected]
+    for group in range(len(block_sizes)):
+        assert inputs.slots[group, :rows].tolist() == [
+            NO_SLOT if cached is None else expected_slot(inputs.tables, group, request, cached)
+            for _, _, cached, request in expected
+        ]
+    for buffer in (inputs.token_ids, inputs.positions, inputs.slots):
+        assert (buffer[..., rows:] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("block_sizes", [(16,), (32,), (16, 32), (32, 16, 64)])
+def test_committed_tokens(block_sizes):
+    inputs = untouched_inputs(tables_of(block_sizes), rows=40)
+    starts = torch.tensor([0, 15, 31, 9, MAX_LEN - 2], dtype=torch.int32)
+    counts = torch.tensor([4, 0, 2, 4, 3], dtype=torch.int32)  # the last leaves the model
+    token_ids = torch.arange(5 * (MAX_LEN + 3), dtype=torch.int32).view(5, MAX_LEN + 3)[:, :MAX_LEN]
+    width, longest = 4, 33
+    inputs.read_committed(
+        requests=REQUESTS,
+        starts=starts,
+        counts=counts,
+        all_token_ids=token_ids,
+        width=width,
+        longest=longest,
+    )
+    expected = []
+    for request, slot in enumerate(REQUESTS.tolist()):
+        for offset in range(width):
+            position = int(starts[request]) + offset
+            real = slot >= 0 and offset < counts[request] and position < MAX_LEN
+            expected.append(
+                (
+                    int(token_ids[slot, position]) if real else 0,
+                    min(position, longest - 1),
+                    position if real else None,
+                    request,
+                )
+            )
+    assert [cached is None for _, _, cached, _ in expected[-4:]] == [False, False, True, True]
+    check_rows(inputs, expected, block_sizes)
+    assert inputs.last_rows.tolist() == [3, 4, 9, 15, 18, UNTOUCHED]
+
+
+@pytest.mark.parametrize("block_sizes", [(16,), (32,), (16, 32), (32, 16, 64)])
+def test_nodes_of_a_level(block_sizes):
+    inputs = untouched_inputs(tables_of(block_sizes), rows=33)
+    roots = torch.tensor([0, 14, 30, 0, MAX_LEN - 6], dtype=torch.int32)
+    tokens = torch.arange(5 * 12).view(5, 12)[:, :9]
+    nodes = torch.tensor([1, 4, 8], dtype=torch.int32)
+    first, depth, longest = 4, 2, 32
+    inputs.read_level(
+        requests=REQUESTS,
+        roots=roots,
+        tokens=tokens,
+        nodes=nodes,
+        first=first,
+        depth=depth,
+        max_len=MAX_LEN,
+        longest=longest,
+    )
+    expected = []
+    for request, slot in enumerate(REQUESTS.tolist()):
+        for place, node in enumerate(nodes.tolist()):
+            cached = int(roots[request]) + first + place
+            real = slot >= 0
+            expected.append(
+                (
+                    int(tokens[request, node]) if real else 0,
+                    min(int(roots[request]) + depth, longest - 1),
+                    cached if real and cached < MAX_LEN else None,
+                    request,
+                )
+            )
+    assert [cached for _, _, cached, _ in expected[-3:]] == [MAX_LEN - 2, MAX_LEN - 1, None]
+    check_rows(inputs, expected, block_sizes)
+
+
+def test_more_rows_than_one_program_has():
+    inputs = untouched_inputs(tables_of((16,), requests=40), rows=400, max_requests=40)
+    roots = torch.arange(40, dtype=torch.int32)
+    inputs.read_level(
+        requests=torch.arange(40).flip(0),
+        roots=roots,
+        tokens=torch.arange(40 * 9).view(40, 9),
+        nodes=torch.arange(1, 8, dtype=torch.int32),
+        first=2,
+        depth=1,
+        max_len=MAX_LEN,
+        longest=MAX_LEN,
+    )
+    expected = [
+        (request * 9 + node, request + 1, request + 1 + node, request)
+        for request in range(40)
+        for node in range(1, 8)
+    ]
+    check_rows(inputs, expected, (16,))
+
+
+def test_no_entry_beyond_a_table_is_read():
+    """A position that the table has no block for has no slot, even if the model goes so far."""
+    table = torch.tensor([[5, POISON, POISON]], dtype=torch.int32)[:, :1]
+    inputs = untouched_inputs(PagedTables.of([table], [16]), rows=8, max_requests=1)
+    inputs.read_level(
+        requests=torch.tensor([0]),
+        roots=torch.tensor([14], dtype=torch.int32),
+        tokens=torch.zeros(1, 4, dtype=torch.int64),
+        nodes=torch.tensor([1, 2, 3], dtype=torch.int32),
+        first=0,
+        depth=1,
+        max_len=1024,
+        longest=1024,
+    )
+    assert inputs.slots[0, :3].tolist() == [5 * 16 + 14, 5 * 16 + 15, NO_SLOT]
+
+
+def test_tables_that_do_not_fit_are_refused():
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match="1 block tables and 2 block sizes"):
+        PagedTables.of([table], [16, 16])
+    with pytest.raises(ValueError, match="must be int32"):
+        PagedTables.of([table.long()], [16])
+    with pytest.raises(ValueError, match="must be int32"):
+        PagedTables.of([table.t()], [16])
+
+
+def test_batches_that_do_not_fit_are_refused():
+    inputs = untouched_inputs(tables_of((16,)), rows=9, max_requests=5)
+    with pytest.raises(ValueError, match="10 rows of 5 requests"):
+        inputs.read_committed(
+            requests=REQUESTS,
+            starts=torch.zeros(5, dtype=torch.int32),
+            counts=torch.zeros(5, dtype=torch.int32),
+            all_token_ids=torch.zeros(5, 8, dtype=torch.int32),
+            width=2,
+            longest=8,
+        )

@@ -1,0 +1,150 @@
+"""Positions by depth and the verifier's inputs against plain loops."""
+
+import pytest
+import torch
+
+from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
+from sequoia_vllm.kernels.scoring_inputs import gather_for_verification, place_nodes
+
+UNTOUCHED = -99
+# A tree of five nodes: depth minus index.
+SHIFTS = torch.tensor([0, 0, -1, -2, -2])
+# Nodes of each request in the batch, beside rows that belong to no tree.
+NODES = [3, 1, 5, 0, 2]
+CU_ROWS = torch.tensor([0, 3, 4, 9, 9, 11], dtype=torch.int32)
+ROWS = torch.tensor([0, 1, 2, 7, 8, 9, 10, 11, 12, 13, 14])  # 3 to 6 read a prompt
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_nodes_are_placed_by_depth(dtype):
+    positions = torch.arange(100, 118)
+    context_lens = torch.full((6,), UNTOUCHED, dtype=torch.int32)
+    expected, contexts = positions.tolist(), context_lens.tolist()
+    for request, nodes in enumerate(NODES):
+        rows = ROWS[CU_ROWS[request] : CU_ROWS[request] + nodes].tolist()
+        for node, row in enumerate(rows):
+            expected[row] += int(SHIFTS[node])
+        if rows:
+            contexts[request] = 100 + rows[0]
+    place_nodes(
+        rows=ROWS.to(dtype),
+        cu_rows=CU_ROWS,
+        shifts=SHIFTS,
+        positions=positions,
+        context_lens=context_lens,
+    )
+    assert positions.tolist() == expected
+    assert context_lens.tolist() == contexts
+    assert contexts[3] == contexts[5] == UNTOUCHED
+
+
+def test_a_large_tree_is_placed():
+    """More nodes than a program takes at once."""
+    size = 1500
+    shifts = torch.arange(size) // 2 * -1
+    positions = torch.arange(size) + 7
+    context_lens = torch.zeros(1, dtype=torch.int32)
+    place_nodes(
+        rows=torch.arange(size),
+        cu_rows=torch.tensor([0, size], dtype=torch.int32),
+        shifts=shifts,
+        positions=positions,
+        context_lens=context_lens,
+    )
+    assert torch.equal(positions, torch.arange(size) + 7 + shifts)
+    assert context_lens.tolist() == [7]
+
+
+def test_no_trees_are_placed():
+    positions = torch.arange(3)
+    place_nodes(
+        rows=torch.zeros(0, dtype=torch.int64),
+        cu_rows=torch.zeros(1, dtype=torch.int32),
+        shifts=SHIFTS,
+        positions=positions,
+        context_lens=torch.zeros(1, dtype=torch.int32),
+    )
+    assert positions.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("with_invalid", [False, True])
+def test_inputs_of_the_verifier(with_invalid):
+    slots = torch.tensor([5, 0, 3, 1, 2], dtype=torch.int32)
+    by_slot = {
+        "num_nodes": torch.tensor([4, 0, 0, 4, 9, 9], dtype=torch.int32),
+        "state_rows": torch.tensor([1, 9, 9, 3, 9, 0], dtype=torch.int32),
+        "modes": torch.tensor([GREEDY, SKIP, SKIP, SAMPLED, GREEDY, MATCHED], dtype=torch.int32),
+        "temperatures": torch.arange(6) / 8,
+        "seeds": torch.arange(6) * -(10**12),
+    }
+    input_ids = torch.arange(200, 218, dtype=torch.int32)
+    positions = torch.arange(100, 118)
+    counts = CU_ROWS.diff()
+    row_nodes = torch.cat([torch.arange(count, dtype=torch.int32) for count in counts.tolist()])
+    row_slots = slots.repeat_interleave(counts)
+    invalid = torch.zeros(11, dtype=torch.bool)
+    invalid[5] = True  # node 1 of the third request
+    paths = torch.full((5, 4), UNTOUCHED, dtype=torch.int32)
+    inputs = gather_for_verification(
+        rows=ROWS,
+        row_slots=row_slots,
+        row_nodes=row_nodes,
+        invalid=invalid if with_invalid else None,
+        input_ids=input_ids,
+        positions=positions,
+        slots=slots,
+        cu_rows=CU_ROWS,
+        **by_slot,
+        scored=paths[:, 0],
+    )
+    expected = []
+    for row, (node, slot) in enumerate(zip(row_nodes.tolist(), row_slots.tolist(), strict=True)):
+        is_draft = node < by_slot["num_nodes"][slot] and not (with_invalid and invalid[row])
+        expected.append(int(input_ids[ROWS[row]]) if is_draft else -1)
+    assert inputs.tokens.tolist() == expected
+    assert expected[8] == -1  # its tree had four nodes: the fifth was not drafted
+    assert inputs.token_ids.tolist() == input_ids[ROWS].tolist()
+    assert inputs.positions.tolist() == positions[ROWS].tolist()
+    for name in ("state_rows", "modes", "temperatures", "seeds"):
+        assert getattr(inputs, name).tolist() == by_slot[name][slots.long()].tolist()
+    assert inputs.root_positions.tolist() == [100, 107, 108, 113, 113]
+    assert paths[:, 0].tolist() == [3, 1, 4, 0, 0]
+    assert (paths[:, 1:] == UNTOUCHED).all()
+
+    part = inputs.part(slice(1, 3), slice(3, 9))
+    assert part.tokens.tolist() == expected[3:9]
+    assert part.positions.tolist() == inputs.positions[3:9].tolist()
+    assert part.modes.tolist() == [GREEDY, SAMPLED]
+    assert part.temperatures.tolist() == [0.0, 3 / 8]
+
+
+def test_many_rows_and_requests():
+    """More than one program has, each request with one row but the last."""
+    requests, rows = 150, 300
+    cu_rows = torch.cat([torch.arange(requests), torch.tensor([rows])]).int()
+    slots = torch.arange(requests).flip(0).int()
+    row_slots = slots.repeat_interleave(cu_rows.diff())
+    row_nodes = torch.cat([torch.arange(count) for count in cu_rows.diff().tolist()]).int()
+    every = torch.arange(requests, dtype=torch.int32)
+    scored = torch.zeros(requests, dtype=torch.int32)
+    inputs = gather_for_verification(
+        rows=torch.arange(rows),
+        row_slots=row_slots,
+        row_nodes=row_nodes,
+        invalid=None,
+        input_ids=torch.arange(rows, dtype=torch.int32),
+        positions=torch.arange(rows),
+        slots=slots,
+        cu_rows=cu_rows,
+        num_nodes=every,
+        state_rows=every + 1,
+        modes=every + 2,
+        temperatures=every.float(),
+        seeds=every.long(),
+        scored=scored,
+    )
+    drafted = torch.where(row_nodes < row_slots, torch.arange(rows), -1)
+    assert torch.equal(inputs.tokens, drafted)
+    assert torch.equal(inputs.root_positions, torch.arange(requests, dtype=torch.int32))
+    assert torch.equal(inputs.state_rows, slots + 1)
+    assert scored.tolist() == [min(int(slot), 1) for slot in slots[:-1]] + [0]
