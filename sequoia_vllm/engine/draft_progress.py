@@ -9,6 +9,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from sequoia_vllm.engine.draft_blocks import DraftBlocks
+
 
 @dataclass(frozen=True)
 class CommittedTokens:
@@ -40,25 +42,45 @@ class DraftProgress:
     """Tokens of each request whose keys and values the draft's cache holds.
 
     While speculation is off (a schedule says 0 at this batch size) the draft
-    reads nothing; when it is on again, requests catch up.
+    reads nothing; when it is on again, requests catch up. A request that starts
+    with tokens from the prefix cache reads those of them that the draft has not.
 
     Args:
         max_len: Longest request that the draft model can read.
         budget: Most tokens to read in one step; the rest waits for the next.
+        blocks: What the draft's cache holds of the blocks that requests share.
     """
 
-    def __init__(self, max_len: int, budget: int) -> None:
+    def __init__(self, max_len: int, budget: int, blocks: DraftBlocks) -> None:
         self.max_len = max_len
         self.budget = budget
+        self._blocks = blocks
         self._read: dict[str, int] = {}
+        self._cached: dict[str, int] = {}  # of requests that have not begun to read
 
-    def start(self, request_id: str, num_computed_tokens: int) -> None:
-        """A request (re)starts with this many tokens in the cache, by prefix caching."""
-        self._read[request_id] = num_computed_tokens
+    def start(
+        self, request_id: str, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """A request (re)starts with this many tokens in the cache, by prefix caching.
+
+        Args:
+            request_id: The request.
+            num_computed_tokens: Its first tokens, which the target does not compute.
+            block_ids: Its blocks, for each cache group.
+        """
+        self.forget(request_id)
+        self._cached[request_id] = num_computed_tokens
+        self._blocks.start(request_id, block_ids, num_computed_tokens)
+
+    def extend(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+        """The request gets more blocks, for each cache group."""
+        self._blocks.extend(request_id, block_ids)
 
     def forget(self, request_id: str) -> None:
         """The request is finished."""
         self._read.pop(request_id, None)
+        self._cached.pop(request_id, None)
+        self._blocks.forget(request_id)
 
     def take(
         self,
@@ -81,15 +103,10 @@ class DraftProgress:
             None if there is nothing to read.
         """
         ends = known + num_sampled
-        starts = np.array([self._read.get(request_id, 0) for request_id in request_ids])
-        counts = np.where(ends <= self.max_len, np.maximum(ends - starts, 0), 0)
-        allowed = np.maximum(self.budget - (counts.cumsum() - counts), 0)
-        taken = np.minimum(counts, allowed)
+        starts, counts, taken = self._take_each(request_ids, ends)
         requests = np.flatnonzero(taken)
         if len(requests) == 0:
             return None
-        for request in requests:
-            self._read[request_ids[request]] = int(starts[request] + taken[request])
         row = np.repeat(requests, taken[requests])
         first = np.repeat(taken[requests].cumsum() - taken[requests], taken[requests])
         positions = starts[row] + np.arange(len(row)) - first
@@ -107,3 +124,37 @@ class DraftProgress:
             counts=taken[requests],
             complete=taken[requests] == counts[requests],
         )
+
+    def _take_each(
+        self, request_ids: Sequence[str], ends: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """First token to read, tokens to read, and tokens to read now, of each request.
+
+        Requests that begin come last, in the order in which they started: the
+        prefix cache gives a request blocks that an earlier one fills in this very
+        step, and one pass of the draft reads both.
+        """
+        starts, counts, taken = np.zeros((3, len(ends)), dtype=np.int64)
+        rows = {request_id: row for row, request_id in enumerate(request_ids)}
+        beginning = [request_id for request_id in self._cached if request_id in rows]
+        left = self.budget
+        for request_id in [*(i for i in request_ids if i in self._read), *beginning]:
+            row = rows[request_id]
+            start = self._first_unread(request_id)
+            fits = ends[row] <= self.max_len
+            counts[row] = max(int(ends[row]) - start, 0) if fits else 0
+            starts[row], taken[row] = start, min(int(counts[row]), left)
+            if taken[row] > 0:
+                left -= int(taken[row])
+                self._note_read(request_id, start, start + int(taken[row]))
+        return starts, counts, taken
+
+    def _first_unread(self, request_id: str) -> int:
+        if request_id in self._read:
+            return self._read[request_id]
+        return self._blocks.filled_tokens(request_id, self._cached[request_id])
+
+    def _note_read(self, request_id: str, start: int, end: int) -> None:
+        self._cached.pop(request_id, None)
+        self._read[request_id] = end
+        self._blocks.read(request_id, start, end)

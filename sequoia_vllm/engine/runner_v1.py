@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from sequoia_vllm.engine.cpu_attention import CPU_BACKENDS, TreeQueries, unsupported_attention
+from sequoia_vllm.engine.draft_blocks import DraftBlocks
 from sequoia_vllm.engine.draft_progress import CommittedTokens, DraftProgress
 from sequoia_vllm.engine.draft_sampling import DraftSampling
 from sequoia_vllm.engine.drafts import Draft, ScheduledTrees, schedule_trees
@@ -61,7 +63,6 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self.tree = SequoiaSettings.of(vllm_config).tree
         self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
         self.drafter = SequoiaProposer(vllm_config, device, self)
-        self.draft_progress = DraftProgress(self.drafter.draft_max_len, self.max_num_tokens)
         self.tree_verifier = TreeVerifier(
             greedy_argmax=self.sampler.greedy_sample,
             seeded_argmax=torch.ops._C.fused_gumbel_argmax,
@@ -94,6 +95,15 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             name for name in layers if name not in self.drafter._draft_attn_layer_names
         ]
 
+    @cached_property
+    def draft_progress(self) -> DraftProgress:
+        """How far the draft has read each request; made when the cache is there."""
+        group = self.drafter.kv_cache_gid
+        spec = self.kv_cache_config.kv_cache_groups[group].kv_cache_spec
+        return DraftProgress(
+            self.drafter.draft_max_len, self.max_num_tokens, DraftBlocks({group: spec.block_size})
+        )
+
     # -- before the target's forward -------------------------------------------------
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
@@ -102,11 +112,15 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             self._drafts.pop(request_id, None)
             self.draft_progress.forget(request_id)
         for new in scheduler_output.scheduled_new_reqs:
-            self.draft_progress.start(new.req_id, new.num_computed_tokens)
+            self.draft_progress.start(new.req_id, new.num_computed_tokens, new.block_ids)
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
+            blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
-                self.draft_progress.start(request_id, cached.num_computed_tokens[index])
+                computed = cached.num_computed_tokens[index]
+                self.draft_progress.start(request_id, computed, blocks)
+            elif blocks is not None:
+                self.draft_progress.extend(request_id, blocks)
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(

@@ -40,6 +40,29 @@ def test_same_tokens_with_prefix_caching(plain_outputs):
     assert hits > 8 * 224  # every second prompt hit the blocks of its first
 
 
+def test_a_prompt_cached_while_the_draft_rested_is_drafted_as_well_as_any(plain_outputs):
+    """The draft is the target itself: the first child of every node is right, if it has read all.
+
+    Four requests with one prompt run without drafts, and leave it in the prefix cache.
+    """
+    texts = [PROMPTS[0] + PROMPTS[1] + PROMPTS[2], PROMPTS[3] + PROMPTS[4] + PROMPTS[5]]
+    params = SamplingParams(temperature=0, max_tokens=33, ignore_eos=True)
+    expected = plain_outputs(texts, params)
+    schedule = [[1, 1, 7], [2, 8, 0]]
+    config = sequoia(8, 3, TARGET, num_speculative_tokens_per_batch_size=schedule)
+    counted, hits = [], []
+    with running(config, block_size=32, enable_prefix_caching=True) as llm:
+        for batch in ([texts[0]], [texts[1]] * 4, [texts[1]]):
+            found = tokens_of(llm.generate(batch, params, use_tqdm=False))
+            assert found == [expected[texts.index(text)] for text in batch]
+            counted += llm.collective_rpc("sequoia_stats", args=(True,))
+            hits.append(metric(llm, "vllm:prefix_cache_hits"))
+    unknown, rested, cached = ([stats["tree_steps"], stats["tokens"]] for stats in counted)
+    assert rested == [0, 0]
+    assert hits[2] - hits[1] >= 64
+    assert cached == unknown == [8, 32]  # after the first token, four with every tree
+
+
 def test_same_tokens_with_chunked_prefill_and_trimmed_trees(plain_outputs):
     """64 tokens per step: prompts come in chunks, and trees are cut to what is left."""
     expected = plain_outputs(PROMPTS, GREEDY)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import running, sequoia, tokens_of
+from tests.engine.conftest import metric, running, sequoia, tokens_of
 from tests.engine.models import DRAFT, prompts
 from tests.v2.conftest import call_on_v2
 from tests.v2.generating import (
@@ -195,6 +195,7 @@ def generate_pressed(models: str) -> dict[str, Any]:
         ),
         "prefix cached": generate_twice(draft, requests, params, **options),
         "scheduled": generate_across_thresholds(draft, requests, **options),
+        "rested": generate_after_a_rest(target, requests, **options),
     }
 
 
@@ -202,8 +203,6 @@ def generate_twice(
     draft: str, requests: list[Any], params: list[Any], **options: Any
 ) -> dict[str, Any]:
     """The second pass, greedy requests only, finds blocks that trees were committed to."""
-    from tests.engine.conftest import metric
-
     with running(
         sequoia(size=8, depth=3, draft=draft), enable_prefix_caching=True, **options
     ) as llm:
@@ -218,6 +217,7 @@ def generate_twice(
 
 
 SCHEDULE = [[1, 2, 7], [3, 8, 0]]
+RESTED_TOKENS = 13
 SCHEDULED_TOKENS = [32, 20, 8, 8, 8, 32]
 
 
@@ -242,6 +242,23 @@ def generate_across_thresholds(draft: str, requests: list[Any], **options: Any) 
                 trees.append(counted(llm)["tree_steps"])
         outputs = [done[str(index)] for index in range(len(requests))]
         return {"tokens": completions(outputs), "trees_by_step": trees}
+
+
+def generate_after_a_rest(target: str, requests: list[Any], **options: Any) -> dict[str, Any]:
+    """A request alone; four others with one prompt, which run without drafts; and one with it.
+
+    The draft is the target itself: with all keys it is always right.
+    """
+    schedule = [[1, 1, 7], [2, 8, 0]]
+    config = sequoia(size=8, depth=3, draft=target, num_speculative_tokens_per_batch_size=schedule)
+    params = pressed_params(RESTED_TOKENS)[0]
+    answer: dict[str, Any] = {"tokens": [], "counts": []}
+    with running(config, enable_prefix_caching=True, **options) as llm:
+        for batch in (requests[1:2], requests[:1] * 4, requests[:1]):
+            answer["tokens"].append(completions(llm.generate(batch, params, use_tqdm=False)))
+            answer["counts"].append(counted(llm))
+        answer["hits"] = metric(llm, "vllm:prefix_cache_hits")
+    return answer
 
 
 def first_tokens(generated: list[list[list[int]]], counts: list[int]) -> list[list[list[int]]]:
@@ -290,6 +307,17 @@ def test_same_tokens_across_the_thresholds_of_a_schedule(pressed):
     drafting = [trees > 0 for trees in found["trees_by_step"]]
     changes = [now for before, now in itertools.pairwise(drafting) if now != before]
     assert changes[:3] == [True, False, True]  # on, off under load, and on again
+
+
+def test_a_prompt_cached_while_the_draft_rested_is_drafted_as_well_as_any(pressed):
+    found = pressed["rested"]
+    expected = first_tokens(pressed["plain"]["tokens"], [RESTED_TOKENS])
+    assert found["tokens"][1:] == [expected * 4, expected]
+    assert found["hits"] == 4 * 64  # of three of the four, and of the last
+    # vLLM's counts are those since the engine's start.
+    unknown, rested, cached = ((c["drafts"], c["accepted_tokens"]) for c in found["counts"])
+    assert unknown == rested == (3, 9)
+    assert cached == (6, 18)
 
 
 # -- custom logits processors ---------------------------------------------------------------

@@ -29,6 +29,8 @@ CPU_V1 = (
     ),
     Expected("vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS"),
     Expected(f"{_RUNNER_V1}._update_states", ("self", "scheduler_output")),
+    Expected("vllm.v1.core.sched.output:CachedRequestData.resumed_req_ids"),
+    Expected("vllm.v1.core.sched.output:CachedRequestData.num_computed_tokens"),
     Expected(
         f"{_RUNNER_V1}._prepare_inputs", ("self", "scheduler_output", "num_scheduled_tokens")
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sequoia_vllm.engine.expectations.expected import Expected
 
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
+_OUTPUT = "vllm.v1.core.sched.output"
 _REGISTRY = "vllm.v1.attention.backends.registry"
 
 EVERYWHERE = (
@@ -48,8 +49,8 @@ EVERYWHERE = (
     Expected("vllm.v1.metrics.loggers:PrometheusStatLogger._counter_cls"),
     Expected("vllm.v1.metrics.loggers:PrometheusStatLogger._gauge_cls"),
     Expected("vllm.v1.metrics.stats:SchedulerStats.num_running_reqs"),
-    Expected("vllm.v1.core.sched.output:SchedulerOutput.total_num_scheduled_tokens"),
-    Expected("vllm.v1.core.sched.output:SchedulerOutput.num_spec_tokens_to_schedule"),
+    Expected(f"{_OUTPUT}:SchedulerOutput.total_num_scheduled_tokens"),
+    Expected(f"{_OUTPUT}:SchedulerOutput.num_spec_tokens_to_schedule"),
     Expected("vllm.v1.engine.llm_engine:LLMEngine.get_metrics", ("self",)),
     Expected("vllm.v1.metrics.reader:Counter", ("name", "labels", "value"), may_grow=True),
     Expected("vllm.v1.metrics.reader:Gauge", ("name", "labels", "value"), may_grow=True),
@@ -61,7 +62,16 @@ EVERYWHERE = (
     # worker.py, v2/backend_cpu.py, v2/backend_gpu.py
     Expected("vllm.v1.attention.selector:_cached_get_attn_backend.cache_clear"),
     Expected(f"{_REGISTRY}:register_backend", ("backend", "class_path"), may_grow=True),
-    # runner_v1.py, v2/runner.py
+    # runner_v1.py, v2/runner.py, v2/speculator.py
+    *(Expected(f"{_OUTPUT}:SchedulerOutput.{field}") for field in (
+        "scheduled_new_reqs", "scheduled_cached_reqs",
+    )),
+    *(Expected(f"{_OUTPUT}:NewRequestData.{field}") for field in (
+        "req_id", "num_computed_tokens", "block_ids",
+    )),
+    *(Expected(f"{_OUTPUT}:CachedRequestData.{field}") for field in ("req_ids", "new_block_ids")),
+    Expected("vllm.v1.kv_cache_interface:KVCacheConfig.kv_cache_groups"),
+    Expected("vllm.v1.kv_cache_interface:KVCacheSpec.block_size"),
     Expected(
         "vllm.config:get_layers_from_vllm_config", ("vllm_config", "layer_type"), may_grow=True
     ),

@@ -9,7 +9,6 @@ _RUNNER = f"{_V2}.model_runner:GPUModelRunner"
 _SPECULATOR = f"{_V2}.spec_decode.standalone_ar.speculator:StandaloneARSpeculator"
 _GRAPHS = f"{_V2}.cudagraph_utils:CudaGraphManager"
 _BATCH = f"{_V2}.input_batch:InputBatch"
-_NEW_REQUEST = "vllm.v1.core.sched.output:NewRequestData"
 
 V2 = (
     # v2/scheduler.py
@@ -35,12 +34,10 @@ V2 = (
             "model_specific_attn_metadata",
         ),
     ),
-    Expected("vllm.v1.core.sched.output:SchedulerOutput.scheduled_new_reqs"),
-    *(Expected(f"{_NEW_REQUEST}.{field}") for field in (
-        "req_id", "num_computed_tokens", "sampling_params",
-    )),
+    Expected("vllm.v1.core.sched.output:NewRequestData.sampling_params"),
     # v2/speculator.py, and the batch that it and others of v2/ read
     Expected(_SPECULATOR, ("vllm_config", "device")),
+    Expected("vllm.config:VllmConfig.max_concurrent_batches"),
     Expected(f"{_SPECULATOR}.load_model", ("self", "target_model")),
     Expected(
         f"{_SPECULATOR}.set_attn",
@@ -82,8 +79,8 @@ V2 = (
         "num_reqs", "idx_mapping", "idx_mapping_np", "expanded_idx_mapping",
         "expanded_local_pos", "num_scheduled_tokens", "num_tokens", "num_draft_tokens",
         "num_draft_tokens_per_req", "query_start_loc", "query_start_loc_np", "seq_lens",
-        "seq_lens_cpu_upper_bound", "is_prefilling_np", "input_ids", "positions",
-        "logits_indices", "cu_num_logits", "cu_num_logits_np",
+        "seq_lens_cpu_upper_bound", "num_computed_tokens_np", "is_prefilling_np", "input_ids",
+        "positions", "logits_indices", "cu_num_logits", "cu_num_logits_np",
     )),
     # v2/growth.py
     Expected(
@@ -92,7 +89,6 @@ V2 = (
         may_grow=True,
     ),
     Expected("vllm.v1.attention.backends.utils:PAD_SLOT_ID"),
-    Expected("vllm.v1.kv_cache_interface:KVCacheConfig.kv_cache_groups"),
     # v2/draft_graphs.py
     Expected(
         _GRAPHS, ("vllm_config", "device", "cudagraph_mode", "decode_query_len"), may_grow=True

@@ -8,7 +8,7 @@ them are real.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,41 +16,75 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
+from sequoia_vllm.engine.draft_blocks import DraftBlocks
+
 
 class DraftReading:
     """Tokens of each request whose keys and values the draft's cache holds.
 
     While a schedule says 0 drafts the draft reads nothing; when speculation is
-    on again, requests catch up.
+    on again, requests catch up. A request that starts with tokens from the prefix
+    cache reads those of them that the draft has not.
 
     Args:
         max_num_reqs: Request slots of the engine.
         depths: Most drafts that a step accepts of 0, 1, 2, ... of them.
+        unknown_drafts: Most drafts of a request that the scheduler counts as
+            accepted, as it does not know of them yet.
         device: The engine's device.
     """
 
-    def __init__(self, max_num_reqs: int, depths: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_reqs: int,
+        depths: Sequence[int],
+        unknown_drafts: int,
+        device: torch.device,
+    ) -> None:
         self._depths = np.array(depths, dtype=np.int32)
+        self._unknown_drafts = unknown_drafts
         self._read = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)
         self._unread_bound = np.zeros(max_num_reqs, dtype=np.int32)
+        # Positions up to which the target, and the draft, have certainly read.
+        self._computed_at_least = np.zeros(max_num_reqs, dtype=np.int32)
+        self._read_at_least = np.zeros(max_num_reqs, dtype=np.int32)
+        # Cached tokens of requests that have not begun to read, in order of their start.
+        self._cached: dict[int, int] = {}
+        self._blocks = DraftBlocks({})
 
     @property
     def read(self) -> Tensor:
         """int32 ``[max_num_reqs]``: tokens read, by request slot; a drafting pass adds to it."""
         return self._read.gpu
 
-    def start(self, slot: int, num_computed_tokens: int) -> None:
-        """A request (re)starts with this many tokens in the cache, by prefix caching."""
-        self._read.stage_write_elem(slot, num_computed_tokens)
-        self._unread_bound[slot] = 0
+    def use_cache(self, block_sizes: Mapping[int, int]) -> None:
+        """The KV cache is there; for its block sizes see `DraftBlocks`."""
+        self._blocks = DraftBlocks(block_sizes)
 
-    def apply_starts(self) -> None:
-        """Writes what `start` was told to the device."""
-        self._read.apply_write()
+    def start(
+        self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """A request (re)starts with this many tokens in the cache, by prefix caching.
+
+        Args:
+            slot: Its request slot.
+            num_computed_tokens: Its first tokens, which the target does not compute.
+            block_ids: Its blocks, for each cache group.
+        """
+        self._cached.pop(slot, None)
+        self._cached[slot] = num_computed_tokens
+        self._blocks.start(slot, block_ids, num_computed_tokens)
+        self._unread_bound[slot] = self._read_at_least[slot] = 0
+        self._computed_at_least[slot] = num_computed_tokens
+
+    def extend(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """The request in this slot gets more blocks, for each cache group."""
+        self._blocks.extend(slot, block_ids)
 
     def gain(
         self,
         slots: NDArray[np.intp],
+        computed: NDArray[np.int32],
         num_scheduled: NDArray[np.int32],
         num_drafts: NDArray[np.int32] | None,
         is_prefilling: NDArray[np.bool_],
@@ -59,23 +93,80 @@ class DraftReading:
 
         Args:
             slots: ``[R]``: request slots of the batch.
+            computed: ``[R]``: tokens in the target's cache before, as the scheduler
+                counts them.
             num_scheduled: ``[R]``: tokens in the target's forward, drafts included.
             num_drafts: ``[R]``, or None for none.
             is_prefilling: ``[R]``: whether the step read a prompt (it may have
                 sampled a token too).
         """
         drafts = np.zeros_like(num_scheduled) if num_drafts is None else num_drafts
-        read = num_scheduled - drafts + is_prefilling
-        self._unread_bound[slots] += read + self._depths[drafts]
+        certain = num_scheduled - drafts
+        self._unread_bound[slots] += certain + is_prefilling + self._depths[drafts]
+        at_least = computed + certain - np.where(is_prefilling, 0, self._unknown_drafts)
+        self._computed_at_least[slots] = np.maximum(self._computed_at_least[slots], at_least)
 
     def most_unread(self, slots: NDArray[np.intp]) -> int:
         """Tokens that the draft may have to read of one of these requests."""
-        return int(self._unread_bound[slots].max())
+        bounds = self._unread_bound[slots]
+        for slot, row in self._beginning(slots).items():
+            bounds[row] += self._unread_cached(slot)
+        return int(bounds.max())
 
     def take_bounds(self, slots: NDArray[np.intp], budget: int) -> NDArray[np.int32]:
-        """Rows to read now, int32 ``[R]``: all there may be, up to ``budget`` in sum."""
-        bounds = self._unread_bound[slots]
+        """Rows to read now, int32 ``[R]``: all there may be, up to ``budget`` in sum.
+
+        Requests that begin come last, in the order in which they started: the
+        prefix cache gives a request blocks that an earlier one fills in this very
+        step, and one pass of the draft reads both.
+        """
+        beginning = self._beginning(slots)
+        reading = np.ones(len(slots), dtype=bool)
+        reading[list(beginning.values())] = False
+        bounds = np.where(reading, self._unread_bound[slots], 0)
         allowed = np.maximum(budget - (bounds.cumsum() - bounds), 0)
         taken: NDArray[np.int32] = np.minimum(bounds, allowed).astype(np.int32)
-        self._unread_bound[slots] = bounds - taken
+        self._note_read(slots[reading], taken[reading])
+        left = budget - int(taken.sum())
+        for slot, row in beginning.items():
+            taken[row] = self._begin(slot, left)
+            left -= int(taken[row])
+        self._read.apply_write()
         return taken
+
+    def _beginning(self, slots: NDArray[np.intp]) -> dict[int, int]:
+        """Slots of these that begin to read, in the order in which they started: their rows."""
+        if not self._cached:
+            return {}
+        rows = {slot: row for row, slot in enumerate(slots.tolist())}
+        return {slot: rows[slot] for slot in self._cached if slot in rows}
+
+    def _unread_cached(self, slot: int) -> int:
+        """Tokens from the prefix cache that the draft has not read, of a request that begins."""
+        cached = self._cached[slot]
+        return cached - self._blocks.filled_tokens(slot, cached)
+
+    def _begin(self, slot: int, budget: int) -> int:
+        """Rows to read now of a request that reads for the first time; 0: not yet."""
+        if budget == 0:
+            self._read.stage_write_elem(slot, 0)
+            return 0
+        unread = self._unread_cached(slot)
+        start = self._cached.pop(slot) - unread
+        self._read.stage_write_elem(slot, start)
+        self._read_at_least[slot] = start
+        self._unread_bound[slot] += unread
+        taken = min(int(self._unread_bound[slot]), budget)
+        self._note_read(np.array([slot]), np.array([taken], dtype=np.int32))
+        return taken
+
+    def _note_read(self, slots: NDArray[np.intp], taken: NDArray[np.int32]) -> None:
+        """These slots read so many tokens, or all there are if that is fewer."""
+        self._unread_bound[slots] -= taken
+        before, computed = self._read_at_least[slots], self._computed_at_least[slots]
+        partly = np.minimum(computed, before + taken)
+        after = np.where(self._unread_bound[slots] == 0, computed, partly)
+        self._read_at_least[slots] = after
+        step = self._blocks.step
+        for row in np.flatnonzero(after // step > before // step).tolist():
+            self._blocks.read(int(slots[row]), int(before[row]), int(after[row]))

@@ -91,9 +91,14 @@ class TreeRunnerMixin(GPUModelRunner):
         super().add_requests(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
             slot = self.req_states.req_id_to_index[new.req_id]
-            self.speculator.start_request(slot, new.num_computed_tokens, new.sampling_params)
+            self.speculator.start_request(slot, new)
         if scheduler_output.scheduled_new_reqs:
             self.speculator.apply_starts()
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if blocks is not None:
+                slot = self.req_states.req_id_to_index[request_id]
+                self.speculator.reading.extend(slot, blocks)
 
     # -- before the target's forward -----------------------------------------------
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -53,7 +54,13 @@ class TreeSpeculator(StandaloneARSpeculator):
         self.backend = backend
         self.modes = RequestModes(self.max_num_reqs)
         self.plan = DraftPlan(tree, drafts_by_batch(vllm_config), self.max_num_tokens)
-        self.reading = DraftReading(self.max_num_reqs, depths_by_drafts(tree), device)
+        steps_ahead = vllm_config.max_concurrent_batches - 1
+        self.reading = DraftReading(
+            self.max_num_reqs,
+            depths_by_drafts(tree),
+            unknown_drafts=steps_ahead * tree.num_speculative_tokens,
+            device=device,
+        )
         self.batch = DraftBatch(self.max_num_reqs, device)
         self.inner_rows = inner_rows(self.tree)
         self._levels: dict[int, DraftLevels] = {}
@@ -83,6 +90,8 @@ class TreeSpeculator(StandaloneARSpeculator):
             for name in group.layer_names
             if name in self.draft_attn_layer_names
         }
+        specs = {i: self.kv_cache_config.kv_cache_groups[i].kv_cache_spec for i in groups.values()}
+        self.reading.use_cache({index: spec.block_size for index, spec in specs.items()})
         self._cache = DraftCache(self.block_tables, groups, self.expanded_slot_mappings)
         self._growth = TreeGrowth(
             batch=self.batch,
@@ -129,14 +138,13 @@ class TreeSpeculator(StandaloneARSpeculator):
 
     # -- requests ----------------------------------------------------------------------
 
-    def start_request(self, slot: int, num_computed_tokens: int, sampling_params: Any) -> None:
+    def start_request(self, slot: int, request: NewRequestData) -> None:
         """A new or resumed request takes this slot; `apply_starts` follows."""
-        self.reading.start(slot, num_computed_tokens)
-        self.modes.start(slot, sampling_params)
+        self.reading.start(slot, request.num_computed_tokens, request.block_ids)
+        self.modes.start(slot, request.sampling_params)
 
     def apply_starts(self) -> None:
         """Makes the requests that started known to the device."""
-        self.reading.apply_starts()
         self.modes.apply_starts()
 
     # -- one drafting pass ---------------------------------------------------------------
@@ -173,6 +181,7 @@ class TreeSpeculator(StandaloneARSpeculator):
             return self.draft_tokens[: input_batch.num_reqs]
         self.reading.gain(
             input_batch.idx_mapping_np,
+            input_batch.num_computed_tokens_np,
             input_batch.num_scheduled_tokens,
             input_batch.num_draft_tokens_per_req,
             input_batch.is_prefilling_np,

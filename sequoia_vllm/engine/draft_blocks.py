@@ -1,0 +1,80 @@
+"""Which blocks of the KV cache the draft model has filled: vLLM's prefix cache does not know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import takewhile
+
+
+class DraftBlocks:
+    """Follows the blocks of requests from when they are given out until the draft has read them.
+
+    vLLM shares a block of a prompt once the target computes it. The draft may lag
+    behind, or read nothing at all (a schedule says 0 drafts), and whoever finds the
+    block in the prefix cache would start on keys that were never written. So a
+    block that a request gets anew holds nothing of the draft's, and is *filled* when
+    the draft has read the tokens of all of it. Blocks are known by their ids, which
+    vLLM takes from one pool for all cache groups.
+
+    A filled block that is not known as such costs the draft a second reading; one
+    that is wrongly taken for filled would cost accepted drafts.
+
+    Args:
+        block_sizes: Tokens per block of each cache group that has layers of the
+            draft, by index of the group.
+    """
+
+    def __init__(self, block_sizes: Mapping[int, int]) -> None:
+        self._block_sizes = dict(block_sizes)
+        self._blocks: dict[Hashable, dict[int, list[int]]] = {}
+        self._filled: set[int] = set()
+
+    @property
+    def step(self) -> int:
+        """Blocks end at multiples of so many tokens only."""
+        return math.gcd(*self._block_sizes.values())
+
+    def start(
+        self, request: Hashable, block_ids: Sequence[Sequence[int]], num_computed_tokens: int
+    ) -> None:
+        """A request (re)starts.
+
+        Args:
+            request: Any name for it.
+            block_ids: Its blocks, for each cache group...
+            num_computed_tokens: ...those of its first tokens, so many, from the
+                prefix cache.
+        """
+        self._blocks[request] = {group: list(block_ids[group]) for group in self._block_sizes}
+        for size, blocks in self._sized_blocks(request):
+            self._filled.difference_update(blocks[num_computed_tokens // size :])
+
+    def extend(self, request: Hashable, block_ids: Sequence[Sequence[int]]) -> None:
+        """A request gets more blocks, for each cache group."""
+        for group, blocks in self._blocks[request].items():
+            blocks += block_ids[group]
+            self._filled.difference_update(block_ids[group])
+
+    def forget(self, request: Hashable) -> None:
+        """The request is finished; what its blocks hold may still be shared."""
+        self._blocks.pop(request, None)
+
+    def filled_tokens(self, request: Hashable, limit: int) -> int:
+        """Tokens at the start of a request, at most ``limit``, in filled blocks of all groups."""
+        return min(
+            size * sum(1 for _ in takewhile(self._filled.__contains__, blocks[: limit // size]))
+            for size, blocks in self._sized_blocks(request)
+        )
+
+    def read(self, request: Hashable, start: int, end: int) -> None:
+        """The draft reads a request from position ``start`` up to ``end``.
+
+        What lies before ``start`` it has read, or found in filled blocks.
+        """
+        for size, blocks in self._sized_blocks(request):
+            self._filled.update(blocks[start // size : end // size])
+
+    def _sized_blocks(self, request: Hashable) -> list[tuple[int, list[int]]]:
+        blocks = self._blocks[request]
+        return [(size, blocks[group]) for group, size in self._block_sizes.items()]

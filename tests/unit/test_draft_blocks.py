@@ -1,0 +1,212 @@
+"""Which blocks the draft has filled, and where requests that share them begin to read."""
+
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sequoia_vllm.engine.draft_blocks import DraftBlocks
+from sequoia_vllm.engine.draft_progress import DraftProgress
+from sequoia_vllm.engine.v2 import reading
+from sequoia_vllm.engine.v2.reading import DraftReading
+from tests.unit.prefix_cache import (
+    BLOCK,
+    DEPTH,
+    DRAFTS,
+    LONGEST,
+    SLOTS,
+    Engine,
+    Request,
+    Scheduled,
+)
+
+
+def test_blocks_are_filled_when_all_of_them_is_read():
+    blocks = DraftBlocks({0: 4})
+    blocks.start("first", [[7, 8, 9]], 0)
+    blocks.read("first", 0, 6)
+    blocks.start("second", [[7, 8, 5]], 8)
+    assert blocks.filled_tokens("second", 8) == 4
+    blocks.read("first", 6, 9)
+    assert blocks.filled_tokens("second", 8) == 8
+    assert blocks.filled_tokens("second", 4) == 4
+
+
+def test_blocks_that_are_given_out_anew_hold_nothing():
+    blocks = DraftBlocks({0: 4})
+    blocks.start("first", [[7, 8]], 0)
+    blocks.read("first", 0, 8)
+    blocks.forget("first")
+    blocks.start("second", [[7, 8]], 4)  # finds the first of them, gets the other anew
+    assert blocks.filled_tokens("second", 8) == 4
+    blocks.extend("second", [[9]])
+    blocks.read("second", 4, 12)
+    blocks.start("third", [[7, 8, 9]], 12)
+    assert blocks.filled_tokens("third", 12) == 12
+    blocks.extend("third", [[8]])  # as if it had been evicted meanwhile
+    assert blocks.filled_tokens("third", 12) == 4
+
+
+def test_every_group_with_layers_of_the_draft_counts():
+    blocks = DraftBlocks({1: 4, 2: 8})
+    assert blocks.step == 4
+    blocks.start("first", [[1], [2, 3, 4, 5], [6, 7]], 0)
+    blocks.read("first", 0, 12)
+    blocks.start("second", [[1], [2, 3, 4, 5], [6, 7]], 16)
+    assert blocks.filled_tokens("second", 16) == 8  # of group 1 it would be 12
+
+
+# -- both runners, against an engine that knows what the draft's cache holds ------------------
+
+
+class V1Reader:
+    """`DraftProgress` among the requests of an `Engine`."""
+
+    def __init__(self):
+        self.progress = DraftProgress(LONGEST - 4, 0, DraftBlocks({0: BLOCK}))
+
+    def start(self, request):
+        self.progress.start(request.name, request.computed, [request.blocks])
+
+    def extend(self, request, blocks):
+        self.progress.extend(request.name, [blocks])
+
+    def finish(self, request):
+        self.progress.forget(request.name)
+
+    def read(self, batch, drafting, budget):
+        if not drafting:
+            return {}
+        self.progress.budget = budget
+        names = [scheduled.request.name for scheduled in batch]
+        known = [s.request.computed - max(len(s.sampled) - 1, 0) for s in batch]
+        sampled = np.full((len(batch), DEPTH + 1), -1)
+        tokens = np.zeros((len(batch), LONGEST + 8), dtype=np.int64)
+        for row, scheduled in enumerate(batch):
+            sampled[row, : len(scheduled.sampled)] = scheduled.sampled
+            tokens[row, : known[row]] = scheduled.request.tokens[: known[row]]
+        counts = np.array([len(scheduled.sampled) for scheduled in batch], dtype=np.int64)
+        taken = self.progress.take(names, tokens, np.array(known, dtype=np.int64), sampled, counts)
+        if taken is None:
+            return {}
+        assert taken.counts.sum() <= budget
+        reads = {}
+        ends = taken.counts.cumsum()
+        for row, end, count in zip(taken.requests, ends, taken.counts, strict=True):
+            positions = taken.positions[end - count : end]
+            request = batch[row].request
+            assert taken.tokens[end - count : end].tolist() == [
+                request.tokens[position] for position in positions
+            ]
+            reads[request.name] = (int(positions[0]), int(positions[-1]) + 1)
+        return reads
+
+
+class Staged:
+    """vLLM's `StagedWriteTensor`, whose writes are a Triton kernel's."""
+
+    def __init__(self, size, dtype, device):
+        self.gpu = torch.full((size,), 99, dtype=dtype, device=device)
+        self.staged = []
+
+    def stage_write_elem(self, index, value):
+        self.staged.append((index, value))
+
+    def apply_write(self):
+        assert len({index for index, _ in self.staged}) == len(self.staged)  # they race
+        for index, value in self.staged:
+            self.gpu[index] = value
+        self.staged.clear()
+
+
+class V2Reader:
+    """`DraftReading` among the requests of an `Engine` whose outcomes are known a step late."""
+
+    def __init__(self):
+        self.reading = DraftReading(SLOTS, DEPTH, unknown_drafts=DRAFTS, device=torch.device("cpu"))
+        self.reading.use_cache({0: BLOCK})
+
+    def start(self, request):
+        self.reading.start(request.slot, request.computed, [request.blocks])
+
+    def extend(self, request, blocks):
+        self.reading.extend(request.slot, [blocks])
+
+    def finish(self, request):
+        pass
+
+    def read(self, batch, drafting, budget):
+        slots = np.array([scheduled.request.slot for scheduled in batch], dtype=np.intp)
+        self.reading.gain(
+            slots,
+            np.array([s.computed + s.rejected_before for s in batch], dtype=np.int32),
+            np.array([s.num_scheduled for s in batch], dtype=np.int32),
+            np.array([s.drafts for s in batch], dtype=np.int32),
+            np.array([s.prefilling for s in batch], dtype=bool),
+        )
+        if not drafting:
+            return {}
+        bounds = self.reading.take_bounds(slots, budget)
+        assert bounds.sum() <= budget
+        rows = self.reading.take(
+            torch.from_numpy(slots),
+            torch.tensor([s.request.computed for s in batch], dtype=torch.int32),
+            torch.tensor([len(s.sampled) for s in batch], dtype=torch.int32),
+            torch.from_numpy(bounds),
+        )
+        reads = {}
+        for scheduled, start, count, complete in zip(
+            batch, rows.starts, rows.counts, rows.complete, strict=True
+        ):
+            if count > 0 or complete:
+                reads[scheduled.request.name] = (int(start), int(start + count))
+        return reads
+
+
+def starting(name, prompt, cached, blocks, slot):
+    """A request whose whole prompt runs in this step, which samples a token."""
+    tokens = list(range(prompt))
+    request = Request(name, [*tokens, 0], prompt, slot, blocks, cached)
+    return request, Scheduled(request, cached, 0, True, 0, [0])
+
+
+READERS = {"V1": V1Reader, "V2": V2Reader}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_kernels():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "StagedWriteTensor", Staged)
+        yield
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("budget", [40, 12, 8])
+def test_a_prompt_that_two_requests_share_is_read_once(name, budget):
+    """The second finds blocks that the first gets, computes and fills in the same step."""
+    reader = READERS[name]()
+    both = [starting("a", 9, 0, [1, 2, 3], 1), starting("b", 10, 8, [1, 2, 4], 0)]
+    for request, _ in both:
+        reader.start(request)
+        request.computed = request.prompt
+    first = reader.read([scheduled for _, scheduled in reversed(both)], True, budget)
+    assert (
+        first
+        == {
+            40: {"a": (0, 10), "b": (8, 11)},
+            12: {"a": (0, 10), "b": (8, 10)},
+            8: {"a": (0, 8)},  # and the other waits, with nothing to start from
+        }[budget]
+    )
+
+
+@pytest.mark.parametrize("name", READERS)
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_no_pass_attends_to_keys_that_were_not_written(name, seed):
+    engine = Engine(Random(seed), READERS[name]())
+    for _ in range(40):
+        engine.step()
