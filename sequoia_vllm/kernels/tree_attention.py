@@ -197,7 +197,8 @@ def tree_attention(
             D's, which is 1; of the query's dtype, or float8_e4m3fn (uint8 is taken
             as that). The nodes' own keys and values are in it already.
         block_table: int32 ``[R, max_blocks]``: position p of request r lies in block
-            ``block_table[r, p // block_size]``.
+            ``block_table[r, p // block_size]``. Nobody sees positions past its columns:
+            rows of nodes there get numbers without meaning.
         context_lens: int32 ``[R]``: committed tokens c before the root; node j is at
             position c + j.
         query_start_loc: int32 ``[R + 1]``.
@@ -248,7 +249,7 @@ def tree_attention(
     tree_attention_kernel[(row_tiles * splits, key_heads, requests)](
         query, key_cache, value_cache, block_table, context_lens, query_start_loc, ancestors,
         key_scale, value_scale, partial_output, partial_lse, output,
-        scale * math.log2(math.e), first_node, splits, row_tiles,
+        scale * math.log2(math.e), first_node, splits, row_tiles, block_table.shape[1],
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
         block_table.stride(0), ancestors.stride(0), output.stride(0), output.stride(1),
         BLOCK_SIZE=block_size, WORDS=ancestors.shape[1], QUANTIZED=quantized,
@@ -347,7 +348,9 @@ def _signature(dtype: str, cache: str) -> dict[str, str]:
         "key_head_stride", "value_block_stride", "value_slot_stride", "value_head_stride",
         "output_token_stride", "output_head_stride", "padded_rows",
     )  # fmt: skip
-    numbers = ("first_node", "splits", "row_tiles", "table_stride", "ancestors_stride")
+    numbers = (
+        "first_node", "splits", "row_tiles", "table_columns", "table_stride", "ancestors_stride",
+    )  # fmt: skip
     integers = ("block_table", "context_lens", "query_start_loc", "ancestors")
     floats = ("key_scale", "value_scale", "partial_output", "partial_lse")
     return {
