@@ -98,7 +98,16 @@ def _attend_block(
     return accumulator, new_maximum, total
 
 
-@triton.jit(do_not_specialize=["first_node", "splits", "row_tiles", "table_columns"])
+# Numbers that depend on the batch or the tree, and where small tensors lie in memory,
+# are nothing to compile another version for.
+@triton.jit(
+    do_not_specialize=[
+        "first_node", "splits", "row_tiles", "table_columns", "table_stride", "ancestors_stride",
+    ],
+    do_not_specialize_on_alignment=[
+        "block_table", "context_lens", "query_start_loc", "ancestors", "key_scale", "value_scale",
+    ],
+)  # fmt: skip
 def tree_attention_kernel(
     query, key_cache, value_cache, block_table, context_lens, query_start_loc, ancestors,
     key_scale, value_scale, partial_output, partial_lse, output,
@@ -199,7 +208,10 @@ def tree_attention_kernel(
         tl.store(partial_lse + partial_row, lse, mask=row_exists)
 
 
-@triton.jit(do_not_specialize=["first_node", "splits"])
+@triton.jit(
+    do_not_specialize=["first_node", "splits"],
+    do_not_specialize_on_alignment=["context_lens", "query_start_loc"],
+)
 def merge_splits_kernel(
     partial_output, partial_lse, context_lens, query_start_loc, output,
     first_node, splits, padded_rows, output_token_stride, output_head_stride,

@@ -151,9 +151,10 @@ def test_head_sizes(head_size):
     assert_close(batch.run(), batch.expected())
 
 
+@pytest.mark.parametrize("sizes", [(12, 40), (5, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
-    batch = Batch([70, 0], [12, 40], dtype=dtype)
+def test_half_precision(dtype, sizes):
+    batch = Batch([70, 0], sizes, dtype=dtype)
     assert_close(batch.run(), batch.expected(), 3 * torch.finfo(dtype).eps)
 
 
@@ -334,7 +335,7 @@ def test_refusals():
         batch.run()
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 120])
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("element_size", [2, 4])
 def test_workspace_suffices_for_every_launch(capability, head_size, element_size):
