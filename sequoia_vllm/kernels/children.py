@@ -30,6 +30,8 @@ _SAMPLED = tl.constexpr(_modes.SAMPLED)
 _MATCHED = tl.constexpr(_modes.MATCHED)
 
 _MIN_BLOCK = 1024
+# Four tokens per thread: with eight Triton 3.8 spills on some devices.
+_BEST_WARPS = 8
 # What one program of the last launch holds in registers without spilling.
 _MAX_CANDIDATES = 8192
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
@@ -109,7 +111,19 @@ def _merge_statistics(partials, num_blocks, BLOCKS: tl.constexpr):
     return maximum, tl.sum(totals * tl.exp(maxima - maximum))
 
 
-@triton.jit(do_not_specialize=["width", "num_state_rows"])
+# Where these begin in memory depends on batch and level, and so may these numbers:
+# neither is anything to compile another version for.
+_ANYWHERE = [
+    "temperature", "seeds", "modes", "positions", "nodes", "counts", "columns", "candidates",
+    "tokens", "draft_stats", "state_rows", "inner_rows",
+]  # fmt: skip
+_NUMBERS = [
+    "width", "depth", "num_state_rows", "num_blocks", "max_children", "stats_state_stride",
+    "stats_inner_stride", "tokens_stride",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ANYWHERE)
 def row_statistics_kernel(
     logits, logits_stride, temperature, modes, width, vocabulary, partials,
     draft_logits, draft_state_stride, draft_inner_stride, num_state_rows, state_rows, inner_rows,
@@ -139,7 +153,7 @@ def row_statistics_kernel(
         tl.store(partial + 1, tl.sum(weights))
 
 
-@triton.jit(do_not_specialize=["width", "depth", "num_state_rows"])
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ANYWHERE)
 def block_best_kernel(
     logits, logits_stride, temperature, seeds, modes, positions, depth, nodes, counts, width,
     vocabulary, partials, candidates,
@@ -183,7 +197,7 @@ def block_best_kernel(
             keys = tl.where(keys == best, _NO_TOKEN, keys)
 
 
-@triton.jit(do_not_specialize=["width", "num_blocks", "max_children"])
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ANYWHERE)
 def merge_best_kernel(
     modes, counts, columns, max_children, width, num_blocks, candidates, tokens, tokens_stride,
     BLOCKS: tl.constexpr, BRANCH: tl.constexpr,
@@ -304,7 +318,8 @@ def draw_children(
         logits, logits.stride(0), temperature, seeds, modes, positions, depth, nodes, counts,
         width, vocabulary, partials, candidates,
         draft_stats, draft_stats.stride(0), draft_stats.stride(1), num_state_rows,
-        state_rows, inner_rows, BLOCK=block, BLOCKS=padded_blocks, BRANCH=branch, num_warps=4,
+        state_rows, inner_rows, BLOCK=block, BLOCKS=padded_blocks, BRANCH=branch,
+        num_warps=_BEST_WARPS,
     )  # fmt: skip
     merge_best_kernel[(rows,)](
         modes, counts, columns, max_children, width, num_blocks, candidates,
@@ -352,7 +367,7 @@ def _merge_warps(candidates: int) -> int:
 
 
 def aot_variants() -> list[Variant]:
-    """What an engine with a vocabulary of 128k compiles, for `compile_report`."""
+    """What engines with large vocabularies compile, for `compile_report`."""
     from sequoia_vllm.kernels.compile_report import Variant
 
     int32 = dict.fromkeys(
@@ -368,18 +383,33 @@ def aot_variants() -> list[Variant]:
         "inner_rows": "*i32",
     }  # fmt: skip
     variants = []
-    for dtype, branch in (("bf16", 4), ("fp32", 4), ("bf16", 64)):
-        block, num_blocks = _blocks(131072, branch)
+    for dtype, branch, vocabulary in (
+        ("bf16", 4, 128256),
+        ("fp32", 4, 128256),
+        ("bf16", 64, 128256),
+        ("bf16", 4, 151936),
+        ("bf16", 64, 151936),
+    ):
+        block, num_blocks = _blocks(vocabulary, branch)
         sizes = {"BLOCKS": triton.next_power_of_2(num_blocks), "BRANCH": branch}
         logits = {"logits": f"*{dtype}", "draft_logits": f"*{dtype}"}
         every = int32 | strides | pointers | logits
         warps = _merge_warps(sizes["BLOCKS"] * branch)
         for kernel, constexprs, num_warps in (
             (row_statistics_kernel, {"BLOCK": block}, 4),
-            (block_best_kernel, {"BLOCK": block, **sizes}, 4),
+            (block_best_kernel, {"BLOCK": block, **sizes}, _BEST_WARPS),
             (merge_best_kernel, sizes, warps),
         ):
             signature = {name: every[name] for name in kernel.arg_names if name in every}
-            name = f"{kernel.fn.__name__}/{dtype}/branch{branch}"
-            variants.append(Variant(name, kernel, signature, constexprs, num_warps=num_warps))
+            name = f"{kernel.fn.__name__} {dtype}, {vocabulary} tokens, {branch} children"
+            variants.append(
+                Variant(
+                    name,
+                    kernel,
+                    signature,
+                    constexprs,
+                    num_warps=num_warps,
+                    in_every_test=(branch, vocabulary) == (64, 151936),
+                )
+            )
     return variants

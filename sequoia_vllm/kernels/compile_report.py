@@ -1,9 +1,9 @@
 """Compiles the kernels without a GPU, and says what each takes of a processor.
 
-``python -m sequoia_vllm.kernels.compile_report --json FILE`` writes registers,
-spills and shared memory of every kernel's representative variants for A100 (80),
-H100 and H200 (90) and B200 (100). It says nothing about speed, but a variant that
-spills or does not fit would be slow or refused on the GPU, and is found here.
+``python -m sequoia_vllm.kernels.compile_report`` prints registers, spills and shared
+memory of every kernel's variants for A100 (80), L4, L40 and RTX 4090 (89), H100 and
+H200 (90), B200 (100) and RTX 5090 (120). It says nothing about speed, but a variant
+that spills or does not fit would be slow or refused on the GPU, and is found here.
 
 Not in a process with TRITON_INTERPRET=1: there Triton compiles nothing.
 """
@@ -11,23 +11,26 @@ Not in a process with TRITON_INTERPRET=1: there Triton compiles nothing.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import multiprocessing
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-CAPABILITIES = (80, 90, 100)
+CAPABILITIES = (80, 89, 90, 100, 120)
 """Compute capabilities (times ten) that the kernels are compiled for."""
 
-SHARED_MEMORY_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes of shared memory that one block of threads may have."""
+SHARED_MEMORY_LIMITS = {
+    80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024,
+}  # fmt: skip
+"""Bytes of shared memory that one block of threads may have, if it asks for them."""
 
 _KERNEL_MODULES = (
     "tree_attention", "children", "commit", "verify", "begin_drafting", "draft_inputs",
@@ -46,12 +49,13 @@ class Variant:
         signature: Triton type of each argument that is no constexpr, by name:
             ``"*bf16"``, ``"fp32"``, ``"i32"``, ... With ``":16"`` at its end it is a
             multiple of 16, as Triton finds for itself when a kernel is called;
-            pointers without it are taken to be aligned so, as torch's memory is.
+            pointers without it are taken to be aligned so, as torch's memory is,
+            unless the kernel is not specialised on that.
             Names left out that have a value in ``constexprs`` are constants.
         constexprs: Values of the arguments known when compiling, by name.
         num_warps, num_stages: As in a launch.
-        min_capability, below_capability: Compiled for these devices only: not below
-            the first, nor from the second (if not None) up.
+        capabilities: Devices that it is meant for, of `CAPABILITIES`.
+        in_every_test: Compiled whenever tests run; the others are for the records.
     """
 
     name: str
@@ -60,13 +64,8 @@ class Variant:
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3
-    min_capability: int = 80
-    below_capability: int | None = None
-
-    def is_for(self, capability: int) -> bool:
-        """Whether it is meant for devices of this capability (times ten)."""
-        below = self.below_capability
-        return capability >= self.min_capability and (below is None or capability < below)
+    capabilities: tuple[int, ...] = CAPABILITIES
+    in_every_test: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,13 @@ class Resources:
     registers: int
     spilled_bytes: int
     shared_bytes: int
+
+    def line(self) -> str:
+        """For people."""
+        return (
+            f"sm_{self.capability:<4} {self.name:66} {self.registers:4} registers"
+            f" {self.spilled_bytes:5} B spilled {self.shared_bytes:7} B shared"
+        )
 
 
 def all_variants() -> list[Variant]:
@@ -137,7 +143,8 @@ def _split_signature(
     for index, name in enumerate(variant.kernel.arg_names):
         written = "constexpr" if name in variant.constexprs else variant.signature[name]
         signature[name], _, divisor = written.partition(":")
-        if divisor == "16" or signature[name].startswith("*"):
+        aligned = not variant.kernel.params[index].do_not_specialize_on_alignment
+        if divisor == "16" or (signature[name].startswith("*") and aligned):
             attributes[(index,)] = _DIVISIBLE_BY_16
     return signature, dict(variant.constexprs), attributes
 
@@ -173,42 +180,70 @@ def _variants_by_name() -> dict[str, Variant]:
     return {variant.name: variant for variant in all_variants()}
 
 
-def compile_all(
-    capabilities: Sequence[int] = CAPABILITIES, processes: int = 2, pattern: str = ""
-) -> list[Resources]:
-    """Compiles every variant for every capability that it is meant for.
+def compile_all(tasks: Sequence[tuple[Variant, int]], processes: int = 2) -> Iterator[Resources]:
+    """Compiles variants, each for a capability (times ten), ``processes`` at once; in order."""
+    named = [(variant.name, capability) for variant, capability in tasks]
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        yield from pool.imap(_compile_named, named)
+
+
+def tasks_of(
+    capabilities: Sequence[int] = CAPABILITIES, pattern: str = "", in_every_test: bool = False
+) -> list[tuple[Variant, int]]:
+    """Every variant with every capability that it is meant for.
 
     Args:
-        capabilities: Compute capabilities times ten.
-        processes: How many compile at once.
+        capabilities: No others.
         pattern: Only variants in whose name this regular expression is found.
+        in_every_test: Only those that are marked so.
     """
-    tasks = [
-        (variant.name, capability)
+    return [
+        (variant, capability)
         for variant in all_variants()
         for capability in capabilities
-        if variant.is_for(capability) and re.search(pattern, variant.name)
+        if capability in variant.capabilities
+        and re.search(pattern, variant.name)
+        and (variant.in_every_test or not in_every_test)
     ]
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        return pool.map(_compile_named, tasks, chunksize=1)
+
+
+def record(table: Sequence[Resources], triton_version: str) -> str:
+    """The table as a page of tests/kernels/compiled."""
+    lines = "\n".join(row.line() for row in table)
+    return f"""# The GPU kernels, compiled with Triton {triton_version}
+
+Registers per thread, bytes spilled and shared memory per program, from
+`python -m sequoia_vllm.kernels.compile_report`: see [the other files here](README.md).
+
+```
+{lines}
+```
+"""
 
 
 def main() -> None:
-    """Prints the table, and writes it where ``--json`` says."""
+    """Prints the table, and writes it where the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__, prog=__spec__.name if __spec__ else None)
     parser.add_argument("--json", type=Path, help="file to write the table to")
+    parser.add_argument(
+        "--record", type=Path, help="folder for a page named after Triton's version"
+    )
     parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", default="", help="regular expression for variants' names")
+    parser.add_argument("--in-every-test", action="store_true", help="what tests compile")
     arguments = parser.parse_args()
-    table = compile_all(arguments.capabilities, arguments.processes, arguments.only)
-    for row in table:
-        print(
-            f"sm_{row.capability:<4} {row.name:40} {row.registers:4} registers"
-            f" {row.spilled_bytes:5} B spilled {row.shared_bytes:7} B shared"
-        )
+    tasks = tasks_of(arguments.capabilities, arguments.only, arguments.in_every_test)
+    table = []
+    for row in compile_all(tasks, arguments.processes):
+        print(row.line(), flush=True)
+        table.append(row)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(row) for row in table], indent=1) + "\n")
+    if arguments.record is not None:
+        version = importlib.metadata.version("triton")
+        path = arguments.record / f"triton-{version}.md"
+        path.write_text(record(table, version))
 
 
 if __name__ == "__main__":

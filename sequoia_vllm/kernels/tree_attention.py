@@ -36,6 +36,10 @@ _MIN_POSITIONS_PER_SPLIT = 256
 _SPLITS_AT_ONCE = 16
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP8_CAPABILITY = 89
+# Hopper, and Blackwell for data centres: their tensor cores read operands from shared
+# memory. All others take them from registers, consumer Blackwell (12.x) too, and of
+# those 8.6, 8.9 and 12.x have 99 KB of shared memory at most.
+_READ_SHARED_MEMORY = range(90, 120)
 _HOPPER = 90
 
 
@@ -55,7 +59,9 @@ class Tile:
     num_stages: int
 
 
-def choose_tile(rows: int, head_size: int, element_size: int, capability: int) -> Tile:
+def choose_tile(
+    rows: int, head_size: int, element_size: int, capability: int, quantized: bool = False
+) -> Tile:
     """The tile for requests of up to ``rows`` rows.
 
     Args:
@@ -63,23 +69,27 @@ def choose_tile(rows: int, head_size: int, element_size: int, capability: int) -
         head_size: D.
         element_size: Bytes of a query element.
         capability: Compute capability of the device, times ten.
+        quantized: Whether the cache is in fp8.
     """
     rows = min(_MAX_ROWS, max(_MIN_ROWS, triton.next_power_of_2(rows)))
     if element_size == 4:
         # No tensor cores in full precision: products run in registers, which
         # larger tiles would exhaust.
         return Tile(16, 16, num_warps=4, num_stages=2)
-    # The output stays in registers, and before Hopper so do the queries.
+    # The output stays in registers, and so do queries that are not read elsewhere.
+    in_registers = capability not in _READ_SHARED_MEMORY
     padded_head_size = triton.next_power_of_2(head_size)
-    if capability < _HOPPER and padded_head_size > 128:
+    if in_registers and padded_head_size > 128:
         rows = min(rows, 32)
     output_size = rows * padded_head_size
     wide = rows > 64 or output_size > 64 * 128
-    # 64 positions fill the tensor cores; fewer where registers or shared memory end.
-    few_keys = padded_head_size > 128 or (output_size >= 64 * 128 and capability < _HOPPER)
+    # 64 positions fill the tensor cores; fewer where registers or shared memory end
+    # (keys in fp8 are converted in registers), more where a block has few bytes.
+    full = output_size >= 64 * 128 and (in_registers or quantized)
+    keys = 32 if full or padded_head_size > 128 else 64 if output_size > 16 * 64 else 128
     # Three stages: while one block is computed the next one's keys and values are
     # on their way, and so are the block table's entries for the one after.
-    return Tile(rows, 32 if few_keys else 64, num_warps=8 if wide else 4, num_stages=3)
+    return Tile(rows, keys, num_warps=8 if wide else 4, num_stages=3)
 
 
 def choose_splits(units: int, tile: Tile, processors: int, max_positions: int) -> int:
@@ -197,7 +207,8 @@ def tree_attention(
             D's, which is 1; of the query's dtype, or float8_e4m3fn (uint8 is taken
             as that). The nodes' own keys and values are in it already.
         block_table: int32 ``[R, max_blocks]``: position p of request r lies in block
-            ``block_table[r, p // block_size]``.
+            ``block_table[r, p // block_size]``. Nobody sees positions past its columns:
+            rows of nodes there get numbers without meaning.
         context_lens: int32 ``[R]``: committed tokens c before the root; node j is at
             position c + j.
         query_start_loc: int32 ``[R + 1]``.
@@ -231,24 +242,20 @@ def tree_attention(
         queries = min(queries, max_queries)
     if requests == 0 or queries <= 0:
         return
-    tile = choose_tile(queries * group, head_size, query.element_size(), workspace.capability)
+    tile = choose_tile(
+        queries * group, head_size, query.element_size(), workspace.capability, quantized
+    )
     row_tiles = -(-queries * group // tile.rows)
     units = requests * key_heads * row_tiles
     max_positions = block_table.shape[1] * block_size
     splits = choose_splits(units, tile, workspace.processors, max_positions)
     partial_rows = splits * units * tile.rows if splits > 1 else 0
     partial_output, partial_lse = workspace.partials(partial_rows, head_size)
-    shared = {
-        "GROUP": group,
-        "HEAD_SIZE": head_size,
-        "PADDED_HEAD_SIZE": triton.next_power_of_2(head_size),
-        "KEYS": tile.keys,
-        "MIN_BLOCKS": _MIN_POSITIONS_PER_SPLIT // tile.keys,
-    }
+    shared = _shared_constants(group, head_size, tile.keys)
     tree_attention_kernel[(row_tiles * splits, key_heads, requests)](
         query, key_cache, value_cache, block_table, context_lens, query_start_loc, ancestors,
         key_scale, value_scale, partial_output, partial_lse, output,
-        scale * math.log2(math.e), first_node, splits, row_tiles,
+        scale * math.log2(math.e), first_node, splits, row_tiles, block_table.shape[1],
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
         block_table.stride(0), ancestors.stride(0), output.stride(0), output.stride(1),
         BLOCK_SIZE=block_size, WORDS=ancestors.shape[1], QUANTIZED=quantized,
@@ -261,6 +268,17 @@ def tree_attention(
             first_node, splits, row_tiles * tile.rows, output.stride(0), output.stride(1),
             SPLITS_AT_ONCE=_SPLITS_AT_ONCE, **shared, num_warps=4,
         )  # fmt: skip
+
+
+def _shared_constants(group: int, head_size: int, keys: int) -> dict[str, int]:
+    """What both kernels know when compiled."""
+    return {
+        "GROUP": group,
+        "HEAD_SIZE": head_size,
+        "PADDED_HEAD_SIZE": triton.next_power_of_2(head_size),
+        "KEYS": keys,
+        "MIN_BLOCKS": _MIN_POSITIONS_PER_SPLIT // keys,
+    }
 
 
 def _check_tensors(query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor) -> None:
@@ -289,55 +307,90 @@ def _processors_and_capability(device: torch.device) -> tuple[int, int]:
 
 
 def aot_variants() -> list[Variant]:
-    """Representative launches, for `sequoia_vllm.kernels.compile_report`."""
-    from sequoia_vllm.kernels.compile_report import Variant
+    """Every tile that occurs, for `sequoia_vllm.kernels.compile_report`.
 
-    variants = []
-    for name, dtype, cache, rows, group, head_size, capability, below in (
-        ("bf16 rows 128", "bf16", "bf16", 256, 4, 128, 90, None),
-        ("bf16 rows 128 before Hopper", "bf16", "bf16", 256, 4, 128, 80, 90),
-        ("bf16 rows 16", "bf16", "bf16", 4, 4, 128, 80, None),
-        ("fp8 cache", "bf16", "fp8e4nv", 256, 8, 128, 90, None),
-        ("fp16 head size 64", "fp16", "fp16", 64, 1, 64, 80, None),
-        ("bf16 head size 256", "bf16", "bf16", 256, 2, 256, 90, None),
-        ("bf16 head size 256 before Hopper", "bf16", "bf16", 256, 2, 256, 80, 90),
-    ):
-        tile = choose_tile(rows, head_size, 2, capability)
-        known = {
-            "GROUP": group,
-            "HEAD_SIZE": head_size,
-            "PADDED_HEAD_SIZE": head_size,
-            "KEYS": tile.keys,
-            "MIN_BLOCKS": _MIN_POSITIONS_PER_SPLIT // tile.keys,
-        }
-        variants.append(
+    Groups, block sizes and mask words, which matter less, alternate among them.
+    """
+    shapes = [
+        _Shape("bf16", "bf16", head_size, rows, group, block_size, words)
+        for head_size in (64, 128, 256)
+        for rows, group, block_size, words in (
+            (16, 4, 16, 1), (32, 8, 32, 2), (64, 4, 32, 4), (128, 8, 16, 24),
+        )
+    ]  # fmt: skip
+    shapes += [
+        _Shape("bf16", "fp8e4nv", head_size, rows, 8, 16, 8)
+        for head_size in (64, 128, 256)
+        for rows in (16, 128)
+    ]
+    shapes += [
+        _Shape("bf16", "bf16", 96, 128, 4, 16, 8),  # padded
+        _Shape("fp16", "fp16", 128, 64, 1, 16, 2),
+        *(_Shape("fp32", "fp32", head_size, 16, 4, 16, 2) for head_size in (64, 128, 256)),
+    ]
+    return [variant for shape in shapes for variant in shape.variants()] + _merge_variants()
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Layers and trees to compile tree attention for; ``rows`` as in `choose_tile`."""
+
+    query: str
+    cache: str
+    head_size: int
+    rows: int
+    group: int
+    block_size: int
+    words: int
+
+    def variants(self) -> list[Variant]:
+        """One per tile that some device takes."""
+        from sequoia_vllm.kernels.compile_report import CAPABILITIES, Variant
+
+        quantized = self.cache == "fp8e4nv"
+        element_size = 4 if self.query == "fp32" else 2
+        tiles: dict[Tile, list[int]] = {}
+        for capability in CAPABILITIES:
+            if not quantized or capability >= _FP8_CAPABILITY:
+                tile = choose_tile(self.rows, self.head_size, element_size, capability, quantized)
+                tiles.setdefault(tile, []).append(capability)
+        largest = self.head_size > 64 and self.rows == _MAX_ROWS
+        return [
             Variant(
-                name=f"tree_attention {name}",
+                name=f"tree_attention {self.query} on {self.cache}, head {self.head_size}/"
+                f"{self.group}, block {self.block_size}, {self.words} words:"
+                f" {tile.rows} x {tile.keys}",
                 kernel=tree_attention_kernel,
-                signature=_signature(dtype, cache),
+                signature=_signature(self.query, self.cache),
                 constexprs={
-                    **known,
-                    "BLOCK_SIZE": 16,
-                    "WORDS": 2,
-                    "QUANTIZED": cache != dtype,
+                    **_shared_constants(self.group, self.head_size, tile.keys),
+                    "BLOCK_SIZE": self.block_size,
+                    "WORDS": self.words,
+                    "QUANTIZED": quantized,
                     "SCALES_IN_MEMORY": True,
                     "ROWS": tile.rows,
                 },
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
-                min_capability=capability,
-                below_capability=below,
+                capabilities=tuple(capabilities),
+                in_every_test=largest and self.head_size != 96,
             )
-        )
-    merge_constants = {**known, "SPLITS_AT_ONCE": _SPLITS_AT_ONCE}
+            for tile, capabilities in tiles.items()
+        ]
+
+
+def _merge_variants() -> list[Variant]:
+    from sequoia_vllm.kernels.compile_report import Variant
+
     return [
-        *variants,
         Variant(
-            "merge_splits head size 256",
+            f"merge_splits head {head_size}",
             merge_splits_kernel,
             _signature("bf16", "bf16"),
-            merge_constants,
-        ),
+            {**_shared_constants(4, head_size, 64), "SPLITS_AT_ONCE": _SPLITS_AT_ONCE},
+            in_every_test=head_size == 256,
+        )
+        for head_size in (64, 128, 256)
     ]
 
 
@@ -347,7 +400,9 @@ def _signature(dtype: str, cache: str) -> dict[str, str]:
         "key_head_stride", "value_block_stride", "value_slot_stride", "value_head_stride",
         "output_token_stride", "output_head_stride", "padded_rows",
     )  # fmt: skip
-    numbers = ("first_node", "splits", "row_tiles", "table_stride", "ancestors_stride")
+    numbers = (
+        "first_node", "splits", "row_tiles", "table_columns", "table_stride", "ancestors_stride",
+    )  # fmt: skip
     integers = ("block_table", "context_lens", "query_start_loc", "ancestors")
     floats = ("key_scale", "value_scale", "partial_output", "partial_lse")
     return {

@@ -75,7 +75,7 @@ def _attend_block(
     scores = tl.dot(query, keys.to(query.dtype), input_precision="ieee")
     if MASKED:
         seen = _seen(word_pointers, row_exists, start - context, KEYS, WORDS)
-        scores = tl.where(seen != 0, scores, float("-inf"))
+        scores = tl.where((seen != 0) & exists[None, :], scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * scale)
     reference = new_maximum
     if MASKED:  # a row may have seen nothing yet, and -inf minus -inf is NaN
@@ -98,11 +98,20 @@ def _attend_block(
     return accumulator, new_maximum, total
 
 
-@triton.jit(do_not_specialize=["first_node", "splits", "row_tiles"])
+# Numbers that depend on the batch or the tree, and where small tensors lie in memory,
+# are nothing to compile another version for.
+@triton.jit(
+    do_not_specialize=[
+        "first_node", "splits", "row_tiles", "table_columns", "table_stride", "ancestors_stride",
+    ],
+    do_not_specialize_on_alignment=[
+        "block_table", "context_lens", "query_start_loc", "ancestors", "key_scale", "value_scale",
+    ],
+)  # fmt: skip
 def tree_attention_kernel(
     query, key_cache, value_cache, block_table, context_lens, query_start_loc, ancestors,
     key_scale, value_scale, partial_output, partial_lse, output,
-    scale, first_node, splits, row_tiles,
+    scale, first_node, splits, row_tiles, table_columns,
     query_token_stride, query_head_stride,
     key_block_stride, key_slot_stride, key_head_stride,
     value_block_stride, value_slot_stride, value_head_stride,
@@ -152,9 +161,10 @@ def tree_attention_kernel(
     if QUANTIZED:
         scale *= tl.load(key_scale) if SCALES_IN_MEMORY else key_scale
 
-    # Later nodes than the tile's last are nobody's ancestors here.
+    # Later nodes than the tile's last are nobody's ancestors here. Positions past the
+    # table have no block: nodes there are beyond the model's length, and not used.
     last_query = tl.minimum((tile * ROWS + ROWS - 1) // GROUP, num_queries - 1)
-    end = context + first_node + last_query + 1
+    end = tl.minimum(context + first_node + last_query + 1, table_columns * BLOCK_SIZE)
     split_end = tl.minimum(split_start + split_blocks * KEYS, end)
     unmasked_end = tl.maximum(tl.minimum(split_end, context) // KEYS * KEYS, split_start)
     blocks = block_table + request.to(tl.int64) * table_stride
@@ -198,7 +208,10 @@ def tree_attention_kernel(
         tl.store(partial_lse + partial_row, lse, mask=row_exists)
 
 
-@triton.jit(do_not_specialize=["first_node", "splits"])
+@triton.jit(
+    do_not_specialize=["first_node", "splits"],
+    do_not_specialize_on_alignment=["context_lens", "query_start_loc"],
+)
 def merge_splits_kernel(
     partial_output, partial_lse, context_lens, query_start_loc, output,
     first_node, splits, padded_rows, output_token_stride, output_head_stride,

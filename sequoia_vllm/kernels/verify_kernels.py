@@ -40,7 +40,19 @@ _SKIP = tl.constexpr(draft_modes.SKIP)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
-@triton.jit(do_not_specialize=["num_states", "branches", "columns", "path_columns"])
+# A batch is verified in chunks, so most tensors begin anywhere in a larger one; and
+# trees differ in shape. Neither is anything to compile another version for.
+@triton.jit(
+    do_not_specialize=[
+        "num_states", "branches", "children_stride", "stats_state_stride", "stats_inner_stride",
+        "columns", "sampled_stride", "path_columns", "accepted_stride",
+    ],
+    do_not_specialize_on_alignment=[
+        "tokens", "target_tokens", "cu_num_logits", "modes", "positions", "seeds", "children",
+        "inner_index", "draft_stats", "state_rows", "draft_temperatures", "sampled_tokens",
+        "num_sampled", "accepted",
+    ],
+)  # fmt: skip
 def verify_kernel(
     logits, tokens, target_tokens, cu_num_logits, modes, positions, seeds, children,
     inner_index, draft_logits, draft_stats, state_rows, draft_temperatures,

@@ -151,9 +151,10 @@ def test_head_sizes(head_size):
     assert_close(batch.run(), batch.expected())
 
 
+@pytest.mark.parametrize("sizes", [(12, 40), (5, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
-    batch = Batch([70, 0], [12, 40], dtype=dtype)
+def test_half_precision(dtype, sizes):
+    batch = Batch([70, 0], sizes, dtype=dtype)
     assert_close(batch.run(), batch.expected(), 3 * torch.finfo(dtype).eps)
 
 
@@ -270,6 +271,29 @@ def test_cache_of_more_than_2_to_the_31_elements():
     assert_close(batch.run(), expected)
 
 
+@pytest.mark.parametrize("processors", [1, 32])
+@pytest.mark.parametrize("context", [40, 44, 600])
+def test_no_position_past_the_table_is_read(processors, context):
+    """Nodes beyond the model's length: the table's row ends, and its neighbour in memory begins."""
+    beyond = 20
+    batch = Batch([context, 3], [33, 5], heads=(2, 1), spare_blocks=0)
+    block_size = batch.keys.shape[1]
+    columns = (context + 33 - beyond) // block_size
+    kept = columns * block_size - context  # the nodes that have a place
+    assert 0 < kept < 33
+    expected = batch.expected()
+    (poison,) = {*range(len(batch.keys))} - {*batch.table.flatten().tolist()}
+    assert batch.keys[poison].isnan().all()
+    wide = torch.full((2, columns + 8), poison, dtype=torch.int32)
+    wide[:, :columns] = batch.table[:, :columns]
+    batch.table = wide[:, :columns]
+    output = batch.run(processors)
+    has_place = torch.ones(len(output), dtype=torch.bool)
+    has_place[kept:33] = False
+    assert_close(output[has_place], expected[has_place])
+    assert output.isfinite().all()
+
+
 def test_no_requests():
     batch = Batch([4], [2])
     batch.contexts, batch.starts = batch.contexts[:0], batch.starts[:1]
@@ -311,7 +335,7 @@ def test_refusals():
         batch.run()
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 120])
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("element_size", [2, 4])
 def test_workspace_suffices_for_every_launch(capability, head_size, element_size):
