@@ -189,7 +189,10 @@ class _Launch:
 
         Returns the addresses without tags, and the mask without what is out of bounds.
         """
-        pointers, mask = np.broadcast_arrays(pointers, mask)
+        if pointers.size == 1 and self._is_plain_read(kind, pointers, mask, width):
+            return pointers & _ADDRESS, mask
+        if pointers.shape != mask.shape:
+            pointers, mask = np.broadcast_arrays(pointers, mask)
         plain = pointers & _ADDRESS
         active = pointers[mask]
         if active.size == 0:
@@ -198,22 +201,37 @@ class _Launch:
         tags = active >> np.uint64(_ADDRESS_BITS)
         outside = np.zeros(active.shape, dtype=bool)
         for tag in tags[:1] if (tags == tags[0]).all() else np.unique(tags):
-            lanes = np.flatnonzero(tags == tag)
-            region = self.regions[int(tag)]
-            wrong = region.outside(addresses[lanes], width)
-            if wrong.any():
-                self._found_outside(kind, region, int(addresses[lanes[wrong.argmax()]]), width)
-                outside[lanes] = wrong
-                lanes = lanes[~wrong]
-            misaligned = addresses[lanes] & (width - 1)
-            if misaligned.any():
-                self._found_misaligned(kind, region, int(addresses[lanes[misaligned.argmax()]]), width)
-            if lanes.size:
-                self._note(kind, region, addresses[lanes], width)
+            lanes = tags == tag
+            outside[lanes] = self._look_at(kind, self.regions[int(tag)], addresses[lanes], width)
         if outside.any():
             mask = mask.copy()
             mask[mask] = ~outside
         return plain, mask
+
+    def _is_plain_read(self, kind: str, pointers: np.ndarray, mask: np.ndarray, width: int) -> bool:
+        """Takes the most frequent access by a short way: one number, and nothing is wrong."""
+        if kind != "read" or self.in_atomic or mask.size != 1 or not mask.item():
+            return False
+        pointer = int(pointers.item())
+        address = pointer & int(_ADDRESS)
+        region = self.regions[pointer >> _ADDRESS_BITS]
+        if address % width or not region.holds(address, width):
+            return False
+        self.conflicts.read_one(region, address, width, self.program)
+        return True
+
+    def _look_at(self, kind: str, region: Region, addresses: np.ndarray, width: int) -> np.ndarray:
+        """Notes accesses to one region; which of them are outside of it."""
+        outside = region.outside(addresses, width)
+        if outside.any():
+            self._found_outside(kind, region, int(addresses[outside.argmax()]), width)
+            addresses = addresses[~outside]
+        misaligned = addresses & (width - 1)
+        if misaligned.any():
+            self._found_misaligned(kind, region, int(addresses[misaligned.argmax()]), width)
+        if addresses.size:
+            self._note(kind, region, addresses, width)
+        return outside
 
     def _note(self, kind: str, region: Region, addresses: np.ndarray, width: int) -> None:
         if kind == "read":
@@ -245,7 +263,9 @@ class _Launch:
 
     def _found_conflict(self, conflict: Conflict) -> None:
         writer = (
-            "atomic operations" if conflict.writer < 0 else f"program {self._place(conflict.writer)}"
+            "atomic operations"
+            if conflict.writer < 0
+            else f"program {self._place(conflict.writer)}"
         )
         self._found(
             f"{conflict.kind} conflict",
@@ -421,9 +441,7 @@ def _checked_store(original: Callable, checks: MemoryChecks) -> Callable:
         addresses, inside = checks.launch.access(
             "write", pointers.data, mask.data, _width(pointers)
         )
-        return original(
-            self, _untagged(pointers, addresses), value, _untagged(mask, inside), *rest
-        )
+        return original(self, _untagged(pointers, addresses), value, _untagged(mask, inside), *rest)
 
     return store
 

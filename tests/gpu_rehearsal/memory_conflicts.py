@@ -6,7 +6,7 @@ new. The interpreter runs them one after the other, and every result looks right
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 
 import numpy as np
@@ -47,12 +47,20 @@ class _Written:
         return (offsets // self.cell)[:, None] + np.arange(width // self.cell)
 
 
+@dataclass
+class _SingleReads:
+    region: Region
+    places: set[tuple[int, int]] = field(default_factory=set)
+
+
 class LaunchConflicts:
     """Takes the accesses of one launch; all must lie in their region's storage."""
 
     def __init__(self) -> None:
         self._written: dict[Storage, _Written] = {}
         self._reads: list[tuple[Region, np.ndarray, int, int]] = []
+        # Of single numbers: addresses and programs by region and width.
+        self._single_reads: dict[tuple[int, int], _SingleReads] = {}
 
     def write(
         self, region: Region, addresses: np.ndarray, width: int, program: int, atomic: bool = False
@@ -76,17 +84,37 @@ class LaunchConflicts:
         """Loads; looked at in `read_conflicts`, since the write may come later."""
         self._reads.append((region, addresses, width, program))
 
+    def read_one(self, region: Region, address: int, width: int, program: int) -> None:
+        """As `read`, of one number."""
+        key = (id(region), width)
+        if key not in self._single_reads:
+            self._single_reads[key] = _SingleReads(region)
+        self._single_reads[key].places.add((address, program))
+
+    def _all_reads(self) -> Iterator[tuple[Region, np.ndarray, int, int | np.ndarray]]:
+        """Region, addresses, width, and the one program or each one's."""
+        yield from self._reads
+        for (_, width), reads in self._single_reads.items():
+            if reads.region.storage in self._written:
+                addresses, programs = np.array(list(reads.places)).T
+                yield reads.region, addresses, width, programs
+
     def read_conflicts(self) -> Iterator[Conflict]:
-        """Of each load the first byte that another program of the launch writes."""
-        for region, addresses, width, program in self._reads:
+        """Of each load the first byte that another program of the launch writes.
+
+        Of all loads of single numbers through one pointer together the first.
+        """
+        for region, addresses, width, program in self._all_reads():
             written = self._written.get(region.storage) if region.storage else None
             if written is None:
                 continue
-            writers = written.writers[written.cells(addresses, width)]
-            conflict = _first((writers != 0) & (writers != program + 1), writers)
+            cells = written.cells(addresses, width)
+            writers = written.writers[cells]
+            readers = np.broadcast_to(program, len(addresses))
+            conflict = _first((writers != 0) & (writers != readers[:, None] + 1), writers)
             if conflict is not None:
                 place, writer = conflict
-                yield Conflict("read", region, int(addresses[place]), program, writer)
+                yield Conflict("read", region, int(addresses[place]), int(readers[place]), writer)
 
 
 def _first(conflicting: np.ndarray, writers: np.ndarray) -> tuple[int, int] | None:

@@ -92,6 +92,17 @@ class Region:
             offsets = offsets - index * stride
         return outside | (offsets + width > self.run)
 
+    def holds(self, address: int, width: int) -> bool:
+        """Whether one access lies in the region; as `outside`, for one number quickly."""
+        offset = address - self.first
+        if self.storage is None or offset < 0:
+            return False
+        for stride, length in self.strides:
+            index, offset = divmod(offset, stride)
+            if index >= length:
+                return False
+        return offset + width <= self.run
+
 
 class LiveStorages:
     """Finds the storage of a live tensor by an address in it.

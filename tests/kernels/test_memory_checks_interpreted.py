@@ -111,7 +111,7 @@ def test_two_programs_write_one_slot(checks):
     output = torch.zeros(4, dtype=torch.int32)
     _scatter[(3,)](torch.tensor([2, 0, 3]), output, False)
     assert output.tolist() == [1, 0, 0, 2]
-    with pytest.raises(MemoryCheckError, match="write conflict of output: program .* byte 8"):
+    with pytest.raises(MemoryCheckError, match=r"write conflict of output: program .* byte 8"):
         _scatter[(3,)](torch.tensor([2, 0, 2]), output, False)
 
 
@@ -149,6 +149,21 @@ def test_conflicts_between_accesses_of_different_widths(checks):
     _two_widths[(2,)](memory.view(torch.int32), memory, 4)
     with pytest.raises(MemoryCheckError, match="write conflict"):
         _two_widths[(2,)](memory.view(torch.int32), memory, 3)
+
+
+def test_a_read_that_is_narrower_than_the_write(checks):
+    memory = torch.zeros(16, dtype=torch.uint8)
+    _wide_write[(2,)](memory.view(torch.int32), memory, 8)
+    with pytest.raises(MemoryCheckError, match=r"read conflict of octets: .* byte 7"):
+        _wide_write[(2,)](memory.view(torch.int32), memory, 7)
+
+
+@triton.jit
+def _wide_write(words, octets, place):
+    if tl.program_id(0) == 0:
+        tl.store(words + 1, 1)
+    else:
+        tl.store(octets + 12, tl.load(octets + place))
 
 
 @triton.jit
