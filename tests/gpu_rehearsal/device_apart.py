@@ -29,8 +29,27 @@ _WAITS = {
 }  # fmt: skip
 
 
+_may_wait = False
+
+
 class DeviceApartError(RuntimeError):
     """Something that a GPU refuses, or makes the host wait for."""
+
+
+def _waits(what: str) -> None:
+    if not _may_wait:
+        raise DeviceApartError(f"{what} waits for the device")
+
+
+@contextmanager
+def setting_up() -> Iterator[None]:
+    """The host may wait for the device: buffers are made and filled. Mixing stays an error."""
+    global _may_wait
+    before, _may_wait = _may_wait, True
+    try:
+        yield
+    finally:
+        _may_wait = before
 
 
 class DeviceTensor(Tensor):
@@ -77,7 +96,8 @@ class DeviceTensor(Tensor):
         raise DeviceApartError("numpy() of a device tensor")
 
     def tolist(self) -> Any:
-        raise DeviceApartError("tolist() of a device tensor waits for the device")
+        _waits("tolist()")
+        return self.memory.tolist()
 
     @classmethod
     def __torch_dispatch__(
@@ -106,14 +126,14 @@ class DeviceTensor(Tensor):
 
 def _refuse_waits(function: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if function in _WAITS:
-        raise DeviceApartError(f"{function} waits for the device")
+        _waits(f"{function}")
     if function is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
-        raise DeviceApartError(f"{function} without output_size waits for the device")
+        _waits(f"{function} without output_size")
     if function in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
         masked = any(index is not None and index.dtype == torch.bool for index in args[1])
         one_value = function is not aten.index.Tensor and args[2].numel() == 1
         if masked and not one_value:  # one value is filled in, without counting the places
-            raise DeviceApartError(f"{function} with a boolean mask waits for the device")
+            _waits(f"{function} with a boolean mask")
 
 
 def _refuse_waiting_copy(args: Any, kwargs: dict[str, Any]) -> None:
@@ -121,9 +141,8 @@ def _refuse_waiting_copy(args: Any, kwargs: dict[str, Any]) -> None:
     non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
     to_device = isinstance(target, DeviceTensor)
     is_number = to_device and source.dim() == 0  # becomes an argument of a kernel
-    if to_device == isinstance(source, DeviceTensor) or is_number or non_blocking:
-        return
-    raise DeviceApartError("copy_ between host and device waits: it is not non_blocking")
+    if to_device != isinstance(source, DeviceTensor) and not is_number and not non_blocking:
+        _waits("copy_ between host and device, not non_blocking,")
 
 
 def _refuse_host_tensors(function: Any, tensors: list[Tensor]) -> None:
@@ -148,7 +167,7 @@ class _OnDevice(TorchFunctionMode):
             return function(*args, **kwargs)
         on_host = torch.device(kwargs["device"]).type != "cuda"
         if name in ("tensor", "as_tensor") and not on_host:
-            raise DeviceApartError(f"torch.{name} on the device copies host memory and waits")
+            _waits(f"torch.{name} of host values on the device")
         kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
         # Of a "like" only the shape is looked at.
@@ -171,7 +190,7 @@ def _move(name: str, function: Any, args: Any, kwargs: dict[str, Any]) -> Tensor
             return function(*args, **kwargs)
         return source.clone() if kwargs.get("copy") else source
     if not kwargs.get("non_blocking", False):
-        raise DeviceApartError(f"{name}() between host and device waits: it is not non_blocking")
+        _waits(f"{name}() between host and device, not non_blocking,")
     dtypes = [value for value in given if isinstance(value, torch.dtype)]
     values = source.memory if is_on_device else source
     moved = values.to(dtypes[0] if dtypes else values.dtype, copy=True)
