@@ -128,6 +128,8 @@ class LiveStorages:
 
     def _searched(self, address: int) -> Storage | None:
         self._found = [(storage, seen) for storage, seen in self._found if seen() is not None]
+        if gc.get_freeze_count():  # the collector does not list them; engines freeze all they have
+            gc.unfreeze()
         for candidate in gc.get_objects():
             # Not isinstance: it asks proxies, whose objects may be gone.
             if not issubclass(type(candidate), Tensor) or not _has_memory(candidate):

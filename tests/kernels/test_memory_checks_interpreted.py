@@ -1,5 +1,6 @@
 """The memory checks find what these kernels, each wrong in one way, do; and nothing else."""
 
+import gc
 import os
 
 import pytest
@@ -209,6 +210,16 @@ def test_addresses_in_a_table(checks):
     assert torch.stack(tensors).tolist() == [list(range(8))] * 2
     with pytest.raises(MemoryCheckError, match=r"write outside of the storage .* byte 32 of 32"):
         _fill_at[(2,)](addresses, 9, 16)
+
+
+def test_addresses_of_tensors_that_the_collector_was_told_to_forget(checks):
+    tensor = torch.zeros(8)
+    gc.freeze()
+    try:
+        _fill_at[(1,)](torch.tensor([tensor.data_ptr()]), 8, 16)
+    finally:
+        gc.unfreeze()
+    assert tensor.tolist() == list(range(8))
 
 
 def test_an_address_that_is_not_a_multiple_of_the_width(checks):
