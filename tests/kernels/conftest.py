@@ -2,4 +2,21 @@
 
 import os
 
-collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*"]
+import pytest
+
+from tests.gpu_rehearsal import memory_checks
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+collect_ignore_glob = [] if INTERPRETED else ["test_*"]
+
+
+@pytest.fixture(autouse=True)
+def memory_checked():
+    """Kernels touch only what they were given, and their programs run in any order."""
+    if not INTERPRETED or not memory_checks.wanted():
+        yield None
+        return
+    with memory_checks.memory_checks() as checks:
+        yield checks
+    assert not checks.findings, checks.report()

@@ -1,0 +1,71 @@
+"""What the proposer keeps of its requests waits for nothing and mixes no devices."""
+
+from tests.v2.conftest import call_on_v2
+
+
+def take_and_fill():
+    """One step of the buffers behind growth; what they hold on the device afterwards."""
+    import torch
+    import vllm.v1.worker.gpu.buffer_utils as buffers
+
+    from sequoia_vllm.engine.v2.draft_batch import DraftBatch
+    from sequoia_vllm.engine.v2.levels import DraftLevels, child_table, inner_rows
+    from sequoia_vllm.engine.v2.reading import DraftReading
+    from sequoia_vllm.kernels.children import DrawWorkspace, draw_children
+    from sequoia_vllm.tree import TokenTree
+    from tests.gpu_rehearsal.device_apart import (
+        DEVICE,
+        DeviceApartError,
+        device_apart,
+        on_device,
+        setting_up,
+    )
+
+    buffers.is_uva_available = lambda: True
+    buffers.get_accelerator_view_from_cpu_tensor = on_device
+    tree = TokenTree([-1, 0, 0, 1])
+    with device_apart():
+        with setting_up():
+            batch = DraftBatch(4, DEVICE)
+            reading = DraftReading(4, [0, 1, 1, 2], DEVICE)
+            levels = DraftLevels(tree, inner_rows(tree), DEVICE)
+            child_table(tree, DEVICE)
+            modes = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+            temperature = torch.ones(4, device=DEVICE)
+            seeds = torch.arange(4, device=DEVICE)
+            slots = torch.tensor([2, 0], device=DEVICE)
+            computed = torch.tensor([5, 7], dtype=torch.int32, device=DEVICE)
+            sampled = torch.tensor([1, 2], device=DEVICE)
+            logits = torch.zeros(2, 9, device=DEVICE)
+            tokens = torch.zeros(4, 4, dtype=torch.int64, device=DEVICE)
+            drafted = torch.zeros(4, 2, 9, device=DEVICE), torch.zeros(4, 2, 2, device=DEVICE)
+            places = torch.arange(4, dtype=torch.int32, device=DEVICE)
+        reading.start(2, 3)
+        reading.apply_starts()
+        bounds = buffers.async_tensor_h2d(torch.tensor([3, 9]).int().numpy(), device=DEVICE)
+        unread = reading.take(slots, computed, sampled, bounds)
+        batch.fill(slots, unread, modes, temperature, seeds)
+        root = levels.levels[0]
+        draw_children(
+            logits=logits, temperature=batch.temperature[:2], seeds=batch.seeds[:2],
+            modes=batch.modes[:2], positions=batch.roots[:2], depth=0, nodes=root.nodes,
+            counts=root.counts, columns=root.columns, tokens=tokens[:2],
+            draft_logits=drafted[0], draft_stats=drafted[1], state_rows=places[:2],
+            inner_rows=root.rows, workspace=DrawWorkspace(),
+        )  # fmt: skip
+        refused = []
+        for wrong in (lambda: batch.counts.tolist(), lambda: batch.roots[torch.tensor([1, 0])]):
+            try:
+                wrong()
+            except DeviceApartError as error:
+                refused.append(str(error))
+        with setting_up():
+            held = [batch.slots.tolist(), batch.starts.tolist(), batch.roots.tolist()]
+            return {"held": held, "drawn": tokens[:2].tolist(), "refused": len(refused)}
+
+
+def test_the_proposers_buffers(tmp_path):
+    result = call_on_v2(take_and_fill, tmp_path)
+    assert result["held"] == [[2, 0, -1, -1], [3, 0, 0, 0], [5, 7, 0, 0]]
+    assert result["drawn"] == [[0, 0, 1, 0], [0, 0, 1, 0]]
+    assert result["refused"] == 2

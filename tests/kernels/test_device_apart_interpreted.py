@@ -1,0 +1,156 @@
+"""Nothing between our kernels looks at the device's values or mixes host tensors in."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
+)
+
+import drawing  # noqa: E402 (after the mark)
+import test_commit_interpreted as commits  # noqa: E402
+import test_tree_attention_interpreted as attention  # noqa: E402
+import test_verify_interpreted as verification  # noqa: E402
+
+from sequoia_vllm.kernels import commit, verify  # noqa: E402
+from sequoia_vllm.kernels.children import DrawWorkspace  # noqa: E402
+from tests.gpu_rehearsal.device_apart import (  # noqa: E402
+    DEVICE,
+    DeviceApartError,
+    DeviceTensor,
+    device_apart,
+    on_device,
+)
+
+
+def as_on_device(function, calls):
+    """The function, whose tensors are device tensors with the memory that they had."""
+
+    def call(*args, **kwargs):
+        calls.append(function.__name__)
+        with device_apart():
+            moved = torch.utils._pytree.tree_map_only(torch.Tensor, on_device, (args, kwargs))
+            return function(*moved[0], **moved[1])
+
+    return call
+
+
+def test_children_are_drawn(monkeypatch):
+    calls = []
+    logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(0))
+    for mode in (0, 1, 2, 3):
+        expected = drawing.draw(logits, modes=mode, counts=[2, 1])
+        with monkeypatch.context() as patch:
+            patch.setattr(drawing, "draw_children", as_on_device(drawing.draw_children, calls))
+            drawn = drawing.draw(logits, modes=mode, counts=[2, 1], workspace=DrawWorkspace())
+        assert torch.equal(drawn.tokens, expected.tokens)
+    assert len(calls) == 4
+
+
+def test_trees_are_verified(monkeypatch):
+    calls = []
+    rng = np.random.default_rng(0)
+    tree = verification.Tree([-1, 0, 0])
+    requests = [
+        verification.Request(
+            tokens=[0, 3, 4],
+            logits=rng.normal(size=(3, 9)).astype(np.float32),
+            draft_logits=rng.normal(size=(1, 9)).astype(np.float32),
+            target_tokens=[3, 4, 5],
+            mode=mode,
+        )
+        for mode in (verification.GREEDY, verification.SAMPLED)
+    ]
+    expected = verification.run(tree, requests)
+    monkeypatch.setattr(verify, "verify_trees", as_on_device(verify.verify_trees, calls))
+    assert verification.run(tree, requests) == expected
+    assert calls == ["verify_trees"]
+
+
+def test_trees_are_attended_to(monkeypatch):
+    calls = []
+    batch = attention.Batch([20, 3], [5, 2], heads=(2, 1))
+    expected = batch.run()
+    workspace = attention.TreeAttentionWorkspace(64, "cpu", 1)
+    monkeypatch.setattr(
+        workspace, "_memory", on_device(workspace._memory)
+    )  # as allocated on the device
+    call = as_on_device(attention.tree_attention, calls)
+    monkeypatch.setattr(
+        attention,
+        "tree_attention",
+        lambda *args, **kwargs: call(*args, **{**kwargs, "workspace": workspace}),
+    )
+    assert torch.equal(batch.run(), expected)
+    assert calls == ["tree_attention"]
+
+
+def test_paths_are_moved():
+    caches = [commits.random_cache(25, 2, 16, 8) for _ in range(2)]
+    expected = [cache.clone() for cache in caches]
+    table = commits.tables(6, 4, 25)
+    commits.commit_reference(expected, table, commits.CONTEXTS, commits.PATHS)
+    layers = commit.CacheLayers.of(caches)
+    object.__setattr__(layers, "addresses", on_device(layers.addresses))
+    as_on_device(commit.commit_accepted, [])(
+        layers, block_table=table, context_lens=commits.CONTEXTS, accepted=commits.PATHS
+    )
+    for cache, wanted in zip(caches, expected, strict=True):
+        assert torch.equal(commits.bits(cache), commits.bits(wanted))
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda d, h: d.tolist(), "tolist"),
+        (lambda d, h: d.numpy(), "numpy"),
+        (lambda d, h: np.asarray(d), "numpy"),
+        (lambda d, h: d[0].item(), "_local_scalar_dense"),
+        (lambda d, h: int(d.max()), "_local_scalar_dense"),
+        (lambda d, h: bool((d > 1).any()), "waits"),
+        (lambda d, h: d[d > 1], "boolean mask"),
+        (lambda d, h: d.nonzero(), "nonzero"),
+        (lambda d, h: torch.repeat_interleave(d.long()), "waits"),
+        (lambda d, h: d + h, "host tensor"),
+        (lambda d, h: d[h.long()], "host tensor"),
+        (lambda d, h: torch.cat([d, h]), "host tensor"),
+        (lambda d, h: d.cpu(), "waits"),
+        (lambda d, h: d.copy_(h), "waits"),
+        (lambda d, h: h.copy_(d), "waits"),
+        (lambda d, h: h.to(DEVICE), "waits"),
+        (lambda d, h: torch.tensor([1, 2], device=DEVICE), "waits"),
+    ],
+)
+def test_steps_that_wait_or_mix_are_refused(step, message):
+    with device_apart():
+        device = torch.zeros(4, device=DEVICE)
+        with pytest.raises(DeviceApartError, match=message):
+            step(device, torch.zeros(4))
+
+
+def test_what_gpus_allow():
+    host = torch.arange(4.0)
+    with device_apart():
+        device = host.to(DEVICE, non_blocking=True)
+        assert isinstance(device, DeviceTensor)
+        assert device.device == DEVICE
+        device += 1
+        device[1:3] = 7
+        device[device > 6] = 9
+        device[torch.zeros(1, dtype=torch.long, device=DEVICE)] = -1.0
+        more = torch.where(device > 0, device, torch.zeros_like(device)) * torch.tensor(2.0)
+        assert more.to("cpu", non_blocking=True).tolist() == [0, 18, 18, 8]
+        assert host.tolist() == [0, 1, 2, 3]
+
+
+def test_a_kernel_given_a_host_tensor():
+    with device_apart(), pytest.raises(DeviceApartError, match="_kernel is given a host tensor"):
+        commit.commit_accepted(
+            commit.CacheLayers.of([commits.random_cache(2, 1, 16, 8)]),
+            block_table=torch.zeros(1, 1, dtype=torch.int32),
+            context_lens=torch.zeros(1, dtype=torch.int32),
+            accepted=torch.zeros(1, 2, dtype=torch.int32),
+        )
