@@ -1,8 +1,10 @@
 """The ``tree`` setting: files, names, sizes, "auto", and what the engine is told."""
 
 import json
+import logging
 
 import pytest
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from sequoia_vllm.config import SequoiaConfig
@@ -115,6 +117,7 @@ def scheduled(config) -> list[tuple[int, int, int]]:
 
 def test_default_limits_have_room_for_prompts(caplog):
     """2,048 tokens per step and 128 requests here; whole trees would take all with 32."""
+    caplog.set_level(logging.INFO, "vllm.sequoia")
     config = limited()
     assert config.scheduler_config.max_num_batched_tokens == 2048
     ranges = [(1, 16, 63), (17, 32, 31), (33, 64, 15), (65, 128, 7)]
@@ -149,11 +152,12 @@ def test_cuda_graphs_reach_as_far_as_the_schedule(monkeypatch):
     planned = []
 
     def plan(vllm_config, keep_schedule):
-        load.plan_load(vllm_config, keep_schedule)
+        with monkeypatch.context() as within:
+            within.setattr(VllmConfig, "use_v2_model_runner", True)
+            load.plan_load(vllm_config, keep_schedule)
         planned.append(vllm_config.compilation_config.cudagraph_capture_sizes)
 
     monkeypatch.setattr(hooks, "plan_load", plan)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     limited(max_num_seqs=16)
     limited(max_num_seqs=2)
     limited(max_num_seqs=16, cudagraph_capture_sizes=[1, 2, 64])
