@@ -54,9 +54,9 @@ class EngineOptions:
             "enforce_eager": self.enforce_eager,
             "max_model_len": longest,
             "max_num_seqs": self.max_num_seqs,
-            # vLLM keeps one slot of each request free for drafting. Not more than
-            # needed: engines start with a forward pass over so many tokens.
-            "max_num_batched_tokens": max(512, longest, self.max_num_seqs * (most_drafts + 2)),
+            # Trees take at most half of it. Not more than needed: engines start
+            # with a forward pass over so many tokens.
+            "max_num_batched_tokens": max(512, longest, 2 * self.max_num_seqs * (most_drafts + 1)),
             # Every round reads its prompts anew, in the same chunks.
             "enable_prefix_caching": False,
             "kv_cache_memory_bytes": int(self.kv_cache_gib * (1 << 30)),

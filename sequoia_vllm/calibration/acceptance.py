@@ -295,7 +295,9 @@ def _engine(task: AcceptanceTask, seed: int) -> Iterator[Any]:
         tree.save(path)
         options = {
             "speculative_config": {
-                "method": "sequoia", "model": settings.draft, "tree": str(path)
+                "method": "sequoia", "model": settings.draft, "tree": str(path),
+                # Whole trees are counted, at every batch size.
+                "num_speculative_tokens_per_batch_size": [(1, 1, tree.num_speculative_tokens)],
             },
             "dtype": settings.dtype,
             "tensor_parallel_size": settings.tensor_parallel_size,

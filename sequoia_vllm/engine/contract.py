@@ -31,16 +31,26 @@ class ContractError(RuntimeError):
     """This vLLM is not one that the plugin fits."""
 
 
-def contract(device: Device, v2: bool = False) -> tuple[Expected, ...]:
+def contract(device: Device, v2: bool = False, version: str | None = None) -> tuple[Expected, ...]:
     """What we expect of vLLM there.
 
     Args:
         device: Where the engine runs.
         v2: Whether it runs Model Runner V2; on GPUs it always does.
+        version: vLLM's; None: of the installed one.
     """
-    if device == "gpu":
-        return (*EVERYWHERE, *V2, *GPU)
-    return (*EVERYWHERE, *CPU_V1, *(V2 if v2 else ()))
+    runner = (*V2, *GPU) if device == "gpu" else (*CPU_V1, *(V2 if v2 else ()))
+    found = _release(version or vllm_version())
+    return tuple(
+        expected
+        for expected in (*EVERYWHERE, *runner)
+        if expected.since is None or found >= expected.since
+    )
+
+
+def _release(version: str | None) -> tuple[int, ...]:
+    """(major, minor) of a version such as "0.33.0+cpu"; of one that is not known, none."""
+    return tuple(int(part) for part in version.split(".")[:2]) if version else ()
 
 
 def current_device() -> Device:

@@ -27,6 +27,7 @@ from sequoia_vllm.engine import online
 from sequoia_vllm.engine.cluster import current_versions
 from sequoia_vllm.engine.contract import check_contract
 from sequoia_vllm.engine.device_name import current_device_name
+from sequoia_vllm.engine.load import plan_load
 from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.engine.support import refuse_unsupported
 from sequoia_vllm.engine.swap import swapped
@@ -158,7 +159,20 @@ def _create_engine_config(
     check_contract()
     self.speculative_config = request
     self.spec_method = self.spec_model = self.spec_tokens = None
-    with swapped(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", _keep_schedule):
+    schedule = SequoiaConfig.parse(request).num_speculative_tokens_per_batch_size
+
+    def plan(vllm_config: VllmConfig) -> None:
+        """Replaces a check that takes schedules from all data-parallel engines.
+
+        It is for replicas in lock step; those of dense models are not, and others
+        are refused (`refuse_unsupported`).
+        """
+        plan_load(vllm_config, keep_schedule=schedule is not None)
+
+    with (
+        swapped(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", plan),
+        swapped(VllmConfig, "_limit_max_model_len_to_draft", _keep_length, required=False),
+    ):
         vllm_config = original(self, *args, **kwargs)
     if SequoiaSettings.declined(vllm_config):
         return vllm_config
@@ -172,11 +186,10 @@ def _create_engine_config(
     return vllm_config
 
 
-def _keep_schedule(vllm_config: Any) -> None:
-    """Replaces vLLM's check, which takes schedules from data-parallel engines.
+def _keep_length(vllm_config: VllmConfig) -> None:
+    """Replaces what cuts ``max_model_len`` to the draft's, since requests beyond it get no drafts.
 
-    It is for replicas in lock step; those of dense models are not, and others
-    are refused (`refuse_unsupported`).
+    From 0.33 on, as vLLM's own V2 drafts cannot be skipped there; ours are.
     """
 
 
@@ -225,7 +238,8 @@ def _create_speculative_config(
     settings = SequoiaSettings(choice.tree, choice.source, choice.device, current_versions())
     self.additional_config = settings.store(self.additional_config)
     # A schedule is always given: without one, vLLM pads requests that join
-    # with placeholder drafts, to keep CUDA graphs uniform.
+    # with placeholder drafts, to keep CUDA graphs uniform. It is fitted to the
+    # engine's limits when these are known, see `plan_load`.
     schedule = choice.schedule or [(1, 1, drafts)]
     self.speculative_config = {
         **config.draft_keys(),

@@ -89,8 +89,14 @@ _EVERYWHERE = (
     ),
     Override(
         "swap", "VllmConfig._maybe_disable_dynamic_sd_for_data_parallel",
-        "takes schedules from data-parallel engines; replicas of dense models do not need that",
-        "vLLM asks whether the replicas run in lock step",
+        "takes schedules from data-parallel engines; replicas of dense models do not need that. "
+        "Ours fits schedule and CUDA graph sizes to the engine's limits, known by then",
+        "vLLM asks whether the replicas run in lock step, and speculative methods for a schedule",
+    ),
+    Override(
+        "swap", "VllmConfig._limit_max_model_len_to_draft",
+        "cuts the engine's length to the draft's, from 0.33 on; requests beyond get no drafts here",
+        "vLLM asks the speculative method whether it can stop drafting for a request",
     ),
     Override(
         "subclass", "Worker.init_device",
@@ -272,8 +278,14 @@ _V2 = (
     ),
     Override(
         "instance", "CudaGraphManager._capture_descs",
-        "shapes to capture: also by number of drafts, and only batches that draft",
-        "vLLM captures draft models' steps",
+        "shapes to capture: of growth also by number of drafts, and only batches that draft; of "
+        "the target only what the schedule can reach",
+        "vLLM captures draft models' steps, and for each range of a schedule its own batches",
+    ),
+    Override(
+        "instance", "CudaGraphManager._candidates",
+        "gives a batch the next larger graph of any number of drafts, not the next of its own",
+        "vLLM looks graphs up by number of drafts",
     ),
 )  # fmt: skip
 
@@ -285,6 +297,21 @@ _GPU = (
     Override(
         "subclass", "Worker._make_model_runner", "makes vLLM's runner; ours has trees",
         "the worker asks a method for its runner class",
+    ),
+    Override(
+        "swap", "model_runner.ModelCudaGraphManager",
+        "initialize_kv_cache builds the manager of the target's graphs by this name",
+        "vLLM captures for each range of a schedule its own batches",
+    ),
+    Override(
+        "subclass", "GPUModelRunner.initialize_kv_cache",
+        "see model_runner.ModelCudaGraphManager",
+        "vLLM captures for each range of a schedule its own batches",
+    ),
+    Override(
+        "subclass", "CudaGraphManager._init_candidates",
+        "full graphs of the schedule's batches, found by number of drafts",
+        "vLLM captures for each range of a schedule its own batches",
     ),
     *(
         override

@@ -47,6 +47,11 @@ def sequoia(size: int = 16, depth: int | None = 4, draft: str = DRAFT, **keys) -
     }
 
 
+def whole_trees(size: int = 16, **keys) -> dict:
+    """`sequoia` with a schedule that drafts the whole tree whatever the token budget is."""
+    return sequoia(size, num_speculative_tokens_per_batch_size=[[1, 1, size - 1]], **keys)
+
+
 def tokens_of(outputs) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 

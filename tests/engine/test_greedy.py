@@ -3,7 +3,7 @@
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import metric, running, sequoia, tokens_of
+from tests.engine.conftest import metric, running, sequoia, tokens_of, whole_trees
 from tests.engine.models import TARGET, prompts
 
 pytestmark = pytest.mark.engine
@@ -66,7 +66,7 @@ def test_a_prompt_cached_while_the_draft_rested_is_drafted_as_well_as_any(plain_
 def test_same_tokens_with_chunked_prefill_and_trimmed_trees(plain_outputs):
     """64 tokens per step: prompts come in chunks, and trees are cut to what is left."""
     expected = plain_outputs(PROMPTS, GREEDY)
-    with running(sequoia(size=24, depth=5), max_num_batched_tokens=64) as llm:
+    with running(whole_trees(size=24, depth=5), max_num_batched_tokens=64) as llm:
         found = tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
         drafts = metric(llm, "vllm:spec_decode_num_drafts")
         drafted = metric(llm, "vllm:spec_decode_num_draft_tokens")

@@ -4,7 +4,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.engine.conftest import running, sequoia, tokens_of
+from tests.engine.conftest import running, sequoia, tokens_of, whole_trees
 from tests.engine.models import prompts
 
 pytestmark = pytest.mark.engine
@@ -95,6 +95,6 @@ def test_seeded_request_survives_chunked_prefill(plain_outputs):
     """Plain vLLM 0.32 fails here on CPUs ("CPU Generator does not use offset")."""
     params = SamplingParams(temperature=1.0, seed=11, max_tokens=32)
     expected = plain_outputs(prompts(3), params)
-    with running(sequoia(), max_num_batched_tokens=48) as llm:
+    with running(whole_trees(), max_num_batched_tokens=48) as llm:
         found = tokens_of(llm.generate(prompts(3), params, use_tqdm=False))
     assert found == expected

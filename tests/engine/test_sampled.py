@@ -14,7 +14,7 @@ from scipy.stats import chi2
 from transformers import LlamaForCausalLM
 from vllm import SamplingParams
 
-from tests.engine.conftest import metric, running, sequoia, tokens_of
+from tests.engine.conftest import metric, running, sequoia, tokens_of, whole_trees
 from tests.engine.models import prompts, save_llama
 
 pytestmark = pytest.mark.engine
@@ -125,7 +125,7 @@ def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(plain_output
     others = prompts(16)[4:]
     mixed = [SamplingParams(temperature=float(i % 2), max_tokens=50) for i in range(12)]
     for options in ({"max_num_seqs": 1}, {"max_num_seqs": 8}, {"max_num_batched_tokens": 64}):
-        with running(sequoia(), **options) as llm:
+        with running(whole_trees(), **options) as llm:
             outputs = llm.generate(
                 others[:6] + own + others[6:], mixed[:6] + params + mixed[6:], use_tqdm=False
             )

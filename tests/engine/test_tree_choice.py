@@ -1,12 +1,14 @@
 """The ``tree`` setting: files, names, sizes, "auto", and what the engine is told."""
 
 import json
+import logging
 
 import pytest
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.engine import tree_choice
+from sequoia_vllm.engine import hooks, load, tree_choice
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.tree_choice import EnginePair, choose_engine_tree
 from sequoia_vllm.tree import AcceptanceError, TokenTree, TreeError
@@ -97,6 +99,72 @@ def test_engine_without_speculation_is_plain_vllm(monkeypatch):
     assert not SequoiaSettings.enabled(config)
     assert config.speculative_config is None
     assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def limited(size: int = 64, model: str = TARGET, **options):
+    """The configuration of an engine, with a schedule of its own unless one is given."""
+    keys = options.pop("keys", {})
+    args = EngineArgs(
+        model=model, speculative_config=sequoia(size=size, **keys), max_model_len=1024, **options
+    )
+    return args.create_engine_config()
+
+
+def scheduled(config) -> list[tuple[int, int, int]]:
+    ranges = config.speculative_config.num_speculative_tokens_per_batch_size
+    return [tuple(entry) for entry in ranges]
+
+
+def test_default_limits_have_room_for_prompts(caplog):
+    """2,048 tokens per step and 128 requests here; whole trees would take all with 32."""
+    caplog.set_level(logging.INFO, "vllm.sequoia")
+    config = limited()
+    assert config.scheduler_config.max_num_batched_tokens == 2048
+    ranges = [(1, 16, 63), (17, 32, 31), (33, 64, 15), (65, 128, 7)]
+    assert scheduled(config) == ranges
+    assert config.speculative_config.num_speculative_tokens == 63
+    [line] = [m for m in caplog.messages if "drafts by batch size" in m]
+    assert "max_num_batched_tokens=2048: 1 to 16: 63, 17 to 32: 31" in line
+
+
+def test_schedules_of_the_library_are_fitted_too(monkeypatch):
+    found = tree_choice.TreeChoice(TokenTree.chain(9), "measured", [(1, 4, 9), (5, 256, 5)])
+    monkeypatch.setattr(tree_choice, "_resolve", lambda config, pair: found)
+    assert scheduled(limited(max_num_seqs=64)) == [(1, 4, 9), (5, 256, 5)]
+    fitted = [(1, 4, 9), (5, 21, 5), (22, 32, 3)]
+    assert scheduled(limited(max_num_seqs=32, max_num_batched_tokens=256)) == fitted
+
+
+def test_given_schedules_are_kept_with_a_warning(caplog):
+    keys = {"num_speculative_tokens_per_batch_size": [[1, 64, 63]]}
+    config = limited(keys=keys, max_num_seqs=64)
+    assert scheduled(config) == [(1, 64, 63)]
+    [line] = [m for m in caplog.messages if "given schedule" in m]
+    assert "at batch size 32 the given schedule takes 2080 tokens" in line
+    assert "max_num_batched_tokens=2048" in line
+    caplog.clear()
+    limited(keys=keys, max_num_seqs=31)
+    assert not any("given schedule" in m for m in caplog.messages)
+
+
+def test_cuda_graphs_reach_as_far_as_the_schedule(monkeypatch):
+    """Of Model Runner V2. Here vLLM takes the sizes away after that: CPUs have no graphs."""
+    planned = []
+
+    def plan(vllm_config, keep_schedule):
+        with monkeypatch.context() as within:
+            within.setattr(VllmConfig, "use_v2_model_runner", True)
+            load.plan_load(vllm_config, keep_schedule)
+        planned.append(vllm_config.compilation_config.cudagraph_capture_sizes)
+
+    monkeypatch.setattr(hooks, "plan_load", plan)
+    limited(max_num_seqs=16)
+    limited(max_num_seqs=2)
+    limited(max_num_seqs=16, cudagraph_capture_sizes=[1, 2, 64])
+    limited(max_num_seqs=16, max_cudagraph_capture_size=256)
+    assert [sizes and sizes[-1] for sizes in planned] == [1024, 256, 64, None]
+    assert 960 in planned[0]
+    assert planned[2] == [1, 2, 64]
 
 
 def test_schedule_reaches_vllm():

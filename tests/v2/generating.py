@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.engine.conftest import metric, running, sequoia
+from tests.engine.conftest import metric, running, whole_trees
 from tests.engine.models import save_llama
 
 VOCAB = 256
@@ -85,5 +85,5 @@ def generate(
 def generate_with_trees(
     draft: str, prompts: list[Any], params: Any, size: int = 8, depth: int = 3, **options: Any
 ) -> dict[str, Any]:
-    """`generate` with a tree of this size and depth."""
-    return generate(sequoia(size=size, depth=depth, draft=draft), prompts, params, **options)
+    """`generate` with a tree of this size and depth, whole whatever the token budget is."""
+    return generate(whole_trees(size=size, depth=depth, draft=draft), prompts, params, **options)

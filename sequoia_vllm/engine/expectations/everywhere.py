@@ -26,8 +26,21 @@ EVERYWHERE = (
     Expected("vllm.platforms.interface:Platform.is_cpu", ("self",), may_grow=True),
     Expected("vllm.config:VllmConfig.use_v2_model_runner"),
     Expected("vllm.config:VllmConfig._maybe_disable_dynamic_sd_for_data_parallel", ("self",)),
+    Expected(
+        "vllm.config:VllmConfig._limit_max_model_len_to_draft", ("self",), since=(0, 33)
+    ),
     Expected("vllm.config:SchedulerConfig.async_scheduling"),
     Expected("vllm.config:SchedulerConfig.scheduler_cls"),
+    # load.py
+    *(Expected(f"vllm.config:SchedulerConfig.{field}") for field in (
+        "max_num_batched_tokens", "max_num_scheduled_tokens", "max_num_seqs",
+    )),
+    *(Expected(f"vllm.config:SpeculativeConfig.{field}") for field in (
+        "num_speculative_tokens", "num_speculative_tokens_per_batch_size",
+    )),
+    *(Expected(f"vllm.config:CompilationConfig.{field}") for field in (
+        "cudagraph_capture_sizes", "max_cudagraph_capture_size",
+    )),
     # support.py
     Expected("vllm.platforms:CpuArchEnum.X86"),
     # online.py

@@ -27,11 +27,13 @@ class Expected:
         parameters: Names of its parameters in order; None: it only must exist.
         may_grow: We only call it, and pass no more than ``parameters``: others may
             follow if they are optional. What we override must take exactly these.
+        since: The first version that has it, (major, minor); None: all that we support.
     """
 
     path: str
     parameters: tuple[str, ...] | None = None
     may_grow: bool = False
+    since: tuple[int, int] | None = None
 
     def difference(self, found: Signature) -> str | None:
         """How the signature that was found differs, in words; None if it fits."""

@@ -111,6 +111,18 @@ V2 = (
     ),
     Expected("vllm.config.compilation:CUDAGraphMode.FULL_DECODE_ONLY"),
     Expected("vllm.config.compilation:CUDAGraphMode.decode_mode", ("self",)),
+    # v2/target_graphs.py
+    Expected(f"{_GRAPHS}._init_candidates", ("self",)),
+    Expected(f"{_V2}.model_runner:ModelCudaGraphManager"),
+    Expected(
+        f"{_RUNNER}.initialize_kv_cache",
+        ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+        may_grow=True,
+    ),
+    *(Expected(f"{_V2}.cudagraph_utils:BatchExecutionDescriptor.{field}") for field in (
+        "cg_mode", "num_tokens", "num_reqs", "uniform_token_count",
+    )),
+    Expected("vllm.config.compilation:CUDAGraphMode.separate_routine", ("self",)),
     # v2/reading.py, v2/request_modes.py
     Expected(
         f"{_V2}.buffer_utils:StagedWriteTensor", ("size", "dtype", "device"), may_grow=True

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from vllm.v1.worker.gpu import model_runner
+
+from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.v2.backend_gpu import GPUTreeBackend
 from sequoia_vllm.engine.v2.runner import TreeRunnerMixin
+from sequoia_vllm.engine.v2.target_graphs import TreeGraphManager
 
 
 class SequoiaGPUModelRunner(TreeRunnerMixin):
     """vLLM's V2 runner with trees."""
 
     backend_class = GPUTreeBackend
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's, which makes the manager of the target's CUDA graphs."""
+        with swapped(model_runner, "ModelCudaGraphManager", TreeGraphManager):
+            super().initialize_kv_cache(*args, **kwargs)

@@ -1,0 +1,58 @@
+"""How much is drafted at which load, once the engine's limits are known."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget
+from sequoia_vllm.hardware.graph_sizes import capture_sizes
+
+logger = logging.getLogger("vllm.sequoia")
+
+
+def plan_load(vllm_config: Any, keep_schedule: bool) -> None:
+    """Fits the schedule of a Sequoia engine to its token budget, and CUDA graphs to the schedule.
+
+    Called while vLLM checks its configuration: limits are known then, and
+    nothing has been derived from the schedule yet.
+
+    Args:
+        vllm_config: vLLM's, changed in place.
+        keep_schedule: It is the user's: only warn where it does not fit.
+    """
+    if not SequoiaSettings.enabled(vllm_config):
+        return
+    speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
+    schedule = [tuple(entry) for entry in speculative.num_speculative_tokens_per_batch_size]
+    budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    limits = speculative.num_speculative_tokens, scheduler.max_num_seqs
+    if not keep_schedule:
+        fitting = fit_to_budget(schedule, *limits, budget)
+        if fitting != schedule:
+            _log_schedule(fitting, *limits, budget)
+        speculative.num_speculative_tokens_per_batch_size = schedule = fitting
+    elif beyond := beyond_budget(schedule, *limits, budget):
+        logger.warning(
+            "Sequoia: at batch size %d the given schedule takes %d tokens per step, of "
+            "max_num_batched_tokens=%d: running requests will wait for each other, and prompts "
+            "for them. Draft less at large batch sizes, or raise the budget.",
+            *beyond, budget,
+        )  # fmt: skip
+    graphs = vllm_config.compilation_config
+    is_users = graphs.cudagraph_capture_sizes is not None
+    if vllm_config.use_v2_model_runner and not (is_users or graphs.max_cudagraph_capture_size):
+        tokens = [count + 1 for count in drafts_by_batch(schedule, *limits)]
+        graphs.cudagraph_capture_sizes = capture_sizes(tokens, scheduler.max_num_batched_tokens)
+
+
+def _log_schedule(
+    schedule: list[tuple[int, int, int]], drafts: int, max_num_seqs: int, budget: int
+) -> None:
+    ranges = ", ".join(f"{first} to {last}: {count}" for first, last, count in schedule)
+    logger.info(
+        "Sequoia: drafts by batch size, so that %d requests of up to %d drafts leave room for "
+        "prompts in max_num_batched_tokens=%d: %s",
+        max_num_seqs, drafts, budget, ranges,
+    )  # fmt: skip

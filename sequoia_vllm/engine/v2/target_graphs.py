@@ -1,0 +1,78 @@
+"""The target's CUDA graphs: those that the engine's schedule can reach, and found by all batches.
+
+vLLM captures every one of its sizes for every number of drafts in the schedule,
+and gives a batch the next larger captured number of tokens, of any number of
+drafts: if that one is for others, the batch runs without a full graph.
+"""
+
+from __future__ import annotations
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
+
+from sequoia_vllm.hardware.budget import drafts_by_batch
+from sequoia_vllm.hardware.graph_sizes import decode_shapes
+
+
+class TreeGraphManager(ModelCudaGraphManager):
+    """vLLM's manager with other full graphs: per number of drafts, for the batches that have it."""
+
+    _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
+    _candidates: dict[tuple[int, int], list[BatchExecutionDescriptor]]
+
+    def _init_candidates(self) -> None:
+        """As vLLM's; then full graphs for decode steps are those of `decode_shapes`."""
+        super()._init_candidates()
+        mode = CUDAGraphMode.FULL
+        # Full graphs for everything, or of two micro-batches, are not by number of drafts.
+        if mode not in self._capture_descs or not self.cudagraph_mode.separate_routine():
+            return
+        if self.ubatch_runner is not None:
+            return
+        most_tokens = self.compilation_config.max_cudagraph_capture_size
+        assert most_tokens is not None
+        graphs = [
+            BatchExecutionDescriptor(
+                cg_mode=mode,
+                num_tokens=tokens * requests,
+                num_reqs=requests,
+                uniform_token_count=tokens,
+            )
+            for tokens, requests in decode_shapes(self._tokens_by_batch(), most_tokens)
+        ]
+        graphs.sort(key=lambda graph: graph.num_tokens, reverse=True)
+        self._capture_descs = {**self._capture_descs, mode: graphs}
+        self._candidates = {
+            (tokens, 0): [
+                *_smallest_of_each(graphs, tokens),
+                *(
+                    graph
+                    for graph in self._candidates.get((tokens, 0), ())
+                    if graph.cg_mode != mode
+                ),
+            ]
+            for tokens in range(most_tokens + 1)
+        }
+
+    def _tokens_by_batch(self) -> list[int]:
+        """Tokens of each request in a decode step of 1, 2, ... requests."""
+        config = self.vllm_config.speculative_config
+        drafts = drafts_by_batch(
+            config.num_speculative_tokens_per_batch_size,
+            config.num_speculative_tokens,
+            self.max_num_reqs,
+        )
+        return [count + 1 for count in drafts]
+
+
+def _smallest_of_each(
+    graphs: list[BatchExecutionDescriptor], tokens: int
+) -> list[BatchExecutionDescriptor]:
+    """For each number of tokens per request the smallest graph for ``tokens`` tokens or more.
+
+    Args:
+        graphs: Largest first.
+        tokens: Of the batch.
+    """
+    found = {graph.uniform_token_count: graph for graph in graphs if graph.num_tokens >= tokens}
+    return list(found.values())

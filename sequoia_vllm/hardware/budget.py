@@ -1,0 +1,101 @@
+"""How many drafts the scheduler's token budget has room for, by batch size.
+
+vLLM's scheduler hands out `max_num_batched_tokens` per step to the running
+requests first. If whole trees take all of it, running requests wait for each
+other and no prompt is read. So trees get a share of the budget, and larger
+batches draft a smaller prefix of the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+Ranges = list[tuple[int, int, int]]
+"""vLLM's ``num_speculative_tokens_per_batch_size``: (first, last, drafts), from 1, ascending."""
+
+TREE_SHARE = 0.5
+"""Share of a step's tokens that trees may take; the rest is for prompts."""
+
+MOST_TREE_TOKENS = 1024
+"""Tokens of all trees in a step, whatever the budget.
+
+Scoring 1,024 tokens is bound by arithmetic on every device of the library
+(about 200 are where that begins): more drafts cost what more requests would.
+"""
+
+SMALLEST_TREE = 4
+"""Nodes, the root included: where not even that fits, nothing is drafted."""
+
+
+def fit_to_budget(
+    schedule: Sequence[tuple[int, int, int]], drafts: int, max_num_seqs: int, budget: int
+) -> Ranges:
+    """A schedule whose trees leave room for prompts at every batch size.
+
+    Where a batch's trees take more than their share, each request drafts the
+    largest smaller tree that fits and has a power of two of nodes: such batch
+    sizes share CUDA graph sizes, and there are few of them.
+
+    Args:
+        schedule: What to draft where it fits.
+        drafts: Nodes of the tree without its root.
+        max_num_seqs: Largest batch.
+        budget: Tokens per step that the scheduler hands out.
+
+    Returns:
+        ``schedule`` itself where all of it fits.
+    """
+    wanted = drafts_by_batch(schedule, drafts, max_num_seqs)
+    most = min(int(budget * TREE_SHARE), MOST_TREE_TOKENS)
+    fitting = [_fitting(count, batch, most) for batch, count in enumerate(wanted, start=1)]
+    if fitting == wanted:
+        return list(schedule)
+    ranges: Ranges = []
+    for count, group in groupby(fitting):
+        first = ranges[-1][1] + 1 if ranges else 1
+        ranges.append((first, first + len(list(group)) - 1, count))
+    return ranges
+
+
+def _fitting(drafts: int, batch: int, most: int) -> int:
+    if batch * (drafts + 1) <= most:
+        return drafts
+    nodes = 1 << max(min(most // batch, drafts).bit_length() - 1, 0)
+    return nodes - 1 if nodes >= SMALLEST_TREE else 0
+
+
+def drafts_by_batch(
+    schedule: Sequence[tuple[int, int, int]], drafts: int, max_num_seqs: int
+) -> list[int]:
+    """Drafts of each request at batch sizes 1 to ``max_num_seqs``, as vLLM reads a schedule.
+
+    Gaps and what follows the last range go on with the range before them.
+
+    Args:
+        schedule: (first, last, drafts), in any order.
+        drafts: Nodes of the tree without its root.
+        max_num_seqs: Largest batch.
+    """
+    ranges = sorted(schedule)
+    found = []
+    current = 0
+    for batch in range(1, max_num_seqs + 1):
+        while current + 1 < len(ranges) and ranges[current + 1][0] <= batch:
+            current += 1
+        found.append(min(ranges[current][2], drafts))
+    return found
+
+
+def beyond_budget(
+    schedule: Sequence[tuple[int, int, int]], drafts: int, max_num_seqs: int, budget: int
+) -> tuple[int, int] | None:
+    """The smallest batch that does not fit in one step, and its tokens; None: all fit.
+
+    Counted is the slot, too, that vLLM keeps free for the draft model of each request.
+    """
+    for batch, count in enumerate(drafts_by_batch(schedule, drafts, max_num_seqs), start=1):
+        tokens = batch * (count + 2)
+        if count and tokens > budget:
+            return batch, tokens
+    return None

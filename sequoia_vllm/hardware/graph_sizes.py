@@ -1,0 +1,80 @@
+"""Which steps to capture CUDA graphs for, so that decode steps of every batch size find one.
+
+A full graph is for batches of so many requests with so many tokens each; smaller
+batches are padded to it. What a schedule can reach is captured, and no more:
+that is the batches of each of its ranges, and some smaller ones. While requests
+finish, the drafts of the step before are still those of more requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+MOST_TOKENS = 1024
+"""Tokens of the largest step that is captured.
+
+Larger ones take longer on the device than their launches on the host: 4 ms and
+more for a model of 1B parameters on an H200.
+"""
+
+# vLLM's own limit: for steps with prompts, too, which run in piecewise graphs.
+_MIXED_TOKENS = 512
+
+
+def decode_shapes(tokens_by_batch: Sequence[int], most_tokens: int) -> list[tuple[int, int]]:
+    """Full graphs for decode steps: (tokens of each request, requests).
+
+    Padding is less than an eighth of the requests above 8, and none up to there.
+    Without drafts the grid is vLLM's own: decoding is to be what it is without
+    speculation.
+
+    Args:
+        tokens_by_batch: Tokens of each request at batch sizes 1, 2, ...: its
+            drafts and one.
+        most_tokens: Of a step; larger ones are not captured.
+    """
+    shapes = set()
+    first = 1
+    for tokens, group in groupby(tokens_by_batch):
+        last = first + len(list(group)) - 1
+        most = min(last, most_tokens // tokens)
+        grid = _plain_grid(most) if tokens == 1 else _grid(most)
+        shapes |= {(tokens, requests) for requests in grid if requests >= (first + 1) // 2}
+        first = last + 1
+    return sorted(shapes)
+
+
+def capture_sizes(tokens_by_batch: Sequence[int], budget: int) -> list[int]:
+    """Sizes of graphs for steps of any kind, in tokens, ascending; the last is the ceiling of all.
+
+    As far as `decode_shapes` needs, at most to `MOST_TOKENS`, and as far as vLLM goes itself.
+
+    Args:
+        tokens_by_batch: As of `decode_shapes`.
+        budget: Tokens per step that the scheduler hands out.
+    """
+    by_batch = list(enumerate(tokens_by_batch, start=1))
+    decoding = max((b * tokens for b, tokens in by_batch if b * tokens <= MOST_TOKENS), default=1)
+    mixed = min(_MIXED_TOKENS, 2 * len(tokens_by_batch) * max(tokens_by_batch))
+    last = min(max(decoding, mixed), budget)
+    small = {size for size in (1, 2, 4, *range(8, 128, 8)) if size < last}
+    return sorted(small | {size for size in _grid(last) if size >= 128} | {last})
+
+
+def _grid(last: int) -> Iterator[int]:
+    """Every number up to 16, then eight in each octave, and ``last``."""
+    number = 1
+    while number < last:
+        yield number
+        number += 1 << max(number.bit_length() - 4, 0)
+    if last > 0:
+        yield last
+
+
+def _plain_grid(last: int) -> Iterator[int]:
+    """vLLM's own: 1, 2, 4, multiples of 8 and from 256 on of 16; beyond it of 64; and ``last``."""
+    own = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, last, 64))
+    yield from (number for number in own if number < last)
+    if last > 0:
+        yield last

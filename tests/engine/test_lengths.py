@@ -1,0 +1,100 @@
+"""Requests longer than the draft model are served, without drafts beyond its length."""
+
+import pytest
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from sequoia_vllm.engine.proposer import SequoiaProposer
+from tests.engine.conftest import metric, running, sequoia, tokens_of
+from tests.engine.models import TARGET, save_llama
+
+SHORT = 64
+VOCAB = 512
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A target of 512 positions, and a draft that knows 64 of them."""
+    path = tmp_path_factory.mktemp("lengths")
+    keys = {"vocab_size": VOCAB, "eos_token_id": None}
+    target = save_llama(path / "target", seed=1, scale=2.0, **keys)
+    draft = save_llama(path / "draft", seed=1, scale=2.0, max_position_embeddings=SHORT, **keys)
+    return str(target), str(draft)
+
+
+@pytest.fixture
+def draft_positions(monkeypatch):
+    """The largest position of each of the draft's forward passes."""
+    found = []
+    forward = SequoiaProposer._forward
+
+    def recording(self, tokens, positions, *args, **kwargs):
+        found.append(int(positions.max()))
+        return forward(self, tokens, positions, *args, **kwargs)
+
+    monkeypatch.setattr(SequoiaProposer, "_forward", recording)
+    return found
+
+
+@pytest.mark.engine
+def test_requests_beyond_the_drafts_length_are_those_of_plain_vllm(pair, draft_positions):
+    """Prompts that end before it, at it and behind it, and completions across it."""
+    target, draft = pair
+    lengths = [20, SHORT - 8, SHORT - 1, SHORT, SHORT + 1, 2 * SHORT]
+    prompts = [
+        {"prompt_token_ids": [(7 * length + 13 * place) % VOCAB for place in range(length)]}
+        for length in lengths
+    ]
+    params = [
+        SamplingParams(
+            temperature=0.8 * (index % 2), seed=3, max_tokens=64, ignore_eos=True, detokenize=False
+        )
+        for index in range(len(lengths))
+    ]
+    options = {"model": target, "skip_tokenizer_init": True}
+    with running(None, **options) as llm:
+        expected = tokens_of(llm.generate(prompts, params, use_tqdm=False))
+    with running(sequoia(size=8, depth=3, draft=draft), **options) as llm:
+        assert llm.llm_engine.vllm_config.model_config.max_model_len == 512
+        found = tokens_of(llm.generate(prompts, params, use_tqdm=False))
+        trees = metric(llm, "vllm:spec_decode_num_drafts")
+        accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
+    assert found == expected
+    assert 0 < trees < 120  # only as far as the draft reaches: 44 + 8 + 1 tokens at most
+    assert accepted > trees
+    assert max(draft_positions) == SHORT - 1  # its RoPE table has no more
+
+
+def test_the_engine_keeps_its_length(pair, monkeypatch):
+    """As on vLLM 0.33, which has a check that cuts it."""
+    target, draft = pair
+    cut = []
+
+    def limit(vllm_config):
+        cut.append(vllm_config)
+        vllm_config.model_config.max_model_len = SHORT
+
+    def length(**options) -> int:
+        args = EngineArgs(model=target, skip_tokenizer_init=True, max_model_len=512, **options)
+        return args.create_engine_config().model_config.max_model_len
+
+    monkeypatch.setattr(VllmConfig, "_limit_max_model_len_to_draft", limit, raising=False)
+    post_init = VllmConfig.__post_init__
+
+    def limiting(vllm_config):
+        vllm_config._limit_max_model_len_to_draft()
+        post_init(vllm_config)
+
+    monkeypatch.setattr(VllmConfig, "__post_init__", limiting)
+    chain = {"method": "draft_model", "model": draft, "num_speculative_tokens": 2}
+    assert length(speculative_config=chain) == SHORT
+    assert len(cut) == 1
+    assert length(speculative_config=sequoia(size=8, draft=draft)) == 512
+    assert len(cut) == 1
+    assert length(speculative_config=chain) == SHORT  # it is there again
+
+
+def test_the_embedded_pair_is_not_cut():
+    config = EngineArgs(model=TARGET, speculative_config=sequoia()).create_engine_config()
+    assert config.model_config.max_model_len == 2048

@@ -1,0 +1,110 @@
+"""Decode steps of every batch size find a full CUDA graph, in vLLM's own manager of graphs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+from sequoia_vllm.engine.v2.target_graphs import TreeGraphManager
+from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
+from sequoia_vllm.hardware.graph_sizes import capture_sizes
+
+FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+# A tree of 64 nodes without a schedule, and one from the library.
+WHOLE = [(1, 1, 63)]
+LIBRARY = [
+    (1, 1, 127), (2, 2, 63), (3, 4, 31), (5, 7, 16), (8, 9, 15), (10, 13, 9), (14, 18, 7),
+    (19, 21, 5), (22, 45, 3), (46, 60, 2), (61, 172, 1), (173, 256, 0),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def without_devices(monkeypatch):
+    """The manager asks for these when it is made, and for nothing else of a device."""
+    group = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: group)
+    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda self: None)
+
+
+def manager_of(kind, schedule, max_num_seqs, budget, mode=CUDAGraphMode.FULL_AND_PIECEWISE):
+    """With its graphs, and tokens of each request by batch size."""
+    drafts = max(entry[2] for entry in schedule)
+    fitting = fit_to_budget(schedule, drafts, max_num_seqs, budget)
+    tokens = [count + 1 for count in drafts_by_batch(fitting, drafts, max_num_seqs)]
+    sizes = capture_sizes(tokens, budget)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1]
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        num_speculative_tokens=drafts,
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=drafts,
+            num_speculative_tokens_per_batch_size=fitting,
+            uses_dynamic_speculative_decoding=lambda: True,
+        ),
+    )
+    manager = kind(config, torch.device("cpu"), mode, decode_query_len=drafts + 1)
+    manager._graphs_captured = True
+    return manager, tokens
+
+
+def modes(manager, tokens):
+    """Kind of graph of a decode step, by batch size."""
+    return [
+        manager.dispatch(batch, batch * each, each, 0).cg_mode
+        for batch, each in enumerate(tokens, start=1)
+    ]
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(256, 2048), (250, 8192), (3, 512)])
+@pytest.mark.parametrize("schedule", [WHOLE, LIBRARY])
+def test_every_batch_size_has_a_full_graph(schedule, max_num_seqs, budget):
+    manager, tokens = manager_of(TreeGraphManager, schedule, max_num_seqs, budget)
+    assert modes(manager, tokens) == [FULL] * max_num_seqs
+    captured = set(manager._capture_descs[FULL])
+    assert len(captured) < 130
+    for batch, each in enumerate(tokens, start=1):
+        graph = manager.dispatch(batch, batch * each, each, 0)
+        assert graph in captured
+        assert graph.num_tokens == graph.num_reqs * each
+        assert batch <= graph.num_reqs <= max_num_seqs
+
+
+def test_requests_that_finish_leave_the_others_a_full_graph():
+    """A step verifies drafts of the step before, when there may have been twice the requests."""
+    manager, tokens = manager_of(TreeGraphManager, LIBRARY, 256, 2048)
+    for batch, each in enumerate(tokens, start=1):
+        left = (batch + 1) // 2
+        assert manager.dispatch(left, left * each, each, 0).cg_mode == FULL
+
+
+def test_other_steps_find_what_vllm_has_for_them():
+    """Prompts beside trees, and more tokens than are captured."""
+    ours, _ = manager_of(TreeGraphManager, LIBRARY, 256, 2048)
+    plain, _ = manager_of(ModelCudaGraphManager, LIBRARY, 256, 2048)
+    most = ours.compilation_config.max_cudagraph_capture_size
+    for tokens in range(1, most + 20):
+        found = ours.dispatch(min(tokens, 7), tokens, None, 0)
+        assert found == plain.dispatch(min(tokens, 7), tokens, None, 0)
+        assert found.cg_mode == (PIECEWISE if tokens <= most else NONE)
+
+
+def test_without_separate_decode_graphs_all_is_vllms():
+    ours, tokens = manager_of(TreeGraphManager, LIBRARY, 256, 2048, mode=PIECEWISE)
+    assert set(modes(ours, tokens)) == {PIECEWISE}
+    ours, _ = manager_of(TreeGraphManager, LIBRARY, 256, 2048, mode=NONE)
+    assert ours._capture_descs == {}
+
+
+def test_vllms_own_manager_still_needs_ours():
+    """When this fails, `TreeGraphManager` may go: a batch finds graphs of other tokens only."""
+    plain, tokens = manager_of(ModelCudaGraphManager, LIBRARY, 256, 2048)
+    assert modes(plain, tokens).count(PIECEWISE) > 20
+    assert len(plain._capture_descs[FULL]) > 150
