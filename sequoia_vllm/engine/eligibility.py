@@ -43,3 +43,17 @@ def drafts_at_no_time(sampling_params: Any) -> bool:
     """
     reached = sampling_params.min_tokens if sampling_params is not None else 0
     return reason_without_drafts(sampling_params, num_output_tokens=reached) is not None
+
+
+def may_carry_placeholders(sampling_params: Any) -> bool:
+    """Whether a request that never drafts may be scored like those that do, on Model Runner V2.
+
+    Its first row has the logits of decoding without drafts, with penalties and
+    edits applied, and no other row of it is looked at. Not so where vLLM keeps
+    something for each scored row: a grammar's state, a thinking budget, or
+    logprobs of chosen tokens.
+    """
+    p = sampling_params
+    if p is None or p.structured_outputs is not None:
+        return False
+    return not (getattr(p, "logprob_token_ids", None) or getattr(p, "thinking_token_budget", None))

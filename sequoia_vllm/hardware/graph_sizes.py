@@ -26,15 +26,17 @@ def decode_shapes(tokens_by_batch: Sequence[int], most_tokens: int) -> list[tupl
     """Full graphs for decode steps: (tokens of each request, requests).
 
     Padding is less than an eighth of the requests above 8, and none up to there.
-    Without drafts the grid is vLLM's own: decoding is to be what it is without
-    speculation.
+    Where the schedule drafts nothing the grid is vLLM's own: decoding is to be
+    what it is without speculation. There are a few for one token of each request
+    besides, for batches in which nobody can draft.
 
     Args:
         tokens_by_batch: Tokens of each request at batch sizes 1, 2, ...: its
             drafts and one.
         most_tokens: Of a step; larger ones are not captured.
     """
-    shapes = set()
+    most_requests = min(len(tokens_by_batch), most_tokens)
+    shapes = {(1, min(1 << power, most_requests)) for power in range(most_requests.bit_length() + 1)}
     first = 1
     for tokens, group in groupby(tokens_by_batch):
         last = first + len(list(group)) - 1

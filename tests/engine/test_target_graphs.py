@@ -69,7 +69,7 @@ def test_every_batch_size_has_a_full_graph(schedule, max_num_seqs, budget):
     manager, tokens = manager_of(TreeGraphManager, schedule, max_num_seqs, budget)
     assert modes(manager, tokens) == [FULL] * max_num_seqs
     captured = set(manager._capture_descs[FULL])
-    assert len(captured) < 130
+    assert len(captured) < 140
     for batch, each in enumerate(tokens, start=1):
         graph = manager.dispatch(batch, batch * each, each, 0)
         assert graph in captured
@@ -83,6 +83,12 @@ def test_requests_that_finish_leave_the_others_a_full_graph():
     for batch, each in enumerate(tokens, start=1):
         left = (batch + 1) // 2
         assert manager.dispatch(left, left * each, each, 0).cg_mode == FULL
+
+
+def test_batches_in_which_nobody_drafts_have_graphs_too():
+    manager, _ = manager_of(TreeGraphManager, WHOLE, 250, 2048)
+    found = modes(manager, [1] * 250)
+    assert found == [FULL] * 250
 
 
 def test_other_steps_find_what_vllm_has_for_them():

@@ -91,7 +91,7 @@ def test_trees_are_grown_and_scored_by_graphs(batch, generated):
     found = generated[str(batch)]
     assert all(
         found["graphs"][kind] >= least
-        for kind, least in (("DraftGraphs", 3), ("ModelCudaGraphManager", 3), (PIECE, 1))
+        for kind, least in (("DraftGraphs", 3), ("TreeGraphManager", 3), (PIECE, 1))
     )
     assert found["eager growth"] == []
 
@@ -99,5 +99,5 @@ def test_trees_are_grown_and_scored_by_graphs(batch, generated):
 def test_start_captures_all_of_them(generated):
     assert all(
         generated["start"]["captured"][kind] > 0
-        for kind in ("DraftGraphs", "ModelCudaGraphManager", PIECE)
+        for kind in ("DraftGraphs", "TreeGraphManager", PIECE)
     )

@@ -65,7 +65,7 @@ def test_every_batch_has_a_graph_with_little_padding(schedule, drafts, max_num_s
     assert sizes == sorted(set(sizes))
     assert sizes[-1] <= min(budget, MOST_TOKENS)
     assert len(sizes) <= 50
-    assert len(shapes) <= 130
+    assert len(shapes) <= 140
     for batch, each in enumerate(tokens, start=1):
         assert batch * each <= sizes[-1]
         padded = min(n for t, n in shapes if t == each and n >= batch)
@@ -78,6 +78,7 @@ def test_graphs_are_captured_for_what_the_schedule_reaches_only():
     """And down to half of a range: requests may finish before drafts follow."""
     tokens = [16] * 4 + [8] * 12
     assert decode_shapes(tokens, 1024) == [
+        *((1, requests) for requests in (1, 2, 4, 8, 16)),
         *((8, requests) for requests in range(3, 17)),
         *((16, requests) for requests in range(1, 5)),
     ]
@@ -86,4 +87,4 @@ def test_graphs_are_captured_for_what_the_schedule_reaches_only():
 def test_steps_of_many_tokens_are_not_captured():
     assert decode_shapes([64] * 40, 1024)[-1] == (64, 16)
     assert capture_sizes([64] * 40, 8192)[-1] == 1024
-    assert decode_shapes([600, 600], 512) == []
+    assert decode_shapes([600, 600], 512) == [(1, 1), (1, 2)]

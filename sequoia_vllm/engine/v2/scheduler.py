@@ -6,17 +6,52 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from sequoia_vllm.engine.eligibility import drafts_at_no_time
+from sequoia_vllm.engine.eligibility import drafts_at_no_time, may_carry_placeholders
+
+# Of the requests in a step, those that carry placeholders instead of drafts are
+# at most this share, or one: their rows are scored for nothing.
+_MOST_PADDED = 1 / 8
 
 
 class TreeScheduler(AsyncScheduler):
-    """vLLM's asynchronous scheduler, which assumes as many drafts for every request."""
+    """vLLM's asynchronous scheduler, which assumes as many drafts for every request.
+
+    A full CUDA graph is for batches with equal numbers of drafts. So that one
+    request without drafts does not cost all others theirs, it keeps vLLM's
+    placeholders where it is one of few: the worker scores these and rejects them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._nobody_drafts = bool(self.vllm_config.model_config.logits_processors)
+        # Unfinished requests that never draft, and whether they may carry placeholders.
+        self._without_drafts: dict[str, bool] = {}
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """As vLLM's; then takes away drafts that the worker would have to reject."""
+        if self._nobody_drafts:
+            scheduler_output.num_spec_tokens_to_schedule = 0
         super()._update_after_schedule(scheduler_output)
-        nobody_drafts = bool(self.vllm_config.model_config.logits_processors)
-        for request_id in scheduler_output.num_scheduled_tokens:
-            request = self.requests[request_id]
-            if nobody_drafts or drafts_at_no_time(request.sampling_params):
-                request.spec_token_ids = []
+        if self._nobody_drafts:
+            return
+        self._remember(scheduler_output)
+        scheduled = scheduler_output.num_scheduled_tokens
+        undrafted = self._without_drafts.keys() & scheduled.keys()
+        if not undrafted or self._is_padded(undrafted, len(scheduled)):
+            return
+        for request_id in undrafted:
+            self.requests[request_id].spec_token_ids = []
+
+    def _remember(self, scheduler_output: Any) -> None:
+        """Asks each request once: sampling parameters do not change while it runs."""
+        for request_id in scheduler_output.finished_req_ids:
+            self._without_drafts.pop(request_id, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            self._without_drafts.pop(new.req_id, None)
+            if drafts_at_no_time(new.sampling_params):
+                self._without_drafts[new.req_id] = may_carry_placeholders(new.sampling_params)
+
+    def _is_padded(self, undrafted: set[str], scheduled: int) -> bool:
+        few = len(undrafted) <= max(1, scheduled * _MOST_PADDED)
+        others_draft = scheduled > len(undrafted)
+        return few and others_draft and all(self._without_drafts[name] for name in undrafted)

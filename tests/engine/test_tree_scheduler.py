@@ -1,0 +1,95 @@
+"""Which requests the scheduler of Model Runner V2 leaves without drafts, and what it remembers."""
+
+from types import SimpleNamespace
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from sequoia_vllm.engine.v2 import scheduler as scheduling
+from sequoia_vllm.engine.v2.scheduler import TreeScheduler
+
+DRAFTS = 3
+GREEDY = SamplingParams(temperature=0)
+PENALTY = SamplingParams(repetition_penalty=1.3)
+GRAMMAR = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+
+
+@pytest.fixture
+def scheduler(monkeypatch):
+    """Without an engine: all that is replaced of vLLM's gives every request its placeholders."""
+
+    def init(self, processors=None):
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(logits_processors=processors)
+        )
+        self.requests = {}
+
+    def update(self, output):
+        for name in output.num_scheduled_tokens:
+            drafts = [-1] * output.num_spec_tokens_to_schedule
+            self.requests[name].spec_token_ids = drafts
+
+    monkeypatch.setattr(AsyncScheduler, "__init__", init)
+    monkeypatch.setattr(AsyncScheduler, "_update_after_schedule", update)
+    return TreeScheduler()
+
+
+def step(scheduler, requests, new=True, finished=()) -> dict[str, int]:
+    """Drafts of each request after a step with these."""
+    for name in requests:
+        scheduler.requests.setdefault(name, SimpleNamespace(spec_token_ids=[]))
+    scheduler._update_after_schedule(
+        SimpleNamespace(
+            num_scheduled_tokens=dict.fromkeys(requests, 1),
+            num_spec_tokens_to_schedule=DRAFTS,
+            finished_req_ids=set(finished),
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=name, sampling_params=params)
+                for name, params in (requests.items() if new else ())
+            ],
+        )
+    )
+    return {name: len(scheduler.requests[name].spec_token_ids) for name in requests}
+
+
+def test_each_request_is_asked_once(scheduler, monkeypatch):
+    asked = []
+    plain = scheduling.drafts_at_no_time
+    monkeypatch.setattr(scheduling, "drafts_at_no_time", lambda p: asked.append(p) or plain(p))
+    requests = {"a": GREEDY, "b": GRAMMAR, "c": GREEDY}
+    first = step(scheduler, requests)
+    assert first == {"a": DRAFTS, "b": 0, "c": DRAFTS}
+    assert step(scheduler, requests, new=False) == first
+    assert len(asked) == 3
+
+
+def test_finished_requests_are_forgotten(scheduler):
+    step(scheduler, {"a": GRAMMAR, "b": GRAMMAR, "c": GREEDY})
+    assert step(scheduler, {"c": GREEDY}, new=False, finished=["a", "b"]) == {"c": DRAFTS}
+    assert scheduler._without_drafts == {}
+    step(scheduler, {"a": GRAMMAR, "c": GREEDY})
+    assert step(scheduler, {"a": GREEDY, "c": GREEDY}, finished=["a"])["a"] == DRAFTS
+
+
+def test_one_request_without_drafts_keeps_the_batch_uniform(scheduler):
+    """It is scored with placeholders; alone, or as one of many, it is not."""
+    assert step(scheduler, {"a": PENALTY, "b": GREEDY}) == {"a": DRAFTS, "b": DRAFTS}
+    assert step(scheduler, {"a": PENALTY}, new=False) == {"a": 0}
+    many = {str(index): PENALTY if index < 2 else GREEDY for index in range(16)}
+    assert set(step(scheduler, many).values()) == {DRAFTS}
+    more = {str(index): PENALTY if index < 3 else GREEDY for index in range(16)}
+    assert sorted(step(scheduler, more).values()) == [0] * 3 + [DRAFTS] * 13
+
+
+def test_a_grammar_follows_no_placeholders(scheduler):
+    assert step(scheduler, {"a": GRAMMAR, "b": GREEDY}) == {"a": 0, "b": DRAFTS}
+    both = {"a": GRAMMAR, **{str(index): GREEDY for index in range(20)}, "b": PENALTY}
+    found = step(scheduler, both)
+    assert (found["a"], found["b"], found["1"]) == (0, 0, DRAFTS)
+
+
+def test_nobody_drafts_beside_custom_processors(scheduler):
+    ours = TreeScheduler(processors=["some.Processor"])
+    assert step(ours, {"a": GREEDY, "b": PENALTY}) == {"a": 0, "b": 0}
