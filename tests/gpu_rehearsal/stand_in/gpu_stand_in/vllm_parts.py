@@ -66,6 +66,7 @@ def install() -> None:
     _change_the_worker()
     _loosen_attention()
     _change_the_plugin()
+    _check_memory()
 
 
 def _replace_copies() -> None:
@@ -141,3 +142,11 @@ def _change_the_plugin() -> None:
         self._on_gpu = True
 
     path_copies.PathCopies.__init__ = on_gpu
+
+
+def _check_memory() -> None:
+    """Every access of an interpreted kernel; those of our kernels raise what is found."""
+    from tests.gpu_rehearsal.memory_checks import MemoryChecks, install, wanted
+
+    if wanted():
+        install(MemoryChecks())
