@@ -56,7 +56,7 @@ def launches_of_a_step(draft: str, options: dict[str, Any]) -> dict[str, Any]:
 
     from tests.v2.launches import DRAFT, GLUE, VERIFIER, WORK, counted_launches
 
-    with running(sequoia(size=8, depth=6, draft=draft), **options) as llm:
+    with running(sequoia(size=10, depth=6, draft=draft), **options) as llm:
         for index, request in enumerate(random_prompts([9, 14])):
             params = SamplingParams(temperature=0.8 * index, max_tokens=30, ignore_eos=True)
             llm.llm_engine.add_request(str(index), request, params)
