@@ -66,6 +66,13 @@ class StandInPlatform(NonNvmlCudaPlatform):
         return True
 
     @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        """No NCCL: torch's gloo."""
+        return (
+            "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
+        )
+
+    @classmethod
     def device_count(cls) -> int:
         return runtime.DEVICES
 

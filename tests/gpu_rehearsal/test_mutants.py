@@ -1,0 +1,135 @@
+"""Mistakes that only CUDA graphs turn into wrong drafts are found by the rehearsal.
+
+Output stays the target's whatever is drafted, so equal tokens alone would pass them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.conftest import sequoia
+from tests.gpu_rehearsal.environment import call_on_gpu
+from tests.gpu_rehearsal.generating import generate_with_trees, rehearsing
+from tests.v2.generating import random_prompts, save_related_pair
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@contextmanager
+def replaced(owner: type, **methods: Any) -> Iterator[None]:
+    originals = {name: getattr(owner, name) for name in methods}
+    for name, make in methods.items():
+        setattr(owner, name, make(originals[name]))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(owner, name, original)
+
+
+def waits_for_the_device(read_and_grow: Any) -> Any:
+    def mutant(self: Any, num_reqs: int, *args: Any) -> None:
+        assert int(self._batch.roots[0]) >= 0
+        read_and_grow(self, num_reqs, *args)
+
+    return mutant
+
+
+def takes_positions_from_the_host(read_and_grow: Any) -> Any:
+    def mutant(self: Any, num_reqs: int, *args: Any) -> None:
+        known = getattr(self._batch, "known_roots", [0] * len(self._batch.roots))
+        self._batch.roots.copy_(torch.tensor(known, dtype=torch.int32))
+        read_and_grow(self, num_reqs, *args)
+
+    return mutant
+
+
+def notes_positions(begin: Any) -> Any:
+    def mutant(self: Any, **arguments: Any) -> None:
+        begin(self, **arguments)
+        self.known_roots = self.roots.tolist()
+
+    return mutant
+
+
+def moves_its_buffers(begin: Any) -> Any:
+    def mutant(self: Any, **arguments: Any) -> None:
+        for name in ("starts", "counts", "roots"):
+            setattr(self, name, getattr(self, name).clone())
+        begin(self, **arguments)
+
+    return mutant
+
+
+def run(models: str) -> dict[str, Any]:
+    """What became of trees that the target drafted itself: unchanged, and with each mistake."""
+    from sequoia_vllm.engine.v2.draft_batch import DraftBatch
+    from sequoia_vllm.engine.v2.growth import TreeGrowth
+
+    target, _ = save_related_pair(Path(models))
+    return {
+        "unchanged": counts(target),
+        "host value": counts(
+            target,
+            replaced(TreeGrowth, read_and_grow=takes_positions_from_the_host),
+            replaced(DraftBatch, begin=notes_positions),
+        ),
+        "moved buffer": counts(target, replaced(DraftBatch, begin=moves_its_buffers)),
+        "wait": error_of(target, replaced(TreeGrowth, read_and_grow=waits_for_the_device)),
+    }
+
+
+def counts(target: str, *mistakes: Any) -> dict[str, Any]:
+    """Children offered and accepted, of an engine that is made and run with these mistakes."""
+    from contextlib import ExitStack
+
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    with ExitStack() as stack:
+        for mistake in mistakes:
+            stack.enter_context(mistake)
+        config = sequoia(size=4, depth=2, draft=target)
+        with rehearsing(config, model=target, max_num_seqs=1) as llm:
+            found = generate_with_trees(llm, random_prompts([20]), params)
+    return {
+        "offered": sum(row[0] for row in found["counts"]["offered"]),
+        "accepted": sum(row[0] for row in found["counts"]["accepted"]),
+        "replayed": found["graphs"].get("DraftGraphs", 0),
+    }
+
+
+def error_of(target: str, mistake: Any) -> str:
+    from gpu_stand_in.graphs import CaptureError
+
+    try:
+        counts(target, mistake)
+    except CaptureError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("mutants")
+    return call_on_gpu(run, directory, models=str(directory))
+
+
+def test_all_that_the_target_drafts_itself_is_accepted(answers):
+    found = answers["unchanged"]
+    assert found["replayed"] >= 4
+    assert found["accepted"] == found["offered"] >= 8
+
+
+@pytest.mark.parametrize("mistake", ["host value", "moved buffer"])
+def test_what_a_graph_froze_shows_in_rejected_drafts(mistake, answers):
+    assert answers[mistake]["replayed"] >= 4
+    assert answers[mistake]["accepted"] < answers[mistake]["offered"]
+
+
+def test_waiting_within_a_graph_is_refused(answers):
+    assert "not permitted when stream is capturing" in answers["wait"]
