@@ -64,6 +64,7 @@ def install() -> None:
     _import_passes_as_on_cpus()
     _replace_cache_update()
     _change_the_worker()
+    _embed_without_the_fused_operator()
     _loosen_attention()
     _change_the_plugin()
     _check_memory()
@@ -115,6 +116,19 @@ def _change_the_worker() -> None:
             self.device_config.device_type = "cpu"
 
     worker.Worker.init_device = init_device_as_cuda
+
+
+def _embed_without_the_fused_operator() -> None:
+    """With several ranks vLLM takes one that only the GPU build has."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    start = VocabParallelEmbedding.__init__
+
+    def unfused(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        self.use_fused_embedding = False
+
+    VocabParallelEmbedding.__init__ = unfused
 
 
 def _loosen_attention() -> None:
