@@ -72,8 +72,9 @@ class DraftBlocks:
 
         What lies before ``start`` it has read, or found in filled blocks.
         """
-        for size, blocks in self._sized_blocks(request):
-            self._filled.update(blocks[start // size : end // size])
+        blocks = self._blocks[request]
+        for group, size in self._block_sizes.items():
+            self._filled.update(blocks[group][start // size : end // size])
 
     def _sized_blocks(self, request: Hashable) -> list[tuple[int, list[int]]]:
         blocks = self._blocks[request]

@@ -168,5 +168,7 @@ class DraftReading:
         after = np.where(self._unread_bound[slots] == 0, computed, partly)
         self._read_at_least[slots] = after
         step = self._blocks.step
-        for row in np.flatnonzero(after // step > before // step).tolist():
-            self._blocks.read(int(slots[row]), int(before[row]), int(after[row]))
+        crossed = after // step > before // step
+        read = zip(*(values[crossed].tolist() for values in (slots, before, after)), strict=True)
+        for slot, start, end in read:
+            self._blocks.read(slot, start, end)
