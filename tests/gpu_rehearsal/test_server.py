@@ -44,4 +44,4 @@ def test_a_server_replays_graphs_and_gives_plain_tokens(tmp_path):
         assert found == tokens_of(llm.generate(prompts, params, use_tqdm=False))
     assert sum(accepted) > TOKENS / 2
     replayed = json.loads(report.read_text())["replayed"]
-    assert all(replayed[kind] > 0 for kind in ("DraftGraphs", "ModelCudaGraphManager"))
+    assert all(replayed[kind] > 0 for kind in ("DraftGraphs", "TreeGraphManager"))

@@ -63,4 +63,4 @@ def test_two_ranks_replay_graphs_and_give_the_tokens_of_one(
     assert first[1] > 1.2 * first[0] > 0
     for rank in answers["2"]["graphs"]:
         assert rank["replayed"]["DraftGraphs"] > 0
-        assert rank["replayed"]["ModelCudaGraphManager"] > 0
+        assert rank["replayed"]["TreeGraphManager"] > 0

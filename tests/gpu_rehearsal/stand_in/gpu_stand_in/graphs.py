@@ -112,7 +112,10 @@ class _Operator:
     def replay(self) -> None:
         if self.function in _ALLOCATING:
             return
-        results = _tensors(self.function(*self.args, **self.kwargs))
+        result = self.function(*self.args, **self.kwargs)
+        if self.function.namespace == "c10d":  # which comes with a handle to wait for
+            result[-1].wait()
+        results = _tensors(result)
         for index, tensor in self.made:
             if _address(tensor) != _address(results[index]):
                 tensor.copy_(results[index])

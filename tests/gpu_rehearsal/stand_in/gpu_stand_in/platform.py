@@ -67,10 +67,7 @@ class StandInPlatform(NonNvmlCudaPlatform):
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        """No NCCL: torch's gloo."""
-        return (
-            "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
-        )
+        return "gpu_stand_in.communicator.GlooCommunicator"
 
     @classmethod
     def device_count(cls) -> int:
