@@ -30,7 +30,25 @@ class Assumptions(FileModel):
         default=300e-6, ge=0, description="A plain step outside the forward pass."
     )
     tree_step_seconds: float = Field(
-        default=600e-6, ge=0, description="A speculative step outside the forward passes."
+        default=600e-6,
+        ge=0,
+        description="A speculative step outside the forward passes: some twenty launches of ours "
+        "one by one among it.",
+    )
+    # In a graph of kernels of 2.9 us NVIDIA measured 3.4 us for each ("Getting Started with CUDA
+    # Graphs", 2019); a small kernel itself takes 1 to 2 us.
+    small_kernel_seconds: float = Field(
+        default=2e-6, ge=0, description="A kernel in a CUDA graph that does next to nothing."
+    )
+    # Counted where kernels are interpreted: one that prepares, three that draw.
+    level_kernels: float = Field(
+        default=4, ge=0, description="Kernels of ours in a draft level, outside the draft model."
+    )
+    split_below: float = Field(
+        default=128,
+        ge=0,
+        description="Requests times key heads below which tree attention splits contexts, to "
+        "occupy all processors: the results are merged by one kernel more in each layer.",
     )
     logits_passes: float = Field(
         default=6.0, ge=0, description="Times the float32 logits of a node are read or written."

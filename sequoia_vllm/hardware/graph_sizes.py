@@ -36,7 +36,9 @@ def decode_shapes(tokens_by_batch: Sequence[int], most_tokens: int) -> list[tupl
         most_tokens: Of a step; larger ones are not captured.
     """
     most_requests = min(len(tokens_by_batch), most_tokens)
-    shapes = {(1, min(1 << power, most_requests)) for power in range(most_requests.bit_length() + 1)}
+    shapes = {
+        (1, min(1 << power, most_requests)) for power in range(most_requests.bit_length() + 1)
+    }
     first = 1
     for tokens, group in groupby(tokens_by_batch):
         last = first + len(list(group)) - 1

@@ -67,14 +67,17 @@ def roofline_profile(
     assumptions = assumptions or Assumptions()
     forward = _Forward(device, BYTES_PER_VALUE[dtype], tensor_parallel_size, assumptions)
 
-    def curves(shape: ModelShape) -> list[Curve]:
+    def curves(shape: ModelShape, kernels: float = 0) -> list[Curve]:
         return [
             Curve(
                 batch_size=batch,
                 context_length=context_length,
                 tokens=list(tokens),
                 seconds=[
-                    _rounded(forward.seconds(shape, count, batch, context_length))
+                    _rounded(
+                        forward.seconds(shape, count, batch, context_length)
+                        + kernels * assumptions.small_kernel_seconds
+                    )
                     for count in tokens
                 ],
             )
@@ -92,7 +95,7 @@ def roofline_profile(
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
         target_forward=curves(target),
-        draft_level=curves(draft),
+        draft_level=curves(draft, assumptions.level_kernels),
         overhead=[
             Overhead(
                 batch_size=1,
@@ -134,7 +137,15 @@ class _Forward:
             4 * shape.layers * shape.heads * shape.head_size * (context + tokens) * rows,
         )
         launches = shape.layers * self._assumed.layer_seconds + self._assumed.forward_seconds
+        launches += self._merges(shape, tokens, batch)
         return products + attention + launches + self._logits(shape, rows) + self._sums(shape, rows)
+
+    def _merges(self, shape: ModelShape, tokens: int, batch: int) -> float:
+        """Of tree attention's splits; plain decoding's are in its launches."""
+        key_heads = shape.kv_heads * shape.kv_copies(self._devices) / self._devices
+        if tokens == 1 or batch * key_heads >= self._assumed.split_below:
+            return 0.0
+        return shape.layers * self._assumed.small_kernel_seconds
 
     def _longer(self, moved: float, operations: float) -> float:
         """Roofline of work that is split over all devices."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from reference_trees import acceptances, published, trees
 
 from sequoia_vllm.hardware import (
+    Assumptions,
     CostModel,
     Curve,
     Overhead,
@@ -368,6 +369,24 @@ class TestRoofline:
         assert one == pytest.approx(2 * 6.6e9 / (2.039e12 * 0.85), rel=0.25)
         assert cost.target_seconds(64, 1) < 1.05 * one
         assert cost.target_seconds(128, 256) > 20 * one
+
+    def test_kernels_of_ours_cost_each_draft_level_and_each_merge(self):
+        """Of 32 key heads: contexts are split for up to 3 requests, and merged in each layer."""
+        device = "NVIDIA A100-SXM4-80GB"
+        without, with_ones = (
+            CostModel(gpu(device, assumptions=Assumptions(small_kernel_seconds=seconds)))
+            for seconds in (0.0, 1e-6)
+        )
+
+        def added(part: str, tokens: int, batch: int) -> float:
+            before, after = (getattr(cost, part)(tokens, batch) for cost in (without, with_ones))
+            return float(after - before) * 1e6
+
+        assert added("target_seconds", 1, 1) == pytest.approx(0)
+        assert added("target_seconds", 16, 1) == pytest.approx(32, abs=0.1)
+        assert added("target_seconds", 16, 4) == pytest.approx(0)
+        assert added("draft_seconds", 1, 1) == pytest.approx(4, abs=0.01)
+        assert added("draft_seconds", 8, 1) == pytest.approx(4 + 2, abs=0.01)
 
     def test_more_devices_are_faster_until_the_link_is_the_limit(self):
         seconds = [

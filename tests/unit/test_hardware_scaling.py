@@ -28,7 +28,7 @@ SHIPPED = Acceptance.of(published()["shipped"])
 MIB = 2**20
 # Nothing but what a device moves and computes, on links that cost nothing but bytes.
 BARE = Assumptions(
-    layer_seconds=0, forward_seconds=0, logits_passes=0,
+    layer_seconds=0, forward_seconds=0, logits_passes=0, small_kernel_seconds=0,
     one_shot_seconds=0, two_shot_seconds=0, ring_seconds=0, ring_step_seconds=0,
 )  # fmt: skip
 

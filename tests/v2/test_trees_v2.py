@@ -4,6 +4,8 @@ Every scenario is one process, as starting one takes longer than most questions.
 """
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +125,39 @@ def generate_special() -> dict[str, Any]:
             }
             if config:
                 answers[name]["counts"] = counted(llm)
+                chosen = [texts[place] for place in PADDED], [params[place] for place in PADDED]
+                with counting_rows() as rows:
+                    outputs = llm.generate(*chosen, use_tqdm=False)
+                answers["padded"] = {
+                    "tokens": tokens_of(outputs),
+                    "logprobs": [_logprobs(output.outputs[0].logprobs) for output in outputs],
+                    "rows": rows,
+                    "counts": counted(llm),
+                }
     return answers
+
+
+# Penalties between two requests that draft: one of few, it carries placeholders.
+PADDED = [0, 1, 4]
+
+
+@contextmanager
+def counting_rows() -> Iterator[list[list[int]]]:
+    """Tokens of each request in each step that is scheduled within the block."""
+    from sequoia_vllm.engine.v2.scheduler import TreeScheduler
+
+    schedule, found = TreeScheduler.schedule, []
+
+    def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(self, *args, **kwargs)
+        found.append(list(output.num_scheduled_tokens.values()))
+        return output
+
+    TreeScheduler.schedule = recording
+    try:
+        yield found
+    finally:
+        TreeScheduler.schedule = schedule
 
 
 def _logprobs(positions: Any) -> list[dict[str, list[float]]]:
@@ -145,18 +179,34 @@ def test_special_requests_are_served_right_among_trees(special):
     assert special["trees"]["counts"]["tokens_per_tree"] > 1.2
 
 
+def test_one_request_without_drafts_is_scored_like_the_others(special):
+    """Steps are uniform, as full CUDA graphs have to be; its tokens and logprobs are plain's."""
+    padded, plain = special["padded"], special["plain"]
+    assert padded["tokens"] == [plain["tokens"][place] for place in PADDED]
+    assert padded["rows"].count([8, 8, 8]) >= 3
+    assert [8, 1, 8] not in padded["rows"]
+    _check_logprobs(padded["logprobs"], [plain["logprobs"][place] for place in PADDED])
+    # The tree that nobody drew is not counted, and no token of it was accepted.
+    assert padded["counts"]["tokens_per_tree"] > 1.2
+
+
 @pytest.mark.parametrize("kind", ["logprobs", "prompt_logprobs"])
 def test_logprobs_are_those_of_plain_vllm(kind, special):
+    assert _check_logprobs(special["trees"][kind], special["plain"][kind]) > 20
+
+
+def _check_logprobs(ours: list[Any], plain: list[Any]) -> int:
+    """How many logprobs were compared."""
     compared = 0
-    for found, expected in zip(special["trees"][kind], special["plain"][kind], strict=True):
+    for found, expected in zip(ours, plain, strict=True):
         assert len(found) == len(expected)
-        for ours, plain in zip(found, expected, strict=True):
-            assert ours.keys() == plain.keys()
-            for token, (logprob, rank) in plain.items():
-                assert ours[token][0] == pytest.approx(logprob, abs=1e-4)
-                assert ours[token][1] == rank
+        for position, expected_position in zip(found, expected, strict=True):
+            assert position.keys() == expected_position.keys()
+            for token, (logprob, rank) in expected_position.items():
+                assert position[token][0] == pytest.approx(logprob, abs=1e-4)
+                assert position[token][1] == rank
                 compared += 1
-    assert compared > 20
+    return compared
 
 
 # -- engines that are short of something -------------------------------------------------
