@@ -39,6 +39,8 @@ _ALLOCATING = {
 }  # fmt: skip
 # vLLM's operators in Python: what they do belongs into the record, not that they are called.
 _PYTHON_NAMESPACES = ("vllm", "vllm_ir")
+# Reductions over ranks: in place, though their schemas do not say so.
+_COLLECTIVES = "c10d"
 _POISON = -77
 
 captured: Counter[str] = Counter()
@@ -88,6 +90,11 @@ def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage())
 
 
+def _writes(function: Any) -> bool:
+    """Whether an operator writes memory that it was given."""
+    return function._schema.is_mutable or function.namespace == _COLLECTIVES
+
+
 @dataclass(frozen=True)
 class _Launch:
     """A kernel: one of Triton's, or a library's function."""
@@ -113,7 +120,7 @@ class _Operator:
         if self.function in _ALLOCATING:
             return
         result = self.function(*self.args, **self.kwargs)
-        if self.function.namespace == "c10d":  # which comes with a handle to wait for
+        if self.function.namespace == _COLLECTIVES:  # which come with a handle to wait for
             result[-1].wait()
         results = _tensors(result)
         for index, tensor in self.made:
@@ -140,7 +147,7 @@ class _Recorder(TorchDispatchMode):
             index is not None and index.dtype == torch.bool for index in args[1]
         ):
             refuse_while_capturing("an index that is a boolean mask")
-        if function._schema.is_mutable:
+        if _writes(function):
             self._graph.before_write(_tensors((args, kwargs)))
         result = function(*args, **kwargs)
         self._graph.note_operator(function, args, kwargs, result)
@@ -217,7 +224,7 @@ class CUDAGraph:
         for _, tensor in made:
             self._private.setdefault(_address(tensor), tensor)
         # Others are views: what they show is written by operators before and after.
-        if function._schema.is_mutable or made:
+        if _writes(function) or made:
             self._record.append(_Operator(function, args, kwargs, made))
 
     def launch(self, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
