@@ -125,8 +125,7 @@ class SequoiaProposer(DraftModelProposer):
         starts[1:] = last + 1
         seq_lens = committed.positions[last] + 1
         slots = self._slots(np.repeat(requests, counts), committed.positions)
-        # Past the draft's length nobody drafts: only its RoPE table must not end.
-        positions = torch.from_numpy(np.minimum(committed.positions, self.draft_max_len - 1))
+        positions = torch.from_numpy(committed.positions)
         query_start_loc = torch.from_numpy(starts)
         common = CommonAttentionMetadata(
             query_start_loc=query_start_loc,
