@@ -9,6 +9,9 @@ import torch
 
 from tests.engine.conftest import running, sequoia
 from tests.engine.models import save_llama
+from tests.gpu_rehearsal.environment import call_on_gpu
+from tests.gpu_rehearsal.generating import generate_with_trees as rehearse
+from tests.gpu_rehearsal.generating import rehearsing
 from tests.v2.conftest import call_on_v2
 from tests.v2.generating import (
     TINY,
@@ -136,7 +139,7 @@ def law_settings(index: int) -> tuple[float, float]:
 
 
 def generate_for_law(target: str, draft: str) -> dict[str, Any]:
-    """Unseeded completions of many requests at once."""
+    """Unseeded completions of many requests at once, as users' engines make them: from graphs."""
     from vllm import SamplingParams
 
     params = [
@@ -147,8 +150,9 @@ def generate_for_law(target: str, draft: str) -> dict[str, Any]:
         for temperature, top_p in map(law_settings, range(LAW_REQUESTS))
     ]  # fmt: skip
     requests = random_prompts([4] * LAW_REQUESTS, LAW_VOCAB)
-    options = {"max_model_len": 64, "max_num_seqs": LAW_REQUESTS, **TINY}
-    return generate_with_trees(draft, requests, params, size=4, depth=2, model=target, **options)
+    config = sequoia(size=4, depth=2, draft=draft)
+    with rehearsing(config, model=target, max_model_len=64, max_num_seqs=8) as llm:
+        return rehearse(llm, requests, params)
 
 
 def next_probs(path: str, tokens: list[int], temperature: float, top_p: float) -> np.ndarray:
@@ -202,7 +206,9 @@ def test_unseeded_tokens_follow_the_targets_law(tmp_path):
         )
         for name, seed, scale in (("target", 3, 1.5), ("draft", 4, 1.0))
     )  # fmt: skip
-    answer = call_on_v2(generate_for_law, tmp_path, target=paths[0], draft=paths[1])
+    answer = call_on_gpu(generate_for_law, tmp_path, target=paths[0], draft=paths[1])
+    assert answer["graphs"]["DraftGraphs"] > 50
+    assert answer["eager growth"] == []
 
     generator = np.random.default_rng(1)
     numbers = np.stack([
