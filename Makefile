@@ -8,8 +8,10 @@ IOMP = $(firstword $(wildcard $(CURDIR)/$(VENV)/lib/libiomp5.so))
 # Where `make contract` keeps vLLM's GPU wheels (340 MB each), and which it reads.
 CONTRACT_DIR ?= .contract
 CONTRACT_VERSIONS ?= 0.32.0 0.33.0
+# The version that `make rehearse` runs the GPU engine of, without a GPU.
+VERSION ?= 0.33.0
 
-.PHONY: setup demo test lint contract clean
+.PHONY: setup demo test lint contract rehearse clean
 
 setup: $(VENV)/.ready
 
@@ -32,6 +34,9 @@ lint: setup
 
 contract: setup
 	$(BIN)/python tests/contract/check_wheels.py $(CONTRACT_DIR) $(CONTRACT_VERSIONS)
+
+rehearse: setup
+	$(BIN)/python -m tests.gpu_rehearsal.other_versions $(CONTRACT_DIR) $(VERSION) -n 2 --dist loadfile
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,6 +1,6 @@
 """The rehearsal over another version of vLLM: ``make rehearse VERSION=0.33.0``.
 
-    python tests/gpu_rehearsal/other_versions.py DIRECTORY VERSION [PYTEST OPTION...]
+    python -m tests.gpu_rehearsal.other_versions DIRECTORY VERSION [PYTEST OPTION...]
 
 Lays the Python files of that version's GPU wheel (downloaded into DIRECTORY, as
 ``make contract`` does) beside the compiled libraries of the installed CPU build, and

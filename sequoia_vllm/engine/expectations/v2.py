@@ -74,13 +74,6 @@ V2 = (
         may_grow=True,
     ),
     Expected("vllm.utils.torch_utils:async_tensor_h2d", ("data", "device"), may_grow=True),
-    Expected(
-        "vllm.v1.spec_decode.dynamic.utils:build_dynamic_sd_schedule_lookup",
-        (
-            "num_speculative_tokens_per_batch_size", "vllm_max_batch_size",
-            "vllm_num_speculative_tokens",
-        ),
-    ),
     Expected(f"{_V2}.states:RequestState"),
     *(Expected(f"{_BATCH}.{field}") for field in (
         "num_reqs", "idx_mapping", "idx_mapping_np", "expanded_idx_mapping",

@@ -11,7 +11,6 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
@@ -30,6 +29,7 @@ from sequoia_vllm.engine.v2.growth import DraftCache, DraftedTrees, TreeGrowth, 
 from sequoia_vllm.engine.v2.levels import DraftLevels, inner_rows
 from sequoia_vllm.engine.v2.reading import DraftReading
 from sequoia_vllm.engine.v2.request_modes import RequestModes
+from sequoia_vllm.hardware.budget import drafts_by_batch
 from sequoia_vllm.tree import TokenTree
 
 
@@ -53,7 +53,9 @@ class TreeSpeculator(StandaloneARSpeculator):
         self.req_states = req_states
         self.backend = backend
         self.modes = RequestModes(self.max_num_reqs)
-        self.plan = DraftPlan(tree, drafts_by_batch(vllm_config), self.max_num_tokens)
+        schedule = self.speculative_config.num_speculative_tokens_per_batch_size
+        drafts = drafts_by_batch(schedule, self.num_speculative_steps, self.max_num_reqs)
+        self.plan = DraftPlan(tree, drafts, self.max_num_tokens)
         steps_ahead = vllm_config.max_concurrent_batches - 1
         self.reading = DraftReading(
             self.max_num_reqs,
@@ -287,16 +289,3 @@ class TreeSpeculator(StandaloneARSpeculator):
             for drafts in self.plan.drafts
         )
         self.model.compute_logits(hidden[: min(rows, widest)])
-
-
-def drafts_by_batch(vllm_config: VllmConfig) -> list[int]:
-    """Drafts per request of batches of 1, 2, ... requests, as vLLM's scheduler looks them up."""
-    config = vllm_config.speculative_config
-    most_requests = vllm_config.scheduler_config.max_num_seqs
-    schedule = config.num_speculative_tokens_per_batch_size
-    if not schedule:
-        return [config.num_speculative_tokens] * most_requests
-    dense: list[int] = build_dynamic_sd_schedule_lookup(
-        schedule, most_requests, config.num_speculative_tokens
-    )
-    return dense[1:]

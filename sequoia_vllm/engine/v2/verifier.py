@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 
 from sequoia_vllm.engine.tensor_parallel import of_first_rank
+from sequoia_vllm.engine.v2.emitted_rows import emitted_rows
 from sequoia_vllm.engine.v2.levels import child_table
 from sequoia_vllm.engine.v2.speculator import TreeSpeculator
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
@@ -205,27 +206,21 @@ class TreeRejectionSampler(RejectionSampler):
         most = self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
         if most == NO_LOGPROBS:
             return None
-        request, offset = _row_requests(batch, logits.device)
+        found = emitted_rows(batch.cu_num_logits_np, verified.tokens.shape[1])
+        request, column = async_tensor_h2d(
+            np.stack([found.request, found.column]), device=logits.device
+        )
         # Token j of a path was drawn at its node j - 1; the first at the root.
         nodes = torch.nn.functional.pad(verified.accepted.clamp(min=0), (1, 0)).long()
-        column = offset.clamp(max=nodes.shape[1] - 1)
         rows = batch.cu_num_logits[request].long() + nodes[request, column]
-        emitted = verified.tokens[request, column].clamp(min=0)
         expanded = logits.shape[0] != batch.num_reqs
         return compute_topk_scores(
             logits[rows],
             most,
-            emitted,
-            batch.cu_num_logits_np.tolist() if expanded else None,
+            verified.tokens[request, column].clamp(min=0),
+            found.starts.tolist() if expanded else None,
             logits_mode=self.sampler.logprobs_mode == "raw_logits",
         )
-
-
-def _row_requests(batch: InputBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Request of each logits row, and its place among the request's rows; int64."""
-    counts = np.diff(batch.cu_num_logits_np)
-    request = async_tensor_h2d(np.repeat(np.arange(len(counts)), counts), device=device)
-    return request, batch.expanded_local_pos.long()
 
 
 def _request_chunks(cu_num_logits: NDArray[np.int32], most: int) -> Iterator[slice]:
