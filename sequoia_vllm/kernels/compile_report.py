@@ -54,6 +54,7 @@ class Variant:
             Names left out that have a value in ``constexprs`` are constants.
         constexprs: Values of the arguments known when compiling, by name.
         num_warps, num_stages: As in a launch.
+        max_registers: Per thread, ``maxnreg`` of a launch.
         capabilities: Devices that it is meant for, of `CAPABILITIES`.
         in_every_test: Compiled whenever tests run; the others are for the records.
     """
@@ -64,6 +65,7 @@ class Variant:
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None
     capabilities: tuple[int, ...] = CAPABILITIES
     in_every_test: bool = False
 
@@ -89,7 +91,7 @@ class Resources:
     def line(self) -> str:
         """For people."""
         return (
-            f"sm_{self.capability:<4} {self.name:66} {self.registers:4} registers"
+            f"sm_{self.capability:<4} {self.name:77} {self.registers:4} registers"
             f" {self.spilled_bytes:5} B spilled {self.shared_bytes:7} B shared"
         )
 
@@ -129,7 +131,11 @@ def compile_variant(variant: Variant, capability: int) -> Resources:
     if triton.knobs.runtime.interpret:
         raise RuntimeError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
     source = ASTSource(variant.kernel, *_split_signature(variant))
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    options = {
+        "num_warps": variant.num_warps,
+        "num_stages": variant.num_stages,
+        "maxnreg": variant.max_registers,
+    }
     compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
     registers, spilled = _registers_and_spills(compiled.asm["cubin"])
     return Resources(variant.name, capability, registers, spilled, compiled.metadata.shared)

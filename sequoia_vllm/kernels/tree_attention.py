@@ -41,6 +41,9 @@ _FP8_CAPABILITY = 89
 # those 8.6, 8.9 and 12.x have 99 KB of shared memory at most.
 _READ_SHARED_MEMORY = range(90, 120)
 _HOPPER = 90
+# Of a thread. The compiler is told so where it would spill a few to fit one more program
+# on a processor than `choose_splits` plans for.
+_ALL_REGISTERS = 255
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,14 @@ class Tile:
         rows: Pairs of node and query head.
         keys: Positions taken at once.
         num_warps, num_stages: As in a launch.
+        max_registers: Per thread; None leaves it to the compiler.
     """
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 def choose_tile(
@@ -72,24 +77,28 @@ def choose_tile(
         quantized: Whether the cache is in fp8.
     """
     rows = min(_MAX_ROWS, max(_MIN_ROWS, triton.next_power_of_2(rows)))
+    padded_head_size = triton.next_power_of_2(head_size)
     if element_size == 4:
         # No tensor cores in full precision: products run in registers, which
         # larger tiles would exhaust.
-        return Tile(16, 16, num_warps=4, num_stages=2)
-    # The output stays in registers, and so do queries that are not read elsewhere.
-    in_registers = capability not in _READ_SHARED_MEMORY
-    padded_head_size = triton.next_power_of_2(head_size)
+        registers = _ALL_REGISTERS if padded_head_size == 128 else None
+        return Tile(16, 16, num_warps=4, num_stages=2, max_registers=registers)
+    # The output stays in registers, and so do queries that are not read elsewhere and
+    # keys in fp8, which are converted there.
+    in_registers = quantized or capability not in _READ_SHARED_MEMORY
     if in_registers and padded_head_size > 128:
         rows = min(rows, 32)
     output_size = rows * padded_head_size
     wide = rows > 64 or output_size > 64 * 128
-    # 64 positions fill the tensor cores; fewer where registers or shared memory end
-    # (keys in fp8 are converted in registers), more where a block has few bytes.
-    full = output_size >= 64 * 128 and (in_registers or quantized)
+    # 64 positions fill the tensor cores; fewer where registers or shared memory end,
+    # more where a block has few bytes.
+    full = in_registers and output_size >= 64 * 128
     keys = 32 if full or padded_head_size > 128 else 64 if output_size > 16 * 64 else 128
+    blackwell = not in_registers and capability > _HOPPER
+    registers = _ALL_REGISTERS if blackwell and padded_head_size <= 64 <= rows else None
     # Three stages: while one block is computed the next one's keys and values are
     # on their way, and so are the block table's entries for the one after.
-    return Tile(rows, keys, num_warps=8 if wide else 4, num_stages=3)
+    return Tile(rows, keys, 8 if wide else 4, num_stages=3, max_registers=registers)
 
 
 def choose_splits(units: int, tile: Tile, processors: int, max_positions: int) -> int:
@@ -260,7 +269,7 @@ def tree_attention(
         block_table.stride(0), ancestors.stride(0), output.stride(0), output.stride(1),
         BLOCK_SIZE=block_size, WORDS=ancestors.shape[1], QUANTIZED=quantized,
         SCALES_IN_MEMORY=isinstance(key_scale, Tensor), ROWS=tile.rows, **shared,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
     )  # fmt: skip
     if splits > 1:
         merge_splits_kernel[(queries * group, key_heads, requests)](
@@ -359,7 +368,7 @@ class _Shape:
             Variant(
                 name=f"tree_attention {self.query} on {self.cache}, head {self.head_size}/"
                 f"{self.group}, block {self.block_size}, {self.words} words:"
-                f" {tile.rows} x {tile.keys}",
+                f" {tile.rows} x {tile.keys}{' in 255' if tile.max_registers else ''}",
                 kernel=tree_attention_kernel,
                 signature=_signature(self.query, self.cache),
                 constexprs={
@@ -372,6 +381,7 @@ class _Shape:
                 },
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
+                max_registers=tile.max_registers,
                 capabilities=tuple(capabilities),
                 in_every_test=largest and self.head_size != 96,
             )
