@@ -11,7 +11,7 @@ CONTRACT_VERSIONS ?= 0.32.0 0.33.0
 # The version that `make rehearse` runs the GPU engine of, without a GPU.
 VERSION ?= 0.33.0
 
-.PHONY: setup demo test lint contract rehearse clean
+.PHONY: setup demo test lint contract compiled rehearse clean
 
 setup: $(VENV)/.ready
 
@@ -34,6 +34,9 @@ lint: setup
 
 contract: setup
 	$(BIN)/python tests/contract/check_wheels.py $(CONTRACT_DIR) $(CONTRACT_VERSIONS)
+
+compiled: setup
+	$(BIN)/python tests/kernels/record_compiled.py .triton
 
 rehearse: setup
 	$(BIN)/python -m tests.gpu_rehearsal.other_versions $(CONTRACT_DIR) $(VERSION) -n 2 --dist loadfile

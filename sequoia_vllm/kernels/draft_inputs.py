@@ -274,6 +274,7 @@ def aot_variants() -> list[Variant]:
                 if argument in signature
             },
             {"GROUPS": groups, "BLOCK": _BLOCK},
+            in_every_test=groups > 1,
         )
         for name, kernel in (("committed", committed_inputs_kernel), ("level", level_inputs_kernel))
         for groups in (1, 2)

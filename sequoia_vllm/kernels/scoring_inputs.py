@@ -236,6 +236,7 @@ def aot_variants() -> list[Variant]:
             {name: signature[name] for name in kernel.arg_names if name in signature},
             constexprs,
             num_warps=num_warps,
+            in_every_test=True,
         )
         for name, kernel, constexprs, num_warps in (
             ("place nodes", place_nodes_kernel, {"BLOCK": 64}, 1),
