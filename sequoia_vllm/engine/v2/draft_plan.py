@@ -31,6 +31,7 @@ class DraftPlan:
         self._tree = tree
         self._most_rows = most_rows
         self._largest_batch = len(drafts_by_batch)
+        self._most_requests: dict[int, int] = {}  # asked in every step
         self._batches: dict[int, tuple[int, int]] = {}  # the smallest and the largest
         for batch, drafts in enumerate(drafts_by_batch, start=1):
             if drafts > 0:
@@ -55,8 +56,10 @@ class DraftPlan:
 
         Also for numbers that the schedule does not have: tools that measure limit drafts.
         """
-        keepable = self.logits_rows // inner_nodes(self._trimmed(drafts))
-        return min(self._fitting(drafts), keepable)
+        if drafts not in self._most_requests:
+            keepable = self.logits_rows // inner_nodes(self._trimmed(drafts))
+            self._most_requests[drafts] = min(self._fitting(drafts), keepable)
+        return self._most_requests[drafts]
 
     def rows_per_request(self, drafts: int) -> int:
         """Rows of a request in the widest pass: a level's nodes, or a path that is read."""
