@@ -58,6 +58,18 @@ def test_logits_are_kept_for_the_largest_product_of_batch_and_nodes():
     assert plan.most_requests(5) == 16  # a limit that a tool sets: as many as can be kept
 
 
+def test_the_widest_level_of_any_batch():
+    plan = DraftPlan(TREE, [6] * 4 + [3] * 12 + [0] * 100, most_rows=2048)
+    assert plan.widest_level == 16  # the roots of 16; 2 nodes of 4 requests are fewer
+
+
+def test_a_schedule_that_drafts_nothing_has_a_plan():
+    plan = DraftPlan(TREE, [0] * 8, most_rows=2048)
+    assert plan.drafts == []
+    assert plan.widest_level == 1
+    assert plan.logits_rows >= inner_nodes(TREE)
+
+
 trees = st.integers(2, 40).flatmap(
     lambda size: st.tuples(
         *(st.integers(0, max(node - 1, 0)) for node in range(1, size))

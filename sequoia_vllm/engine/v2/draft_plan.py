@@ -61,6 +61,17 @@ class DraftPlan:
             self._most_requests[drafts] = min(self._fitting(drafts), keepable)
         return self._most_requests[drafts]
 
+    @property
+    def widest_level(self) -> int:
+        """Nodes of all requests whose logits are computed at once, at most; at least 1."""
+        return max(
+            (
+                self.most_requests(drafts) * max(level_widths(self._trimmed(drafts)))
+                for drafts in self.drafts
+            ),
+            default=1,
+        )
+
     def rows_per_request(self, drafts: int) -> int:
         """Rows of a request in the widest pass: a level's nodes, or a path that is read."""
         tree = self._trimmed(drafts)

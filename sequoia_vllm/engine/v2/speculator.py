@@ -19,12 +19,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.draft_batch import DraftBatch
 from sequoia_vllm.engine.v2.draft_graphs import DraftGraphs
-from sequoia_vllm.engine.v2.draft_plan import (
-    DraftPlan,
-    depths_by_drafts,
-    inner_nodes,
-    level_widths,
-)
+from sequoia_vllm.engine.v2.draft_plan import DraftPlan, depths_by_drafts, inner_nodes
 from sequoia_vllm.engine.v2.growth import DraftCache, DraftedTrees, TreeGrowth, chain_width
 from sequoia_vllm.engine.v2.levels import DraftLevels, inner_rows
 from sequoia_vllm.engine.v2.reading import DraftReading
@@ -284,8 +279,4 @@ class TreeSpeculator(StandaloneARSpeculator):
         """For memory profiling: the largest forward, and the widest level's logits."""
         rows = batch.num_tokens
         hidden = self._run_model(batch.input_ids[:rows], batch.positions[:rows], None, None, None)
-        widest = max(
-            self.plan.most_requests(drafts) * max(level_widths(self.tree.trim(drafts + 1)))
-            for drafts in self.plan.drafts
-        )
-        self.model.compute_logits(hidden[: min(rows, widest)])
+        self.model.compute_logits(hidden[: min(rows, self.plan.widest_level)])

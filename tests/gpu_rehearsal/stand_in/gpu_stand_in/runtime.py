@@ -25,20 +25,12 @@ DEVICES = 2
 PROCESSORS = 4
 
 _numbers = itertools.count(1)
-_synchronised: list[Callable[[], None]] = []
 _installed = False
-
-
-def at_synchronisation(check: Callable[[], None]) -> None:
-    """From now on `check` is called whenever the host waits for the device."""
-    _synchronised.append(check)
 
 
 def synchronise(what: str) -> None:
     """The host waits for the device."""
     graphs.refuse_while_capturing(what)
-    for check in _synchronised:
-        check()
 
 
 # -- streams and events --------------------------------------------------------------------
