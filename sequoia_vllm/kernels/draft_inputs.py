@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sequoia_vllm.kernels.alignment import aligned
+
 if TYPE_CHECKING:
     from sequoia_vllm.kernels.compile_report import Variant
 
@@ -92,12 +94,12 @@ class DraftInputs:
         def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=tables.layout.device)
 
-        aligned = -(-rows // 16) * 16  # every group's slots begin as aligned as the first's
         return DraftInputs(
             tables=tables,
             token_ids=buffer(rows, dtype=torch.int32),
             positions=buffer(rows),
-            slots=buffer(len(tables.tables), aligned),
+            # Every group's slots begin as aligned as the first's.
+            slots=buffer(len(tables.tables), aligned(rows)),
             last_rows=buffer(max_requests),
         )
 

@@ -11,15 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sequoia_vllm.kernels.alignment import aligned
+
 if TYPE_CHECKING:
     from sequoia_vllm.kernels.compile_report import Variant
 
 _BLOCK = 128
-
-
-def _aligned(count: int) -> int:
-    """Not fewer, and a whole number of what Triton takes for aligned."""
-    return -(-count // 16) * 16
 
 
 def place_nodes(
@@ -97,7 +94,7 @@ class VerifierInputs:
     def empty(rows: int, requests: int, device: torch.device) -> VerifierInputs:
         """Memory for T rows and R requests."""
         # Rows of one piece of memory begin where it is aligned.
-        int64 = torch.empty(3, _aligned(max(rows, requests)), dtype=torch.int64, device=device)
+        int64 = torch.empty(3, aligned(max(rows, requests)), dtype=torch.int64, device=device)
         int32 = torch.empty(5, int64.shape[1], dtype=torch.int32, device=device)
         tokens, positions, seeds = int64
         token_ids, modes, root_positions, state_rows, temperatures = int32

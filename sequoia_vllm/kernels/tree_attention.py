@@ -6,7 +6,7 @@ cache position c + j: one pass over positions serves both, and a cache in fp8
 gives the tree exactly what plain decoding would read from it.
 
 The nodes of a request and the query heads that share a key head are the rows of
-one matrix product, so that keys are read once for up to `_MAX_ROWS` of them.
+one matrix product, so that keys are read once for up to `MAX_ROWS` of them.
 Where that leaves processors idle the positions are divided into splits, and a
 second launch merges their results. Launch shapes depend on nothing that only the
 device knows: a CUDA graph may hold the launches.
@@ -22,98 +22,23 @@ import torch
 import triton
 from torch import Tensor
 
+from sequoia_vllm.kernels.attention_tiles import (
+    HOPPER,
+    MAX_ROWS,
+    MIN_POSITIONS_PER_SPLIT,
+    Tile,
+    choose_splits,
+    choose_tile,
+)
 from sequoia_vllm.kernels.tree_attention_kernels import merge_splits_kernel, tree_attention_kernel
 
 if TYPE_CHECKING:
     from sequoia_vllm.kernels.compile_report import Variant
 
 _WORD_BITS = 32
-_MAX_ROWS = 128
-# Rows of one matrix product must be at least as many as the tensor cores take.
-_MIN_ROWS = 16
-# A split costs a merge, so it gets at least this many positions to be worth it.
-_MIN_POSITIONS_PER_SPLIT = 256
 _SPLITS_AT_ONCE = 16
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP8_CAPABILITY = 89
-# Hopper, and Blackwell for data centres: their tensor cores read operands from shared
-# memory. All others take them from registers, consumer Blackwell (12.x) too, and of
-# those 8.6, 8.9 and 12.x have 99 KB of shared memory at most.
-_READ_SHARED_MEMORY = range(90, 120)
-_HOPPER = 90
-# Of a thread. The compiler is told so where it would spill a few to fit one more program
-# on a processor than `choose_splits` plans for.
-_ALL_REGISTERS = 255
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What one program holds, and how it is compiled.
-
-    Attributes:
-        rows: Pairs of node and query head.
-        keys: Positions taken at once.
-        num_warps, num_stages: As in a launch.
-        max_registers: Per thread; None leaves it to the compiler.
-    """
-
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-
-
-def choose_tile(
-    rows: int, head_size: int, element_size: int, capability: int, quantized: bool = False
-) -> Tile:
-    """The tile for requests of up to ``rows`` rows.
-
-    Args:
-        rows: Nodes times query heads per key head.
-        head_size: D.
-        element_size: Bytes of a query element.
-        capability: Compute capability of the device, times ten.
-        quantized: Whether the cache is in fp8.
-    """
-    rows = min(_MAX_ROWS, max(_MIN_ROWS, triton.next_power_of_2(rows)))
-    padded_head_size = triton.next_power_of_2(head_size)
-    if element_size == 4:
-        # No tensor cores in full precision: products run in registers, which
-        # larger tiles would exhaust.
-        registers = _ALL_REGISTERS if padded_head_size == 128 else None
-        return Tile(16, 16, num_warps=4, num_stages=2, max_registers=registers)
-    # The output stays in registers, and so do queries that are not read elsewhere and
-    # keys in fp8, which are converted there.
-    in_registers = quantized or capability not in _READ_SHARED_MEMORY
-    if in_registers and padded_head_size > 128:
-        rows = min(rows, 32)
-    output_size = rows * padded_head_size
-    wide = rows > 64 or output_size > 64 * 128
-    # 64 positions fill the tensor cores; fewer where registers or shared memory end,
-    # more where a block has few bytes.
-    full = in_registers and output_size >= 64 * 128
-    keys = 32 if full or padded_head_size > 128 else 64 if output_size > 16 * 64 else 128
-    blackwell = not in_registers and capability > _HOPPER
-    registers = _ALL_REGISTERS if blackwell and padded_head_size <= 64 <= rows else None
-    # Three stages: while one block is computed the next one's keys and values are
-    # on their way, and so are the block table's entries for the one after.
-    return Tile(rows, keys, 8 if wide else 4, num_stages=3, max_registers=registers)
-
-
-def choose_splits(units: int, tile: Tile, processors: int, max_positions: int) -> int:
-    """Splits of each context, as many as the processors can run at once.
-
-    Args:
-        units: Programs that there are without splits.
-        tile: Of each program.
-        processors: Multiprocessors of the device.
-        max_positions: Bound on the positions of a request.
-    """
-    # Eight warps take a processor's registers; of four, two programs are there at a
-    # time. Either way a processor has at most `_MAX_ROWS` rows.
-    programs = processors * (1 if tile.num_warps == 8 else 2)
-    return max(1, min(programs // units, -(-max_positions // _MIN_POSITIONS_PER_SPLIT)))
 
 
 class TreeAttentionWorkspace:
@@ -145,7 +70,7 @@ class TreeAttentionWorkspace:
     @staticmethod
     def size_in_bytes(head_size: int, processors: int) -> int:
         """Bytes of a workspace: a float32 output and log-sum-exp for each row of each split."""
-        return processors * _MAX_ROWS * (head_size + 1) * 4
+        return processors * MAX_ROWS * (head_size + 1) * 4
 
     def partials(self, rows: int, head_size: int) -> tuple[Tensor, Tensor]:
         """Views for outputs ``[rows, head_size]`` and log-sum-exps ``[rows]``.
@@ -286,7 +211,7 @@ def _shared_constants(group: int, head_size: int, keys: int) -> dict[str, int]:
         "HEAD_SIZE": head_size,
         "PADDED_HEAD_SIZE": triton.next_power_of_2(head_size),
         "KEYS": keys,
-        "MIN_BLOCKS": _MIN_POSITIONS_PER_SPLIT // keys,
+        "MIN_BLOCKS": MIN_POSITIONS_PER_SPLIT // keys,
     }
 
 
@@ -310,7 +235,7 @@ def _check_tensors(query: Tensor, key_cache: Tensor, value_cache: Tensor, output
 
 def _processors_and_capability(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":  # Triton's interpreter
-        return 1, _HOPPER
+        return 1, HOPPER
     major, minor = torch.cuda.get_device_capability(device)
     return torch.cuda.get_device_properties(device).multi_processor_count, 10 * major + minor
 
@@ -363,7 +288,7 @@ class _Shape:
             if not quantized or capability >= _FP8_CAPABILITY:
                 tile = choose_tile(self.rows, self.head_size, element_size, capability, quantized)
                 tiles.setdefault(tile, []).append(capability)
-        largest = self.head_size > 64 and self.rows == _MAX_ROWS
+        largest = self.head_size > 64 and self.rows == MAX_ROWS
         return [
             Variant(
                 name=f"tree_attention {self.query} on {self.cache}, head {self.head_size}/"

@@ -8,7 +8,13 @@ import pytest
 from tests.engine.conftest import sequoia
 from tests.gpu_rehearsal.environment import call_on_gpu
 from tests.gpu_rehearsal.generating import generate, generate_with_trees, rehearsing
-from tests.v2.generating import completions, counted, random_prompts, save_related_pair
+from tests.v2.generating import (
+    completions,
+    counted,
+    greedy_and_seeded,
+    random_prompts,
+    save_related_pair,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -19,15 +25,8 @@ ABORTED = 2
 TIERS = [[1, 2, 7], [3, 3, 3], [4, 4, 0]]
 
 
-def params(max_tokens: int = TOKENS) -> list[Any]:
-    """Greedy and seeded requests in turn."""
-    from vllm import SamplingParams
-
-    common = {"max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
-    return [
-        SamplingParams(temperature=0.9 * (index % 2), seed=index if index % 2 else None, **common)
-        for index in range(len(LENGTHS))
-    ]
+def params() -> list[Any]:
+    return greedy_and_seeded(len(LENGTHS), TOKENS)
 
 
 def run(models: str) -> dict[str, Any]:

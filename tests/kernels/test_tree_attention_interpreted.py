@@ -9,10 +9,12 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
 )
 
-from sequoia_vllm.kernels.tree_attention import (  # noqa: E402 (after the mark)
-    TreeAttentionWorkspace,
+from sequoia_vllm.kernels.attention_tiles import (  # noqa: E402 (after the mark)
     choose_splits,
     choose_tile,
+)
+from sequoia_vllm.kernels.tree_attention import (  # noqa: E402 (after the mark)
+    TreeAttentionWorkspace,
     pack_ancestors,
     tree_attention,
 )

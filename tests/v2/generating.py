@@ -43,6 +43,17 @@ def random_prompts(lengths: list[int], vocab: int = VOCAB) -> list[dict[str, lis
     ]
 
 
+def greedy_and_seeded(count: int, max_tokens: int) -> list[Any]:
+    """Parameters of greedy and of seeded requests in turn."""
+    from vllm import SamplingParams
+
+    common = {"max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
+    return [
+        SamplingParams(temperature=0.9 * (index % 2), seed=index if index % 2 else None, **common)
+        for index in range(count)
+    ]
+
+
 def completions(outputs: list[Any]) -> list[list[list[int]]]:
     """Tokens of every completion of every request."""
     return [[list(one.token_ids) for one in output.outputs] for output in outputs]

@@ -21,6 +21,7 @@ from tests.v2.generating import (
     describe,
     generate,
     generate_with_trees,
+    greedy_and_seeded,
     random_prompts,
     save_related_pair,
 )
@@ -217,14 +218,7 @@ LONGEST = 96
 
 
 def pressed_params(max_tokens: int = PRESSED_TOKENS) -> list[Any]:
-    """Greedy and seeded requests in turn."""
-    from vllm import SamplingParams
-
-    common = {"max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
-    return [
-        SamplingParams(temperature=0.9 * (index % 2), seed=index if index % 2 else None, **common)
-        for index in range(len(LENGTHS))
-    ]
+    return greedy_and_seeded(len(LENGTHS), max_tokens)
 
 
 def generate_pressed(models: str) -> dict[str, Any]:

@@ -52,8 +52,8 @@ class DraftBatch:
     ) -> None:
         """Takes one batch, and notes which request slots will have trees.
 
-        Arguments are those of `kernels.begin_drafting`; all but the first of them that
-        are not by request of the batch are by request slot.
+        Arguments are those of `kernels.begin_drafting`: R requests of the batch, and
+        tables of all request slots.
 
         Args:
             requests, num_sampled, bounds: int32 ``[R]``.
