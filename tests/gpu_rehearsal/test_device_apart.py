@@ -5,6 +5,7 @@ from tests.v2.conftest import call_on_v2
 
 def take_and_fill():
     """One step of the buffers behind growth; what they hold on the device afterwards."""
+    import numpy as np
     import torch
     import vllm.v1.worker.gpu.buffer_utils as buffers
 
@@ -27,24 +28,40 @@ def take_and_fill():
     with device_apart():
         with setting_up():
             batch = DraftBatch(4, DEVICE)
-            reading = DraftReading(4, [0, 1, 1, 2], DEVICE)
+            reading = DraftReading(4, [0, 1, 1, 2], unknown_drafts=3, device=DEVICE)
+            reading.use_cache({0: 1})
             levels = DraftLevels(tree, inner_rows(tree), DEVICE)
             child_table(tree, DEVICE)
             modes = torch.zeros(4, dtype=torch.int32, device=DEVICE)
             temperature = torch.ones(4, device=DEVICE)
             seeds = torch.arange(4, device=DEVICE)
-            slots = torch.tensor([2, 0], device=DEVICE)
-            computed = torch.tensor([5, 7], dtype=torch.int32, device=DEVICE)
-            sampled = torch.tensor([1, 2], device=DEVICE)
+            requests = torch.tensor([2, 0], dtype=torch.int32, device=DEVICE)
+            computed = torch.tensor([7, 0, 5, 0], dtype=torch.int32, device=DEVICE)
+            sampled = torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)
+            nodes, rows = (torch.zeros(4, dtype=torch.int32, device=DEVICE) for _ in range(2))
             logits = torch.zeros(2, 9, device=DEVICE)
             tokens = torch.zeros(4, 4, dtype=torch.int64, device=DEVICE)
             drafted = torch.zeros(4, 2, 9, device=DEVICE), torch.zeros(4, 2, 2, device=DEVICE)
             places = torch.arange(4, dtype=torch.int32, device=DEVICE)
-        reading.start(2, 3)
-        reading.apply_starts()
-        bounds = buffers.async_tensor_h2d(torch.tensor([3, 9]).int().numpy(), device=DEVICE)
-        unread = reading.take(slots, computed, sampled, bounds)
-        batch.fill(slots, unread, modes, temperature, seeds)
+        blocks = [list(range(10)), list(range(10, 20))]  # of one token each
+
+        def bounds_after(slots: list[int], cached: list[int], scheduled: list[int]) -> np.ndarray:
+            """Rows to read once requests have started and their prompts are in the cache."""
+            for slot, tokens_cached in zip(slots, cached, strict=True):
+                reading.start(slot, tokens_cached, [blocks[slot // 2]])
+            numbers = (np.array(values, dtype=np.int32) for values in (cached, scheduled))
+            reading.gain(np.array(slots), *numbers, None, np.ones(len(slots), dtype=bool))
+            return reading.take_bounds(np.array(slots), 64)
+
+        bounds_after([2], [0], [3])  # the draft fills three blocks, which slot 2 finds again
+        bounds = bounds_after([2, 0], [3, 0], [2, 7])
+        batch.begin(
+            requests=requests, computed=computed, num_sampled=sampled,
+            bounds=buffers.async_tensor_h2d(bounds, device=DEVICE), read=reading.read,
+            modes=modes, temperature=temperature, seeds=seeds,
+            drafted_nodes=nodes, drafted_rows=rows, tree_size=tree.size,
+            inner_nodes=levels.num_inner, longest=99, max_trees=4,
+        )  # fmt: skip
         root = levels.levels[0]
         draw_children(
             logits=logits, temperature=batch.temperature[:2], seeds=batch.seeds[:2],
@@ -61,11 +78,19 @@ def take_and_fill():
                 refused.append(str(error))
         with setting_up():
             held = [batch.slots.tolist(), batch.starts.tolist(), batch.roots.tolist()]
-            return {"held": held, "drawn": tokens[:2].tolist(), "refused": len(refused)}
+            return {
+                "held": held,
+                "counts": batch.counts.tolist(),
+                "nodes": nodes.tolist(),
+                "drawn": tokens[:2].tolist(),
+                "refused": len(refused),
+            }
 
 
 def test_the_proposers_buffers(tmp_path):
     result = call_on_v2(take_and_fill, tmp_path)
     assert result["held"] == [[2, 0, -1, -1], [3, 0, 0, 0], [5, 7, 0, 0]]
+    assert result["counts"] == [3, 8, 0, 0]
+    assert result["nodes"] == [4, 0, 4, 0]
     assert result["drawn"] == [[0, 0, 1, 0], [0, 0, 1, 0]]
     assert result["refused"] == 2
