@@ -159,7 +159,7 @@ def _create_engine_config(
     check_contract()
     self.speculative_config = request
     self.spec_method = self.spec_model = self.spec_tokens = None
-    schedule = SequoiaConfig.parse(request).num_speculative_tokens_per_batch_size
+    is_users = request.get("num_speculative_tokens_per_batch_size") is not None
 
     def plan(vllm_config: VllmConfig) -> None:
         """Replaces a check that takes schedules from all data-parallel engines.
@@ -167,7 +167,7 @@ def _create_engine_config(
         It is for replicas in lock step; those of dense models are not, and others
         are refused (`refuse_unsupported`).
         """
-        plan_load(vllm_config, keep_schedule=schedule is not None)
+        plan_load(vllm_config, keep_schedule=is_users)
 
     with (
         swapped(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", plan),

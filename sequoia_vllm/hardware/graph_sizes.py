@@ -14,8 +14,8 @@ from itertools import groupby
 MOST_TOKENS = 1024
 """Tokens of the largest step that is captured.
 
-Larger ones take longer on the device than their launches on the host: 4 ms and
-more for a model of 1B parameters on an H200.
+Larger ones take longer on the device than their launches on the host: by the
+roofline 4 ms and more for a model of 1B parameters on an H200.
 """
 
 # vLLM's own limit: for steps with prompts, too, which run in piecewise graphs.

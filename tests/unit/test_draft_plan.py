@@ -1,6 +1,7 @@
 """Which batches are drafted for, captured and kept: never more than a pass of the draft takes."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,9 @@ from sequoia_vllm.engine.v2.draft_plan import (
     inner_nodes,
     level_widths,
 )
+from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
 from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.tree.library import TreeLibrary
 
 #        0
 #    1   2   5
@@ -68,6 +71,32 @@ def test_a_schedule_that_drafts_nothing_has_a_plan():
     assert plan.drafts == []
     assert plan.widest_level == 1
     assert plan.logits_rows >= inner_nodes(TREE)
+
+
+# Sequences and tokens per step of `vllm serve` on small and large GPUs, and of `LLM` there.
+SERVER_DEFAULTS = [(256, 2048), (1024, 8192), (1024, 16384)]
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), SERVER_DEFAULTS)
+def test_passes_of_the_librarys_trees_fit_where_nothing_is_set(max_num_seqs, budget):
+    """Also where a user's own schedule drafts the whole tree at all loads."""
+    library = TreeLibrary(user=Path("none"))
+    for entry in library.entries():
+        schedule, tree = entry.to_schedule(), library.load(entry.name)
+        drafts = tree.num_speculative_tokens
+        if drafts == 0:
+            continue
+        for fitted in (
+            fit_to_budget(schedule.per_batch_size(), drafts, max_num_seqs, budget),
+            [(1, max_num_seqs, drafts)],  # a user's own: the whole tree at all loads
+        ):
+            by_batch = drafts_by_batch(fitted, drafts, max_num_seqs)
+            plan = DraftPlan(tree, by_batch, budget)
+            for number in plan.drafts:
+                rows = plan.graph_sizes(number)[-1] * plan.rows_per_request(number)
+                assert rows <= budget, entry.name
+            if fitted[-1][2] != drafts:
+                assert plan.logits_rows <= 1024, entry.name
 
 
 trees = st.integers(2, 40).flatmap(
