@@ -44,6 +44,7 @@ def counting_eager_growth() -> Iterator[list[int]]:
     """Trees that grow without a graph, within the block: the batch size of each pass."""
     from gpu_stand_in import graphs
 
+    from sequoia_vllm.engine.swap import swapped
     from sequoia_vllm.engine.v2.growth import TreeGrowth
 
     original, eager = TreeGrowth.read_and_grow, []
@@ -53,11 +54,8 @@ def counting_eager_growth() -> Iterator[list[int]]:
             eager.append(num_reqs)
         original(self, num_reqs, *args)
 
-    TreeGrowth.read_and_grow = read_and_grow
-    try:
+    with swapped(TreeGrowth, "read_and_grow", read_and_grow):
         yield eager
-    finally:
-        TreeGrowth.read_and_grow = original
 
 
 def generate(llm: Any, requests: list[Any], params: Any) -> dict[str, Any]:

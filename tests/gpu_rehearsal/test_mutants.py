@@ -3,8 +3,7 @@
 Output stays the target's whatever is drafted, so equal tokens alone would pass them.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,6 @@ from tests.gpu_rehearsal.generating import generate_with_trees, rehearsing
 from tests.v2.generating import random_prompts, save_related_pair
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-
-@contextmanager
-def replaced(owner: type, **methods: Any) -> Iterator[None]:
-    originals = {name: getattr(owner, name) for name in methods}
-    for name, make in methods.items():
-        setattr(owner, name, make(originals[name]))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(owner, name, original)
 
 
 def waits_for_the_device(read_and_grow: Any) -> Any:
@@ -67,26 +54,31 @@ def moves_its_buffers(begin: Any) -> Any:
 
 def run(models: str) -> dict[str, Any]:
     """What became of trees that the target drafted itself: unchanged, and with each mistake."""
+    from sequoia_vllm.engine.swap import swapped
     from sequoia_vllm.engine.v2.draft_batch import DraftBatch
     from sequoia_vllm.engine.v2.growth import TreeGrowth
+
+    def grown(mistake: Any) -> Any:
+        return swapped(TreeGrowth, "read_and_grow", mistake(TreeGrowth.read_and_grow))
+
+    def begun(mistake: Any) -> Any:
+        return swapped(DraftBatch, "begin", mistake(DraftBatch.begin))
 
     target, _ = save_related_pair(Path(models))
     return {
         "unchanged": counts(target),
         "host value": counts(
             target,
-            replaced(TreeGrowth, read_and_grow=takes_positions_from_the_host),
-            replaced(DraftBatch, begin=notes_positions),
+            grown(takes_positions_from_the_host),
+            begun(notes_positions),
         ),
-        "moved buffer": counts(target, replaced(DraftBatch, begin=moves_its_buffers)),
-        "wait": error_of(target, replaced(TreeGrowth, read_and_grow=waits_for_the_device)),
+        "moved buffer": counts(target, begun(moves_its_buffers)),
+        "wait": error_of(target, grown(waits_for_the_device)),
     }
 
 
 def counts(target: str, *mistakes: Any) -> dict[str, Any]:
     """Children offered and accepted, of an engine that is made and run with these mistakes."""
-    from contextlib import ExitStack
-
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
