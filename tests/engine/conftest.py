@@ -34,6 +34,7 @@ def running(speculative_config=None, model: str = TARGET, **options) -> Iterator
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
+        gc.unfreeze()
         gc.collect()
         cleanup_dist_env_and_memory()
 

@@ -5,10 +5,13 @@ import os
 import pytest
 
 from tests.gpu_rehearsal import memory_checks
+from tests.quicker import keep_the_language_patched
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 collect_ignore_glob = [] if INTERPRETED else ["test_*"]
+if INTERPRETED:
+    keep_the_language_patched()
 
 
 @pytest.fixture(autouse=True)

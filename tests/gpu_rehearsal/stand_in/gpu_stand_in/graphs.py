@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import json
 import os
 import sys
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,9 @@ class _Recorder(TorchDispatchMode):
         if _writes(function):
             self._graph.before_write(_tensors((args, kwargs)))
         result = function(*args, **kwargs)
+        if function in _ALLOCATING:  # kernels do not fill it now, and operators may take it as indices
+            with _disable_current_modes():
+                result.zero_()
         self._graph.note_operator(function, args, kwargs, result)
         return result
 
@@ -227,12 +230,9 @@ class CUDAGraph:
         if _writes(function) or made:
             self._record.append(_Operator(function, args, kwargs, made))
 
-    def launch(self, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Records the launch of a kernel, and does it, so that capturing can go on."""
-        with _disable_current_modes():
-            self.before_write(_tensors((args, kwargs)))
-            self._record.append(_Launch(run, args, kwargs))
-            return run(*args, **kwargs)
+    def note_launch(self, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+        """Records the launch of a kernel, which runs nothing now."""
+        self._record.append(_Launch(run, args, kwargs))
 
     # -- replay ------------------------------------------------------------------------
 
@@ -318,28 +318,26 @@ class graph:  # noqa: N801 (torch's name)
 
 
 def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` stands for a library's kernel: a graph has it as one entry."""
+    """`function` stands for a library's kernel, which returns its argument `out`, if it has one.
+
+    A graph has it as one entry.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        graph = _capturing
-        return function(*args, **kwargs) if graph is None else graph.launch(function, args, kwargs)
+        if _capturing is None:
+            return function(*args, **kwargs)
+        _capturing.note_launch(function, args, kwargs)
+        return inspect.getcallargs(function, *args, **kwargs).get("out")
 
     return call
 
 
-@contextmanager
-def _frozen_grid(executor: Any) -> Any:
+def _freeze_grid(executor: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """The grid is what it is now, also where it is computed from the arguments."""
-    grid = executor.grid
-    if callable(grid):
-
-        def once(meta: Any) -> tuple[int, ...]:
-            executor.grid = tuple(grid(meta))
-            return executor.grid
-
-        executor.grid = once
-    yield
+    if callable(executor.grid):
+        named = {name: value for name, value in kwargs.items() if name in executor.arg_names}
+        executor.grid = tuple(executor.grid(inspect.getcallargs(executor.fn, *args, **named)))
 
 
 def hook_triton() -> None:
@@ -352,7 +350,9 @@ def hook_triton() -> None:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _capturing is None:
             return launch(self, *args, **kwargs)
-        with _frozen_grid(self):
-            return _capturing.launch(functools.partial(launch, self), args, kwargs)
+        with _disable_current_modes():
+            _freeze_grid(self, args, kwargs)
+        _capturing.note_launch(functools.partial(launch, self), args, kwargs)
+        return None
 
     GridExecutor.__call__ = call

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.quicker import collect_new_garbage_only, keep_the_language_patched
+
 
 def register() -> None:
     """Applies the repairs; may run more than once, as vLLM's plugins do.
@@ -20,6 +22,8 @@ def register() -> None:
     _give_libdevice_bodies()
     _filter_top_k_top_p_in_torch()
     _allow_async_scheduling()
+    keep_the_language_patched()
+    collect_new_garbage_only()
 
 
 def _keep_scalar_booleans() -> None:
