@@ -150,7 +150,7 @@ class _Recorder(TorchDispatchMode):
         if _writes(function):
             self._graph.before_write(_tensors((args, kwargs)))
         result = function(*args, **kwargs)
-        if function in _ALLOCATING:  # kernels do not fill it now, and operators may take it as indices
+        if function in _ALLOCATING:  # no kernel fills it now, and operators may index by it
             with _disable_current_modes():
                 result.zero_()
         self._graph.note_operator(function, args, kwargs, result)
