@@ -2,8 +2,19 @@
 
 import os
 
+import pytest
+
 # One OpenMP thread: the tests' models are tiny, and two spinning threads on a
 # busy two-core machine are a hundred times slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: workers take files in this order, and should end at the same time."""
+
+    def place(item: pytest.Item) -> int:
+        return 2 - bool(item.get_closest_marker("engine")) - bool(item.get_closest_marker("slow"))
+
+    items.sort(key=place)

@@ -1,5 +1,6 @@
 """What takes time in the processes of tests, and nothing is tested by it."""
 
+import atexit
 import functools
 import gc
 from collections.abc import Callable
@@ -22,6 +23,7 @@ def collect_new_garbage_only() -> None:
         gc.freeze()
         return found
 
+    atexit.register(gc.unfreeze)  # for libraries that look for leaks at the end
     collect.freezes = True  # type: ignore[attr-defined]
     gc.collect = collect  # type: ignore[assignment]
 

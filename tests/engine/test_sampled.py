@@ -1,8 +1,9 @@
 """Sampled output follows the target's own law, through the real engine.
 
 A target with six tokens: the exact probability of every continuation of four
-tokens can be computed, and 20,000 completions are compared with it (chi-square,
-false-alarm rate 1e-6 per test; the engine's seed makes a verdict repeatable).
+tokens can be computed, and 20,000 completions are compared with it, or of three
+tokens with fewer completions, as many for each continuation (chi-square, false-alarm
+rate 1e-6 per test; the engine's seed makes a verdict repeatable).
 """
 
 import itertools
@@ -19,7 +20,8 @@ from tests.engine.models import prompts, save_llama
 
 pytestmark = pytest.mark.engine
 
-VOCAB, LENGTH, COMPLETIONS = 6, 4, 20_000
+VOCAB = 6
+COMPLETIONS = {3: 6_000, 4: 20_000}  # by length
 PROMPT = [2, 5, 3]
 FALSE_ALARM = 1e-6
 TINY = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 256}
@@ -43,17 +45,17 @@ def truncated(probs: np.ndarray, top_p: float) -> np.ndarray:
     return kept / kept.sum()
 
 
-def exact_law(path, temperature: float, top_p: float) -> np.ndarray:
-    """Probability of every continuation of LENGTH tokens, ``[VOCAB] * LENGTH``."""
+def exact_law(path, length: int, temperature: float, top_p: float) -> np.ndarray:
+    """Probability of every continuation of so many tokens, ``[VOCAB] * length``."""
     model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     law = np.ones(())
-    for length in range(LENGTH):
-        prefixes = list(itertools.product(range(VOCAB), repeat=length))
+    for place in range(length):
+        prefixes = list(itertools.product(range(VOCAB), repeat=place))
         with torch.no_grad():
             logits = model(torch.tensor([PROMPT + list(prefix) for prefix in prefixes])).logits
         rows = torch.softmax(logits[:, -1].double() / temperature, dim=-1).numpy()
         rows = np.stack([truncated(row, top_p) for row in rows])
-        law = law[..., None] * rows.reshape([VOCAB] * (length + 1))
+        law = law[..., None] * rows.reshape([VOCAB] * (place + 1))
     return law
 
 
@@ -69,31 +71,33 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     return float(chi2.sf(statistic, len(expected) - 1))
 
 
-def count(outputs) -> np.ndarray:
-    counts = np.zeros([VOCAB] * LENGTH)
+def count(outputs, length: int) -> np.ndarray:
+    counts = np.zeros([VOCAB] * length)
     for tokens in tokens_of(outputs):
-        counts[tuple(tokens[:LENGTH])] += 1
+        counts[tuple(tokens[:length])] += 1
     return counts
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "seeded"), [(1.0, 1.0, False), (0.6, 0.8, False), (1.0, 1.0, True)]
+    ("length", "temperature", "top_p", "seeded"),
+    [(4, 1.0, 1.0, False), (3, 0.6, 0.8, False), (3, 1.0, 1.0, True)],
 )
-def test_completions_follow_the_exact_law(tiny_pair, temperature, top_p, seeded):
+def test_completions_follow_the_exact_law(tiny_pair, length, temperature, top_p, seeded):
     target, draft = tiny_pair
+    completions = COMPLETIONS[length]
     params = [
         SamplingParams(
-            temperature=temperature, top_p=top_p, max_tokens=LENGTH + 1, ignore_eos=True,
+            temperature=temperature, top_p=top_p, max_tokens=length + 1, ignore_eos=True,
             detokenize=False, seed=index if seeded else None,
         )
-        for index in range(COMPLETIONS)
+        for index in range(completions)
     ]  # fmt: skip
     with running(sequoia(size=12, depth=3, draft=draft), model=target, **TINY) as llm:
-        requests = [{"prompt_token_ids": PROMPT}] * COMPLETIONS
-        counts = count(llm.generate(requests, params, use_tqdm=False))
+        requests = [{"prompt_token_ids": PROMPT}] * completions
+        counts = count(llm.generate(requests, params, use_tqdm=False), length)
         accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
-    assert accepted > COMPLETIONS / 2  # trees were at work, with rejections among them
-    assert p_value(counts, exact_law(target, temperature, top_p)) > FALSE_ALARM
+    assert accepted > completions / 2  # trees were at work, with rejections among them
+    assert p_value(counts, exact_law(target, length, temperature, top_p)) > FALSE_ALARM
 
 
 PARAMS = [

@@ -62,6 +62,7 @@ class HostCopies:
         self._pinned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # With the owner, so that its id stays its own.
         self._handed_out: dict[tuple[int, object], tuple[int, object]] = {}
+        self._watches_buffers = True
 
     # -- pinned memory -----------------------------------------------------------------
 
@@ -99,11 +100,22 @@ class HostCopies:
         Raises:
             HostMemoryError: If it was handed out before and not waited for since.
         """
+        if not self._watches_buffers:
+            return
         key = id(owner), place
         if self._handed_out.get(key, (0, owner))[0] > self.waited:
             raise HostMemoryError(f"{_caller()}: buffer {place} is written while the device reads")
         self.number += 1
         self._handed_out[key] = self.number, owner
+
+    @contextmanager
+    def buffers_unwatched(self) -> Iterator[None]:
+        """Within it buffers may be handed out again: nobody looks at what comes of it."""
+        self._watches_buffers = False
+        try:
+            yield
+        finally:
+            self._watches_buffers = True
 
     # -- waiting -----------------------------------------------------------------------
 

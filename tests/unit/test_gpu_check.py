@@ -38,11 +38,14 @@ for name in ("vllm", "pydantic", "typer", "rich", "transformers", "matplotlib", 
 """
 
 
-def run_python(code, *arguments, cwd=ROOT):
+QUICK = "from tests.quicker import keep_the_language_patched; keep_the_language_patched()\n"
+
+
+def run_python(code, *arguments):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=cwd, env=environment, capture_output=True, text=True, check=False,
+        [sys.executable, "-c", QUICK + code, *map(str, arguments)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """`torch.cuda` and `torch.accelerator` without a GPU: streams, events, memory, devices.
 
-All work is done when it is called, so streams and events order nothing. What the
-CUDA runtime forbids while a graph is captured raises here, too.
+All work is done when it is called, so streams and events order nothing; but copies
+between host and device are under account until the host has waited (`watch_copies`).
+What the CUDA runtime forbids while a graph is captured raises here, too.
 """
 
 from __future__ import annotations
@@ -28,9 +29,26 @@ _numbers = itertools.count(1)
 _installed = False
 
 
-def synchronise(what: str) -> None:
-    """The host waits for the device."""
+# `tests.gpu_rehearsal.host_copies.HostCopies`, once it is installed.
+_copies: Any = None
+
+
+def watch_copies() -> Any:
+    """From now on copies that do not wait are under way until the host does: the account."""
+    global _copies
+    from tests.gpu_rehearsal import host_copies
+
+    _copies = host_copies.HostCopies()
+    host_copies.install(_copies)
+    return _copies
+
+
+def synchronise(what: str, mark: int | None = None) -> None:
+    """The host waits for the device: for all, or for what was asked for up to `mark`."""
     graphs.refuse_while_capturing(what)
+    if _copies is not None:
+        with torch.inference_mode():
+            _copies.wait(mark)
 
 
 # -- streams and events --------------------------------------------------------------------
@@ -75,19 +93,24 @@ class Event:
     def __init__(self, *_: Any, **__: Any) -> None:
         self._time = 0.0
         self._asked = False
+        self._mark = 0
 
     def record(self, stream: Stream | None = None) -> None:
         self._time = time.perf_counter()
         self._asked = False
+        if _copies is not None:
+            self._mark = _copies.mark()
 
     def wait(self, stream: Stream | None = None) -> None: ...
 
     def synchronize(self) -> None:
-        synchronise("Event.synchronize")
+        synchronise("Event.synchronize", self._mark)
 
     def query(self) -> bool:
         graphs.refuse_while_capturing("Event.query")
         asked, self._asked = self._asked, True
+        if asked:
+            synchronise("Event.query", self._mark)
         return asked
 
     def elapsed_time(self, other: Event) -> float:

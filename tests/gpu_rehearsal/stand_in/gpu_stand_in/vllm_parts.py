@@ -32,7 +32,7 @@ class UvaBuffer:
     """Host memory that the device reads in place."""
 
     def __init__(self, size: Any, dtype: torch.dtype) -> None:
-        self.cpu = torch.zeros(size, dtype=dtype)
+        self.cpu = torch.zeros(size, dtype=dtype, pin_memory=True)
         self.np = self.cpu.numpy()
 
     def uva(self, n: int | None = None) -> Tensor:
@@ -68,6 +68,7 @@ def install() -> None:
     _loosen_attention()
     _change_the_plugin()
     _check_memory()
+    _watch_copies()
 
 
 def _replace_copies() -> None:
@@ -164,3 +165,26 @@ def _check_memory() -> None:
 
     if wanted():
         install(MemoryChecks())
+
+
+def _watch_copies() -> None:
+    """Host memory that a copy reads or writes, or that the device reads in place."""
+    import vllm.v1.worker.gpu_worker as worker
+    from vllm.v1.worker.gpu.buffer_utils import UvaBufferPool
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from tests.gpu_rehearsal.host_copies import watch_pools
+
+    copies = runtime.watch_copies()
+    watch_pools(UvaBufferPool, copies)
+    # vLLM's warm-up runs many steps without a wait, and looks at no result.
+    worker.warmup_kernels = copies.buffers_unwatched()(worker.warmup_kernels)
+    execute_model = GPUModelRunner.execute_model
+
+    def watched(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if scheduler_output.total_num_scheduled_tokens > 0:
+            return execute_model(self, scheduler_output, *args, **kwargs)
+        with copies.buffers_unwatched():  # of a step without requests the device reads nothing
+            return execute_model(self, scheduler_output, *args, **kwargs)
+
+    GPUModelRunner.execute_model = watched
