@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+from vllm.distributed import cleanup_dist_env_and_memory
 
+from sequoia_vllm.cli import app
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware import Assumptions
 from tests.engine.conftest import metric, running, sequoia
@@ -84,25 +87,22 @@ def test_commands_work(command, folder, monkeypatch):
         assert SequoiaSettings.enabled(config)
         return
     assert words[0] == "sequoia-vllm"
+    assert (SCRIPTS / words[0]).exists()
     words += shlex.split(SMALLER.get(words[1], ""))
-    env = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # as above
-        "SEQUOIA_VLLM_TREES": str(folder / "trees"),  # not where other tests would find them
-    }
-    done = subprocess.run(
-        [SCRIPTS / words[0], *words[1:]],
-        cwd=folder, env=env, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(folder / "trees"))  # where no other test finds it
+    done = CliRunner().invoke(app, words[1:])
+    if _runs_engines(command):
+        cleanup_dist_env_and_memory()
+    assert done.exit_code == 0, done.output[-2000:]
 
 
 def test_predictions_are_the_roofline_models():
     """The scaling table and what is said around it are what the commands print now."""
 
     def printed(*options: str) -> str:
-        words = [SCRIPTS / "sequoia-vllm", "tree", "scaling", *options]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+        done = CliRunner().invoke(app, ["tree", "scaling", *options])
+        assert done.exit_code == 0, done.output
         return done.stdout
 
     assert f"\n\n{printed('--markdown')}\n" in README
