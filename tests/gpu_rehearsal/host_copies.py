@@ -111,11 +111,11 @@ class HostCopies:
     @contextmanager
     def buffers_unwatched(self) -> Iterator[None]:
         """Within it buffers may be handed out again: nobody looks at what comes of it."""
-        self._watches_buffers = False
+        before, self._watches_buffers = self._watches_buffers, False
         try:
             yield
         finally:
-            self._watches_buffers = True
+            self._watches_buffers = before
 
     # -- waiting -----------------------------------------------------------------------
 

@@ -103,6 +103,17 @@ def test_a_buffer_read_in_place_is_handed_out_again(copies):
         copies.hand_out(pool, 1)
 
 
+def test_a_buffer_that_nobody_looks_at_may_be_handed_out_again(copies):
+    pool = object()
+    with copies.buffers_unwatched():
+        with copies.buffers_unwatched():
+            copies.hand_out(pool, 0)
+        copies.hand_out(pool, 0)
+    copies.hand_out(pool, 0)
+    with pytest.raises(HostMemoryError):
+        copies.hand_out(pool, 0)
+
+
 class Pool:
     """As vLLM's `UvaBufferPool`: two buffers that take turns."""
 

@@ -108,6 +108,7 @@ def special_params() -> list[Any]:
         SamplingParams(temperature=0.9, seed=1, max_tokens=12, ignore_eos=True, logprobs=2),
         SamplingParams(**length, bad_words=["self", " in"], logit_bias={300: 4.0}),
         SamplingParams(**length, prompt_logprobs=1),
+        SamplingParams(**length, logprob_token_ids=[300, 7, 512], logprobs=None),
     ]
 
 

@@ -152,11 +152,10 @@ V2 = (
         may_grow=True,
     ),
     Expected(
-        f"{_V2}.sample.states:SamplingStates.max_num_logprobs",
+        f"{_V2}.sample.sampler:Sampler.get_logprobs_dims",
         ("self", "idx_mapping_np"),
         may_grow=True,
     ),
-    Expected(f"{_V2}.sample.states:NO_LOGPROBS"),
     Expected(
         f"{_V2}.sample.gumbel:gumbel_sample",
         (

@@ -17,7 +17,6 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     RejectionSampler,
     get_max_chunk_logits,
@@ -203,9 +202,10 @@ class TreeRejectionSampler(RejectionSampler):
         self, logits: Tensor, verified: Verified, batch: InputBatch
     ) -> LogprobsTensors | None:
         """Logprobs of emitted tokens, in the rows where vLLM expects a chain's."""
-        most = self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
-        if most == NO_LOGPROBS:
+        dimensions = self.sampler.get_logprobs_dims(batch.idx_mapping_np)
+        if dimensions is None:
             return None
+        most, most_chosen = dimensions
         found = emitted_rows(batch.cu_num_logits_np, verified.tokens.shape[1])
         request, column = async_tensor_h2d(
             np.stack([found.request, found.column]), device=logits.device
@@ -219,6 +219,9 @@ class TreeRejectionSampler(RejectionSampler):
             most,
             verified.tokens[request, column].clamp(min=0),
             found.starts.tolist() if expanded else None,
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=batch.idx_mapping[request],
+            max_per_req_token_ids=most_chosen,
             logits_mode=self.sampler.logprobs_mode == "raw_logits",
         )
 
