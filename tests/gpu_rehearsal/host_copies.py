@@ -53,6 +53,7 @@ class HostCopies:
     Attributes:
         number: Of the last copy or hand-out.
         waited: The host has waited for all up to this number.
+        watches_buffers: Whether buffers that are handed out again too early are an error.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class HostCopies:
         self._pinned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # With the owner, so that its id stays its own.
         self._handed_out: dict[tuple[int, object], tuple[int, object]] = {}
-        self._watches_buffers = True
+        self.watches_buffers = True
 
     # -- pinned memory -----------------------------------------------------------------
 
@@ -100,7 +101,7 @@ class HostCopies:
         Raises:
             HostMemoryError: If it was handed out before and not waited for since.
         """
-        if not self._watches_buffers:
+        if not self.watches_buffers:
             return
         key = id(owner), place
         if self._handed_out.get(key, (0, owner))[0] > self.waited:
@@ -111,11 +112,11 @@ class HostCopies:
     @contextmanager
     def buffers_unwatched(self) -> Iterator[None]:
         """Within it buffers may be handed out again: nobody looks at what comes of it."""
-        before, self._watches_buffers = self._watches_buffers, False
+        before, self.watches_buffers = self.watches_buffers, False
         try:
             yield
         finally:
-            self._watches_buffers = before
+            self.watches_buffers = before
 
     # -- waiting -----------------------------------------------------------------------
 

@@ -7,7 +7,12 @@ import pytest
 
 from tests.engine.conftest import sequoia
 from tests.gpu_rehearsal.environment import call_on_gpu
-from tests.gpu_rehearsal.generating import generate, generate_with_trees, rehearsing
+from tests.gpu_rehearsal.generating import (
+    generate,
+    generate_with_trees,
+    rehearsing,
+    runner_of,
+)
 from tests.v2.generating import (
     completions,
     counted,
@@ -39,6 +44,7 @@ def run(models: str) -> dict[str, Any]:
     with rehearsing(tiers, model=target, max_num_seqs=4, attention_backend="TRITON_ATTN") as llm:
         answers["tiers"] = generate_with_trees(llm, requests, params())
         answers["joining"] = join_and_abort(llm, requests)
+        answers["least token"] = int(runner_of(llm).speculator._growth.tokens.min())
     # Blocks for two or three requests; eight nodes at once of each, of 26 at most.
     parents = [-1, *[0] * 8, *range(1, 9)]
     wide = {
@@ -83,6 +89,11 @@ def test_tiers_of_a_schedule_are_replayed(answers):
     assert found["eager growth"] == []
     assert found["graphs"]["DraftGraphs"] > 3
     assert found["counts"]["tokens_per_tree"] > 1.3
+
+
+def test_rows_without_a_tree_hold_tokens_that_the_target_can_embed(answers):
+    """vLLM marks what it did not ask for with -1; a row without a tree is scored nevertheless."""
+    assert answers["least token"] >= 0
 
 
 def test_requests_join_and_are_aborted(answers):

@@ -189,7 +189,10 @@ class TreeSpeculator(StandaloneARSpeculator):
             drafts = min(drafts, num_speculative_tokens)
         if drafts > 0:
             self._draft(input_batch, num_sampled, temperature, seeds, drafts)
-        return self._growth.tokens[: input_batch.num_reqs, 1:]
+        tokens = self._growth.tokens[: input_batch.num_reqs, 1:]
+        # What vLLM did not ask for it overwrites with -1, in place. A request that gets no
+        # tree later is scored with what is in its row: ids that the target can embed.
+        return tokens.clone() if drafts < self.num_speculative_steps else tokens
 
     def _draft(
         self,
