@@ -251,6 +251,15 @@ _V2 = (
         "verifies chains; ours walks down trees", _SPECULATOR,
     ),
     Override(
+        "instance", "RejectionSampler.sampler.add_request",
+        "one flag stands for all that a request's logits need; a temperature is the walk's work, "
+        "for the few rows that it reads", "vLLM tells temperature and other processing apart",
+    ),
+    Override(
+        "instance", "RejectionSampler.sampler.sampling_states.add_request",
+        "raises that flag for a temperature", "see RejectionSampler.sampler.add_request",
+    ),
+    Override(
         "subclass", "GPUModelRunner.take_draft_token_ids",
         "says that every request has drafts; some requests get none",
         "vLLM asks the speculative method which requests it drafts for",

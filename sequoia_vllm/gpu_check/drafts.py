@@ -102,9 +102,10 @@ class DraftedBatch:
         )
 
     def verify(self, logits: Tensor, target_tokens: Tensor) -> None:
-        """Verifies all trees; arguments ``[R * N, V]`` and int64 ``[R * N]``."""
+        """Verifies all trees; ``[R * N, V]`` before temperature, and int64 ``[R * N]``."""
         verify_trees(
             logits=logits,
+            target_temperatures=self.temperature,
             tokens=self.tokens.view(-1),
             target_tokens=target_tokens,
             cu_num_logits=self.row_starts,

@@ -220,17 +220,18 @@ def _check_matched_walks(run: StageRun, batch: DraftedBatch, target: Tensor) -> 
 
 def _check_law(run: StageRun) -> None:
     """Drawing and verification together: first tokens have the target's law."""
-    vocabulary = 17
+    vocabulary, temperature = 17, 0.7
     requests = 64 if run.tiny else 200_000
     tables = TreeTables.of(TokenTree((-1, 0, 0, 1, 0, 1, 2)), run.machine.device)
     batch = DraftedBatch.make(tables, requests, vocabulary, torch.float32, SAMPLED)
+    batch.temperature.fill_(temperature)
     draft = _random_logits(run, 1, vocabulary, 11) / 2
     target = _random_logits(run, 1, vocabulary, 12) / 2
     for level in tables.levels.levels:
         batch.draw(level, draft.expand(requests * level.width, -1).contiguous())
     logits = target.expand(requests * tables.tree.size, -1).contiguous()
     batch.verify(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
-    law = _softmax(target)[0]
+    law = _softmax(target / temperature)[0]
     both = batch.sampled[:, 1] >= 0  # the first was accepted: then the second has the law, too
     first = batch.sampled[:, 0].cpu().numpy()
     pairs = batch.sampled[both, :2].cpu().numpy() @ np.array([vocabulary, 1])

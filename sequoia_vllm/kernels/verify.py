@@ -1,4 +1,4 @@
-"""Verification of token trees on the GPU: one launch, and nothing waits for the host."""
+"""Verification of token trees on the GPU: one launch, or two, and nothing waits for the host."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 from torch import Tensor
 
+from sequoia_vllm.kernels import target_statistics as statistics
 from sequoia_vllm.kernels.verify_kernels import verify_kernel
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ _NUM_WARPS = 8
 def verify_trees(
     *,
     logits: Tensor,
+    target_temperatures: Tensor,
     tokens: Tensor,
     target_tokens: Tensor,
     cu_num_logits: Tensor,
@@ -40,6 +42,7 @@ def verify_trees(
     sampled_tokens: Tensor,
     num_sampled: Tensor,
     accepted: Tensor,
+    any_sampled: bool = True,
 ) -> None:
     """Walks every request's tree, and writes what it accepts and emits.
 
@@ -56,13 +59,16 @@ def verify_trees(
     A child whose token is -1 was not drawn: it is not accepted, and in mode SAMPLED
     it ends its node's children, as later ones were drawn knowing what is missing.
 
-    No argument is read on the host, so a CUDA graph may hold the launch. A request's
-    result does not depend on its neighbours.
+    No argument is read on the host, so a CUDA graph may hold the launches. A request's
+    result does not depend on its neighbours, but for the last bits of its rows' sums,
+    which are taken otherwise where rows are many.
 
     Args:
-        logits: ``[rows, V]``, float32, bfloat16 or float16: the target's, final (with
-            temperature, penalties and truncation; excluded tokens -inf). A row needs
-            one finite entry, and has neither NaN nor +inf.
+        logits: ``[rows, V]``, float32, bfloat16 or float16: the target's, final but for
+            ``target_temperatures`` (with penalties and truncation; excluded tokens
+            -inf). A row needs one finite entry, and has neither NaN nor +inf.
+        target_temperatures: float32 ``[R]``, positive in mode SAMPLED, and not used in
+            others: what logits are to be divided by.
         tokens: int32 or int64 ``[rows]``: each node's drafted token; the root's is
             not read.
         target_tokens: int64 ``[rows]``: the target's token after each node. Not read
@@ -84,6 +90,7 @@ def verify_trees(
         num_sampled: int32 ``[R]``; written: how many those are.
         accepted: int32 ``[R, D]``, D at least the tree's depth; written: the accepted
             path below the root, then -1.
+        any_sampled: False saves a launch, where no request is in mode SAMPLED.
 
     Raises:
         ValueError: If the vocabularies of target and draft differ, a row of logits
@@ -93,8 +100,15 @@ def verify_trees(
     requests, vocabulary = len(num_sampled), logits.shape[1]
     if requests == 0:
         return
+    few = any_sampled and statistics.pays_off(len(logits), logits.device)
+    found = draft_stats  # not read
+    if few:
+        found = statistics.target_statistics(
+            logits, target_temperatures, modes, cu_num_logits, len(children)
+        )
     verify_kernel[(requests,)](
-        logits, tokens, target_tokens, cu_num_logits, modes, positions, seeds, children,
+        logits, target_temperatures, found, int(few),
+        tokens, target_tokens, cu_num_logits, modes, positions, seeds, children,
         inner_index, draft_logits, draft_stats, state_rows, draft_temperatures,
         sampled_tokens, num_sampled, accepted,
         vocabulary, len(draft_logits), logits.stride(0), children.shape[1], children.stride(0),
@@ -128,6 +142,7 @@ def _constants(vocabulary: int, branches: int, columns: int) -> dict[str, int]:
         "STEPS": triton.next_power_of_2(-(-vocabulary // lanes)),
         "BRANCHES": triton.next_power_of_2(branches),
         "COLUMNS": triton.next_power_of_2(columns),
+        "BLOCKS": statistics.padded_blocks(vocabulary),
     }
 
 
@@ -136,32 +151,38 @@ def aot_variants() -> list[Variant]:
     from sequoia_vllm.kernels.compile_report import Variant
 
     return [
-        Variant(
-            name=f"verify {target} target, {draft} draft, {vocabulary} tokens",
-            kernel=verify_kernel,
-            signature=_signature(target, draft),
-            constexprs=_constants(vocabulary, branches=16, columns=16),
-            num_warps=_NUM_WARPS,
-            in_every_test=vocabulary == 151936,
-        )
-        for target, draft, vocabulary in (
-            ("fp32", "bf16", 32000),
-            ("bf16", "bf16", 32000),
-            ("fp32", "bf16", 128256),
-            ("fp32", "bf16", 151936),
-            ("fp32", "fp16", 262144),
-        )
+        *statistics.aot_variants(),
+        *(
+            Variant(
+                name=f"verify {target} target, {draft} draft, {vocabulary} tokens",
+                kernel=verify_kernel,
+                signature=_signature(target, draft),
+                constexprs=_constants(vocabulary, branches=16, columns=16),
+                num_warps=_NUM_WARPS,
+                in_every_test=vocabulary == 151936,
+            )
+            for target, draft, vocabulary in (
+                ("fp32", "bf16", 32000),
+                ("bf16", "bf16", 32000),
+                ("fp32", "bf16", 128256),
+                ("bf16", "bf16", 128256),
+                ("fp32", "bf16", 151936),
+                ("bf16", "bf16", 151936),
+                ("fp32", "fp16", 262144),
+            )
+        ),
     ]
 
 
 def _signature(target: str, draft: str) -> dict[str, str]:
+    floats = ("target_temperatures", "statistics", "draft_stats", "draft_temperatures")
     integers = (
         "tokens", "cu_num_logits", "modes", "positions", "children", "inner_index", "state_rows",
         "num_sampled", "accepted",
     )  # fmt: skip
     numbers = (
-        "num_states", "branches", "children_stride", "stats_state_stride", "stats_inner_stride",
-        "columns", "sampled_stride", "path_columns", "accepted_stride",
+        "has_statistics", "num_states", "branches", "children_stride", "stats_state_stride",
+        "stats_inner_stride", "columns", "sampled_stride", "path_columns", "accepted_stride",
     )  # fmt: skip
     multiples = ("vocabulary", "logits_stride", "draft_state_stride", "draft_inner_stride")
     return {
@@ -169,7 +190,7 @@ def _signature(target: str, draft: str) -> dict[str, str]:
         "draft_logits": f"*{draft}",
         **dict.fromkeys(integers, "*i32"),
         **dict.fromkeys(("target_tokens", "seeds", "sampled_tokens"), "*i64"),
-        **dict.fromkeys(("draft_stats", "draft_temperatures"), "*fp32"),
+        **dict.fromkeys(floats, "*fp32"),
         **dict.fromkeys(multiples, "i32:16"),
         **dict.fromkeys(numbers, "i32"),
     }

@@ -3,7 +3,8 @@
 
 One program walks the tree of one request, and nothing waits for the host. It looks
 at the vocabulary once per visited node, and once more per rejected child; no
-distribution is written to memory.
+distribution is written to memory. Where the rows' statistics are given, the first
+look is taken only where a walk ends without a rejected child: at most once.
 
 **Residuals in closed form.** R starts as P, D as Q. After j rejected children
 
@@ -34,35 +35,41 @@ import triton.language as tl
 from sequoia_vllm.kernels import modes as draft_modes
 from sequoia_vllm.kernels.children import draft_probability
 from sequoia_vllm.kernels.random import RESIDUAL, VERIFY, uniform64
+from sequoia_vllm.kernels.target_statistics import LOWEST, merge_statistics
 
 _SAMPLED = tl.constexpr(draft_modes.SAMPLED)
 _SKIP = tl.constexpr(draft_modes.SKIP)
-_LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 # A batch is verified in chunks, so most tensors begin anywhere in a larger one; and
 # trees differ in shape. Neither is anything to compile another version for.
 @triton.jit(
     do_not_specialize=[
-        "num_states", "branches", "children_stride", "stats_state_stride", "stats_inner_stride",
-        "columns", "sampled_stride", "path_columns", "accepted_stride",
+        "has_statistics", "num_states", "branches", "children_stride", "stats_state_stride",
+        "stats_inner_stride", "columns", "sampled_stride", "path_columns", "accepted_stride",
     ],
     do_not_specialize_on_alignment=[
-        "tokens", "target_tokens", "cu_num_logits", "modes", "positions", "seeds", "children",
-        "inner_index", "draft_stats", "state_rows", "draft_temperatures", "sampled_tokens",
-        "num_sampled", "accepted",
+        "target_temperatures", "statistics", "tokens", "target_tokens", "cu_num_logits", "modes",
+        "positions", "seeds", "children", "inner_index", "draft_stats", "state_rows",
+        "draft_temperatures", "sampled_tokens", "num_sampled", "accepted",
     ],
 )  # fmt: skip
 def verify_kernel(
-    logits, tokens, target_tokens, cu_num_logits, modes, positions, seeds, children,
+    logits, target_temperatures, statistics, has_statistics,
+    tokens, target_tokens, cu_num_logits, modes, positions, seeds, children,
     inner_index, draft_logits, draft_stats, state_rows, draft_temperatures,
     sampled_tokens, num_sampled, accepted,
     vocabulary, num_states, logits_stride, branches, children_stride,
     draft_state_stride, draft_inner_stride, stats_state_stride, stats_inner_stride,
     columns, sampled_stride, path_columns, accepted_stride,
     LANES: tl.constexpr, STEPS: tl.constexpr, BRANCHES: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One request per program. Arguments as in `verify_trees`."""
+    """One request per program. Arguments as in `verify_trees`.
+
+    ``statistics`` are `target_statistics`; not read where ``has_statistics`` is 0. Not a
+    constant: an engine's small and large batches have one version.
+    """
     request = tl.program_id(0).to(tl.int64)
     first_row = tl.load(cu_num_logits + request).to(tl.int64)
     num_nodes = (tl.load(cu_num_logits + request + 1) - first_row).to(tl.int32)
@@ -71,6 +78,7 @@ def verify_kernel(
         num_nodes = tl.minimum(num_nodes, 1)
     position = tl.load(positions + request)
     seed = tl.load(seeds + request)
+    target_temperature = tl.load(target_temperatures + request)
     temperature = tl.load(draft_temperatures + request)
     # Without drafts the row may be anything, and none of it decides anything.
     state = tl.load(state_rows + request).to(tl.int64)
@@ -85,11 +93,12 @@ def verify_kernel(
         if mode == _SAMPLED:
             inner = tl.maximum(tl.load(inner_index + node), 0).to(tl.int64)
             child, token = _sample_step(
-                logits + (first_row + node) * logits_stride,
+                logits + (first_row + node) * logits_stride, target_temperature,
+                statistics, has_statistics, first_row + node,
                 draft_logits + state * draft_state_stride + inner * draft_inner_stride,
                 draft_stats + state * stats_state_stride + inner * stats_inner_stride,
                 tokens + first_row, node_children, branches, num_nodes, node, position + depth,
-                seed, temperature, vocabulary, LANES, STEPS,
+                seed, temperature, vocabulary, LANES, STEPS, BLOCKS,
             )  # fmt: skip
         else:
             child, token = _match_step(
@@ -127,11 +136,23 @@ def _match_step(
 
 @triton.jit
 def _sample_step(
-    target_row, draft_row, draft_stats, tokens, children, branches, num_nodes, node, position,
-    seed, temperature, vocabulary, LANES: tl.constexpr, STEPS: tl.constexpr,
+    target_row, target_temperature, statistics, has_statistics, row,
+    draft_row, draft_stats, tokens, children, branches, num_nodes, node, position,
+    seed, temperature, vocabulary, LANES: tl.constexpr, STEPS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 2 at one node: the accepted child (-1: none), and the emitted token."""
-    weights, target_maximum, target_scale = _target_lanes(target_row, vocabulary, LANES)
+    # Temperature: a product with this, of a difference of logits.
+    inverse = tl.div_rn(1.0, target_temperature)
+    has_weights = has_statistics == 0
+    weights = tl.zeros([LANES], tl.float32)
+    if has_weights:
+        weights, target_maximum = _target_lanes(target_row, inverse, vocabulary, LANES)
+        target_total = _sum(weights)
+    else:
+        target_maximum, target_total = merge_statistics(
+            statistics, row, inverse, vocabulary, BLOCKS
+        )
+    target_scale = (1.0 / target_total).to(tl.float32)
     draft_maximum, draft_total = tl.load(draft_stats), tl.load(draft_stats + 1)
     lane = tl.arange(0, LANES)
     rejected = tl.zeros([LANES], tl.int64)
@@ -147,7 +168,9 @@ def _sample_step(
         exists = (child >= 0) & (child < num_nodes)
         token = tl.load(tokens + tl.where(exists, child, 0)).to(tl.int64)
         if exists & (token >= 0):
-            p = _target_probability(tl.load(target_row + token), target_maximum, target_scale)
+            p = _target_probability(
+                tl.load(target_row + token), inverse, target_maximum, target_scale
+            )
             q = draft_probability(
                 tl.load(draft_row + token), temperature, draft_maximum, draft_total
             )
@@ -162,10 +185,11 @@ def _sample_step(
             else:
                 rejected |= tl.where(lane == token % LANES, 1 << (token // LANES), 0)
                 weights, drafts_left = _residual_lanes(
-                    target_row, draft_row, target_maximum, target_scale, temperature,
+                    target_row, draft_row, inverse, target_maximum, target_scale, temperature,
                     draft_maximum, draft_total, a + more_a, k + more_k, rejected, vocabulary,
                     LANES,
                 )  # fmt: skip
+                has_weights = True
                 draft_mass, new_mass = _sum(drafts_left), _sum(weights)
                 if new_mass > 0:
                     target_mass = new_mass
@@ -178,8 +202,9 @@ def _sample_step(
                     # R stays what it was. Summed again: this is rare, and keeping
                     # the last sums during the pass would spill registers.
                     weights, _ = _residual_lanes(
-                        target_row, draft_row, target_maximum, target_scale, temperature,
-                        draft_maximum, draft_total, a, k, rejected, vocabulary, LANES,
+                        target_row, draft_row, inverse, target_maximum, target_scale,
+                        temperature, draft_maximum, draft_total, a, k, rejected, vocabulary,
+                        LANES,
                     )  # fmt: skip
             rank += 1
         else:
@@ -188,13 +213,15 @@ def _sample_step(
             rank = branches
 
     if accepted < 0:
+        if not has_weights:
+            weights, _ = _target_lanes(target_row, inverse, vocabulary, LANES)
         uniform = uniform64(seed, 0, position, node, RESIDUAL)
         chosen, uniform = _invert(weights, uniform, LANES)
         step = tl.arange(0, STEPS)
         lane_token = chosen + step * LANES
         bits = tl.sum(tl.where(lane == chosen, rejected, 0), axis=0)
         kept = (lane_token < vocabulary) & (((bits >> step.to(tl.int64)) & 1) == 0)
-        p = _load_target(target_row, lane_token, kept, target_maximum, target_scale)
+        p = _load_target(target_row, lane_token, kept, inverse, target_maximum, target_scale)
         # At a leaf there is no Q, and nowhere is it needed while a is 0.
         drafted = kept & (lane_token.to(tl.float32) * 0.0 + a > 0)
         q = _load_draft(draft_row, lane_token, drafted, temperature, draft_maximum, draft_total)
@@ -204,28 +231,27 @@ def _sample_step(
 
 
 @triton.jit
-def _target_lanes(target_row, vocabulary, LANES: tl.constexpr):
-    """Sums of exp(logit - maximum) by lanes, the row's maximum, and 1 / their sum."""
+def _target_lanes(target_row, inverse, vocabulary, LANES: tl.constexpr):
+    """Sums of exp((logit - maximum) * inverse) by lanes, and the row's maximum."""
     lane = tl.arange(0, LANES)
     # From the lowest finite number instead of -inf, which minus itself is NaN.
-    maximum = tl.full([LANES], _LOWEST, tl.float32)
+    maximum = tl.full([LANES], LOWEST, tl.float32)
     total = tl.zeros([LANES], tl.float32)
     for start in range(0, vocabulary, LANES):
         token = start + lane
         logit = tl.load(target_row + token, mask=token < vocabulary, other=float("-inf"))
         logit = logit.to(tl.float32)
         # One exponential does: of the larger of the two it is exp(0).
-        decay = tl.exp(-tl.abs(logit - maximum))
+        decay = tl.exp(-tl.abs(logit - maximum) * inverse)
         total = tl.where(logit > maximum, total * decay + 1.0, total + decay)
         maximum = tl.maximum(logit, maximum)
     row_maximum = tl.max(maximum, axis=0)
-    total = total * tl.exp(maximum - row_maximum)
-    return total, row_maximum, (1.0 / _sum(total)).to(tl.float32)
+    return total * tl.exp((maximum - row_maximum) * inverse), row_maximum
 
 
 @triton.jit
 def _residual_lanes(
-    target_row, draft_row, target_maximum, target_scale, temperature, draft_maximum,
+    target_row, draft_row, inverse, target_maximum, target_scale, temperature, draft_maximum,
     draft_total, a, k, rejected, vocabulary, LANES: tl.constexpr,
 ):  # fmt: skip
     """Sums by lanes of (P - a*Q - k)+ and of Q, over the tokens not rejected."""
@@ -235,7 +261,7 @@ def _residual_lanes(
     for start in range(0, vocabulary, LANES):
         token = start + lane
         kept = (token < vocabulary) & (((rejected >> (start // LANES)) & 1) == 0)
-        p = _load_target(target_row, token, kept, target_maximum, target_scale)
+        p = _load_target(target_row, token, kept, inverse, target_maximum, target_scale)
         q = _load_draft(draft_row, token, kept, temperature, draft_maximum, draft_total)
         weights += _residual(p, q, a, k)
         drafts += q
@@ -243,9 +269,9 @@ def _residual_lanes(
 
 
 @triton.jit
-def _load_target(target_row, token, mask, maximum, scale):
+def _load_target(target_row, token, mask, inverse, maximum, scale):
     logit = tl.load(target_row + token, mask=mask, other=float("-inf"))
-    return _target_probability(logit, maximum, scale)
+    return _target_probability(logit, inverse, maximum, scale)
 
 
 @triton.jit
@@ -255,9 +281,13 @@ def _load_draft(draft_row, token, mask, temperature, maximum, total):
 
 
 @triton.jit
-def _target_probability(logit, maximum, scale):
-    """P. One expression for all who ask, so that they agree to the bit."""
-    return tl.exp(logit.to(tl.float32) - maximum) * scale
+def _target_probability(logit, inverse, maximum, scale):
+    """P. One expression for all who ask, so that they agree to the bit.
+
+    The difference first: rounding it is nothing beside rounding a logit that a low
+    temperature has made large.
+    """
+    return tl.exp((logit.to(tl.float32) - maximum) * inverse) * scale
 
 
 @triton.jit

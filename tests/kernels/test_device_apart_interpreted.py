@@ -15,7 +15,7 @@ import test_commit_interpreted as commits  # noqa: E402
 import test_tree_attention_interpreted as attention  # noqa: E402
 import test_verify_interpreted as verification  # noqa: E402
 
-from sequoia_vllm.kernels import commit, verify  # noqa: E402
+from sequoia_vllm.kernels import commit, target_statistics, verify  # noqa: E402
 from sequoia_vllm.kernels.children import DrawWorkspace  # noqa: E402
 from tests.gpu_rehearsal.device_apart import (  # noqa: E402
     DEVICE,
@@ -50,7 +50,9 @@ def test_children_are_drawn(monkeypatch):
     assert len(calls) == 4
 
 
-def test_trees_are_verified(monkeypatch):
+@pytest.mark.parametrize("few", [True, False])
+def test_trees_are_verified(few, monkeypatch):
+    monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: few)
     calls = []
     rng = np.random.default_rng(0)
     tree = verification.Tree([-1, 0, 0])

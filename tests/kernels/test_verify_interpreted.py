@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -10,14 +10,18 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
+    ),
+    # What is far below a row's maximum becomes -inf before its exponential is taken.
+    pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning"),
+]
 
 import triton  # noqa: E402 (after the mark)
 import triton.language as tl  # noqa: E402
 
-from sequoia_vllm.kernels import verify  # noqa: E402
+from sequoia_vllm.kernels import target_statistics, verify  # noqa: E402
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP  # noqa: E402
 from sequoia_vllm.kernels.random import RESIDUAL, VERIFY, uniform64  # noqa: E402
 
@@ -73,7 +77,8 @@ class Request:
     draft_logits: np.ndarray = None  # [inner nodes of the tree, V]
     target_tokens: list = None
     mode: int = SAMPLED
-    temperature: float = 1.0
+    temperature: float = 1.0  # of the draft
+    target_temperature: float = 1.0
     seed: int = 1
     position: int = 5
     stats: dict = field(default_factory=dict)  # inner index -> statistics that are not Q's own
@@ -89,7 +94,7 @@ class Request:
         return stats
 
 
-def run(tree, requests, *, dtype=torch.float32, token_dtype=torch.int32, columns=None):
+def run(tree, requests, *, dtype=torch.float32, token_dtype=torch.int32, columns=None, **options):
     """Each request's accepted nodes and emitted tokens, after checking the padding."""
     inner = max(1, len(tree.inner))
     vocabulary = max(request.logits.shape[1] for request in requests)
@@ -116,6 +121,7 @@ def run(tree, requests, *, dtype=torch.float32, token_dtype=torch.int32, columns
     logits = np.concatenate([request.logits for request in requests if len(request.tokens)])
     verify.verify_trees(
         logits=torch.from_numpy(logits).to(dtype),
+        target_temperatures=torch.tensor([r.target_temperature for r in requests]),
         tokens=torch.tensor([t for r in requests for t in r.tokens], dtype=token_dtype),
         target_tokens=torch.tensor(targets, dtype=torch.int64),
         cu_num_logits=torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32),
@@ -131,6 +137,7 @@ def run(tree, requests, *, dtype=torch.float32, token_dtype=torch.int32, columns
         sampled_tokens=sampled,
         num_sampled=num_sampled,
         accepted=accepted,
+        **options,
     )
     assert rows == logits.shape[0]
     results = []
@@ -146,6 +153,13 @@ def run(tree, requests, *, dtype=torch.float32, token_dtype=torch.int32, columns
 @pytest.fixture(params=[4, 16])
 def lanes(request, monkeypatch):
     monkeypatch.setattr(verify, "_FEWEST_LANES", request.param)
+    return request.param
+
+
+@pytest.fixture(params=[True, False], ids=["few rows", "many rows"])
+def few(request, monkeypatch):
+    """Whether rows' statistics come from a launch of their own."""
+    monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: request.param)
     return request.param
 
 
@@ -213,7 +227,7 @@ def algorithm_2(tree, request, uniforms, lanes):
     verifying, ending = uniforms
     node, path, emitted, margin = 0, [], [], 1.0
     while True:
-        residual = softmax(request.logits[node])
+        residual = softmax(request.logits[node] / request.target_temperature)
         children = tree.children_of(node, len(request.tokens))
         if children:
             inner = tree.inner.index(node)
@@ -385,13 +399,35 @@ def test_a_request_without_rows_emits_nothing(four_lanes):
 
 @pytest.mark.parametrize("target", ["dense", "sparse"])
 @pytest.mark.parametrize("draft", KINDS)
-def test_decides_as_algorithm_2(lanes, target, draft):
+def test_decides_as_algorithm_2(lanes, target, draft, monkeypatch):
+    few = lanes == 4
+    monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: few)
     rng = np.random.default_rng([lanes, *map(ord, target + draft)])
     tree = random_tree(rng, 12)
     requests = [
         random_request(rng, tree, 9, KINDS[target], KINDS[draft], seed=seed) for seed in range(12)
     ]
     assert assert_as_reference(tree, requests, lanes) >= 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_temperature_is_applied_to_what_is_read(four_lanes, few, dtype):
+    """As to logits divided before, float32 as vLLM divides them; of neighbours, each its own."""
+    rng = np.random.default_rng(11)
+    # Many first decisions: a wrong sum changes few of them.
+    tree = Tree([-1, 0, 0])
+    raw = [random_request(rng, tree, 9, seed=seed) for seed in range(40)]
+    divided = []
+    for request, temperature in zip(raw, [0.3, 1.0, 1.7, 0.5] * 10, strict=True):
+        request.target_temperature = temperature
+        logits = request.logits / np.float32(temperature)
+        divided.append(replace(request, logits=logits, target_temperature=1.0))
+    raw[2].mode, raw[2].target_tokens = MATCHED, [3] * len(raw[2].tokens)
+    raw[2].target_temperature = 0.0  # not used
+    divided[2] = replace(divided[2], mode=MATCHED, target_tokens=raw[2].target_tokens)
+    assert run(tree, raw, dtype=dtype) == run(tree, divided)
+    sampled = [request for request in raw if request.mode == SAMPLED]
+    assert assert_as_reference(tree, sampled, four_lanes, dtype=dtype) >= 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -442,16 +478,16 @@ def test_rejected_tokens_are_known_in_every_bit_of_a_lane(four_lanes):
     assert [(path, emitted[0]) for path, emitted in verify_results] == [([2], 5)] * 3
 
 
-def test_accepts_the_draft_that_is_the_target(lanes):
+def test_accepts_the_draft_that_is_the_target(lanes, few):
     rng = np.random.default_rng(6)
     tree = Tree([-1, 0, 1, 2])
     requests = []
     for seed in range(10):
         request = random_request(rng, tree, 50, draft=sparse, seed=seed)
-        request.temperature = 0.75
-        request.logits[:3] = request.draft_logits / np.float32(0.75)
+        request.temperature = request.target_temperature = 0.5
+        request.logits[:3] = request.draft_logits
         for node in range(3):
-            probabilities = softmax(request.logits[node])
+            probabilities = softmax(request.logits[node] / 0.5)
             request.tokens[node + 1] = int(rng.choice(50, p=probabilities))
         requests.append(request)
     assert [path for path, _ in run(tree, requests)] == [[1, 2, 3]] * len(requests)
@@ -460,7 +496,7 @@ def test_accepts_the_draft_that_is_the_target(lanes):
 # -- Algorithm 2: what only rounding or bad rows bring about -------------------------
 
 
-def test_accepts_where_nothing_of_the_target_would_be_left(four_lanes):
+def test_accepts_where_nothing_of_the_target_would_be_left(four_lanes, few):
     """R and D that differ by rounding alone, made visible: a Q that sums to 2.
 
     Then R - D is 0 everywhere, which says that the acceptance probability was 1.
@@ -478,7 +514,7 @@ def test_accepts_where_nothing_of_the_target_would_be_left(four_lanes):
     assert [path for path, _ in run(tree, requests)] == [[1]] * len(requests)
 
 
-def test_keeps_the_residual_where_nothing_is_left_and_the_token_is_impossible(four_lanes):
+def test_keeps_the_residual_where_nothing_is_left_and_the_token_is_impossible(four_lanes, few):
     """As before, but the first child is a token that the target excludes."""
     tree = Tree([-1, 0, 0])
     draft_logits = np.array([[1.0, 0.0, 2.0, 0.5, 1.5]], np.float32)
@@ -515,7 +551,7 @@ def test_a_row_without_any_draft_probability_counts_as_uniform(four_lanes):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_ends_with_some_token_where_the_target_has_none(four_lanes):
+def test_ends_with_some_token_where_the_target_has_none(four_lanes, few):
     tree = Tree([-1, 0])
     requests = []
     for bad in (np.nan, -INF):
@@ -540,11 +576,13 @@ LAWS = {
 
 
 @pytest.mark.parametrize("name", LAWS)
-def test_emits_by_the_targets_law(four_lanes, name):
+def test_emits_by_the_targets_law(four_lanes, name, monkeypatch):
     """The first two tokens against P(first) P(second), by chi-square.
 
     A correct verifier fails it for one in a million choices of the seeds.
     """
+    few = name != "deeper"
+    monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: few)
     probabilities, draft, parents = LAWS[name]
     tree, vocabulary, samples = Tree(parents), len(probabilities), 300
     rng = np.random.default_rng(9)
@@ -566,6 +604,8 @@ def test_emits_by_the_targets_law(four_lanes, name):
                 tokens[child] = token
         logits = np.stack([target([tokens[node]] if node else []) for node in range(tree.size)])
         requests.append(Request(tokens, logits.astype(np.float32), draft_logits.astype(np.float32)))
+        requests[-1].logits *= np.float32(0.8)
+        requests[-1].target_temperature = 0.8
         requests[-1].temperature, requests[-1].seed = 1.5, seed + 10**12
     counts = Counter()
     for _, emitted in run(tree, requests):
@@ -604,6 +644,21 @@ def test_neighbours_change_nothing(four_lanes):
     assert together[::-1] == run(tree, requests[::-1])
 
 
+def test_statistics_are_taken_of_few_rows_with_a_sampled_request(four_lanes, monkeypatch):
+    launches = []
+    take = target_statistics.target_statistics
+    monkeypatch.setattr(
+        target_statistics, "target_statistics", lambda *args: [launches.append(1), take(*args)][1]
+    )
+    rng = np.random.default_rng(12)
+    tree = Tree([-1, 0, 1])
+    requests = [random_request(rng, tree, 9, seed=seed) for seed in range(11)]
+    for count, any_sampled, expected in ((10, True, 1), (10, False, 0), (11, True, 0)):
+        launches.clear()
+        results = run(tree, requests[:count], any_sampled=any_sampled)
+        assert (results, len(launches)) == (run(tree, requests)[:count], expected)
+
+
 def test_seed_position_and_node_make_other_numbers(four_lanes):
     logits = np.zeros((1, 256), np.float32)
     requests = [
@@ -619,8 +674,8 @@ def test_refuses_tensors_that_do_not_fit():
     fitting = {
         name: torch.zeros(1, dtype=torch.int32)
         for name in (
-            "tokens", "target_tokens", "cu_num_logits", "modes", "positions", "seeds",
-            "inner_index", "state_rows", "draft_temperatures", "num_sampled",
+            "target_temperatures", "tokens", "target_tokens", "cu_num_logits", "modes",
+            "positions", "seeds", "inner_index", "state_rows", "draft_temperatures", "num_sampled",
         )
     } | {
         "logits": row, "children": row.int(), "draft_logits": row[None],

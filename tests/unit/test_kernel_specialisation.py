@@ -14,7 +14,13 @@ from triton.backends.compiler import GPUTarget  # noqa: E402 (after the import m
 from triton.compiler.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from sequoia_vllm.kernels import children, commit, tree_attention, verify  # noqa: E402
+from sequoia_vllm.kernels import (  # noqa: E402
+    children,
+    commit,
+    target_statistics,
+    tree_attention,
+    verify,
+)
 from sequoia_vllm.kernels.modes import SAMPLED  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -80,6 +86,7 @@ def test_the_key_tells_what_is_recorded():
 @pytest.mark.parametrize("columns", [2, 5, 17])
 def test_chunks_of_a_batch_verify_with_one_version(record, columns):
     kernel = record(verify, "verify_kernel")
+    statistics = record(target_statistics, "target_statistics_kernel")
     vocabulary, requests = 128, max(BATCHES)
     nodes = 7
     sampled = torch.zeros(requests, columns, dtype=torch.int64)
@@ -88,11 +95,13 @@ def test_chunks_of_a_batch_verify_with_one_version(record, columns):
     logits = torch.zeros(requests * nodes, vocabulary)
     ids = torch.zeros(requests * nodes, dtype=torch.int32)
     per_request = torch.zeros(requests, dtype=torch.int32)
+    few_and_many = set()
     for start in range(requests):
         for stop in range(start + 1, requests + 1):
             chunk, rows = slice(start, stop), slice(start * nodes, stop * nodes)
             verify.verify_trees(
                 logits=logits[rows],
+                target_temperatures=torch.ones(requests)[chunk],
                 tokens=ids[rows],
                 target_tokens=ids[rows].long(),
                 cu_num_logits=torch.arange(stop - start + 1, dtype=torch.int32) * nodes,
@@ -109,7 +118,10 @@ def test_chunks_of_a_batch_verify_with_one_version(record, columns):
                 num_sampled=counts[chunk],
                 accepted=accepted[chunk],
             )
-    assert kernel.versions() == 1
+            pays = target_statistics.pays_off((stop - start) * nodes, logits.device)
+            few_and_many.add(pays)
+    assert few_and_many == {True, False}
+    assert (kernel.versions(), statistics.versions()) == (1, 1)
 
 
 @pytest.mark.parametrize("blocks", [1, 16, 37])

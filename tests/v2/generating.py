@@ -1,5 +1,7 @@
 """Engines, requests and models of the tree tests, in the processes that `call_on_v2` starts."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,36 @@ def counted(llm: Any) -> dict[str, Any]:
         "preemptions": metric(llm, "vllm:num_preemptions"),
         "tokens_per_tree": stats["tokens"] / max(stats["tree_steps"], 1),
     }
+
+
+@contextmanager
+def processed_chunks() -> Iterator[list[bool]]:
+    """Whether vLLM's sampler processed its logits, of each chunk verified within the block.
+
+    To be entered once an engine runs, whose start checks what is replaced here.
+    """
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    from sequoia_vllm.engine.swap import swapped
+    from sequoia_vllm.engine.v2.verifier import TreeRejectionSampler
+
+    apply, verify = Sampler.apply_sampling_params, TreeRejectionSampler._verify_requests
+    calls, chunks = [], []
+
+    def applying(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(self)
+        return apply(self, logits, *args, **kwargs)
+
+    def verifying(self: Any, *args: Any) -> None:
+        calls.clear()  # of batches without drafts, which are vLLM's own
+        verify(self, *args)
+        chunks.append(bool(calls))
+
+    with (
+        swapped(Sampler, "apply_sampling_params", applying),
+        swapped(TreeRejectionSampler, "_verify_requests", verifying),
+    ):
+        yield chunks
 
 
 def generate(

@@ -36,8 +36,8 @@ OTHERS = "others"
 
 _OURS = str(Path(sequoia_vllm.__file__).parent)
 _WORKING = (
-    "row_statistics_kernel", "block_best_kernel", "merge_best_kernel", "verify_kernel",
-    "commit_kernel",
+    "row_statistics_kernel", "block_best_kernel", "merge_best_kernel",
+    "target_statistics_kernel", "verify_kernel", "commit_kernel",
 )  # fmt: skip
 # What these call is ours, even where it is a function of vLLM's.
 _BEFORE_A_FORWARD = ("growth.py", "speculator.py", "draft_batch.py", "reading.py", "scoring.py")

@@ -18,6 +18,7 @@ from tests.v2.generating import (
     counted,
     generate,
     generate_with_trees,
+    processed_chunks,
     random_prompts,
     save_related_pair,
 )
@@ -60,6 +61,70 @@ def test_a_seed_gives_the_tokens_of_plain_vllm(tmp_path):
     assert trees["counts"]["tokens_per_tree"] > 1.2
     [first, second] = plain["tokens"][1]
     assert first != second
+
+
+# -- who applies temperatures -------------------------------------------------------------
+
+# Parameters of one request each, beside one that is sampled at 0.7 and runs longer.
+BESIDE = {
+    "nothing": {"temperature": 1.3},
+    "greedy": {"temperature": 0, "top_p": 0.9},
+    "seed at temperature 1": {"temperature": 1.0, "seed": 5},
+    "seed": {"temperature": 0.8, "seed": 5},
+    "top_p": {"temperature": 1.0, "top_p": 0.9},
+    "top_k": {"temperature": 0.7, "top_k": 20},
+    "min_p": {"temperature": 0.7, "min_p": 0.05},
+    "penalty": {"temperature": 0.7, "repetition_penalty": 1.2},
+    "greedy with a penalty": {"temperature": 0, "repetition_penalty": 1.2},
+}
+LEFT_TO_THE_WALK = ["nothing", "greedy", "seed at temperature 1"]
+DETERMINED = ["greedy", "seed at temperature 1", "seed", "greedy with a penalty"]
+
+
+def generate_beside(models: str) -> dict[str, Any]:
+    """By name: tokens of plain V2 and of trees, and which chunks of a batch were processed."""
+    from vllm import SamplingParams
+
+    target, draft = save_related_pair(Path(models))
+    requests = random_prompts([9, 20])
+    short, long = (
+        {"max_tokens": most, "ignore_eos": True, "detokenize": False} for most in (9, 30)
+    )
+    beside = {name: SamplingParams(**short, **settings) for name, settings in BESIDE.items()}
+    answers = {}
+    with running(None, model=target, **TINY) as llm:
+        for name, params in beside.items():
+            [output] = llm.generate(requests[0], params, use_tqdm=False)
+            answers[name] = {"plain": list(output.outputs[0].token_ids)}
+    config = sequoia(size=8, depth=3, draft=draft)
+    with running(config, model=target, **TINY) as llm, processed_chunks() as chunks:
+        for name, params in beside.items():
+            chunks.clear()
+            both = [params, SamplingParams(temperature=0.7, **long)]
+            output, _ = llm.generate(requests, both, use_tqdm=False)
+            tokens = list(output.outputs[0].token_ids)
+            answers[name] |= {"trees": tokens, "processed": list(chunks)}
+    return answers
+
+
+@pytest.fixture(scope="module")
+def generated_beside(tmp_path_factory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("beside")
+    return call_on_v2(generate_beside, directory, models=str(directory))
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_temperatures_alone_are_left_to_the_walk(name, generated_beside):
+    """Anything else that one request of a batch needs is vLLM's work, for all of them."""
+    processed = generated_beside[name]["processed"]
+    assert len(processed) > 4
+    assert any(processed) == (name not in LEFT_TO_THE_WALK)
+    assert not all(processed)  # when that request was at its end
+
+
+@pytest.mark.parametrize("name", DETERMINED)
+def test_tokens_are_those_of_plain_vllm_whoever_applies_temperatures(name, generated_beside):
+    assert generated_beside[name]["trees"] == generated_beside[name]["plain"]
 
 
 # -- draft == target, and the counters ---------------------------------------------------
@@ -130,12 +195,13 @@ def test_metrics_show_what_the_worker_counted(from_itself):
 # follows the target's law. Too many drafts accepted show as small numbers.
 
 LAW_VOCAB, LAW_REQUESTS, LAW_TOKENS = 6, 24, 36
-LAW_SETTINGS = [(1.0, 1.0), (0.7, 0.8)]  # temperature, top_p
+# Temperature and top_p; the second half of the requests needs nothing but temperatures.
+LAW_SETTINGS = [(1.0, 1.0), (0.7, 0.8)], [(0.6, 1.0), (1.3, 1.0)]
 FALSE_ALARM = 1e-6
 
 
 def law_settings(index: int) -> tuple[float, float]:
-    return LAW_SETTINGS[index % len(LAW_SETTINGS)]
+    return LAW_SETTINGS[2 * index // LAW_REQUESTS][index % 2]
 
 
 def generate_for_law(target: str, draft: str) -> dict[str, Any]:
@@ -151,8 +217,9 @@ def generate_for_law(target: str, draft: str) -> dict[str, Any]:
     ]  # fmt: skip
     requests = random_prompts([4] * LAW_REQUESTS, LAW_VOCAB)
     config = sequoia(size=4, depth=2, draft=draft)
-    with rehearsing(config, model=target, max_model_len=64, max_num_seqs=8) as llm:
-        return rehearse(llm, requests, params)
+    options = {"model": target, "max_model_len": 64, "max_num_seqs": 8}
+    with rehearsing(config, **options) as llm, processed_chunks() as chunks:
+        return {**rehearse(llm, requests, params), "processed": chunks}
 
 
 def next_probs(path: str, tokens: list[int], temperature: float, top_p: float) -> np.ndarray:
@@ -209,6 +276,7 @@ def test_unseeded_tokens_follow_the_targets_law(tmp_path):
     answer = call_on_gpu(generate_for_law, tmp_path, target=paths[0], draft=paths[1])
     assert answer["graphs"]["DraftGraphs"] > 50
     assert answer["eager growth"] == []
+    assert min(answer["processed"].count(processed) for processed in (True, False)) > 20
 
     generator = np.random.default_rng(1)
     numbers = np.stack([

@@ -135,7 +135,7 @@ V2 = (
     Expected(f"{_V2}.buffer_utils:StagedWriteTensor.apply_write", ("self",), may_grow=True),
     Expected(f"{_V2}.buffer_utils:UvaBackedTensor", ("size", "dtype"), may_grow=True),
     Expected(f"{_V2}.buffer_utils:UvaBackedTensor.copy_to_uva", ("self",), may_grow=True),
-    # v2/verifier.py
+    # v2/verifier.py, v2/logits_needs.py
     Expected(
         f"{_V2}.spec_decode.rejection_sampler:RejectionSampler.__call__",
         ("self", "logits", "input_batch", "draft_logits", "invalid_drafts"),
@@ -150,6 +150,11 @@ V2 = (
             "input_ids", "expanded_local_pos", "seq_lens_upper_bound_np",
         ),
         may_grow=True,
+    ),
+    Expected(f"{_V2}.sample.sampler:Sampler.add_request", ("self", "req_idx", "sampling_params")),
+    Expected(f"{_V2}.sample.states:SamplingStates", ("max_num_reqs", "vocab_size"), may_grow=True),
+    Expected(
+        f"{_V2}.sample.states:SamplingStates.add_request", ("self", "req_idx", "sampling_params")
     ),
     Expected(
         f"{_V2}.sample.sampler:Sampler.get_logprobs_dims",

@@ -31,9 +31,9 @@ class RequestModes:
         """From now on: a custom logits processor may look at the tokens of a path."""
         self._without_drafts = True
 
-    def all_sampled(self, slots: NDArray[np.intp]) -> bool:
-        """Whether all requests in these slots are verified by Algorithm 2."""
-        return bool((self._modes.np[slots] == SAMPLED).all())
+    def sampled(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Which of the requests in these slots are verified by Algorithm 2."""
+        return self._modes.np[slots] == SAMPLED
 
     def has_drafts(self, slot: int) -> bool:
         """Whether the request in this slot ever drafts."""

@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 from sequoia_vllm.engine.tensor_parallel import of_first_rank
 from sequoia_vllm.engine.v2.emitted_rows import emitted_rows
 from sequoia_vllm.engine.v2.levels import child_table
+from sequoia_vllm.engine.v2.logits_needs import LogitsNeeds
 from sequoia_vllm.engine.v2.speculator import TreeSpeculator
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
 from sequoia_vllm.kernels.verify import verify_trees
@@ -68,6 +69,10 @@ class TreeRejectionSampler(RejectionSampler):
             speculator.inner_rows, dtype=torch.int32, device=speculator.device
         )
         self._children = child_table(speculator.tree, speculator.device)
+        self._needs = LogitsNeeds(sampler)
+        self.sampler.add_request = self._needs.add_request
+        self.sampler.sampling_states.add_request = self._needs.add_to_states
+        self._no_temperatures = torch.ones(speculator.max_num_reqs, device=speculator.device)
         # Of the last batch, for commit and statistics: see `Verified`.
         self.paths = torch.empty(0, 1, dtype=torch.int32)
 
@@ -148,7 +153,7 @@ class TreeRejectionSampler(RejectionSampler):
         verified: Verified,
     ) -> None:
         """Verifies these requests of the batch."""
-        states, speculator = self.sampler.sampling_states, self._speculator
+        speculator = self._speculator
         first = int(batch.cu_num_logits_np[requests.start])
         rows = slice(first, int(batch.cu_num_logits_np[requests.stop]))
         cu_num_logits = batch.cu_num_logits[requests.start : requests.stop + 1]
@@ -156,31 +161,19 @@ class TreeRejectionSampler(RejectionSampler):
             cu_num_logits = cu_num_logits - first
         slots_np = batch.idx_mapping_np[requests]
         inputs = all_inputs.part(requests, rows)
-        logits = self.sampler.apply_sampling_params(
-            all_logits[rows],
-            batch.expanded_idx_mapping[rows],
-            batch.idx_mapping[requests],
-            slots_np,
-            inputs.positions,
-            inputs.token_ids,
-            batch.expanded_local_pos[rows],
-            batch.seq_lens_cpu_upper_bound.numpy()[requests],
-        )
+        sampled = speculator.modes.sampled(slots_np)
+        if self._leaves_temperatures(slots_np, sampled):
+            logits, temperatures = all_logits[rows], inputs.temperatures
+        else:
+            logits = self._processed(all_logits, inputs, batch, requests, rows)
+            temperatures = self._no_temperatures[: len(slots_np)]
         own_tokens = inputs.tokens  # not read where all are sampled
-        if not speculator.modes.all_sampled(slots_np):
-            # What the engine would sample without speculation, at every node.
-            own_tokens = gumbel_sample(
-                logits,
-                batch.expanded_idx_mapping[rows],
-                states.temperature.gpu,
-                states.seeds.gpu,
-                inputs.positions,
-                apply_temperature=False,
-                is_drafting=False,
-            )
+        if not sampled.all():
+            own_tokens = self._target_tokens(logits, inputs, batch, rows)
         drafted = speculator.drafted
         verify_trees(
             logits=logits,
+            target_temperatures=temperatures,
             tokens=inputs.tokens,
             target_tokens=own_tokens,
             cu_num_logits=cu_num_logits,
@@ -196,6 +189,52 @@ class TreeRejectionSampler(RejectionSampler):
             sampled_tokens=verified.tokens[requests],
             num_sampled=verified.num_sampled[requests],
             accepted=verified.accepted[requests],
+            any_sampled=bool(sampled.any()),
+        )
+
+    def _leaves_temperatures(self, slots: NDArray[np.intp], sampled: NDArray[np.bool_]) -> bool:
+        """Whether what these requests' logits need is left to the walk: temperatures alone.
+
+        It reads few of the rows, and the sampler would copy and divide all. But the
+        target's own tokens are chosen from all, by logits that vLLM divided: to the
+        bit, for the tokens of a seed.
+        """
+        needs = self._needs
+        return not needs.any_more(slots) and bool((sampled | needs.nothing(slots)).all())
+
+    def _processed(
+        self,
+        logits: Tensor,
+        inputs: VerifierInputs,
+        batch: InputBatch,
+        requests: slice,
+        rows: slice,
+    ) -> Tensor:
+        """Final logits of these rows, as vLLM makes them: float32, where anything is to do."""
+        return self.sampler.apply_sampling_params(
+            logits[rows],
+            batch.expanded_idx_mapping[rows],
+            batch.idx_mapping[requests],
+            batch.idx_mapping_np[requests],
+            inputs.positions,
+            inputs.token_ids,
+            batch.expanded_local_pos[rows],
+            batch.seq_lens_cpu_upper_bound.numpy()[requests],
+        )
+
+    def _target_tokens(
+        self, logits: Tensor, inputs: VerifierInputs, batch: InputBatch, rows: slice
+    ) -> Tensor:
+        """int64 ``[rows]``: what the engine would sample without speculation, at every node."""
+        states = self.sampler.sampling_states
+        return gumbel_sample(
+            logits,
+            batch.expanded_idx_mapping[rows],
+            states.temperature.gpu,
+            states.seeds.gpu,
+            inputs.positions,
+            apply_temperature=False,
+            is_drafting=False,
         )
 
     def _logprobs(

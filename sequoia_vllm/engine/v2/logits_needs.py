@@ -1,0 +1,53 @@
+"""Which requests' logits need more than to be divided by a temperature."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+
+class LogitsNeeds:
+    """What each request slot needs done to its logits: nothing, a temperature, or more.
+
+    vLLM's sampler keeps one flag per slot, raised by a temperature as by anything else
+    that `Sampler.apply_sampling_params` does. `add_request` and `add_to_states` are to
+    take the places of the sampler's and of its states': in between, the flag says what
+    it would say of a request of temperature 1. So whatever vLLM comes to do besides
+    counts as more.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        states = sampler.sampling_states
+        self._needed = sampler.needs_logits_processing
+        self._more_needed = np.ones_like(self._needed)  # of slots that nothing is known of
+        self._temperatures = states.temperature.np
+        self._add_request = sampler.add_request
+        self._add_to_states = states.add_request
+        self._states_at_one = SamplingStates(1, states.vocab_size)
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> None:
+        """In the place of the sampler's: a request (re)starts in this slot."""
+        self._add_request(req_idx, sampling_params)
+        self._more_needed[req_idx] = self._needed[req_idx]
+        self._needed[req_idx] |= self._temperatures[req_idx] not in (0.0, 1.0)
+
+    def add_to_states(self, req_idx: int, sampling_params: Any) -> bool:
+        """In the place of its states': whether they need more than the temperature."""
+        if not self._add_to_states(req_idx, sampling_params):
+            return False
+        at_one = copy(sampling_params)
+        at_one.temperature, at_one.seed = 1.0, 0  # without a seed one would be drawn
+        return self._states_at_one.add_request(0, at_one)
+
+    def any_more(self, slots: NDArray[np.intp]) -> bool:
+        """Whether some of these slots need more than a temperature."""
+        return bool(self._more_needed[slots].any())
+
+    def nothing(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Which of these slots need nothing at all: their logits are final."""
+        return ~self._needed[slots]

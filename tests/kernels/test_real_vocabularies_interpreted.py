@@ -1,0 +1,80 @@
+"""Drawing and verification with the vocabularies of Llama 3 and Qwen, by Triton's interpreter."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
+    ),
+    pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning"),
+    pytest.mark.parametrize("vocabulary", [128256, 151936]),
+]
+
+from drawing import draw  # noqa: E402 (after the mark)
+from test_children_interpreted import (  # noqa: E402
+    greedy_reference,
+    sampled_reference,
+)
+from test_verify_interpreted import (  # noqa: E402
+    Tree,
+    algorithm_2,
+    kernel_uniforms,
+    random_request,
+    run,
+)
+
+from sequoia_vllm.kernels import children, target_statistics, verify  # noqa: E402
+from sequoia_vllm.kernels.modes import GREEDY, SAMPLED  # noqa: E402
+
+
+@pytest.mark.parametrize("few", [True, False], ids=["few rows", "many rows"])
+def test_trees_are_verified(few, vocabulary, monkeypatch):
+    """Lanes and blocks as on a GPU; tokens that count lie in the last and middle of them."""
+    monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: few)
+    rng = np.random.default_rng(vocabulary)
+    tree = Tree([-1, 0, 0, 1])
+    lanes = verify._constants(vocabulary, 1, 1)["LANES"]
+    requests = []
+    for first in (vocabulary - 1, 70_000):
+        request = random_request(rng, tree, vocabulary, seed=first)
+        request.tokens = [0, first, vocabulary - 2, 99_999]
+        # Most of the target is at what was drafted, and at the last token.
+        request.logits[:, [*request.tokens, vocabulary - 1]] += 13.0
+        request.target_temperature = 0.9
+        requests.append(request)
+    given = replace(requests[0], mode=GREEDY, target_tokens=[vocabulary - 1, 99_999, 5, 7])
+    results = run(tree, [*requests, given])
+    accepted = 0
+    for request, result in zip(requests, results[:2], strict=True):
+        *expected, margin = algorithm_2(tree, request, kernel_uniforms(tree, request), lanes)
+        assert margin > 1e-6
+        assert result == tuple(expected)
+        accepted += len(result[0])
+    assert accepted > 0
+    assert results[2] == ([1, 3], [vocabulary - 1, 99_999, 7])
+
+
+@pytest.mark.parametrize("mode", [GREEDY, SAMPLED])
+def test_children_are_drawn(mode, vocabulary, monkeypatch):
+    if mode == SAMPLED:  # random numbers take the interpreter as long for small blocks
+        monkeypatch.setattr(children, "_MIN_BLOCK", 8192)
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (torch.randn(2, vocabulary, generator=generator) * 2).bfloat16()
+    logits[0, -1] = logits[1, 70_000] = 20.0
+    counts, temperature, seed, position, depth = [3, 5], 0.7, 2**40 + 1, 1000, 2
+    drawn = draw(
+        logits, mode, counts, temperature=temperature, seeds=torch.tensor([seed]),
+        positions=torch.tensor([position], dtype=torch.int32), depth=depth,
+    )  # fmt: skip
+    for place, (row, count) in enumerate(zip(logits, counts, strict=True)):
+        expected = greedy_reference(row, count)
+        if mode == SAMPLED:
+            where = position + depth, 3 + place
+            expected = sampled_reference(row, temperature, seed, *where, count)
+        assert drawn.children(0, place) == expected
+        assert expected[0] == (vocabulary - 1, 70_000)[place]
