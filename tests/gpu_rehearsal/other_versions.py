@@ -17,6 +17,8 @@ from pathlib import Path
 from tests.contract.check_wheels import download, find_wheel, unpack
 from tests.gpu_rehearsal.environment import OTHER_VLLM
 
+# What a version needs beside the installed one's dependencies.
+ADDED = {"0.33.0": ["orjson"]}
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 
@@ -38,6 +40,7 @@ def lay_over(sources: Path, directory: Path, version: str) -> Path:
     """A folder to import that version from, with the libraries of the installed one."""
     overlay = directory / f"{version}-on-cpu"
     if not overlay.is_dir():
+        missing = [name for name in ADDED.get(version, []) if not importlib.util.find_spec(name)]
         partial = overlay.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(sources / "vllm", partial / "vllm")
@@ -51,6 +54,9 @@ def lay_over(sources: Path, directory: Path, version: str) -> Path:
         metadata = partial / f"vllm-{version}+cpu.dist-info" / "METADATA"
         metadata.parent.mkdir()
         metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+        if missing:
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+            subprocess.run([*command, "--target", str(partial), *missing], check=True)
         partial.rename(overlay)
     return overlay
 
