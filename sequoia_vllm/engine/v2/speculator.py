@@ -276,10 +276,22 @@ class TreeSpeculator(StandaloneARSpeculator):
             self._cache.by_layer(slots),
             None,
         )
-        return hidden[query_start_loc[:-1] + (counts - 1).clamp(min=0)]
+        return hidden[last_rows(query_start_loc, counts, total)]
 
     def _dummy_forward(self, batch: InputBatch) -> None:
         """For memory profiling: the largest forward, and the widest level's logits."""
         rows = batch.num_tokens
         hidden = self._run_model(batch.input_ids[:rows], batch.positions[:rows], None, None, None)
         self.model.compute_logits(hidden[: min(rows, self.plan.widest_level)])
+
+
+def last_rows(first_rows: Tensor, counts: Tensor, total: int) -> Tensor:
+    """The row of each request's last token, int32 ``[R]``; any row for one that reads nothing.
+
+    Args:
+        first_rows: int32 ``[R + 1]``: of each request; where the budget ends, those of
+            the last requests lie past the last row.
+        counts: int32 ``[R]``: tokens that each request reads.
+        total: Rows of all, at least 1.
+    """
+    return (first_rows[:-1] + counts - 1).clamp(min=0, max=total - 1)
