@@ -103,6 +103,8 @@ class Server:
             base_url=f"{self.url}/v1",
             api_key="none",
             max_retries=0,
+            # A kept connection may be closed by the server just as it is used again.
+            default_headers={"Connection": "close"},
             timeout=120,
             http_client=openai.DefaultHttpxClient(trust_env=False),  # no proxy to localhost
         )
