@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from sequoia_vllm.kernels import modes as draft_modes
-from sequoia_vllm.kernels.children import draft_probability
+from sequoia_vllm.kernels.children_kernels import draft_probability
 from sequoia_vllm.kernels.random import RESIDUAL, VERIFY, uniform64
 from sequoia_vllm.kernels.target_statistics import LOWEST, merge_statistics
 

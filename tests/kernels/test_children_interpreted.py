@@ -17,7 +17,7 @@ import triton.language as tl  # noqa: E402
 from drawing import UNTOUCHED, draw  # noqa: E402
 from reference_random import exponential_reference  # noqa: E402
 
-from sequoia_vllm.kernels import children  # noqa: E402
+from sequoia_vllm.kernels import children, children_kernels  # noqa: E402
 from sequoia_vllm.kernels.children import DrawWorkspace  # noqa: E402
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP  # noqa: E402
 
@@ -213,7 +213,7 @@ def race_kernel(probabilities, seed, out, rows: tl.constexpr, tokens: tl.constex
     position = tl.program_id(0) * rows + tl.arange(0, rows)[:, None]
     token = tl.arange(0, tokens)[None, :]
     probability = tl.load(probabilities + token)
-    scores = children.race_scores(probability, tl.load(seed), token, position, 6)
+    scores = children_kernels.race_scores(probability, tl.load(seed), token, position, 6)
     tl.store(out + position * tokens + token, scores)
 
 
@@ -253,7 +253,7 @@ def test_tokens_without_probability_come_last_in_uniform_order():
 def probability_kernel(logits, temperature, statistics, out, size: tl.constexpr):
     token = tl.arange(0, size)
     maximum, total = tl.load(statistics), tl.load(statistics + 1)
-    draft = children.draft_probability(
+    draft = children_kernels.draft_probability(
         tl.load(logits + token), tl.load(temperature), maximum, total
     )
     tl.store(out + token, draft)

@@ -84,7 +84,7 @@ class Request:
     stats: dict = field(default_factory=dict)  # inner index -> statistics that are not Q's own
 
     def draft_stats(self):
-        """float32 ``[inner, 2]``, as kernels/children.py writes them."""
+        """float32 ``[inner, 2]``, as kernels/children_kernels.py writes them."""
         scaled = self.draft_logits.astype(np.float32) / np.float32(self.temperature)
         maximum = scaled.max(axis=1)
         total = np.exp(scaled - maximum[:, None]).sum(axis=1)
@@ -533,7 +533,7 @@ def test_keeps_the_residual_where_nothing_is_left_and_the_token_is_impossible(fo
 
 
 def test_a_row_without_any_draft_probability_counts_as_uniform(four_lanes):
-    """Statistics that are NaN: the children were drawn uniformly, see kernels/children.py."""
+    """Statistics that are NaN: the children were drawn uniformly (kernels/children_kernels.py)."""
     tree = Tree([-1, 0, 0])
     vocabulary = 6
     rng = np.random.default_rng(8)
