@@ -146,6 +146,7 @@ PADDED = [0, 1, 4]
 @contextmanager
 def counting_rows() -> Iterator[list[list[int]]]:
     """Tokens of each request in each step that is scheduled within the block."""
+    from sequoia_vllm.engine.swap import swapped
     from sequoia_vllm.engine.v2.scheduler import TreeScheduler
 
     schedule, found = TreeScheduler.schedule, []
@@ -155,11 +156,8 @@ def counting_rows() -> Iterator[list[list[int]]]:
         found.append(list(output.num_scheduled_tokens.values()))
         return output
 
-    TreeScheduler.schedule = recording
-    try:
+    with swapped(TreeScheduler, "schedule", recording):
         yield found
-    finally:
-        TreeScheduler.schedule = schedule
 
 
 def _logprobs(positions: Any) -> list[dict[str, list[float]]]:
@@ -241,6 +239,7 @@ def generate_pressed(models: str) -> dict[str, Any]:
         "prefix cached": generate_twice(draft, requests, params, **options),
         "scheduled": generate_across_thresholds(draft, requests, **options),
         "rested": generate_after_a_rest(target, requests, **options),
+        "caught up": generate_as_the_draft_catches_up(draft, requests, **options),
     }
 
 
@@ -306,6 +305,16 @@ def generate_after_a_rest(target: str, requests: list[Any], **options: Any) -> d
     return answer
 
 
+def generate_as_the_draft_catches_up(
+    draft: str, requests: list[Any], **options: Any
+) -> dict[str, Any]:
+    """One request runs without drafts, two draft: then the first has more to read than fits."""
+    schedule = [[1, 1, 0], [2, 8, 7]]
+    config = sequoia(size=8, depth=3, draft=draft, num_speculative_tokens_per_batch_size=schedule)
+    options["max_num_batched_tokens"] = 64
+    return generate(config, requests[:2], pressed_params()[:2], **options)
+
+
 def first_tokens(generated: list[list[list[int]]], counts: list[int]) -> list[list[list[int]]]:
     """So many tokens of the first of these requests, which have at least as many."""
     cut = [[tokens[:count]] for [tokens], count in zip(generated, counts, strict=False)]
@@ -363,6 +372,13 @@ def test_a_prompt_cached_while_the_draft_rested_is_drafted_as_well_as_any(presse
     unknown, rested, cached = ((c["drafts"], c["accepted_tokens"]) for c in found["counts"])
     assert unknown == rested == (3, 9)
     assert cached == (6, 18)
+
+
+def test_same_tokens_as_the_draft_catches_up_on_prompts(pressed):
+    """No row of the draft's pass is left for the second request, nor one past the last."""
+    found = pressed["caught up"]
+    assert found["tokens"] == pressed["plain"]["tokens"][:2]
+    assert found["counts"]["tokens_per_tree"] > 1.3
 
 
 # -- custom logits processors ---------------------------------------------------------------
