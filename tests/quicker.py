@@ -4,11 +4,10 @@ import atexit
 import functools
 import gc
 from collections.abc import Callable
-from typing import Any
 
 
 def collect_new_garbage_only() -> None:
-    """What a collection has left is not looked at by the next one, until `gc.unfreeze`.
+    """What a full collection has left is not looked at by the next one, until `gc.unfreeze`.
 
     vLLM collects some twenty times while an engine starts, each time for half a
     second, as imports have made a million objects. May run more than once.
@@ -18,9 +17,10 @@ def collect_new_garbage_only() -> None:
         return
 
     @functools.wraps(original)
-    def collect(*args: Any, **kwargs: Any) -> int:
-        found = original(*args, **kwargs)
-        gc.freeze()
+    def collect(generation: int = 2) -> int:
+        found = original(generation)
+        if generation == 2:
+            gc.freeze()
         return found
 
     atexit.register(gc.unfreeze)  # for libraries that look for leaks at the end
