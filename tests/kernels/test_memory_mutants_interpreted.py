@@ -25,6 +25,7 @@ from test_verify_interpreted import Request, Tree, run  # noqa: E402
 
 from sequoia_vllm.kernels import (  # noqa: E402
     children,
+    children_kernels,
     commit,
     tree_attention,
     tree_attention_kernels,
@@ -100,7 +101,7 @@ MUTANTS = {
         "conflict of the storage|outside of the storage",
     ),
     "all requests draw into one row": (
-        draw_two, children, children, "merge_best_kernel",
+        draw_two, children_kernels, children, "merge_best_kernel",
         "tokens + request.to(tl.int64) * tokens_stride", "tokens",
         "write conflict of tokens",
     ),
