@@ -20,6 +20,7 @@ from pydantic import (
 from sequoia_vllm.tree.token_tree import SCHEMA, TokenTree
 
 METHOD = "sequoia"
+ContextAttention = Literal["triton", "flash"]
 
 
 class ConfigError(ValueError):
@@ -90,6 +91,13 @@ class SequoiaConfig(_Strict):
         description="[[first, last, drafts], ...]: drafts per step by batch size (vLLM's key). "
         "Each request drafts that prefix of the tree; 0 turns speculation off.",
     )
+    context_attention: ContextAttention = Field(
+        default="triton",
+        description='How the target attends to what came before a tree, on GPUs. "triton": in the '
+        'kernel that also reads the tree. "flash": by vLLM\'s FlashAttention, and our kernel adds '
+        "the tree: a launch more, which may pay where contexts are long (`sequoia-vllm gpu-check` "
+        "times both).",
+    )
     quantization: str | None = Field(default=None, description="The draft's quantization.")
     revision: str | None = Field(default=None, description="The draft's revision.")
     code_revision: str | None = Field(default=None, description="The draft's code revision.")
@@ -125,7 +133,9 @@ class SequoiaConfig(_Strict):
 
     def draft_keys(self) -> dict[str, Any]:
         """The keys that are vLLM's own, as given."""
-        ours = {"method", "model", "tree", "acceptance", "num_speculative_tokens"}
+        ours = {
+            "method", "model", "tree", "acceptance", "num_speculative_tokens", "context_attention",
+        }  # fmt: skip
         return self.model_dump(exclude=ours, exclude_none=True)
 
 

@@ -235,7 +235,9 @@ def _create_speculative_config(
         draft, choice.tree.size, choice.tree.depth, choice.source,
     )  # fmt: skip
     target_parallel_config.worker_cls = _worker_class(target_parallel_config.worker_cls)
-    settings = SequoiaSettings(choice.tree, choice.source, choice.device, current_versions())
+    settings = SequoiaSettings(
+        choice.tree, choice.source, choice.device, current_versions(), config.context_attention
+    )
     self.additional_config = settings.store(self.additional_config)
     # A schedule is always given: without one, vLLM pads requests that join
     # with placeholder drafts, to keep CUDA graphs uniform. It is fitted to the

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sequoia_vllm.config import ContextAttention
 from sequoia_vllm.tree import TokenTree
 
 KEY = "sequoia"
@@ -20,12 +21,14 @@ class SequoiaSettings:
         tree_source: Where it came from, for the log.
         chosen_for: The device that it was chosen for; None: it does not depend on one.
         versions: Of plugin and vLLM, where the engine was configured.
+        context_attention: See `SequoiaConfig`.
     """
 
     tree: TokenTree
     tree_source: str
     chosen_for: str | None
     versions: dict[str, str]
+    context_attention: ContextAttention = "triton"
 
     @classmethod
     def enabled(cls, vllm_config: Any) -> bool:
@@ -44,7 +47,13 @@ class SequoiaSettings:
         """Reads what `store` wrote."""
         data = vllm_config.additional_config[KEY]
         tree = TokenTree.from_dict(data["tree"])
-        return cls(tree, data["tree_source"], data["chosen_for"], data["versions"])
+        return cls(
+            tree,
+            data["tree_source"],
+            data["chosen_for"],
+            data["versions"],
+            data["context_attention"],
+        )
 
     def store(self, additional_config: dict[str, Any] | None) -> dict[str, Any]:
         """``additional_config`` with these settings added; plain JSON data."""
@@ -53,5 +62,6 @@ class SequoiaSettings:
             "tree_source": self.tree_source,
             "chosen_for": self.chosen_for,
             "versions": self.versions,
+            "context_attention": self.context_attention,
         }
         return {**(additional_config or {}), KEY: own}

@@ -7,6 +7,7 @@ from typing import Any
 from vllm.platforms import CpuArchEnum, current_platform
 
 from sequoia_vllm.config import ConfigError
+from sequoia_vllm.engine.settings import SequoiaSettings
 
 _PIPELINE = (
     "pipeline parallelism is not supported, as accepted paths would have to reach every stage "
@@ -45,7 +46,13 @@ def _present(checks: dict[str, bool]) -> list[str]:
 def _platform_reasons(vllm_config: Any) -> list[str]:
     if current_platform.is_cpu():
         known = current_platform.get_cpu_architecture() == CpuArchEnum.X86
-        return _present({"the KV cache layout is known on x86 CPUs only": not known})
+        on_gpus = SequoiaSettings.of(vllm_config).context_attention != "triton"
+        return _present(
+            {
+                "the KV cache layout is known on x86 CPUs only": not known,
+                "context_attention is for GPUs: leave it out on CPUs": on_gpus,
+            }
+        )
     if not current_platform.is_cuda():
         return [
             f"it runs on CUDA GPUs and x86 CPUs, not on {current_platform.device_type} "

@@ -9,6 +9,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from sequoia_vllm.gpu_check.context_attention import (
+    ContextAttention,
+    flash_attention,
+    plain_attention,
+)
 from sequoia_vllm.gpu_check.paged import PagedCache
 from sequoia_vllm.gpu_check.references import attention_reference
 from sequoia_vllm.gpu_check.report import AttentionTime
@@ -83,9 +88,21 @@ def random_ancestors(nodes: int, seed: int = 0) -> Tensor:
 
 def check_attention(run: StageRun) -> None:
     """All cases, each with fresh random inputs; unused cache is NaN."""
-    for case in _cases(run):
+    cases = _cases(run)
+    for case in cases:
         with run.attempt(case.name):
             run.check(case.name, _worst_row(run, case), _limit(case.dtype))
+    flash = flash_attention()
+    for case in cases:
+        if case.cache_dtype == _FP8:
+            continue
+        name = f"{case.name}, contexts by torch"
+        with run.attempt(name):
+            run.check(name, _worst_row(run, case, plain_attention), 2 * _limit(case.dtype))
+        if flash is not None and case.dtype != torch.float32:
+            name = f"{case.name}, contexts by FlashAttention"
+            with run.attempt(name):
+                run.check(name, _worst_row(run, case, flash), 2 * _limit(case.dtype))
 
 
 def _limit(dtype: torch.dtype) -> float:
@@ -126,8 +143,17 @@ def _has_fp8() -> bool:
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
-def _worst_row(run: StageRun, case: Case) -> float:
-    """The largest error of a row of one head, over the row's norm."""
+def _worst_row(
+    run: StageRun, case: Case, attend_to_contexts: ContextAttention | None = None
+) -> float:
+    """The largest error of a row of one head, over the row's norm.
+
+    Args:
+        run: The stage.
+        case: What is attended to.
+        attend_to_contexts: The trees' kernel goes on from its result, which is rounded
+            once more than usual; None: that kernel reads contexts, too.
+    """
     device, heads = run.machine.device, case.heads
     generator = torch.Generator(device).manual_seed(sum(case.sizes) + sum(case.contexts))
     ends = [
@@ -146,21 +172,27 @@ def _worst_row(run: StageRun, case: Case) -> float:
     scales = _FP8_SCALES if quantized else (1.0, 1.0)
     keys, values = cache.keys_and_values(0)
     output = torch.full_like(query, float("nan"))
+    contexts, query_start_loc = (
+        torch.tensor(each, dtype=torch.int32, device=device) for each in (case.contexts, starts)
+    )
+    scale, context_lse = heads.head_size**-0.5, None
+    if attend_to_contexts is not None:
+        context_lse = attend_to_contexts(
+            query, cache, 0, contexts, query_start_loc, max(case.sizes), scale, output
+        )
     tree_attention(
-        query, keys, values, cache.block_table,
-        torch.tensor(case.contexts, dtype=torch.int32, device=device),
-        torch.tensor(starts, dtype=torch.int32, device=device),
+        query, keys, values, cache.block_table, contexts, query_start_loc,
         pack_ancestors(ancestors),
         first_node=case.first_node,
-        scale=heads.head_size**-0.5,
+        scale=scale,
         key_scale=torch.tensor(scales[0], device=device),
         value_scale=torch.tensor(scales[1], device=device),
         workspace=TreeAttentionWorkspace(heads.head_size, device),
         output=output,
+        context_lse=context_lse,
     )  # fmt: skip
     expected = attention_reference(
-        query, cache, 0, case.contexts, starts, ancestors, case.first_node,
-        heads.head_size**-0.5, *scales,
+        query, cache, 0, case.contexts, starts, ancestors, case.first_node, scale, *scales,
     )  # fmt: skip
     return float(((output.float() - expected).norm(dim=2) / expected.norm(dim=2)).max())
 
@@ -261,20 +293,30 @@ def _time_shape(
     starts = torch.arange(shape.batch_size + 1, dtype=torch.int32).to(device) * shape.nodes
     ancestors = pack_ancestors(random_ancestors(shape.nodes)).to(device)
     workspace = TreeAttentionWorkspace(heads.head_size, device)
+    scale = heads.head_size**-0.5
 
-    def attend(layer: int) -> None:
+    def attend(layer: int, context_lse: Tensor | None = None) -> None:
         keys, values = cache.keys_and_values(layer)
         tree_attention(
             query, keys, values, cache.block_table, context_lens, starts, ancestors,
-            first_node=0, scale=heads.head_size**-0.5, key_scale=1.0, value_scale=1.0,
-            workspace=workspace, output=output,
+            first_node=0, scale=scale, key_scale=1.0, value_scale=1.0,
+            workspace=workspace, output=output, context_lse=context_lse,
         )  # fmt: skip
+
+    flash = flash_attention() if shape.cache_dtype != _FP8 else None
+
+    def attend_in_two(layer: int) -> None:
+        assert flash is not None
+        attend(layer, flash(
+            query, cache, layer, context_lens, starts, shape.nodes, scale, output
+        ))  # fmt: skip
 
     def copy(layer: int) -> None:
         raw = cache.layers[layer].view(torch.uint8).view(-1)
         raw[: len(raw) // 2].copy_(raw[len(raw) // 2 : len(raw) // 2 * 2])
 
     time = run.timer.time([partial(attend, layer) for layer in range(layers)])
+    by_flash = run.timer.time([partial(attend_in_two, i) for i in range(layers)]) if flash else None
     copied = run.timer.time([partial(copy, layer) for layer in range(layers)])
     return AttentionTime(
         shape=heads.shape, heads=heads.heads, kv_heads=heads.kv_heads, head_size=heads.head_size,
@@ -284,4 +326,5 @@ def _time_shape(
         bandwidth_floor=shape.bytes_read / copy_rate,
         arithmetic_floor=shape.operations / product_rate,
         copy_seconds=copied.seconds,
+        flash_seconds=None if by_flash is None else by_flash.seconds,
     )  # fmt: skip

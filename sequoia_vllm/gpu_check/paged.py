@@ -15,6 +15,7 @@ class PagedCache:
     Attributes:
         layers: One ``[blocks, kv_heads, BLOCK_SIZE, 2 * head_size]`` each, key and value
             of a head one after the other.
+        positions: Of each request, those of half-filled blocks included.
         block_table: int32 ``[R, ceil(positions / BLOCK_SIZE)]``: blocks in random order.
 
     Args:
@@ -39,6 +40,7 @@ class PagedCache:
         device = generator.device
         self._head_size = head_size
         columns = -(-positions // BLOCK_SIZE)
+        self.positions = columns * BLOCK_SIZE
         blocks = torch.randperm(requests * columns, generator=generator, device=device)
         self.block_table = blocks.view(requests, columns).to(torch.int32)
         shape = (len(blocks), kv_heads, BLOCK_SIZE, 2 * head_size)

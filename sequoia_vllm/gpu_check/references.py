@@ -38,7 +38,7 @@ def attention_reference(
     for request, context in enumerate(context_lens):
         first, last = query_start_loc[request], query_start_loc[request + 1]
         nodes = range(first_node, first_node + last - first)
-        keys, values = _gathered(cache, layer, request, context + nodes.stop)
+        keys, values = gathered_keys_and_values(cache, layer, request, context + nodes.stop)
         group = query.shape[1] // keys.shape[1]
         keys = (keys * key_scale).repeat_interleave(group, dim=1)
         values = (values * value_scale).repeat_interleave(group, dim=1)
@@ -50,7 +50,9 @@ def attention_reference(
     return output
 
 
-def _gathered(cache: PagedCache, layer: int, request: int, positions: int) -> tuple[Tensor, Tensor]:
+def gathered_keys_and_values(
+    cache: PagedCache, layer: int, request: int, positions: int
+) -> tuple[Tensor, Tensor]:
     """float32 ``[positions, Hkv, D]``: keys and values of one request."""
     place = torch.arange(positions, device=cache.block_table.device)
     blocks = cache.block_table[request, place // BLOCK_SIZE].long()

@@ -57,6 +57,8 @@ class AttentionTime(_Strict):
         bandwidth_floor: Seconds to move as many bytes in a large copy.
         arithmetic_floor: Seconds for its products at the rate of a large one.
         copy_seconds: A copy that reads and writes ``bytes_read`` in all, timed alike.
+        flash_seconds: As ``seconds``, with vLLM's FlashAttention over the contexts; None:
+            it was not there.
     """
 
     shape: str
@@ -73,6 +75,7 @@ class AttentionTime(_Strict):
     bandwidth_floor: float
     arithmetic_floor: float
     copy_seconds: float
+    flash_seconds: float | None = None
 
     @property
     def share_of_bandwidth(self) -> float:

@@ -50,12 +50,13 @@ def _stage(name: str, stage: StageReport) -> list[str]:
                 f"{100 * time.share_of_bandwidth:.0f}",
                 f"{100 * time.copy_seconds / time.seconds:.0f}",
                 f"{100 * max(time.bandwidth_floor, time.arithmetic_floor) / time.seconds:.0f}",
+                "" if time.flash_seconds is None else f"{1e6 * time.flash_seconds:.1f}",
             )
             for time in stage.attention
         ]  # fmt: skip
         heading = (
             "tree attention", "cache", "batch", "context", "nodes", "us", "% of bandwidth",
-            "% of a copy of as much", "% of the roofline",
+            "% of a copy of as much", "% of the roofline", "us with FlashAttention",
         )  # fmt: skip
         lines += ["", *_aligned([heading, *rows])]
     if stage.parts:

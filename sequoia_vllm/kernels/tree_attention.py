@@ -39,6 +39,8 @@ _WORD_BITS = 32
 _SPLITS_AT_ONCE = 16
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP8_CAPABILITY = 89
+# Of a program that reads no context: it is short, and larger ones would spill registers.
+_ROWS_OF_NODES = 16
 
 
 class TreeAttentionWorkspace:
@@ -128,6 +130,7 @@ def tree_attention(
     workspace: TreeAttentionWorkspace,
     output: Tensor,
     max_queries: int | None = None,
+    context_lse: Tensor | None = None,
 ) -> None:
     """Writes the attention of every tree node into its row of ``output``.
 
@@ -154,10 +157,14 @@ def tree_attention(
         workspace: On the same device, and of no other stream.
         output: As ``query``; its strides may differ.
         max_queries: Bound on a request's rows; N - first_node if not given.
+        context_lse: float32 ``[Hq, T]``, rows of any stride: ``output`` holds the attention
+            of each row over its context alone, from another kernel, and this the natural
+            log-sum-exp of its scores (-inf: it saw nothing). The tree's nodes are added.
 
     Raises:
         ValueError: For dtypes and shapes other than these, for fp8 on a device
-            that cannot convert it, and for a workspace of a smaller head size.
+            that cannot convert it, for fp8 with ``context_lse``, and for a workspace of
+            a smaller head size.
     """
     if key_cache.dtype == torch.uint8:
         key_cache = key_cache.view(torch.float8_e4m3fn)
@@ -169,6 +176,8 @@ def tree_attention(
     if quantized and workspace.capability < _FP8_CAPABILITY:
         raise ValueError("an fp8 KV cache needs a GPU of compute capability 8.9 or higher")
     tokens, heads, head_size = query.shape
+    if context_lse is not None:
+        _check_context_lse(context_lse, heads, tokens, quantized)
     _, block_size, key_heads, _ = key_cache.shape
     requests, group = len(context_lens), heads // key_heads
     queries = min(tokens, len(ancestors) - first_node)
@@ -176,24 +185,30 @@ def tree_attention(
         queries = min(queries, max_queries)
     if requests == 0 or queries <= 0:
         return
-    tile = choose_tile(
-        queries * group, head_size, query.element_size(), workspace.capability, quantized
-    )
+    rows = queries * group
+    if context_lse is not None:
+        rows = min(rows, _ROWS_OF_NODES)
+    tile = choose_tile(rows, head_size, query.element_size(), workspace.capability, quantized)
     row_tiles = -(-queries * group // tile.rows)
     units = requests * key_heads * row_tiles
     max_positions = block_table.shape[1] * block_size
-    splits = choose_splits(units, tile, workspace.processors, max_positions)
+    splits = 1
+    if context_lse is None:
+        splits = choose_splits(units, tile, workspace.processors, max_positions)
     partial_rows = splits * units * tile.rows if splits > 1 else 0
     partial_output, partial_lse = workspace.partials(partial_rows, head_size)
     shared = _shared_constants(group, head_size, tile.keys)
     tree_attention_kernel[(row_tiles * splits, key_heads, requests)](
         query, key_cache, value_cache, block_table, context_lens, query_start_loc, ancestors,
         key_scale, value_scale, partial_output, partial_lse, output,
+        partial_lse if context_lse is None else context_lse,
         scale * math.log2(math.e), first_node, splits, row_tiles, block_table.shape[1],
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
         block_table.stride(0), ancestors.stride(0), output.stride(0), output.stride(1),
+        0 if context_lse is None else context_lse.stride(0),
         BLOCK_SIZE=block_size, WORDS=ancestors.shape[1], QUANTIZED=quantized,
-        SCALES_IN_MEMORY=isinstance(key_scale, Tensor), ROWS=tile.rows, **shared,
+        SCALES_IN_MEMORY=isinstance(key_scale, Tensor), ROWS=tile.rows,
+        ONLY_NODES=context_lse is not None, **shared,
         num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
     )  # fmt: skip
     if splits > 1:
@@ -233,6 +248,18 @@ def _check_tensors(query: Tensor, key_cache: Tensor, value_cache: Tensor, output
         raise ValueError("a head's numbers must lie side by side (last stride 1)")
 
 
+def _check_context_lse(context_lse: Tensor, heads: int, tokens: int, quantized: bool) -> None:
+    if quantized:
+        raise ValueError("an fp8 KV cache is read by one kernel: give no context_lse")
+    if context_lse.dtype != torch.float32 or context_lse.shape != (heads, tokens):
+        raise ValueError(
+            f"context_lse is {context_lse.dtype} {list(context_lse.shape)}; "
+            f"expected float32 {[heads, tokens]}"
+        )
+    if context_lse.stride(1) != 1:
+        raise ValueError("a head's log-sum-exps must lie side by side (last stride 1)")
+
+
 def _processors_and_capability(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":  # Triton's interpreter
         return 1, HOPPER
@@ -252,6 +279,10 @@ def aot_variants() -> list[Variant]:
             (16, 4, 16, 1), (32, 8, 32, 2), (64, 4, 32, 4), (128, 8, 16, 24),
         )
     ]  # fmt: skip
+    shapes += [
+        _Shape("bf16", "bf16", head_size, _ROWS_OF_NODES, 4, 16, 2, only_nodes=True)
+        for head_size in (64, 128, 256)
+    ]
     shapes += [
         _Shape("bf16", "fp8e4nv", head_size, rows, 8, 16, 8)
         for head_size in (64, 128, 256)
@@ -276,6 +307,7 @@ class _Shape:
     group: int
     block_size: int
     words: int
+    only_nodes: bool = False
 
     def variants(self) -> list[Variant]:
         """One per tile that some device takes."""
@@ -293,7 +325,8 @@ class _Shape:
             Variant(
                 name=f"tree_attention {self.query} on {self.cache}, head {self.head_size}/"
                 f"{self.group}, block {self.block_size}, {self.words} words:"
-                f" {tile.rows} x {tile.keys}{' in 255' if tile.max_registers else ''}",
+                f" {tile.rows} x {tile.keys}{' in 255' if tile.max_registers else ''}"
+                f"{', only nodes' if self.only_nodes else ''}",
                 kernel=tree_attention_kernel,
                 signature=_signature(self.query, self.cache),
                 constexprs={
@@ -303,6 +336,7 @@ class _Shape:
                     "QUANTIZED": quantized,
                     "SCALES_IN_MEMORY": True,
                     "ROWS": tile.rows,
+                    "ONLY_NODES": self.only_nodes,
                 },
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
@@ -337,9 +371,10 @@ def _signature(dtype: str, cache: str) -> dict[str, str]:
     )  # fmt: skip
     numbers = (
         "first_node", "splits", "row_tiles", "table_columns", "table_stride", "ancestors_stride",
+        "context_lse_stride",
     )  # fmt: skip
     integers = ("block_table", "context_lens", "query_start_loc", "ancestors")
-    floats = ("key_scale", "value_scale", "partial_output", "partial_lse")
+    floats = ("key_scale", "value_scale", "partial_output", "partial_lse", "context_lse")
     return {
         **dict.fromkeys(("query", "output"), f"*{dtype}"),
         **dict.fromkeys(("key_cache", "value_cache"), f"*{cache}"),

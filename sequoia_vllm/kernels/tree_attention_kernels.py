@@ -103,23 +103,25 @@ def _attend_block(
 @triton.jit(
     do_not_specialize=[
         "first_node", "splits", "row_tiles", "table_columns", "table_stride", "ancestors_stride",
+        "context_lse_stride",
     ],
     do_not_specialize_on_alignment=[
         "block_table", "context_lens", "query_start_loc", "ancestors", "key_scale", "value_scale",
+        "context_lse",
     ],
 )  # fmt: skip
 def tree_attention_kernel(
     query, key_cache, value_cache, block_table, context_lens, query_start_loc, ancestors,
-    key_scale, value_scale, partial_output, partial_lse, output,
+    key_scale, value_scale, partial_output, partial_lse, output, context_lse,
     scale, first_node, splits, row_tiles, table_columns,
     query_token_stride, query_head_stride,
     key_block_stride, key_slot_stride, key_head_stride,
     value_block_stride, value_slot_stride, value_head_stride,
-    table_stride, ancestors_stride, output_token_stride, output_head_stride,
+    table_stride, ancestors_stride, output_token_stride, output_head_stride, context_lse_stride,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, QUANTIZED: tl.constexpr,
     SCALES_IN_MEMORY: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, ONLY_NODES: tl.constexpr,
 ):  # fmt: skip
     """Attention of ``ROWS`` rows over one split, for one key head of one request.
 
@@ -129,6 +131,9 @@ def tree_attention_kernel(
     A request with one live split is written to ``output``. Otherwise each split
     writes its normalised output, float32 ``[splits, R, Hkv, row_tiles * ROWS,
     HEAD_SIZE]``, and its log-sum-exp, ``[splits, R, Hkv, row_tiles * ROWS]``.
+
+    With ONLY_NODES there is one split, and the softmax goes on from ``output``, which
+    holds the attention over the context, and ``context_lse``, its natural log-sum-exp.
     """
     tile = tl.program_id(0) % row_tiles
     split = tl.program_id(0) // row_tiles
@@ -141,7 +146,7 @@ def tree_attention_kernel(
     context = tl.load(context_lens + request)
     num_positions = context + first_node + num_queries
     split_blocks = _blocks_per_split(num_positions, splits, KEYS, MIN_BLOCKS)
-    split_start = split * split_blocks * KEYS
+    split_start = context if ONLY_NODES else split * split_blocks * KEYS
     if split_start >= num_positions:
         return
 
@@ -170,16 +175,27 @@ def tree_attention_kernel(
     blocks = block_table + request.to(tl.int64) * table_stride
     key_cache += key_head.to(tl.int64) * key_head_stride
     value_cache += key_head.to(tl.int64) * value_head_stride
-    accumulator = tl.zeros([ROWS, PADDED_HEAD_SIZE], dtype=tl.float32)
-    maximum = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([ROWS], dtype=tl.float32)
-    for start in tl.range(split_start, unmasked_end, KEYS):
-        accumulator, maximum, total = _attend_block(
-            accumulator, maximum, total, queries, word_pointers, row_exists,
-            key_cache, value_cache, blocks, key_block_stride, key_slot_stride,
-            value_block_stride, value_slot_stride, start, end, context, scale,
-            HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, WORDS, KEYS, False,
-        )  # fmt: skip
+    if ONLY_NODES:
+        context_rows = output + token * output_token_stride + head * output_head_stride
+        accumulator = tl.load(
+            context_rows[:, None] + channel[None, :],
+            mask=row_exists[:, None] & is_channel[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        sums = context_lse + head * context_lse_stride + token
+        maximum = tl.load(sums, mask=row_exists, other=float("-inf")) * 1.4426950408889634
+        total = tl.where(maximum == float("-inf"), 0.0, 1.0)
+    else:
+        accumulator = tl.zeros([ROWS, PADDED_HEAD_SIZE], dtype=tl.float32)
+        maximum = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([ROWS], dtype=tl.float32)
+        for start in tl.range(split_start, unmasked_end, KEYS):
+            accumulator, maximum, total = _attend_block(
+                accumulator, maximum, total, queries, word_pointers, row_exists,
+                key_cache, value_cache, blocks, key_block_stride, key_slot_stride,
+                value_block_stride, value_slot_stride, start, end, context, scale,
+                HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, WORDS, KEYS, False,
+            )  # fmt: skip
     for start in tl.range(unmasked_end, split_end, KEYS):
         accumulator, maximum, total = _attend_block(
             accumulator, maximum, total, queries, word_pointers, row_exists,

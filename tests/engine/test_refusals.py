@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 from vllm import LLM, SamplingParams
 from vllm.config import ModelConfig
@@ -17,6 +18,8 @@ from sequoia_vllm.engine import hooks, support, worker_base
 from sequoia_vllm.engine.cluster import current_versions
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.tree_choice import TreeChoice
+from sequoia_vllm.engine.v2 import attention_gpu
+from sequoia_vllm.engine.v2.backend_gpu import GPUTreeBackend
 from sequoia_vllm.tree import TokenTree
 from tests.engine.conftest import running, sequoia
 from tests.engine.models import DRAFT, TARGET, save_llama
@@ -150,6 +153,10 @@ def test_draft_longer_than_allowed():
         ),
         ("drop --enable-lora", {"enable_lora": True}),
         ("use --kv-cache-dtype auto", {"kv_cache_dtype": "fp8"}),
+        (
+            "context_attention is for GPUs",
+            {"speculative_config": sequoia(context_attention="flash")},
+        ),
         ("drop --kv-transfer-config", {"kv_transfer_config": "kv"}),
         ("use raw_logprobs", {"logprobs_mode": "processed_logprobs"}),
         ("drop --enable-prompt-embeds", {"enable_prompt_embeds": True}),
@@ -199,6 +206,24 @@ def test_several_reasons_are_reported_together():
         engine_config(pipeline_parallel_size=2, kv_cache_dtype="fp8")
     assert "pipeline" in str(error.value)
     assert "--kv-cache-dtype auto" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "wrong"),
+    [
+        ("FlashTreeImpl", 3, None),
+        ("FlashTreeImpl", 2, None),
+        ("FlashTreeImpl", 4, "layer a uses FlashTreeImpl (context_attention 'flash' is for"),
+        ("TritonTreeImpl", None, "layer a uses TritonTreeImpl (context_attention 'flash' is for"),
+    ],
+)
+def test_attention_that_cannot_leave_contexts_to_flash_attention(kind, version, wrong):
+    impl = object.__new__(getattr(attention_gpu, kind))
+    impl.head_size, impl.vllm_flash_attn_version = 64, version
+    ancestors = torch.ones(1, 1, dtype=torch.bool)
+    reason = GPUTreeBackend(ancestors, "flash").unsupported_attention("a", impl)
+    assert reason is None if wrong is None else reason.startswith(wrong)
+    assert GPUTreeBackend(ancestors, "triton").unsupported_attention("a", impl) is None
 
 
 @pytest.mark.engine

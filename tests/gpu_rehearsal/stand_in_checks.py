@@ -164,6 +164,28 @@ def attention_reads_pages_and_looks_back_only() -> None:
     torch.testing.assert_close(found, expected[4:])
 
 
+def attention_over_contexts_is_what_the_gpu_check_expects() -> None:
+    """As the GPU check asks vLLM's FlashAttention for it, and as it writes it down in torch."""
+    from gpu_stand_in.flash_attention import flash_attn_varlen_func
+
+    from sequoia_vllm.gpu_check.context_attention import flash_call, plain_attention
+    from sequoia_vllm.gpu_check.paged import PagedCache
+
+    generator = torch.Generator().manual_seed(0)
+    cache = PagedCache(1, 3, 40, 2, 8, torch.float32, generator)
+    cache.poison([33, 0, 5])
+    query = torch.randn(9, 4, 8, generator=generator)
+    where = torch.tensor([33, 0, 5]), torch.tensor([0, 4, 4, 7]), 4, 0.3
+    found = []
+    for attend in (flash_call(flash_attn_varlen_func, 3), plain_attention):
+        output = torch.full_like(query, 7.0)
+        lse = attend(query, cache, 0, *where, output)
+        found.append((output, lse[:, :7]))  # the other rows are nobody's
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected)
+    assert (found[0][0][7:] == 7.0).all()
+
+
 def attention_refuses_slots_that_two_rows_write() -> None:
     from gpu_stand_in.flash_attention import reshape_and_cache_flash
 
@@ -205,6 +227,7 @@ CHECKS = {
         triton_launches_are_recorded_with_their_grid,
         graphs_are_counted_by_kind,
         attention_reads_pages_and_looks_back_only,
+        attention_over_contexts_is_what_the_gpu_check_expects,
         attention_refuses_slots_that_two_rows_write,
         memory_is_never_given_back,
         an_event_is_answered_late,

@@ -35,7 +35,12 @@ def params() -> list[Any]:
 
 
 def run(models: str) -> dict[str, Any]:
-    """Of plain vLLM; of trees in tiers, over vLLM's Triton attention; of trees short of room."""
+    """Of plain vLLM; of trees in tiers, over vLLM's Triton attention; of trees short of room.
+
+    The contexts of the last are read by FlashAttention.
+    """
+    from gpu_stand_in import flash_attention
+
     target, draft = save_related_pair(Path(models))
     requests = random_prompts(LENGTHS)
     with rehearsing(None, model=target, max_num_seqs=4) as llm:
@@ -52,12 +57,15 @@ def run(models: str) -> dict[str, Any]:
         "model": draft,
         "tree": {"parents": parents},
         "num_speculative_tokens_per_batch_size": [[1, 4, len(parents) - 1]],
+        "context_attention": "flash",
     }
+    flash_attention.attended.clear()
     with rehearsing(
         wide, model=target, max_model_len=80, num_gpu_blocks_override=8,
         max_num_batched_tokens=26, max_num_seqs=4,
     ) as llm:  # fmt: skip
         answers["pressed"] = generate_with_trees(llm, requests, params())
+    answers["pressed"]["over contexts"] = flash_attention.attended[False]
     return answers
 
 
@@ -108,3 +116,10 @@ def test_preemption_and_prompts_in_chunks_beside_trees_at_the_end_of_the_budget(
     assert found["tokens"] == answers["plain"]["tokens"]
     assert found["counts"]["preemptions"] > 0
     assert found["counts"]["tokens_per_tree"] > 1.3
+
+
+def test_flash_attention_reads_contexts_where_it_is_told_to(answers):
+    """In every step with trees, replayed ones included (the target has one layer)."""
+    found = answers["pressed"]
+    assert found["graphs"]["TreeGraphManager"] > 3
+    assert found["over contexts"] >= found["graphs"]["TreeGraphManager"]

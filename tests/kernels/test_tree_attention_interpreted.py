@@ -106,8 +106,33 @@ class Batch:
         self.query = packed.to(dtype)[:, :-2]
         self.scale = head_size**-0.5
 
-    def run(self, processors=1, ancestors=None, **arguments):
+    def attend_to_contexts(self):
+        """Attention over contexts alone, and its log-sum-exps ``[Hq, T]``, as of another kernel."""
         output = torch.full_like(self.query, UNTOUCHED)
+        lse = torch.full((self.query.shape[1] + 1, len(output) + 2), float("nan"))[1:, :-2]
+        block_size, key_heads = self.keys.shape[1:3]
+        for request, context in enumerate(self.contexts.tolist()):
+            rows = slice(*self.starts[request : request + 2].tolist())
+            if rows.start == rows.stop:
+                continue
+            positions = torch.arange(context)
+            blocks = self.table[request, positions // block_size].long()
+            keys, values = (
+                cache[blocks, positions % block_size].float().repeat_interleave(
+                    self.query.shape[1] // key_heads, dim=1
+                )
+                for cache in (self.keys, self.values)
+            )  # fmt: skip
+            scores = torch.einsum("qhd,khd->hqk", self.query[rows].float(), keys) * self.scale
+            lse[:, rows] = scores.logsumexp(dim=2)
+            weights = scores.softmax(dim=2).nan_to_num(0.0)
+            output[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(output.dtype)
+        return output, lse
+
+    def run(self, processors=1, ancestors=None, continued=False, **arguments):
+        output = torch.full_like(self.query, UNTOUCHED)
+        if continued:
+            output, arguments["context_lse"] = self.attend_to_contexts()
         workspace = TreeAttentionWorkspace(self.query.shape[2], "cpu", processors)
         workspace._memory.fill_(float("nan"))  # what no split wrote must not be read
         packed = pack_ancestors(self.ancestors if ancestors is None else ancestors)
@@ -207,6 +232,29 @@ def test_tree_of_1024_nodes(processors):
     batch = Batch([10, 300], [1024, 5], heads=(1, 1), dtype=torch.float16, spare_blocks=0)
     assert (splits_of(batch, processors) > 1) == (processors > 1)
     assert_close(batch.run(processors), batch.expected(), 3 * torch.finfo(torch.float16).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(2, 2), (8, 1)])
+def test_nodes_after_a_context_that_another_kernel_read(dtype, heads):
+    """Of the context nothing is read; where there is none, nodes see each other only."""
+    contexts, sizes = [0, 31, 32, 600, 1, 0], [1, 0, 40, 33, 5, 7]
+    batch = Batch(contexts, sizes, heads=heads, dtype=dtype)
+    expected, (output, lse) = batch.expected(), batch.attend_to_contexts()
+    block_size = batch.keys.shape[1]
+    for row, context in zip(batch.table.tolist(), contexts, strict=True):
+        for position in range(context):
+            batch.keys[row[position // block_size], position % block_size] = float("nan")
+    batch.attend_to_contexts = lambda: (output, lse)
+    found = batch.run(processors=110, continued=True)
+    assert_close(found, expected, 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
+    assert (found[-3:] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("first_node", [1, 32, 70])
+def test_levels_after_a_context_that_another_kernel_read(first_node):
+    batch = Batch([50, 3], [5, 2], first_node=first_node, heads=(2, 1))
+    assert_close(batch.run(continued=True), batch.expected())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -332,6 +380,14 @@ def test_refusals():
     with pytest.raises(ValueError, match="do not fit a cache"):
         batch.run()
     batch = Batch([4], [2])
+    lse = batch.attend_to_contexts()[1]
+    for wrong in (lse.half(), lse[:, :-1], lse[:-1]):
+        with pytest.raises(ValueError, match=r"context_lse is .*; expected float32 \[4, 5\]"):
+            batch.run(context_lse=wrong)
+    with pytest.raises(ValueError, match="last stride 1"):
+        batch.run(context_lse=lse.T.contiguous().T)
+    with pytest.raises(ValueError, match="give no context_lse"):
+        Batch([4], [2], cache_dtype=torch.float8_e4m3fn).run(context_lse=lse)
     batch.keys = batch.keys.transpose(1, 3).contiguous().transpose(1, 3)
     with pytest.raises(ValueError, match="side by side"):
         batch.run()

@@ -27,6 +27,18 @@ GPU = (
         )
     ),
     Expected("vllm.v1.attention.backend:AttentionCGSupport.UNIFORM_BATCH"),
+    Expected("vllm.utils.torch_utils:canonicalize_singleton_dim_strides", ("t",)),
+    Expected(
+        "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func",
+        (
+            "q", "k", "v", "max_seqlen_q", "cu_seqlens_q", "max_seqlen_k", "cu_seqlens_k",
+            "seqused_k", "q_v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap",
+            "alibi_slopes", "deterministic", "return_attn_probs", "block_table",
+            "return_softmax_lse", "out", "scheduler_metadata", "q_descale", "k_descale",
+            "v_descale", "num_splits", "output_scale", "fa_version",
+        ),
+        may_grow=True,
+    ),
     # v2/backend_gpu.py
     Expected(f"{_REGISTRY}.FLASH_ATTN.clear_override", ()),
     Expected(f"{_REGISTRY}.TRITON_ATTN.clear_override", ()),

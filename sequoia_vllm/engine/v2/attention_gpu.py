@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -39,6 +41,8 @@ class GPUTreeQueries:
         max_queries: Most nodes of a request.
         workspace: For the kernel.
         only_trees: No row of the batch is anything but a tree node.
+        flash_max_context: FlashAttention reads the contexts, none of which is longer;
+            None: our kernel does.
     """
 
     query_start_loc: Tensor
@@ -49,6 +53,7 @@ class GPUTreeQueries:
     max_queries: int
     workspace: TreeAttentionWorkspace
     only_trees: bool
+    flash_max_context: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,10 @@ class GPUTreeForward(TreeForward):
     ) -> None:
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         heads = (-1, query.numel() // (query.shape[0] * self.head_size), self.head_size)
+        query, output = query.view(heads), output.view(heads)
+        context_lse = self._attend_to_contexts(query, keys, values, tree, output)
         tree_attention(
-            query.view(heads),
+            query,
             keys,
             values,
             tree.block_table,
@@ -88,13 +95,52 @@ class GPUTreeForward(TreeForward):
             key_scale=layer._k_scale,
             value_scale=layer._v_scale,
             workspace=tree.workspace,
-            output=output.view(heads),
+            output=output,
             max_queries=tree.max_queries,
+            context_lse=context_lse,
         )
+
+    def _attend_to_contexts(
+        self, query: Tensor, keys: Tensor, values: Tensor, tree: GPUTreeQueries, output: Tensor
+    ) -> Tensor | None:
+        """Writes the trees' attention to their contexts; None: left to the trees' kernel.
+
+        Returns:
+            Its log-sum-exps, float32 ``[Hq, T]``.
+        """
+        return None
 
 
 class FlashTreeImpl(GPUTreeForward, FlashAttentionImpl):
     """FlashAttention with trees."""
+
+    @property
+    def attends_to_contexts(self) -> bool:
+        """Whether it does so for trees; version 4 compiles for every shape that it meets."""
+        return self.vllm_flash_attn_version in (2, 3)
+
+    def _attend_to_contexts(
+        self, query: Tensor, keys: Tensor, values: Tensor, tree: GPUTreeQueries, output: Tensor
+    ) -> Tensor | None:
+        """By FlashAttention, for which all nodes of a tree see the same keys."""
+        if tree.flash_max_context is None:
+            return None
+        _, context_lse = flash_attn.flash_attn_varlen_func(
+            q=query,
+            k=canonicalize_singleton_dim_strides(keys),  # as vLLM's forward, for TMA
+            v=canonicalize_singleton_dim_strides(values),
+            out=output,
+            cu_seqlens_q=tree.query_start_loc,
+            max_seqlen_q=tree.max_queries,
+            seqused_k=tree.context_lens,
+            max_seqlen_k=tree.flash_max_context,
+            softmax_scale=self.scale,
+            causal=False,
+            block_table=tree.block_table,
+            return_softmax_lse=True,
+            fa_version=self.vllm_flash_attn_version,
+        )
+        return context_lse
 
 
 class TritonTreeImpl(GPUTreeForward, TritonAttentionImpl):

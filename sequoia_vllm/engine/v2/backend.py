@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sequoia_vllm.config import ContextAttention
 from sequoia_vllm.engine.v2.scoring import ScoringTrees
 
 
@@ -38,10 +39,11 @@ class TreeBackend(ABC):
 
     Args:
         ancestors: bool ``[N, N]``, on the device: the engine's tree.
+        context_attention: How the target attends to contexts, see `SequoiaConfig`.
     """
 
     @abstractmethod
-    def __init__(self, ancestors: Tensor) -> None: ...
+    def __init__(self, ancestors: Tensor, context_attention: ContextAttention) -> None: ...
 
     @abstractmethod
     def replace_attention(self) -> AbstractContextManager[None]:

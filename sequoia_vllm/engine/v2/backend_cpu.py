@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sequoia_vllm.config import ContextAttention
 from sequoia_vllm.engine.cpu_attention import (
     CPU_BACKENDS,
     CPUTreeAttentionMetadata,
@@ -27,7 +28,7 @@ from sequoia_vllm.engine.v2.scoring import ScoringTrees
 class CPUTreeBackend(TreeBackend):
     """Tree attention in the compiled CPU kernel."""
 
-    def __init__(self, ancestors: Tensor) -> None:
+    def __init__(self, ancestors: Tensor, context_attention: ContextAttention) -> None:
         self._ancestors = ancestors
         self._caches: TargetCaches | None = None
 

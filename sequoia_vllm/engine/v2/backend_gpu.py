@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from sequoia_vllm.config import ContextAttention
 from sequoia_vllm.engine.kv_commit import layers_by_cache
 from sequoia_vllm.engine.tree_layers import (
     reason_of,
@@ -16,6 +17,7 @@ from sequoia_vllm.engine.tree_layers import (
 )
 from sequoia_vllm.engine.v2.attention_gpu import (
     DraftMetadata,
+    FlashTreeImpl,
     GPUTreeForward,
     GPUTreeQueries,
 )
@@ -35,7 +37,8 @@ _LARGEST_HEAD = 256
 class GPUTreeBackend(TreeBackend):
     """Tree attention in Triton."""
 
-    def __init__(self, ancestors: Tensor) -> None:
+    def __init__(self, ancestors: Tensor, context_attention: ContextAttention) -> None:
+        self._context_attention = context_attention
         self._ancestors = pack_ancestors(ancestors)
         self._packed: dict[int, tuple[Tensor, Tensor]] = {}
         self._workspace = TreeAttentionWorkspace(_LARGEST_HEAD, ancestors.device)
@@ -48,12 +51,16 @@ class GPUTreeBackend(TreeBackend):
     def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
         """Why our kernel cannot serve this layer, or None."""
         head_size = getattr(impl, "head_size", 0)
+        by_flash = self._context_attention == "flash"
+        flash = isinstance(impl, FlashTreeImpl) and impl.attends_to_contexts
         features = {
             **unmaskable_features(impl),
             f"heads of {head_size}": head_size > _LARGEST_HEAD,
             f"{type(impl).__name__} (use --attention-backend FLASH_ATTN or TRITON_ATTN)": (
                 not isinstance(impl, GPUTreeForward)
             ),
+            f"{type(impl).__name__} (context_attention 'flash' is for --attention-backend "
+            "FLASH_ATTN with FlashAttention 2 or 3: leave it out here)": by_flash and not flash,
         }
         return reason_of(layer_name, features)
 
@@ -68,6 +75,7 @@ class GPUTreeBackend(TreeBackend):
             max_queries=trees.max_nodes,
             workspace=self._workspace,
             only_trees=trees.only_trees,
+            flash_max_context=trees.max_keys if self._context_attention == "flash" else None,
         )
 
     def draft_metadata(

@@ -40,9 +40,10 @@ class TreeRunnerMixin(GPUModelRunner):
     rejection_sampler: TreeRejectionSampler
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        self.tree = SequoiaSettings.of(vllm_config).tree
+        settings = SequoiaSettings.of(vllm_config)
+        self.tree = settings.tree
         ancestors = torch.from_numpy(self.tree.ancestor_mask.copy()).to(device)
-        self.tree_backend = self.backend_class(ancestors)
+        self.tree_backend = self.backend_class(ancestors, settings.context_attention)
 
         def init_speculator(config: VllmConfig, where: torch.device, states: Any) -> TreeSpeculator:
             return TreeSpeculator(config, where, states, self.tree, self.tree_backend)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections import Counter
 from typing import Any
 
 import torch
@@ -16,20 +17,50 @@ from gpu_stand_in import graphs
 
 _VERSIONS = (2, 3)
 
+attended: Counter[bool] = Counter()
+"""Passes that ran, by whether they were causal."""
 
-@graphs.device_function
+
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, max_seqlen_q: int, cu_seqlens_q: Tensor, max_seqlen_k: int,
     cu_seqlens_k: Tensor | None = None, seqused_k: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False,
-    block_table: Tensor | None = None, out: Tensor | None = None,
-    scheduler_metadata: Tensor | None = None, **_: Any,
-) -> Tensor:  # fmt: skip
-    """Attention over a paged cache ``[blocks, block_size, heads, size]``."""
+    q_v: Tensor | None = None, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: list[int] | None = None, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False, block_table: Tensor | None = None,
+    return_softmax_lse: bool = False, out: Tensor | None = None,
+    scheduler_metadata: Tensor | None = None, q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None, num_splits: int = 0,
+    output_scale: Tensor | None = None, fa_version: int = 3, s_aux: Tensor | None = None, **_: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention over a paged cache ``[blocks, block_size, heads, size]``, with vLLM's parameters.
+
+    Log-sum-exps ``[heads, rows]`` of rows that no request has are not written.
+    """
     assert cu_seqlens_k is None
     assert seqused_k is not None
     assert block_table is not None
     assert out is not None
+    assert fa_version in _VERSIONS
+    assert (q_v, alibi_slopes, s_aux) == (None, None, None)
+    assert window_size in (None, [-1, -1])
+    assert not softcap
+    # Versions 2 and 3 write them whether or not they are asked for.
+    lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+    _attend(
+        q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, softmax_scale, causal,
+        block_table, out, lse, scheduler_metadata,
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
+
+
+@graphs.device_function
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, max_seqlen_q: int, cu_seqlens_q: Tensor, max_seqlen_k: int,
+    seqused_k: Tensor, softmax_scale: float | None, causal: bool, block_table: Tensor, out: Tensor,
+    lse: Tensor, scheduler_metadata: Tensor | None,
+) -> None:  # fmt: skip
+    attended[causal] += 1
     starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
     if scheduler_metadata is not None:
         planned = scheduler_metadata.tolist()
@@ -40,11 +71,10 @@ def flash_attn_varlen_func(
         assert last - first <= max_seqlen_q, f"request {request}: {last - first} rows"
         assert length <= max_seqlen_k, f"request {request}: {length} keys, not {max_seqlen_k}"
         if first < last:
-            out[first:last] = _attention(
+            out[first:last], lse[:, first:last] = _attention(
                 q[first:last], _gathered(k, block_table[request], length),
                 _gathered(v, block_table[request], length), softmax_scale, causal,
             )  # fmt: skip
-    return out
 
 
 def _gathered(cache: Tensor, table: Tensor, length: int) -> Tensor:
@@ -58,9 +88,8 @@ def _gathered(cache: Tensor, table: Tensor, length: int) -> Tensor:
 
 def _attention(
     query: Tensor, keys: Tensor, values: Tensor, scale: float | None, causal: bool
-) -> Tensor:
-    if len(keys) == 0:
-        return torch.zeros_like(query)
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``[rows, heads, size]`` and log-sum-exps ``[heads, rows]``."""
     group = query.shape[1] // keys.shape[1]
     keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
     scale = query.shape[2] ** -0.5 if scale is None else scale
@@ -70,7 +99,8 @@ def _attention(
         scores = scores.masked_fill(torch.arange(len(keys)) > place, float("-inf"))
     # A row without any key sees nothing: zeros.
     weights = scores.softmax(-1).nan_to_num(0.0)
-    return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
+    output = torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
+    return output, scores.logsumexp(-1)
 
 
 @graphs.device_function
