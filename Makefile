@@ -24,6 +24,9 @@ $(VENV)/.ready: pyproject.toml
 demo: setup
 	LD_PRELOAD="$(IOMP)" $(BIN)/sequoia-vllm demo
 
+# What Python compiles of this checkout is kept, whatever the environment says: the tests
+# start some eighty processes.
+test: export PYTHONDONTWRITEBYTECODE =
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 

@@ -1,53 +1,82 @@
 """What takes time in the processes of tests, and nothing is tested by it."""
 
 import atexit
-import functools
 import gc
 from collections.abc import Callable
 
+_freeze, unfreeze = gc.freeze, gc.unfreeze
 
-def collect_new_garbage_only() -> None:
-    """What a full collection has left is not looked at by the next one, until `gc.unfreeze`.
 
-    vLLM collects some twenty times while an engine starts, each time for half a
-    second, as imports have made a million objects. May run more than once.
+def look_past_what_is_imported() -> None:
+    """No collection of garbage looks at objects that are there now. May run more than once.
+
+    To be called where no engine runs. vLLM collects some ten times while an engine
+    starts and ends, each time for half a second, as imports have made a million
+    objects. It freezes the engine's own, too, and in the end lets all be looked at
+    again: neither does anything from now on, but for `unfreeze`.
     """
-    original = gc.collect
-    if getattr(original, "freezes", False):
-        return
-
-    @functools.wraps(original)
-    def collect(generation: int = 2) -> int:
-        found = original(generation)
-        if generation == 2:
-            gc.freeze()
-        return found
-
-    atexit.register(gc.unfreeze)  # for libraries that look for leaks at the end
-    collect.freezes = True  # type: ignore[attr-defined]
-    gc.collect = collect  # type: ignore[assignment]
+    _freeze()
+    gc.freeze = gc.unfreeze = _do_nothing
+    atexit.unregister(unfreeze)
+    atexit.register(unfreeze)  # for libraries that look for leaks at the end
 
 
-def keep_the_language_patched() -> None:
-    """The functions of `triton.language` are replaced once, not in every call of a device function.
+def _do_nothing() -> None:
+    pass
 
-    Triton 3.9.0 looks through all of its language before each launch and before each
-    call of a function within a kernel, even of `tl.sum`, and puts things back after a
-    launch only: a third of the time of our kernels. May run more than once.
+
+def interpret_quickly() -> None:
+    """Triton 3.9.0's interpreter without what it does again and again. May run more than once.
+
+    - The functions of `triton.language` are replaced once: it looks through all of its
+      language before each launch and before each call of a function within a kernel,
+      even of `tl.sum`, and puts things back after a launch only.
+    - NumPy's dtypes of Triton's are remembered: it makes a table of all for each operation.
     """
     from triton.runtime import interpreter
 
-    original = interpreter._patch_lang
-    if getattr(original, "is_once", False):
+    if getattr(interpreter._patch_lang, "is_once", False):
         return
+    interpreter._patch_lang = _once_per_module(interpreter._patch_lang)
+    interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
+
+
+def leave_integers_unchecked() -> None:
+    """Sums and products of integers are not computed a second time, in 64 bits, to compare.
+
+    That is a fifth of a kernel's time. The tests of kernels (`tests/kernels`) do compare.
+    """
+    from dataclasses import replace
+
+    from triton.runtime.interpreter import interpreter_builder
+
+    interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
+
+
+def _once_per_module(patch: Callable) -> Callable:
+    from triton.runtime.interpreter import _LangPatchScope
+
     patched: set[int] = set()
 
-    def patch_lang(function: Callable) -> interpreter._LangPatchScope:
+    def patch_lang(function: Callable) -> _LangPatchScope:
         module = function.__globals__
         if id(module) not in patched:
-            original(function)
+            patch(function)
             patched.add(id(module))
-        return interpreter._LangPatchScope()  # of which nothing is to be put back
+        return _LangPatchScope()  # of which nothing is to be put back
 
     patch_lang.is_once = True  # type: ignore[attr-defined]
-    interpreter._patch_lang = patch_lang
+    return patch_lang
+
+
+def _remembered(find: Callable) -> Callable:
+    """By a type's element, whose name says all of it: blocks differ in their shapes only."""
+    known: dict[str, object] = {}
+
+    def get_np_dtype(dtype: object) -> object:
+        name = dtype.scalar.name  # type: ignore[attr-defined]
+        if name not in known:
+            known[name] = find(dtype)
+        return known[name]
+
+    return get_np_dtype

@@ -1,6 +1,5 @@
 """Engines for the end-to-end tests, in this process: they start in three seconds."""
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import pytest
 from vllm import LLM
 
 from tests.engine.models import DRAFT, TARGET, save_random_draft
+from tests.quicker import look_past_what_is_imported
 
 DEFAULTS = {
     "dtype": "float32",
@@ -28,14 +28,13 @@ DEFAULTS = {
 def running(speculative_config=None, model: str = TARGET, **options) -> Iterator[LLM]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    look_past_what_is_imported()
     llm = LLM(model=str(model), speculative_config=speculative_config, **{**DEFAULTS, **options})
     try:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
-        gc.unfreeze()
-        gc.collect()
         cleanup_dist_env_and_memory()
 
 

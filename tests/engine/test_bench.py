@@ -15,6 +15,7 @@ from sequoia_vllm.engine.runner_v1 import SequoiaCPUModelRunner
 from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 from sequoia_vllm.tree import library
 from tests.engine.models import DRAFT, MODELS, TARGET
+from tests.quicker import look_past_what_is_imported
 
 pytestmark = pytest.mark.engine
 
@@ -28,6 +29,7 @@ def _fresh(tmp_path, monkeypatch):
 
     monkeypatch.setenv(library.USER_DIRECTORY_VARIABLE, str(tmp_path / "trees"))
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    look_past_what_is_imported()
     yield
     cleanup_dist_env_and_memory()
 

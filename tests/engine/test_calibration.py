@@ -26,6 +26,7 @@ from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.tree.library import TreeLibrary
 from sequoia_vllm.tree.library_files import AcceptanceFile
 from tests.engine.models import DRAFT, MODELS, TARGET
+from tests.quicker import look_past_what_is_imported
 from tests.unit.reference_verifier import algorithm_2, draft_tree, outcomes
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -40,6 +41,7 @@ QUICK = {"dtype": "float32", "enforce_eager": True, "kv_cache_gib": 0.0625}
 def _fresh_process_groups():
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    look_past_what_is_imported()
     yield
     cleanup_dist_env_and_memory()
 

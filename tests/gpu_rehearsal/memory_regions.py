@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.quicker import unfreeze
+
 
 @dataclass(frozen=True)
 class Storage:
@@ -128,8 +130,13 @@ class LiveStorages:
 
     def _searched(self, address: int) -> Storage | None:
         self._found = [(storage, seen) for storage, seen in self._found if seen() is not None]
-        if gc.get_freeze_count():  # the collector does not list them; engines freeze all they have
-            gc.unfreeze()
+        found = self._listed(address)
+        if found is None and gc.get_freeze_count():  # what is frozen is not listed
+            unfreeze()
+            found = self._listed(address)
+        return found
+
+    def _listed(self, address: int) -> Storage | None:
         for candidate in gc.get_objects():
             # Not isinstance: it asks proxies, whose objects may be gone.
             if not issubclass(type(candidate), Tensor) or not _has_memory(candidate):

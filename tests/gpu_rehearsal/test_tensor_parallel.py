@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from tests.cores import needs_two_cores
-from tests.engine.conftest import running, sequoia
+from tests.engine.conftest import sequoia
 from tests.gpu_rehearsal.environment import call_on_gpu
 from tests.gpu_rehearsal.generating import rehearsing
 from tests.v2.generating import completions, random_prompts, save_related_pair
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-PROMPTS = random_prompts([9, 14])
+PROMPTS = random_prompts([9, 14, 6])
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 
@@ -25,37 +25,39 @@ def graphs_of(worker: Any) -> dict[str, Any]:
 
 
 def generate_on_ranks(target: str, draft: str) -> dict[str, Any]:
-    """A greedy and an unseeded request, of trees on two ranks."""
+    """Greedy, seeded and unseeded requests: of trees on two ranks and on one, and of plain vLLM."""
     from vllm import SamplingParams
 
+    common = {"max_tokens": 8, "ignore_eos": True, "detokenize": False}
     params = [
-        SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True, detokenize=False)
-        for temperature in (0, 1)
+        SamplingParams(temperature=0, **common),
+        SamplingParams(temperature=1, seed=5, **common),
+        SamplingParams(temperature=1, **common),
     ]
-    with rehearsing(
-        sequoia(size=6, depth=2, draft=draft), model=target, max_num_seqs=2,
-        tensor_parallel_size=2, distributed_executor_backend="mp",
-    ) as llm:  # fmt: skip
-        return {
-            "tokens": completions(llm.generate(PROMPTS, params, use_tqdm=False)),
-            "counts": llm.collective_rpc("sequoia_stats"),
-            "graphs": llm.collective_rpc(graphs_of),
-        }
+    config = sequoia(size=6, depth=2, draft=draft)
+    answers = {}
+    with rehearsing(None, model=target) as llm:
+        answers["plain"] = completions(llm.generate(PROMPTS[:2], params[:2], use_tqdm=False))
+    for name, options in (
+        ("one rank", {}),
+        ("two ranks", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
+    ):
+        with rehearsing(config, model=target, **options) as llm:
+            answers[name] = completions(llm.generate(PROMPTS, params, use_tqdm=False))
+            answers["counts"] = llm.collective_rpc("sequoia_stats")
+            answers["graphs"] = llm.collective_rpc(graphs_of)
+    return answers
 
 
 @needs_two_cores
-def test_two_ranks_replay_graphs_and_give_plain_tokens(
+def test_two_ranks_replay_graphs_and_give_the_tokens_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm import SamplingParams
-
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions to the ranks
     target, draft = save_related_pair(tmp_path, **HEADS)
     found = call_on_gpu(generate_on_ranks, tmp_path, target=target, draft=draft)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-    with running(None, model=target, skip_tokenizer_init=True) as llm:
-        [plain] = completions(llm.generate(PROMPTS[:1], params, use_tqdm=False))
-    assert found["tokens"][0] == plain
+    assert found["two ranks"] == found["one rank"]
+    assert found["two ranks"][:2] == found["plain"]
     first, second = [
         (rank["tree_steps"], rank["tokens"], rank["depth_counts"]) for rank in found["counts"]
     ]

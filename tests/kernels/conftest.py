@@ -5,13 +5,13 @@ import os
 import pytest
 
 from tests.gpu_rehearsal import memory_checks
-from tests.quicker import keep_the_language_patched
+from tests.quicker import interpret_quickly
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 collect_ignore_glob = [] if INTERPRETED else ["test_*"]
 if INTERPRETED:
-    keep_the_language_patched()
+    interpret_quickly()
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,7 @@ for name in ("vllm", "pydantic", "typer", "rich", "transformers", "matplotlib", 
 """
 
 
-QUICK = "from tests.quicker import keep_the_language_patched; keep_the_language_patched()\n"
+QUICK = "from tests.quicker import interpret_quickly; interpret_quickly()\n"
 
 
 def run_python(code, *arguments):

@@ -12,7 +12,15 @@ import torch
 
 from tests.engine.conftest import running, sequoia
 from tests.v2.conftest import call_on_v2
-from tests.v2.generating import generate, generate_with_trees, random_prompts, save_related_pair
+from tests.v2.generating import (
+    completions,
+    counted,
+    describe,
+    generate,
+    generate_with_trees,
+    random_prompts,
+    save_related_pair,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -37,39 +45,41 @@ def params() -> list[Any]:
 
 
 def generate_as_on_gpus(models: str) -> dict[str, Any]:
-    """Of plain vLLM, of trees (first beside chunks of prompts), and from the target itself."""
+    """Of plain vLLM, and of trees: the target's own, first beside chunks of prompts."""
     target, draft = save_related_pair(Path(models), **SHAPE)
     requests, options = random_prompts(LENGTHS), {"model": target, **OPTIONS}
+    answers = {"plain": generate(None, requests, params(), **options)}
     trees = {"size": 8, "depth": 3, "max_num_batched_tokens": 24, **options}
-    return {
-        "plain": generate(None, requests, params(), **options),
-        "trees": generate_with_trees(draft, requests, params(), **trees),
-        "from itself": generate_with_trees(target, requests, params(), **trees),
-        "launches": launches_of_a_step(draft, options),
-        "slots": slots_of_a_level(),
-    }
+    answers["from itself"] = generate_with_trees(target, requests, params(), **trees)
+    with running(sequoia(size=10, depth=6, draft=draft), **options) as llm:
+        answers["trees"] = {
+            "tokens": completions(llm.generate(requests, params(), use_tqdm=False)),
+            **describe(llm),
+            "counts": counted(llm),
+        }
+        answers["launches"] = launches_of_a_step(llm)
+    return answers | {"slots": slots_of_a_level()}
 
 
-def launches_of_a_step(draft: str, options: dict[str, Any]) -> dict[str, Any]:
+def launches_of_a_step(llm: Any) -> dict[str, Any]:
     """Of two requests, greedy and sampled, with trees of depth 6 that were grown before."""
     from vllm import SamplingParams
 
     from tests.v2.launches import DRAFT, GLUE, VERIFIER, WORK, counted_launches
 
-    with running(sequoia(size=10, depth=6, draft=draft), **options) as llm:
-        for index, request in enumerate(random_prompts([9, 14])):
-            params = SamplingParams(temperature=0.8 * index, max_tokens=30, ignore_eos=True)
-            llm.llm_engine.add_request(str(index), request, params)
-        for _ in range(2):
-            llm.llm_engine.step()
-        with counted_launches() as launches:
-            llm.llm_engine.step()
-        return {
-            "glue": launches.of(GLUE),
-            "work": launches.of(WORK),
-            "attention of the draft": launches.named("tree_attention_kernel", DRAFT),
-            "table": launches.table(GLUE, WORK, VERIFIER),
-        }
+    for index, request in enumerate(random_prompts([9, 14])):
+        params = SamplingParams(temperature=0.8 * index, max_tokens=30, ignore_eos=True)
+        llm.llm_engine.add_request(str(index), request, params)
+    for _ in range(2):
+        llm.llm_engine.step()
+    with counted_launches() as launches:
+        llm.llm_engine.step()
+    return {
+        "glue": launches.of(GLUE),
+        "work": launches.of(WORK),
+        "attention of the draft": launches.named("tree_attention_kernel", DRAFT),
+        "table": launches.table(GLUE, WORK, VERIFIER),
+    }
 
 
 def slots_of_a_level() -> dict[str, list[list[int]]]:

@@ -54,8 +54,23 @@ def generate_seeded(models: str) -> dict[str, Any]:
     }
 
 
-def test_a_seed_gives_the_tokens_of_plain_vllm(tmp_path):
-    seeded = call_on_v2(generate_seeded, tmp_path, models=str(tmp_path))
+def generate_with_a_tiny_pair(models: str) -> dict[str, Any]:
+    """What each of the functions with its name gives; metrics first, as they are the process's."""
+    return {
+        "from itself": generate_from_itself(models),
+        "seeded": generate_seeded(models),
+        "beside": generate_beside(models),
+    }
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("tiny")
+    return call_on_v2(generate_with_a_tiny_pair, directory, models=str(directory))
+
+
+def test_a_seed_gives_the_tokens_of_plain_vllm(generated):
+    seeded = generated["seeded"]
     plain, trees = seeded["plain"], seeded["trees"]
     assert trees["tokens"] == plain["tokens"]
     assert trees["counts"]["tokens_per_tree"] > 1.2
@@ -107,24 +122,19 @@ def generate_beside(models: str) -> dict[str, Any]:
     return answers
 
 
-@pytest.fixture(scope="module")
-def generated_beside(tmp_path_factory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("beside")
-    return call_on_v2(generate_beside, directory, models=str(directory))
-
-
 @pytest.mark.parametrize("name", BESIDE)
-def test_temperatures_alone_are_left_to_the_walk(name, generated_beside):
+def test_temperatures_alone_are_left_to_the_walk(name, generated):
     """Anything else that one request of a batch needs is vLLM's work, for all of them."""
-    processed = generated_beside[name]["processed"]
+    processed = generated["beside"][name]["processed"]
     assert len(processed) > 4
     assert any(processed) == (name not in LEFT_TO_THE_WALK)
     assert not all(processed)  # when that request was at its end
 
 
 @pytest.mark.parametrize("name", DETERMINED)
-def test_tokens_are_those_of_plain_vllm_whoever_applies_temperatures(name, generated_beside):
-    assert generated_beside[name]["trees"] == generated_beside[name]["plain"]
+def test_tokens_are_those_of_plain_vllm_whoever_applies_temperatures(name, generated):
+    found = generated["beside"][name]
+    assert found["trees"] == found["plain"]
 
 
 # -- draft == target, and the counters ---------------------------------------------------
@@ -156,9 +166,8 @@ def generate_from_itself(models: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def from_itself(tmp_path_factory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("from-itself")
-    return call_on_v2(generate_from_itself, directory, models=str(directory))
+def from_itself(generated) -> dict[str, Any]:
+    return generated["from itself"]
 
 
 def test_all_that_the_target_drafts_itself_is_accepted(from_itself):

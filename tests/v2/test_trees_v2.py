@@ -1,6 +1,6 @@
 """Trees on Model Runner V2 generate what plain vLLM does, whatever the engine does besides.
 
-Every scenario is one process, as starting one takes longer than most questions.
+There are two processes, one for each pair of models: starting one takes longer than most questions.
 """
 
 import itertools
@@ -66,9 +66,23 @@ def generate_greedy() -> dict[str, Any]:
     return answers
 
 
+def generate_with_the_embedded_pair() -> dict[str, Any]:
+    """What each of the functions with its name gives."""
+    return {
+        "greedy": generate_greedy(),
+        "special": generate_special(),
+        "processor": generate_with_a_processor(),
+    }
+
+
 @pytest.fixture(scope="module")
-def greedy(tmp_path_factory) -> dict[str, Any]:
-    return call_on_v2(generate_greedy, tmp_path_factory.mktemp("greedy"))
+def embedded(tmp_path_factory) -> dict[str, Any]:
+    return call_on_v2(generate_with_the_embedded_pair, tmp_path_factory.mktemp("embedded"))
+
+
+@pytest.fixture(scope="module")
+def greedy(embedded) -> dict[str, Any]:
+    return embedded["greedy"]
 
 
 def test_greedy_tokens_are_those_of_both_plain_runners(greedy):
@@ -170,8 +184,8 @@ def _logprobs(positions: Any) -> list[dict[str, list[float]]]:
 
 
 @pytest.fixture(scope="module")
-def special(tmp_path_factory) -> dict[str, Any]:
-    return call_on_v2(generate_special, tmp_path_factory.mktemp("special"))
+def special(embedded) -> dict[str, Any]:
+    return embedded["special"]
 
 
 def test_special_requests_are_served_right_among_trees(special):
@@ -395,8 +409,8 @@ def generate_with_a_processor() -> dict[str, Any]:
     }
 
 
-def test_custom_processors_switch_drafting_off(tmp_path):
-    answers = call_on_v2(generate_with_a_processor, tmp_path)
+def test_custom_processors_switch_drafting_off(embedded):
+    answers = embedded["processor"]
     assert answers["trees"]["tokens"] == answers["plain"]["tokens"]
     assert answers["trees"]["counts"]["tree_steps"] == 0
     for [tokens] in answers["plain"]["tokens"]:  # it was at work

@@ -7,7 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from tests.quicker import collect_new_garbage_only, keep_the_language_patched
+from tests.quicker import (
+    interpret_quickly,
+    leave_integers_unchecked,
+    look_past_what_is_imported,
+)
 
 
 def register() -> None:
@@ -22,8 +26,9 @@ def register() -> None:
     _give_libdevice_bodies()
     _filter_top_k_top_p_in_torch()
     _allow_async_scheduling()
-    keep_the_language_patched()
-    collect_new_garbage_only()
+    interpret_quickly()
+    leave_integers_unchecked()
+    look_past_what_is_imported()
 
 
 def _keep_scalar_booleans() -> None:
