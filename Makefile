@@ -11,7 +11,7 @@ CONTRACT_VERSIONS ?= 0.32.0 0.33.0
 # The version that `make rehearse` runs the GPU engine of, without a GPU.
 VERSION ?= 0.33.0
 
-.PHONY: setup demo test lint contract compiled rehearse clean
+.PHONY: setup demo test test-fast lint contract compiled rehearse clean
 
 setup: $(VENV)/.ready
 
@@ -29,6 +29,11 @@ demo: setup
 test: export PYTHONDONTWRITEBYTECODE =
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
+
+# No engines: for every day.
+test-fast: export PYTHONDONTWRITEBYTECODE =
+test-fast: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not engine and not slow'
 
 lint: setup
 	$(BIN)/ruff check .
