@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sequoia_vllm.bench.decode_rate import Arrival
 from sequoia_vllm.bench.methods import AUTO, BenchError, Kind, Method
-from sequoia_vllm.bench.steady import Arrival
 from sequoia_vllm.bench.worker import EXTENSION
 from sequoia_vllm.calibration.engines import Progress, open_engine
 from sequoia_vllm.tree.token_tree import TokenTree

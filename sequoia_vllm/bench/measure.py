@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any
 
+from sequoia_vllm.bench.decode_rate import Steady, pooled, steady_part
 from sequoia_vllm.bench.engines import (
     BenchEngine,
     EngineOptions,
@@ -15,7 +16,6 @@ from sequoia_vllm.bench.engines import (
 from sequoia_vllm.bench.methods import Method
 from sequoia_vllm.bench.outputs import NEAR_TIE, Difference, first_difference, is_near_tie
 from sequoia_vllm.bench.report import GreedyCheck, Mismatch
-from sequoia_vllm.bench.steady import Steady, pooled, steady_part
 from sequoia_vllm.calibration.engines import Progress, wait_for_quiet
 from sequoia_vllm.tree.token_tree import TokenTree
 

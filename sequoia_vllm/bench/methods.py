@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from sequoia_vllm.tree import library
+from sequoia_vllm.library import tree_library
 from sequoia_vllm.tree.token_tree import TokenTree
 
 AUTO = "auto"
@@ -81,7 +81,7 @@ def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
         if acceptance is not None:
             config["acceptance"] = str(acceptance)
         return Method(f"Sequoia {tree}", Kind.SEQUOIA, config, size - 1)
-    found = TokenTree.load(tree) if tree.endswith(".json") else library.load(tree)
+    found = TokenTree.load(tree) if tree.endswith(".json") else tree_library.load(tree)
     name = Path(tree).stem if tree.endswith(".json") else tree
     return Method(f"Sequoia {name}", Kind.SEQUOIA, config, found.num_speculative_tokens)
 

@@ -17,8 +17,8 @@ from sequoia_vllm.calibration.engines import Progress
 from sequoia_vllm.calibration.profile import ProfileSettings, measure_profile
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.profile import Profile
-from sequoia_vllm.tree import library
-from sequoia_vllm.tree.library_files import AcceptanceFile
+from sequoia_vllm.library import tree_library
+from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _ROOT = TokenTree((-1,))
@@ -62,7 +62,7 @@ class Basis:
         Raises:
             ProfileError, AcceptanceError: If a file cannot be read.
         """
-        found = library.tuned_measurements(device, target, draft, dtype)
+        found = tree_library.tuned_measurements(device, target, draft, dtype)
         return (
             None if found is None else cls.load(found.profile, [found.acceptance], context_length)
         )

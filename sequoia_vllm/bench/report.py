@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from sequoia_vllm.bench.methods import Kind
-from sequoia_vllm.tree.json_file import FileModel
+from sequoia_vllm.json_file import FileModel
 
 
 class Spread(FileModel):

@@ -15,7 +15,7 @@ from sequoia_vllm.bench.report import BenchModel, BenchReport, Prediction
 from sequoia_vllm.bench.summary import results
 from sequoia_vllm.calibration.engines import Progress
 from sequoia_vllm.calibration.provenance import model_hashes, provenance
-from sequoia_vllm.grow.mark import grown_from
+from sequoia_vllm.enlarge.mark import grown_from
 
 # What changes speed on CPUs, of the environment.
 _ENVIRONMENT = (

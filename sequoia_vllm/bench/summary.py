@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+from sequoia_vllm.bench.decode_rate import pooled
 from sequoia_vllm.bench.measure import Case, Measurements, MethodRuns, RoundRun
 from sequoia_vllm.bench.methods import AUTO, Kind
 from sequoia_vllm.bench.report import Prediction, Result, Spread, StepSplit
-from sequoia_vllm.bench.steady import pooled
 from sequoia_vllm.bench.worker import PARTS
 
 Predict = Callable[[MethodRuns, Case], Prediction | None]

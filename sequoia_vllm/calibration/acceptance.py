@@ -17,6 +17,7 @@ from sequoia_vllm.calibration.errors import CalibrationError
 from sequoia_vllm.calibration.probing import Budget, Checkpoint, Counters, Probe, StoppedBy
 from sequoia_vllm.calibration.provenance import grown_models, model_hashes, provenance
 from sequoia_vllm.calibration.workload import Workload
+from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
 from sequoia_vllm.prompts import (
     encode_prompts,
     load_prompts,
@@ -24,7 +25,6 @@ from sequoia_vllm.prompts import (
     prompts_sha256,
     source_name,
 )
-from sequoia_vllm.tree.library_files import AcceptanceFile, CalibrationState
 from sequoia_vllm.tree.token_tree import TokenTree
 
 Save = Callable[[AcceptanceFile], None]

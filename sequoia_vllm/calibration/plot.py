@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sequoia_vllm.hardware.profile import Curve, Profile
-from sequoia_vllm.tree.plot import check_output
+from sequoia_vllm.library.plot import check_output
 
 
 def plot_profile(profile: Profile, path: Path) -> None:

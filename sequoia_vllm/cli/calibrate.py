@@ -31,7 +31,7 @@ from sequoia_vllm.cli.measuring import (
 
 if TYPE_CHECKING:
     from sequoia_vllm.calibration.acceptance import AcceptanceTask
-    from sequoia_vllm.tree.library_files import AcceptanceFile, CalibrationState
+    from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
 
 
 def calibrate(
@@ -171,7 +171,7 @@ def print_acceptance(measured: AcceptanceFile) -> None:
 
 def _previous(path: Path, task: AcceptanceTask) -> AcceptanceFile | None:
     """What an earlier run of the same measurement wrote."""
-    from sequoia_vllm.tree.library_files import AcceptanceFile
+    from sequoia_vllm.library.files import AcceptanceFile
 
     if not path.is_file():
         return None

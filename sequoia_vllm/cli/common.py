@@ -34,11 +34,11 @@ def friendly_errors() -> Iterator[None]:
     """
     from sequoia_vllm.bench.methods import BenchError
     from sequoia_vllm.calibration.errors import CalibrationError
-    from sequoia_vllm.grow.mark import GrowError
+    from sequoia_vllm.enlarge.mark import GrowError
     from sequoia_vllm.hardware import DeviceError, ProfileError
+    from sequoia_vllm.library.files import LibraryError
     from sequoia_vllm.prompts import PromptError
     from sequoia_vllm.tree import AcceptanceError, TreeError
-    from sequoia_vllm.tree.library_files import LibraryError
 
     ours = (
         TreeError, AcceptanceError, ProfileError, DeviceError, LibraryError, PromptError,
@@ -65,7 +65,7 @@ def note(message: str) -> None:
 
 def print_json(data: Any) -> None:
     """One JSON object, plain, lists of numbers on one line."""
-    from sequoia_vllm.tree.json_file import dump_json
+    from sequoia_vllm.json_file import dump_json
 
     typer.echo(dump_json(data), nl=False)
 

@@ -85,8 +85,8 @@ def demo(
 
 
 def _grown(target: str, folder: Path, layers: int, width: int, dtype: str) -> str:
-    from sequoia_vllm.grow import grow_model
-    from sequoia_vllm.grow.checkpoint import find_checkpoint
+    from sequoia_vllm.enlarge import grow_model
+    from sequoia_vllm.enlarge.checkpoint import find_checkpoint
 
     config = json.loads((find_checkpoint(target) / "config.json").read_text(encoding="utf-8"))
     grown = grow_model(

@@ -11,8 +11,8 @@ import typer
 from sequoia_vllm.cli.common import console, fail, friendly_errors, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from sequoia_vllm.grow.check import Agreement
-    from sequoia_vllm.grow.write import Growth
+    from sequoia_vllm.enlarge.check import Agreement
+    from sequoia_vllm.enlarge.write import Growth
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
 
@@ -47,7 +47,7 @@ def grow(
     pair is at hand: added layers and MLP columns cost their full compute and
     memory traffic and change nothing. Its config.json says what it is.
     """
-    from sequoia_vllm.grow.write import DTYPES, grow_model
+    from sequoia_vllm.enlarge.write import DTYPES, grow_model
 
     if (params is None) == (layers is None and width is None):
         fail("give either --params, or --layers and/or --width")
@@ -78,7 +78,7 @@ def parse_parameters(text: str) -> float:
 def _check(source: str, grown: Growth) -> Agreement:
     from transformers.utils import logging
 
-    from sequoia_vllm.grow.check import check_growth
+    from sequoia_vllm.enlarge.check import check_growth
 
     logging.disable_progress_bar()
     return check_growth(source, grown.folder, grown.dtype)

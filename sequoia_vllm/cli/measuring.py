@@ -13,7 +13,7 @@ import typer
 from sequoia_vllm.cli.common import engines_print_to_stderr, fail, note, progress_bar
 
 if TYPE_CHECKING:
-    from sequoia_vllm.tree.json_file import FileModel
+    from sequoia_vllm.json_file import FileModel
 
 INTERRUPTED = 130  # as shells report a program that Ctrl-C ended
 
@@ -95,7 +95,7 @@ def check_output(option: str, path: Path | None) -> None:
 
 def write_file(path: Path, content: FileModel) -> None:
     """Writes a file in one piece: an interrupted write leaves the old one."""
-    from sequoia_vllm.tree.json_file import dump_json
+    from sequoia_vllm.json_file import dump_json
 
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(dump_json(content.to_dict()), encoding="utf-8")

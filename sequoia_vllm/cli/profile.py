@@ -67,7 +67,7 @@ def profile(
     """
     from sequoia_vllm.calibration.plot import plot_profile
     from sequoia_vllm.calibration.profile import ProfileSettings
-    from sequoia_vllm.tree.plot import check_output as check_plot
+    from sequoia_vllm.library.plot import check_output as check_plot
 
     quiet_engines()
     note_grown(target, draft)

@@ -44,8 +44,8 @@ from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import InterconnectKind
 from sequoia_vllm.hardware.profile import Profile
+from sequoia_vllm.json_file import dump_json
 from sequoia_vllm.tree.acceptance import Acceptance
-from sequoia_vllm.tree.json_file import dump_json
 from sequoia_vllm.tree.optimize import optimize_tree
 
 app = typer.Typer(
@@ -188,7 +188,7 @@ def plot(
     max_size: Annotated[int, typer.Option(help="Largest size of the frontier.")] = 512,
 ) -> None:
     """Draw a tree, or the frontier of the best trees, into a picture file."""
-    from sequoia_vllm.tree.plot import plot_frontier, plot_tree
+    from sequoia_vllm.library.plot import plot_frontier, plot_tree
 
     with friendly_errors():
         if not frontier:
@@ -215,7 +215,7 @@ def list_trees(
 ) -> None:
     """List the trees of the library, the user's own first."""
     from sequoia_vllm.cli.tree_library import entries_json, entries_of, entries_table
-    from sequoia_vllm.tree.library import TreeLibrary
+    from sequoia_vllm.library.tree_library import TreeLibrary
 
     with friendly_errors():
         library = TreeLibrary()
@@ -278,8 +278,8 @@ def generate(
 ) -> None:
     """Generate the tree library from its measured and published inputs."""
     from sequoia_vllm.cli.tree_library import stale_files, write_files
-    from sequoia_vllm.tree.generate import generate_library
-    from sequoia_vllm.tree.library import shipped_directory
+    from sequoia_vllm.library.generate import generate_library
+    from sequoia_vllm.library.tree_library import shipped_directory
 
     with friendly_errors():
         source = inputs or shipped_directory()

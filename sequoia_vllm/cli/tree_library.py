@@ -8,9 +8,9 @@ from typing import Any
 from rich.table import Table
 
 from sequoia_vllm.hardware.device import identify
-from sequoia_vllm.tree.json_file import read_json
-from sequoia_vllm.tree.library import TreeLibrary
-from sequoia_vllm.tree.library_files import LIBRARY_SCHEMA, LibraryError, TreeEntry
+from sequoia_vllm.json_file import read_json
+from sequoia_vllm.library.files import LIBRARY_SCHEMA, LibraryError, TreeEntry
+from sequoia_vllm.library.tree_library import TreeLibrary
 
 _BATCHES = (1, 8, 64)
 

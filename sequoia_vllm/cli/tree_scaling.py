@@ -125,7 +125,7 @@ def _cells(entry: Prediction) -> tuple[str, ...]:
 
 def _vector(reference: str) -> Acceptance:
     """By file, or by the name of a library's vector; a file of that name wins."""
-    from sequoia_vllm.tree.library import shipped_directory
+    from sequoia_vllm.library.tree_library import shipped_directory
 
     path = Path(reference)
     if not path.is_file() and path.suffix != ".json":

@@ -34,7 +34,7 @@ from sequoia_vllm.cli.measuring import (
 if TYPE_CHECKING:
     from sequoia_vllm.calibration.tune import TunedPair
     from sequoia_vllm.hardware.cost import Estimate
-    from sequoia_vllm.tree.library_files import TreeEntry
+    from sequoia_vllm.library.files import TreeEntry
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def tune(
     from sequoia_vllm.calibration.profile import ProfileSettings
     from sequoia_vllm.calibration.tune import TunedPair, best_tree_at_any_price, save_tuned
     from sequoia_vllm.calibration.tune import tuned_entry as choose
-    from sequoia_vllm.tree.library import TreeLibrary
+    from sequoia_vllm.library.tree_library import TreeLibrary
 
     quiet_engines()
     note_grown(target, draft)
@@ -167,7 +167,7 @@ def _given(pair: TunedPair, acceptance: Path | None, profile: Path | None) -> tu
     """The measurements that were given as files, checked; None where none was."""
     from sequoia_vllm.calibration.tune import check_profile, check_vector
     from sequoia_vllm.hardware.profile import Profile
-    from sequoia_vllm.tree.library_files import AcceptanceFile
+    from sequoia_vllm.library.files import AcceptanceFile
 
     vector = None if acceptance is None else AcceptanceFile.load(acceptance)
     times = None if profile is None else Profile.load(profile)

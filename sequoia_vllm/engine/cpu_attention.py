@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from sequoia_vllm.attention.cpu_cache import SUPPORTED_ISA, gather_context
 from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernels
 from sequoia_vllm.attention.tree_attention import tree_attention, tree_attention_mask
-from sequoia_vllm.engine.tree_layers import TreeForward, reason_of, unmaskable_features
+from sequoia_vllm.engine.attention_layers import TreeForward, reason_of, unmaskable_features
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def reason_without_drafts(sampling_params: Any, num_output_tokens: int) -> str |
     return None
 
 
-def drafts_at_no_time(sampling_params: Any) -> bool:
+def never_drafts(sampling_params: Any) -> bool:
     """Whether this request never gets drafts on Model Runner V2.
 
     There vLLM applies ``min_tokens`` by position, and a node's position is that

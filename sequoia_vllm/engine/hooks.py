@@ -23,21 +23,21 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerManager
 
 from sequoia_vllm.config import METHOD, ConfigError, SequoiaConfig
-from sequoia_vllm.engine import online
+from sequoia_vllm.engine import tree_reports
 from sequoia_vllm.engine.cluster import current_versions
 from sequoia_vllm.engine.contract import check_contract
 from sequoia_vllm.engine.device_name import current_device_name
 from sequoia_vllm.engine.load import plan_load
+from sequoia_vllm.engine.refusals import refuse_unsupported
 from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
-from sequoia_vllm.engine.support import refuse_unsupported
 from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.tree_choice import EnginePair, choose_engine_tree
 from sequoia_vllm.known_pairs import known_draft
 
 logger = logging.getLogger("vllm.sequoia")
 
-CPU_WORKER = "sequoia_vllm.engine.worker.SequoiaCPUWorker"
-GPU_WORKER = "sequoia_vllm.engine.v2.worker_gpu.SequoiaGPUWorker"
+CPU_WORKER = "sequoia_vllm.engine.worker_cpu.SequoiaCPUWorker"
+GPU_WORKER = "sequoia_vllm.engine.worker_gpu.SequoiaGPUWorker"
 TREE_SCHEDULER = "sequoia_vllm.engine.v2.scheduler.TreeScheduler"
 _MARK = "_sequoia_original"
 _SEQUOIA = "_sequoia"  # set on the SpeculativeConfig of a Sequoia engine, to a `_Mark`
@@ -49,10 +49,10 @@ def install() -> None:
     _wrap(EngineArgs, "create_speculative_config", _create_speculative_config)
     _wrap(EngineArgs, "add_cli_args", _add_cli_args, static=True)
     _wrap(SamplingParams, "_validate_spec_decode", _validate_spec_decode)
-    online.add_report_field()
-    _wrap(Scheduler, "update_from_output", online.update_from_output)
-    _wrap(StatLoggerManager, "__init__", online.init_stat_logger_manager)
-    _wrap(LLMEngine, "get_metrics", online.get_metrics)
+    tree_reports.add_report_field()
+    _wrap(Scheduler, "update_from_output", tree_reports.update_from_output)
+    _wrap(StatLoggerManager, "__init__", tree_reports.init_stat_logger_manager)
+    _wrap(LLMEngine, "get_metrics", tree_reports.get_metrics)
 
 
 def installed() -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
 
 
-def of_first_rank(*decided: Tensor) -> tuple[Tensor, ...]:
+def broadcast_from_rank0(*decided: Tensor) -> tuple[Tensor, ...]:
     """What rank 0 decided: the tokens that a step emits, and the nodes that it accepts.
 
     Every rank gathers the same logits and draws the same noise, so all decide

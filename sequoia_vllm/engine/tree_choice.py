@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sequoia_vllm.config import SequoiaConfig, TreeSpec
-from sequoia_vllm.tree import Acceptance, TokenTree, library, optimize_tree
-from sequoia_vllm.tree.library_files import LibraryError
+from sequoia_vllm.library import tree_library
+from sequoia_vllm.library.files import LibraryError
+from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
 AUTO = "auto"
@@ -65,7 +66,7 @@ def _resolve(config: SequoiaConfig, pair: EnginePair) -> TreeChoice:
         return TreeChoice(config.tree, "given as parents")
     if config.tree not in (None, AUTO):
         is_file = config.tree.endswith(".json")
-        tree = TokenTree.load(config.tree) if is_file else library.load(config.tree)
+        tree = TokenTree.load(config.tree) if is_file else tree_library.load(config.tree)
         return TreeChoice(tree, config.tree)
     if config.acceptance is not None:
         return _optimal(config, DEFAULT_TREE, "optimal for the given acceptance")
@@ -84,7 +85,7 @@ def _resolve(config: SequoiaConfig, pair: EnginePair) -> TreeChoice:
 
 
 def _from_library(pair: EnginePair) -> TreeChoice:
-    selection = library.select(
+    selection = tree_library.select(
         pair.device,
         pair.target,
         pair.draft,

@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from sequoia_vllm.engine.cluster import check_group, check_worker
 from sequoia_vllm.engine.device_name import current_device_name
-from sequoia_vllm.engine.online import attach_limit, attach_paths
+from sequoia_vllm.engine.tree_reports import attach_limit, attach_paths
 
 
 class SequoiaWorker(Worker):

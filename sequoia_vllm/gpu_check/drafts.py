@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sequoia_vllm.engine.v2.levels import Level
+from sequoia_vllm.drafting.levels import Level
 from sequoia_vllm.gpu_check.trees import TreeTables
 from sequoia_vllm.kernels.children import DrawWorkspace, draw_children
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted

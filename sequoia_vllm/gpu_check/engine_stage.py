@@ -43,7 +43,7 @@ def run_engine(run: StageRun, models: Path) -> None:
 
 
 def _grown(run: StageRun, models: Path, folder: Path) -> tuple[str, str]:
-    from sequoia_vllm.grow import grow_model
+    from sequoia_vllm.enlarge import grow_model
 
     grown = []
     for role, parameters in (("target", _TARGET_PARAMETERS), ("draft", _DRAFT_PARAMETERS)):

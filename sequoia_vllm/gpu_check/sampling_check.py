@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sequoia_vllm.engine.v2.levels import Level
+from sequoia_vllm.drafting.levels import Level
 from sequoia_vllm.gpu_check.drafts import DraftedBatch
 from sequoia_vllm.gpu_check.paged import BLOCK_SIZE, PagedCache
 from sequoia_vllm.gpu_check.references import target_noise, uniform, walk

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sequoia_vllm.engine.v2.levels import DraftLevels, child_table, inner_rows
+from sequoia_vllm.drafting.levels import DraftLevels, child_table, inner_rows
 from sequoia_vllm.tree import TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 

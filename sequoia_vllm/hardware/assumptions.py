@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from sequoia_vllm.tree.json_file import FileModel
+from sequoia_vllm.json_file import FileModel
 
 
 class Assumptions(FileModel):

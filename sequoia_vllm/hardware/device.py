@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from sequoia_vllm.tree.json_file import FileModel, read_model
+from sequoia_vllm.json_file import FileModel, read_model
 
 _FILE = Path(__file__).with_name("devices.json")
 X86_CPU = "x86-cpu"

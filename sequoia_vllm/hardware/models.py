@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from sequoia_vllm.tree.json_file import FileModel, read_model
+from sequoia_vllm.json_file import FileModel, read_model
 
 _FILE = Path(__file__).with_name("models.json")
 

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.models import ModelShape
-from sequoia_vllm.tree.json_file import FileModel, dump_json, read_model
+from sequoia_vllm.json_file import FileModel, dump_json, read_model
 
 Seconds = Annotated[float, Field(gt=0, le=1e5)]
 Count = Annotated[int, Field(ge=1, le=1 << 24)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from sequoia_vllm.tree.json_file import FileModel
+from sequoia_vllm.json_file import FileModel
 from sequoia_vllm.tree.token_tree import TokenTree
 
 

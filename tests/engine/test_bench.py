@@ -11,9 +11,9 @@ from sequoia_vllm.bench.methods import plain
 from sequoia_vllm.bench.report import BenchReport
 from sequoia_vllm.bench.summary import CHAIN_SAMPLES_WRONGLY
 from sequoia_vllm.cli import app
-from sequoia_vllm.engine.runner_v1 import SequoiaCPUModelRunner
+from sequoia_vllm.engine.v1.runner import SequoiaCPUModelRunner
+from sequoia_vllm.library import tree_library
 from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
-from sequoia_vllm.tree import library
 from tests.engine.models import DRAFT, MODELS, TARGET
 from tests.quicker import look_past_what_is_imported
 
@@ -27,7 +27,7 @@ QUICK = ["--eager", "--kv-cache-gib", "0.0625", "--max-tokens", "16", "--json"]
 def _fresh(tmp_path, monkeypatch):
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    monkeypatch.setenv(library.USER_DIRECTORY_VARIABLE, str(tmp_path / "trees"))
+    monkeypatch.setenv(tree_library.USER_DIRECTORY_VARIABLE, str(tmp_path / "trees"))
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     look_past_what_is_imported()
     yield
@@ -41,7 +41,7 @@ def bench(*options):
 
 
 def test_bench_of_the_embedded_pair(tmp_path):
-    shipped = library.shipped_directory()
+    shipped = tree_library.shipped_directory()
     done = bench(
         "--dtype", "float32", "--batch-sizes", "1,2", "--temperature", "0,1", "--chain", "2,3",
         "--trees", "auto,8x3", "--rounds", "2", "--num-prompts", "3",

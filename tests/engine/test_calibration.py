@@ -23,8 +23,8 @@ from sequoia_vllm.cli import app
 from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.profile import Profile
-from sequoia_vllm.tree.library import TreeLibrary
-from sequoia_vllm.tree.library_files import AcceptanceFile
+from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.library.tree_library import TreeLibrary
 from tests.engine.models import DRAFT, MODELS, TARGET
 from tests.quicker import look_past_what_is_imported
 from tests.unit.reference_verifier import algorithm_2, draft_tree, outcomes

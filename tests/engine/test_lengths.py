@@ -5,7 +5,7 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from sequoia_vllm.engine.proposer import SequoiaProposer
+from sequoia_vllm.engine.v1.proposer import TreeProposer
 from tests.engine.conftest import metric, running, sequoia, tokens_of
 from tests.engine.models import TARGET, save_llama
 
@@ -27,13 +27,13 @@ def pair(tmp_path_factory):
 def draft_positions(monkeypatch):
     """The largest position of each of the draft's forward passes."""
     found = []
-    forward = SequoiaProposer._forward
+    forward = TreeProposer._forward
 
     def recording(self, tokens, positions, *args, **kwargs):
         found.append(int(positions.max()))
         return forward(self, tokens, positions, *args, **kwargs)
 
-    monkeypatch.setattr(SequoiaProposer, "_forward", recording)
+    monkeypatch.setattr(TreeProposer, "_forward", recording)
     return found
 
 

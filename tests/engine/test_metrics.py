@@ -12,7 +12,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from sequoia_vllm import plugin
-from sequoia_vllm.engine import online
+from sequoia_vllm.engine import tree_reports
 from sequoia_vllm.engine.ledger import OVERRIDES
 from sequoia_vllm.metrics import PrometheusKinds, TreeMetrics, paths_of
 from sequoia_vllm.tree import TokenTree
@@ -25,7 +25,7 @@ TREE = TokenTree((-1, 0, 0, 1))
 @pytest.fixture
 def log(caplog, monkeypatch) -> pytest.LogCaptureFixture:
     """What goes into the log: by another logger, as each engine configures vLLM's anew."""
-    monkeypatch.setattr(online, "logger", logging.getLogger("trees"))
+    monkeypatch.setattr(tree_reports, "logger", logging.getLogger("trees"))
     caplog.set_level(logging.INFO, "trees")
     return caplog
 
@@ -43,23 +43,23 @@ def registered():
 def test_report_crosses_processes_in_vllms_message():
     """What vLLM's encoder and decoder leave of it, after vLLM's own statistics or alone."""
     decoder = MsgpackDecoder(EngineCoreOutputs)
-    reports = (online.StepReport(15, one_step()), online.StepReport(None, b""), None)
+    reports = (tree_reports.StepReport(15, one_step()), tree_reports.StepReport(None, b""), None)
     for report in reports:
         stats = SchedulerStats(num_running_reqs=3)
-        setattr(stats, online.REPORT, report)
+        setattr(stats, tree_reports.REPORT, report)
         sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
         received = decoder.decode(sent).scheduler_stats
         assert received.num_running_reqs == 3
-        assert getattr(received, online.REPORT) == report
+        assert getattr(received, tree_reports.REPORT) == report
 
 
 def test_ledger_lists_the_field():
     [field] = [override.what for override in OVERRIDES if override.kind == "field"]
-    assert field == f"{SchedulerStats.__name__}.{online.REPORT}"
+    assert field == f"{SchedulerStats.__name__}.{tree_reports.REPORT}"
 
 
 def test_vllms_shared_empty_output_is_left_alone():
-    assert online.attach_paths(EMPTY_MODEL_RUNNER_OUTPUT, b"") is EMPTY_MODEL_RUNNER_OUTPUT
+    assert tree_reports.attach_paths(EMPTY_MODEL_RUNNER_OUTPUT, b"") is EMPTY_MODEL_RUNNER_OUTPUT
     assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "sequoia_paths")
 
 
@@ -69,12 +69,12 @@ class Front:
     def __init__(self, logs: bool = True, aggregate: bool = False) -> None:
         self.registry = CollectorRegistry()
         metrics = TreeMetrics(TREE, "a test", "model", [0, 1], PrometheusKinds(self.registry))
-        self.logger = online.TreeStatLogger(TREE, [0, 1], metrics, logs, aggregate)
+        self.logger = tree_reports.TreeStatLogger(TREE, [0, 1], metrics, logs, aggregate)
 
     def record(self, engine: int, trees: int, running: int = 1, drafts: int | None = 3) -> None:
         stats = SchedulerStats(num_running_reqs=running)
         paths = one_step(trees) if trees else b""
-        setattr(stats, online.REPORT, online.StepReport(drafts, paths))
+        setattr(stats, tree_reports.REPORT, tree_reports.StepReport(drafts, paths))
         self.logger.record(stats, None, engine_idx=engine)
 
     def shown(self, engine: int) -> float | None:
@@ -84,7 +84,7 @@ class Front:
 
 def test_metrics_are_brought_up_to_date_every_second_and_when_idle(monkeypatch):
     clock = iter([100.0, 100.5, 101.1, 101.2])
-    monkeypatch.setattr(online.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(tree_reports.time, "monotonic", lambda: next(clock))
     front = Front()
     shown = []
     for running_requests in (1, 1, 1, 0):

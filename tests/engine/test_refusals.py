@@ -14,7 +14,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from sequoia_vllm import plugin
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.engine import hooks, support, worker_base
+from sequoia_vllm.engine import hooks, refusals, worker_base
 from sequoia_vllm.engine.cluster import current_versions
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.tree_choice import TreeChoice
@@ -122,9 +122,9 @@ def test_models_that_need_packages_we_do_not_install(attribute, value, reason):
             )
         }
     )  # fmt: skip
-    assert support._model_reasons(model, "target") == []
+    assert refusals._model_reasons(model, "target") == []
     setattr(model, attribute, value)
-    [found] = support._model_reasons(model, "target")
+    [found] = refusals._model_reasons(model, "target")
     assert reason in found
     assert "serve it without Sequoia" in found
 
@@ -265,7 +265,7 @@ def test_command_line_forms(arguments):
     assert config.speculative_config.model == DRAFT
     drafts = config.speculative_config.num_speculative_tokens
     assert SequoiaSettings.of(config).tree.num_speculative_tokens == drafts
-    assert config.parallel_config.worker_cls == "sequoia_vllm.engine.worker.SequoiaCPUWorker"
+    assert config.parallel_config.worker_cls == "sequoia_vllm.engine.worker_cpu.SequoiaCPUWorker"
     if "--spec-tokens" in arguments:
         assert drafts <= 7
 

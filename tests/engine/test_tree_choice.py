@@ -11,8 +11,8 @@ from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine import hooks, load, tree_choice
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.tree_choice import EnginePair, choose_engine_tree
+from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.tree import AcceptanceError, TokenTree, TreeError
-from sequoia_vllm.tree.library_files import LibraryError
 from tests.engine.conftest import sequoia
 from tests.engine.models import DRAFT, TARGET
 

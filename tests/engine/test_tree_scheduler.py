@@ -56,8 +56,8 @@ def step(scheduler, requests, new=True, finished=()) -> dict[str, int]:
 
 def test_each_request_is_asked_once(scheduler, monkeypatch):
     asked = []
-    plain = scheduling.drafts_at_no_time
-    monkeypatch.setattr(scheduling, "drafts_at_no_time", lambda p: asked.append(p) or plain(p))
+    plain = scheduling.never_drafts
+    monkeypatch.setattr(scheduling, "never_drafts", lambda p: asked.append(p) or plain(p))
     requests = {"a": GREEDY, "b": GRAMMAR, "c": GREEDY}
     first = step(scheduler, requests)
     assert first == {"a": DRAFTS, "b": 0, "c": DRAFTS}

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from sequoia_vllm.engine.drafts import Draft, GrownTrees, schedule_trees
-from sequoia_vllm.engine.target_distribution import TargetDistribution
-from sequoia_vllm.engine.tree_verifier import TreeVerifier
+from sequoia_vllm.engine.v1.drafts import Draft, DraftedTrees, schedule_trees
+from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
+from sequoia_vllm.engine.v1.verifier import TreeVerifier
 from sequoia_vllm.tree import TokenTree
 
 TREE = TokenTree((-1, 0, 0, 1))
@@ -15,7 +15,7 @@ VERIFIER = TreeVerifier(lambda logits: logits.argmax(dim=-1), None)
 def verified(scheduled: dict[str, list[int]], request_index: dict[str, int], rows: list[int]):
     """What greedy verification accepts where row i of the logits says token ``rows[i]``."""
     tokens = torch.tensor([[0, 1, 2, 3]]).expand(len(scheduled), -1)
-    grown = GrownTrees(TREE, tokens, torch.empty(0), torch.empty(0))
+    grown = DraftedTrees(TREE, tokens, torch.empty(0), torch.empty(0))
     lengths = np.ones(len(request_index), dtype=np.int64)
     for request, drafts in scheduled.items():
         lengths[request_index[request]] = len(drafts) + 1

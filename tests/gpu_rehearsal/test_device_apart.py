@@ -9,8 +9,8 @@ def take_and_fill():
     import torch
     import vllm.v1.worker.gpu.buffer_utils as buffers
 
-    from sequoia_vllm.engine.v2.draft_batch import DraftBatch
-    from sequoia_vllm.engine.v2.levels import DraftLevels, child_table, inner_rows
+    from sequoia_vllm.drafting.draft_batch import DraftBatch
+    from sequoia_vllm.drafting.levels import DraftLevels, child_table, inner_rows
     from sequoia_vllm.engine.v2.reading import DraftReading
     from sequoia_vllm.kernels.children import DrawWorkspace, draw_children
     from sequoia_vllm.tree import TokenTree

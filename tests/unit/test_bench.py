@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from sequoia_vllm.bench import engines, run
+from sequoia_vllm.bench.decode_rate import Arrival, Steady, steady_part
 from sequoia_vllm.bench.engines import EngineOptions, check_memory
 from sequoia_vllm.bench.measure import Case, Measurements, MethodRuns, RoundRun, batches, rotated
 from sequoia_vllm.bench.methods import BenchError, Kind, chain, methods, plain, sequoia
@@ -18,13 +19,12 @@ from sequoia_vllm.bench.outputs import NEAR_TIE, Difference, first_difference, i
 from sequoia_vllm.bench.plot import plot_report, shown
 from sequoia_vllm.bench.predict import Basis
 from sequoia_vllm.bench.report import BenchModel, BenchReport, GreedyCheck, Mismatch
-from sequoia_vllm.bench.steady import Arrival, Steady, steady_part
 from sequoia_vllm.bench.summary import CHAIN_SAMPLES_WRONGLY, DECLINED, results
 from sequoia_vllm.bench.worker import PartTimes
 from sequoia_vllm.cli.bench_view import print_report
 from sequoia_vllm.hardware import CostModel, Curve, Overhead, Profile
+from sequoia_vllm.library.files import AcceptanceFile, LibraryError
 from sequoia_vllm.tree import TokenTree, TreeError
-from sequoia_vllm.tree.library_files import AcceptanceFile, LibraryError
 
 # -- methods ---------------------------------------------------------------------
 

@@ -33,8 +33,8 @@ from sequoia_vllm.calibration.errors import CalibrationError
 from sequoia_vllm.calibration.provenance import model_hashes
 from sequoia_vllm.calibration.workload import Workload
 from sequoia_vllm.cli import app
+from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.tree import Acceptance, TokenTree
-from sequoia_vllm.tree.library_files import AcceptanceFile
 from tests.engine.models import DRAFT, TARGET
 
 

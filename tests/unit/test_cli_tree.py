@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from sequoia_vllm import __version__, cli
 from sequoia_vllm.cli import app
+from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, TokenTree, bench, optimize_tree
-from sequoia_vllm.tree.library import TreeLibrary, shipped_directory
 
 VECTOR = [0.6, 0.2, 0.1]
 
@@ -324,7 +324,7 @@ class TestLibraryCommands:
     def test_generate(self, tmp_path, monkeypatch):
         files = {path.name: path.read_text() for path in shipped_directory().glob("l4*.json")}
         monkeypatch.setattr(
-            "sequoia_vllm.tree.generate.generate_library", lambda inputs, report: dict(files)
+            "sequoia_vllm.library.generate.generate_library", lambda inputs, report: dict(files)
         )
         output = tmp_path / "out"
         assert (

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sequoia_vllm.engine.draft_blocks import DraftBlocks
-from sequoia_vllm.engine.draft_progress import DraftProgress
+from sequoia_vllm.engine.v1 import reading as v1_reading
 from sequoia_vllm.engine.v2 import reading
-from sequoia_vllm.engine.v2.reading import DraftReading
 from tests.unit.prefix_cache import (
     BLOCK,
     DEPTH,
@@ -65,10 +64,10 @@ def test_every_group_with_layers_of_the_draft_counts():
 
 
 class V1Reader:
-    """`DraftProgress` among the requests of an `Engine`."""
+    """The V1 `DraftReading` among the requests of an `Engine`."""
 
     def __init__(self):
-        self.progress = DraftProgress(LONGEST - 4, 0, DraftBlocks({0: BLOCK}))
+        self.progress = v1_reading.DraftReading(LONGEST - 4, 0, DraftBlocks({0: BLOCK}))
 
     def start(self, request):
         self.progress.start(request.name, request.computed, [request.blocks])
@@ -125,10 +124,10 @@ class Staged:
 
 
 class V2Reader:
-    """`DraftReading` among the requests of an `Engine` whose outcomes are known a step late."""
+    """The V2 `DraftReading` among requests of an `Engine` whose outcomes are known a step late."""
 
     def __init__(self):
-        self.reading = DraftReading(
+        self.reading = reading.DraftReading(
             SLOTS, DEPTHS, unknown_drafts=DRAFTS, device=torch.device("cpu")
         )
         self.reading.use_cache({0: BLOCK})

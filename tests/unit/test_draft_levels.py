@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sequoia_vllm.engine.v2.levels import DraftLevels, inner_rows
+from sequoia_vllm.drafting.levels import DraftLevels, inner_rows
 from sequoia_vllm.tree import TokenTree
 
 CPU = torch.device("cpu")

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sequoia_vllm.engine.v2.draft_plan import (
+from sequoia_vllm.drafting.draft_plan import (
     DraftPlan,
     depths_by_drafts,
     inner_nodes,
     level_widths,
 )
 from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
+from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.tree import TokenTree
-from sequoia_vllm.tree.library import TreeLibrary
 
 #        0
 #    1   2   5

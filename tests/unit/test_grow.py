@@ -21,7 +21,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from sequoia_vllm.cli import app
-from sequoia_vllm.grow import (
+from sequoia_vllm.enlarge import (
     GrowError,
     SourceShape,
     checkpoint,
@@ -29,7 +29,7 @@ from sequoia_vllm.grow import (
     grown_from,
     shape_for_parameters,
 )
-from sequoia_vllm.grow.check import check_growth
+from sequoia_vllm.enlarge.check import check_growth
 from tests.engine.models import TARGET
 
 SIZES = {

@@ -21,12 +21,12 @@ from sequoia_vllm.hardware import (
 from sequoia_vllm.hardware.device import known_devices
 from sequoia_vllm.hardware.models import model_classes
 from sequoia_vllm.hardware.profile import ProfileError
+from sequoia_vllm.library import tree_library as library_module
+from sequoia_vllm.library.files import AcceptanceFile, LibraryError
+from sequoia_vllm.library.generate import generate_library, make_entry, profile_reference
+from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory, user_directory
+from sequoia_vllm.library.user_trees import same_model, user_tree_name
 from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree
-from sequoia_vllm.tree import library as library_module
-from sequoia_vllm.tree.generate import generate_library, make_entry, profile_reference
-from sequoia_vllm.tree.library import TreeLibrary, shipped_directory, user_directory
-from sequoia_vllm.tree.library_files import AcceptanceFile, LibraryError
-from sequoia_vllm.tree.user_trees import same_model, user_tree_name
 
 SHIPPED_CLASS, STRONG_CLASS = "shipped", "appendix-e"
 

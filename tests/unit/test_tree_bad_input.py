@@ -8,9 +8,9 @@ import re
 import pytest
 
 from sequoia_vllm.hardware import Profile, ProfileError, choose_schedule, choose_tree
+from sequoia_vllm.library.files import AcceptanceFile, LibraryError
+from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree, TreeError
-from sequoia_vllm.tree.library import TreeLibrary
-from sequoia_vllm.tree.library_files import AcceptanceFile, LibraryError
 from sequoia_vllm.tree.token_tree import SCHEMA
 
 nan, inf = float("nan"), float("inf")
@@ -281,7 +281,7 @@ def library_with(tmp_path, text: str) -> TreeLibrary:
     ],
 )
 def test_library_files(tmp_path, change, message):
-    from sequoia_vllm.tree.library import shipped_directory
+    from sequoia_vllm.library.tree_library import shipped_directory
 
     data = change(json.loads((shipped_directory() / "h200.json").read_text()))
     library = library_with(tmp_path, data if isinstance(data, str) else json.dumps(data))

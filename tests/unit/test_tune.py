@@ -25,9 +25,9 @@ from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.tree_choice import EnginePair, choose_engine_tree
 from sequoia_vllm.hardware import CostModel, choose_schedule, current_device_name
 from sequoia_vllm.hardware.profile import Profile
-from sequoia_vllm.tree.library import TreeLibrary, tuned_measurements
-from sequoia_vllm.tree.library_files import AcceptanceFile
-from sequoia_vllm.tree.user_trees import user_tree_name
+from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
+from sequoia_vllm.library.user_trees import user_tree_name
 from tests.engine.models import DRAFT, TARGET
 
 HERE = TunedPair(current_device_name(), TARGET, DRAFT, "float32")

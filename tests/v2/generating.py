@@ -94,9 +94,9 @@ def processed_chunks() -> Iterator[list[bool]]:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
     from sequoia_vllm.engine.swap import swapped
-    from sequoia_vllm.engine.v2.verifier import TreeRejectionSampler
+    from sequoia_vllm.engine.v2.verifier import TreeVerifier
 
-    apply, verify = Sampler.apply_sampling_params, TreeRejectionSampler._verify_requests
+    apply, verify = Sampler.apply_sampling_params, TreeVerifier._verify_requests
     calls, chunks = [], []
 
     def applying(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -110,7 +110,7 @@ def processed_chunks() -> Iterator[list[bool]]:
 
     with (
         swapped(Sampler, "apply_sampling_params", applying),
-        swapped(TreeRejectionSampler, "_verify_requests", verifying),
+        swapped(TreeVerifier, "_verify_requests", verifying),
     ):
         yield chunks
 

@@ -10,7 +10,7 @@ _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 _SAMPLER_V1 = "vllm.v1.sample.sampler:Sampler"
 
 CPU_V1 = (
-    # worker.py
+    # worker_cpu.py
     Expected("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ("self",)),
     Expected("vllm.v1.worker.cpu_worker:CPUModelRunner", ("vllm_config", "device")),
     Expected("vllm.v1.worker.cpu.model_runner:CPUModelRunner", ("vllm_config", "device")),
@@ -18,7 +18,7 @@ CPU_V1 = (
     Expected(
         "vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_ATTN.clear_override", ()
     ),
-    # runner_v1.py
+    # v1/runner.py
     Expected(
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner.load_model",
         ("self", "load_dummy_weights"),
@@ -66,7 +66,7 @@ CPU_V1 = (
             "spec_decode_metadata", "common_attn_metadata", "slot_mappings",
         ),
     ),
-    # proposer.py
+    # v1/proposer.py
     Expected(_PROPOSER, ("vllm_config", "device", "runner")),
     Expected(
         f"{_PROPOSER}.dummy_run",
@@ -110,7 +110,7 @@ CPU_V1 = (
     ),
     Expected(f"{_CPU_ATTENTION}:CPUAttentionMetadataBuilder._set_isa_to_layers"),
     Expected(f"{_CPU_ATTENTION}:CPUAttentionBackend.get_impl_cls", ()),
-    # tree_verifier.py, target_distribution.py, sampler_output.py
+    # v1/verifier.py, v1/target_distribution.py, v1/sampler_output.py
     Expected("vllm.config.model:PROCESSED_LOGPROBS_MODES"),
     Expected(f"{_SAMPLER_V1}.greedy_sample", ("logits",), may_grow=True),
     Expected(

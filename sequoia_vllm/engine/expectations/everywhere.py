@@ -41,9 +41,9 @@ EVERYWHERE = (
     *(Expected(f"vllm.config:CompilationConfig.{field}") for field in (
         "cudagraph_capture_sizes", "max_cudagraph_capture_size",
     )),
-    # support.py
+    # refusals.py
     Expected("vllm.platforms:CpuArchEnum.X86"),
-    # online.py
+    # tree_reports.py
     Expected(
         "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
         ("self", "scheduler_output", "model_runner_output"),
@@ -72,10 +72,10 @@ EVERYWHERE = (
     Expected("vllm.distributed.parallel_state:get_tp_group", (), may_grow=True),
     Expected(f"{_WORKER}.execute_model", ("self", "scheduler_output")),
     Expected(f"{_WORKER}.sample_tokens", ("self", "grammar_output")),
-    # worker.py, v2/backend_cpu.py, v2/backend_gpu.py
+    # worker_cpu.py, v2/backend_cpu.py, v2/backend_gpu.py
     Expected("vllm.v1.attention.selector:_cached_get_attn_backend.cache_clear"),
     Expected(f"{_REGISTRY}:register_backend", ("backend", "class_path"), may_grow=True),
-    # runner_v1.py, v2/runner.py, v2/speculator.py
+    # v1/runner.py, v2/runner.py, v2/proposer.py
     *(Expected(f"{_OUTPUT}:SchedulerOutput.{field}") for field in (
         "scheduled_new_reqs", "scheduled_cached_reqs",
     )),

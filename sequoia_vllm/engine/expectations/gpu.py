@@ -13,7 +13,7 @@ _FORWARD = (
 _CLASSES = (f"{_BACKENDS}.flash_attn:FlashAttention", f"{_BACKENDS}.triton_attn:TritonAttention")
 
 GPU = (
-    # v2/worker_gpu.py
+    # worker_gpu.py
     Expected("vllm.v1.worker.gpu_worker:Worker._make_model_runner", ("self",)),
     # v2/attention_gpu.py
     *(

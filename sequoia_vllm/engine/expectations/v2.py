@@ -35,7 +35,7 @@ V2 = (
         ),
     ),
     Expected("vllm.v1.core.sched.output:NewRequestData.sampling_params"),
-    # v2/speculator.py, and the batch that it and others of v2/ read
+    # v2/proposer.py, and the batch that it and others of v2/ read
     Expected(_SPECULATOR, ("vllm_config", "device")),
     Expected("vllm.config:VllmConfig.max_concurrent_batches"),
     Expected(f"{_SPECULATOR}.load_model", ("self", "target_model")),

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from sequoia_vllm.engine.tree_layers import TreeForward
+from sequoia_vllm.engine.attention_layers import TreeForward
 from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_attention
 
 

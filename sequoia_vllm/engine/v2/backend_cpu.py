@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.config import ContextAttention
+from sequoia_vllm.engine.attention_layers import replaced_backends
 from sequoia_vllm.engine.cpu_attention import (
     CPU_BACKENDS,
     CPUTreeAttentionMetadata,
@@ -20,7 +21,6 @@ from sequoia_vllm.engine.cpu_attention import (
     unsupported_attention,
 )
 from sequoia_vllm.engine.kv_commit import TargetCaches, accepted_moves
-from sequoia_vllm.engine.tree_layers import replaced_backends
 from sequoia_vllm.engine.v2.backend import DraftQueries, TreeBackend
 from sequoia_vllm.engine.v2.scoring import ScoringTrees
 

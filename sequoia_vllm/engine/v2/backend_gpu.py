@@ -9,12 +9,12 @@ from torch import Tensor
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from sequoia_vllm.config import ContextAttention
-from sequoia_vllm.engine.kv_commit import layers_by_cache
-from sequoia_vllm.engine.tree_layers import (
+from sequoia_vllm.engine.attention_layers import (
     reason_of,
     replaced_backends,
     unmaskable_features,
 )
+from sequoia_vllm.engine.kv_commit import layers_by_cache
 from sequoia_vllm.engine.v2.attention_gpu import (
     DraftMetadata,
     FlashTreeImpl,

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
     SpeculatorBatchDescriptor,
 )
 
-from sequoia_vllm.engine.v2.draft_plan import DraftPlan
+from sequoia_vllm.drafting.draft_plan import DraftPlan
 
 
 class DraftGraphs(CudaGraphManager):

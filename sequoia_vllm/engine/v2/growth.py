@@ -15,9 +15,9 @@ from torch import Tensor
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.block_table import BlockTables
 
+from sequoia_vllm.drafting.draft_batch import DraftBatch
+from sequoia_vllm.drafting.levels import DraftLevels, Level
 from sequoia_vllm.engine.v2.backend import DraftQueries, TreeBackend
-from sequoia_vllm.engine.v2.draft_batch import DraftBatch
-from sequoia_vllm.engine.v2.levels import DraftLevels, Level
 from sequoia_vllm.kernels.children import DrawWorkspace, draw_children
 from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
 

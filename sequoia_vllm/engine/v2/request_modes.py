@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
-from sequoia_vllm.engine.eligibility import drafts_at_no_time
+from sequoia_vllm.engine.eligibility import never_drafts
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
 from sequoia_vllm.verification import GREEDY_BELOW
 
@@ -50,7 +50,7 @@ class RequestModes:
 
 def mode_of(sampling_params: Any) -> int:
     """How this request is drafted and verified."""
-    if drafts_at_no_time(sampling_params):
+    if never_drafts(sampling_params):
         return SKIP
     if sampling_params.temperature < GREEDY_BELOW:
         return GREEDY

@@ -14,22 +14,22 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from sequoia_vllm.engine.attention_layers import supported_layers
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.step_stats import StepStats
 from sequoia_vllm.engine.swap import swapped
-from sequoia_vllm.engine.tree_layers import supported_layers
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.path_copies import PathCopies
+from sequoia_vllm.engine.v2.proposer import TreeProposer
 from sequoia_vllm.engine.v2.scoring import ScoringTrees, TreeScoring, attach
-from sequoia_vllm.engine.v2.speculator import TreeSpeculator
-from sequoia_vllm.engine.v2.verifier import TreeRejectionSampler
+from sequoia_vllm.engine.v2.verifier import TreeVerifier
 
 
-class TreeRunnerMixin(GPUModelRunner):
+class TreeRunner(GPUModelRunner):
     """Grows, scores, verifies and commits token trees within vLLM's V2 step.
 
     One step: `prepare_attn` (positions by depth) -> attention metadata (tree
-    masks) -> target forward -> `sample` (verify, commit) -> the speculator's
+    masks) -> target forward -> `sample` (verify, commit) -> the proposer's
     `propose` (grow the next trees). Nothing waits for the device.
 
     Attributes:
@@ -37,7 +37,7 @@ class TreeRunnerMixin(GPUModelRunner):
     """
 
     backend_class: type[TreeBackend]
-    rejection_sampler: TreeRejectionSampler
+    rejection_sampler: TreeVerifier
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         settings = SequoiaSettings.of(vllm_config)
@@ -45,8 +45,8 @@ class TreeRunnerMixin(GPUModelRunner):
         ancestors = torch.from_numpy(self.tree.ancestor_mask.copy()).to(device)
         self.tree_backend = self.backend_class(ancestors, settings.context_attention)
 
-        def init_speculator(config: VllmConfig, where: torch.device, states: Any) -> TreeSpeculator:
-            return TreeSpeculator(config, where, states, self.tree, self.tree_backend)
+        def init_speculator(config: VllmConfig, where: torch.device, states: Any) -> TreeProposer:
+            return TreeProposer(config, where, states, self.tree, self.tree_backend)
 
         with swapped(model_runner, "init_speculator", init_speculator):
             super().__init__(vllm_config, device)
@@ -79,7 +79,7 @@ class TreeRunnerMixin(GPUModelRunner):
         self._target_layers = [
             name for name in layers if name not in self.speculator.draft_attn_layer_names
         ]
-        self.rejection_sampler = TreeRejectionSampler(self.sampler, self.speculator)
+        self.rejection_sampler = TreeVerifier(self.sampler, self.speculator)
         if any(_is_custom(processor) for processor in self.sampler.logits_processors):
             self.speculator.modes.give_no_drafts()
         self._plain_prepare_attn = self.model_state.prepare_attn

@@ -5,10 +5,10 @@ from __future__ import annotations
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 
 from sequoia_vllm.engine.v2.backend_cpu import CPUTreeBackend
-from sequoia_vllm.engine.v2.runner import TreeRunnerMixin
+from sequoia_vllm.engine.v2.runner import TreeRunner
 
 
-class SequoiaCPUModelRunnerV2(TreeRunnerMixin, CPUModelRunner):
+class SequoiaCPUModelRunnerV2(TreeRunner, CPUModelRunner):
     """vLLM's V2 runner for CPUs with trees."""
 
     backend_class = CPUTreeBackend

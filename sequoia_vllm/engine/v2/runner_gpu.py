@@ -8,11 +8,11 @@ from vllm.v1.worker.gpu import model_runner
 
 from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.v2.backend_gpu import GPUTreeBackend
-from sequoia_vllm.engine.v2.runner import TreeRunnerMixin
+from sequoia_vllm.engine.v2.runner import TreeRunner
 from sequoia_vllm.engine.v2.target_graphs import TreeGraphManager
 
 
-class SequoiaGPUModelRunner(TreeRunnerMixin):
+class SequoiaGPUModelRunner(TreeRunner):
     """vLLM's V2 runner with trees."""
 
     backend_class = GPUTreeBackend

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from sequoia_vllm.engine.eligibility import drafts_at_no_time, may_carry_placeholders
+from sequoia_vllm.engine.eligibility import may_carry_placeholders, never_drafts
 
 # Of the requests in a step, those that carry placeholders instead of drafts are
 # at most this share, or one: their rows are scored for nothing.
@@ -48,7 +48,7 @@ class TreeScheduler(AsyncScheduler):
             self._without_drafts.pop(request_id, None)
         for new in scheduler_output.scheduled_new_reqs:
             self._without_drafts.pop(new.req_id, None)
-            if drafts_at_no_time(new.sampling_params):
+            if never_drafts(new.sampling_params):
                 self._without_drafts[new.req_id] = may_carry_placeholders(new.sampling_params)
 
     def _is_padded(self, undrafted: set[str], scheduled: int) -> bool:

@@ -22,11 +22,11 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
-from sequoia_vllm.engine.tensor_parallel import of_first_rank
+from sequoia_vllm.drafting.levels import child_table
+from sequoia_vllm.engine.tensor_parallel import broadcast_from_rank0
 from sequoia_vllm.engine.v2.emitted_rows import emitted_rows
-from sequoia_vllm.engine.v2.levels import child_table
 from sequoia_vllm.engine.v2.logits_needs import LogitsNeeds
-from sequoia_vllm.engine.v2.speculator import TreeSpeculator
+from sequoia_vllm.engine.v2.proposer import TreeProposer
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
 from sequoia_vllm.kernels.verify import verify_trees
 
@@ -52,7 +52,7 @@ class Verified:
         return self.paths[:, 1:]
 
 
-class TreeRejectionSampler(RejectionSampler):
+class TreeVerifier(RejectionSampler):
     """vLLM's rejection sampler, whose call verifies trees.
 
     Derived from it for what vLLM reads of it besides, which differs between versions.
@@ -62,7 +62,7 @@ class TreeRejectionSampler(RejectionSampler):
         speculator: Who drew the drafts.
     """
 
-    def __init__(self, sampler: Sampler, speculator: TreeSpeculator) -> None:
+    def __init__(self, sampler: Sampler, speculator: TreeProposer) -> None:
         super().__init__(sampler, speculator.speculative_config, speculator.device)
         self._speculator = speculator
         self._inner_index = torch.tensor(
@@ -88,7 +88,7 @@ class TreeRejectionSampler(RejectionSampler):
         Args:
             logits: ``[rows, V]``: the target's logits at all nodes.
             input_batch: The batch, with positions by depth.
-            draft_logits: Not used: the speculator keeps them by node.
+            draft_logits: Not used: the proposer keeps them by node.
             invalid_drafts: bool ``[rows]``: drafts that a grammar excludes.
         """
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
@@ -122,7 +122,9 @@ class TreeRejectionSampler(RejectionSampler):
         most = get_max_chunk_logits(logits.shape[1])
         for requests in _request_chunks(batch.cu_num_logits_np, most):
             self._verify_requests(requests, logits, inputs, batch, verified)
-        return Verified(*of_first_rank(verified.tokens, verified.num_sampled, verified.paths))
+        return Verified(
+            *broadcast_from_rank0(verified.tokens, verified.num_sampled, verified.paths)
+        )
 
     def _inputs(self, batch: InputBatch, invalid: Tensor | None, scored: Tensor) -> VerifierInputs:
         """What is known of the batch's rows and requests, put side by side."""

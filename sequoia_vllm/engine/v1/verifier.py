@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sequoia_vllm.engine.drafts import Draft, ScheduledTrees
-from sequoia_vllm.engine.seeded import consume_seeds, peek_seeds
-from sequoia_vllm.engine.target_distribution import TargetDistribution
+from sequoia_vllm.engine.v1.drafts import Draft, ScoringTrees
+from sequoia_vllm.engine.v1.seeded import consume_seeds, peek_seeds
+from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
 from sequoia_vllm.verification import Topology, VerifyResult, match_nodes, match_tree, walk_tree
 
 
@@ -35,7 +35,7 @@ class TreeVerifier:
 
     def verify(
         self,
-        trees: ScheduledTrees,
+        trees: ScoringTrees,
         target: TargetDistribution,
         generators: dict[int, torch.Generator],
     ) -> VerifyResult:
@@ -74,7 +74,7 @@ class TreeVerifier:
 
     def _verify_greedy(
         self,
-        trees: ScheduledTrees,
+        trees: ScoringTrees,
         chosen: Tensor,
         target: TargetDistribution,
         generators: dict[int, torch.Generator],
@@ -87,7 +87,7 @@ class TreeVerifier:
 
     def _verify_seeded(
         self,
-        trees: ScheduledTrees,
+        trees: ScoringTrees,
         chosen: Tensor,
         target: TargetDistribution,
         generators: dict[int, torch.Generator],
@@ -109,7 +109,7 @@ class TreeVerifier:
 
     def _verify_sampled(
         self,
-        trees: ScheduledTrees,
+        trees: ScoringTrees,
         chosen: Tensor,
         target: TargetDistribution,
         generators: dict[int, torch.Generator],

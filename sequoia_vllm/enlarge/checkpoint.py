@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sequoia_vllm.grow.mark import GrowError
+from sequoia_vllm.enlarge.mark import GrowError
 
 if TYPE_CHECKING:
     import torch

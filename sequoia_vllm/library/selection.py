@@ -8,9 +8,9 @@ from functools import cache
 
 from sequoia_vllm.hardware.models import nearest_class
 from sequoia_vllm.hardware.schedule import Schedule
-from sequoia_vllm.tree.library_files import LibraryError, TreeEntry
+from sequoia_vllm.library.files import LibraryError, TreeEntry
+from sequoia_vllm.library.user_trees import same_model
 from sequoia_vllm.tree.token_tree import TokenTree
-from sequoia_vllm.tree.user_trees import same_model
 
 logger = logging.getLogger("vllm.sequoia.library")  # shown by vLLM's own handler
 

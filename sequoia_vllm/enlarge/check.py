@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sequoia_vllm.grow.checkpoint import find_checkpoint
-from sequoia_vllm.grow.mark import GrowError
+from sequoia_vllm.enlarge.checkpoint import find_checkpoint
+from sequoia_vllm.enlarge.mark import GrowError
 
 if TYPE_CHECKING:
     import torch

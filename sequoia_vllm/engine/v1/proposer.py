@@ -15,9 +15,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from sequoia_vllm.engine.cpu_attention import CPUTreeAttentionMetadata, TreeQueries
-from sequoia_vllm.engine.draft_progress import CommittedTokens
-from sequoia_vllm.engine.draft_sampling import DraftSampling
-from sequoia_vllm.engine.drafts import GrownTrees
+from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
+from sequoia_vllm.engine.v1.drafts import DraftedTrees
+from sequoia_vllm.engine.v1.reading import CommittedTokens
 from sequoia_vllm.tree import TokenTree
 
 PADDING_SLOT = -1  # vLLM's cache-update op skips it
@@ -84,7 +84,7 @@ class InnerNodes:
     max_keys: int
 
 
-class SequoiaProposer(DraftModelProposer):
+class TreeProposer(DraftModelProposer):
     """vLLM's draft-model proposer (loading, KV cache, compilation) growing trees.
 
     Its `propose` is replaced by `advance` (the draft reads what was committed)
@@ -153,7 +153,7 @@ class SequoiaProposer(DraftModelProposer):
         root_positions: NDArray[np.int64],
         requests: NDArray[np.int64],
         sampling: DraftSampling,
-    ) -> GrownTrees:
+    ) -> DraftedTrees:
         """Grows one tree per request, level by level.
 
         Args:

@@ -19,23 +19,23 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from sequoia_vllm.engine.attention_layers import replaced_backends, supported_layers
 from sequoia_vllm.engine.cpu_attention import CPU_BACKENDS, TreeQueries, unsupported_attention
 from sequoia_vllm.engine.draft_blocks import DraftBlocks
-from sequoia_vllm.engine.draft_progress import CommittedTokens, DraftProgress
-from sequoia_vllm.engine.draft_sampling import DraftSampling
-from sequoia_vllm.engine.drafts import Draft, ScheduledTrees, schedule_trees
 from sequoia_vllm.engine.eligibility import reason_without_drafts
 from sequoia_vllm.engine.kv_commit import TargetCaches, accepted_moves
-from sequoia_vllm.engine.proposer import SequoiaProposer
-from sequoia_vllm.engine.sampler_output import SamplerRows, combine_outputs, wants_logprobs
-from sequoia_vllm.engine.seeded import peek_seeds
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.step_stats import StepStats
 from sequoia_vllm.engine.swap import swapped
-from sequoia_vllm.engine.target_distribution import TargetDistribution
-from sequoia_vllm.engine.tensor_parallel import of_first_rank
-from sequoia_vllm.engine.tree_layers import replaced_backends, supported_layers
-from sequoia_vllm.engine.tree_verifier import TreeVerifier
+from sequoia_vllm.engine.tensor_parallel import broadcast_from_rank0
+from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
+from sequoia_vllm.engine.v1.drafts import Draft, ScoringTrees, schedule_trees
+from sequoia_vllm.engine.v1.proposer import TreeProposer
+from sequoia_vllm.engine.v1.reading import CommittedTokens, DraftReading
+from sequoia_vllm.engine.v1.sampler_output import SamplerRows, combine_outputs, wants_logprobs
+from sequoia_vllm.engine.v1.seeded import peek_seeds
+from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
+from sequoia_vllm.engine.v1.verifier import TreeVerifier
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification import GREEDY_BELOW, VerifyResult
 
@@ -62,7 +62,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             super().__init__(vllm_config, device)
         self.tree = SequoiaSettings.of(vllm_config).tree
         self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
-        self.drafter = SequoiaProposer(vllm_config, device, self)
+        self.drafter = TreeProposer(vllm_config, device, self)
         self.tree_verifier = TreeVerifier(
             greedy_argmax=self.sampler.greedy_sample,
             seeded_argmax=torch.ops._C.fused_gumbel_argmax,
@@ -70,7 +70,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self.stats = StepStats(self.tree)
         self._prefixes: dict[int, TokenTree] = {}
         self._drafts: dict[str, Draft] = {}
-        self._trees: ScheduledTrees | None = None
+        self._trees: ScoringTrees | None = None
         self._target_metadata: dict[str, Any] = {}
         self._target_caches: TargetCaches | None = None
         self._depths = torch.from_numpy(self.tree.depths.copy()).to(device)
@@ -96,11 +96,11 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         ]
 
     @cached_property
-    def draft_progress(self) -> DraftProgress:
+    def draft_reading(self) -> DraftReading:
         """How far the draft has read each request; made when the cache is there."""
         group = self.drafter.kv_cache_gid
         spec = self.kv_cache_config.kv_cache_groups[group].kv_cache_spec
-        return DraftProgress(
+        return DraftReading(
             self.drafter.draft_max_len, self.max_num_tokens, DraftBlocks({group: spec.block_size})
         )
 
@@ -110,17 +110,17 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         """As vLLM's; follows requests that finish, start, or resume after preemption."""
         for request_id in scheduler_output.finished_req_ids:
             self._drafts.pop(request_id, None)
-            self.draft_progress.forget(request_id)
+            self.draft_reading.forget(request_id)
         for new in scheduler_output.scheduled_new_reqs:
-            self.draft_progress.start(new.req_id, new.num_computed_tokens, new.block_ids)
+            self.draft_reading.start(new.req_id, new.num_computed_tokens, new.block_ids)
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
                 computed = cached.num_computed_tokens[index]
-                self.draft_progress.start(request_id, computed, blocks)
+                self.draft_reading.start(request_id, computed, blocks)
             elif blocks is not None:
-                self.draft_progress.extend(request_id, blocks)
+                self.draft_reading.extend(request_id, blocks)
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(
@@ -157,7 +157,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
                 self._add_trees(layer_metadata, trees)
         return metadata, common
 
-    def _add_trees(self, metadata: Any, trees: ScheduledTrees) -> None:
+    def _add_trees(self, metadata: Any, trees: ScoringTrees) -> None:
         max_nodes = trees.tokens.shape[1]
         metadata.tree = TreeQueries(
             rows=torch.where(trees.is_node, trees.rows, -1),
@@ -211,18 +211,18 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         return replace(metadata, generators=generators)
 
     def _verify(
-        self, trees: ScheduledTrees, logits: Tensor, metadata: SamplingMetadata
+        self, trees: ScoringTrees, logits: Tensor, metadata: SamplingMetadata
     ) -> VerifyResult:
         params = [self.requests[request].sampling_params for request in self.input_batch.req_ids]
         target = TargetDistribution.of(logits, metadata, params)
         result = self.tree_verifier.verify(trees, target, metadata.generators)
         return VerifyResult(
-            *of_first_rank(result.accepted_nodes, result.output_tokens, result.num_accepted)
+            *broadcast_from_rank0(result.accepted_nodes, result.output_tokens, result.num_accepted)
         )
 
     def _combine(
         self,
-        trees: ScheduledTrees,
+        trees: ScoringTrees,
         result: VerifyResult,
         logits: Tensor,
         metadata: SamplingMetadata,
@@ -240,7 +240,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             )
         return combine_outputs(self.sampler, rows, sampled, logits, metadata)
 
-    def _commit(self, trees: ScheduledTrees, result: VerifyResult) -> None:
+    def _commit(self, trees: ScoringTrees, result: VerifyResult) -> None:
         if self._target_caches is None:
             layers = self.compilation_config.static_forward_context
             caches = {name: layers[name].kv_cache for name in self._target_layers}
@@ -317,7 +317,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         computed = self.input_batch.num_computed_tokens_cpu[:num_reqs]
         sampled = sampled_token_ids.cpu().numpy()
         discarded = self.discard_request_mask.np[:num_reqs]
-        return self.draft_progress.take(
+        return self.draft_reading.take(
             self.input_batch.req_ids,
             self.input_batch.token_ids_cpu,
             known=(computed + scheduled - np.array(drafted)).astype(np.int64),

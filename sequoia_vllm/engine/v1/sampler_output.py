@@ -11,7 +11,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from sequoia_vllm.engine.drafts import ScheduledTrees
+from sequoia_vllm.engine.v1.drafts import ScoringTrees
 from sequoia_vllm.verification import VerifyResult
 
 
@@ -34,7 +34,7 @@ class SamplerRows:
     without_tree: Tensor
 
     @classmethod
-    def of(cls, trees: ScheduledTrees, result: VerifyResult, num_reqs: int) -> SamplerRows:
+    def of(cls, trees: ScoringTrees, result: VerifyResult, num_reqs: int) -> SamplerRows:
         """Rows of one step."""
         device = trees.requests.device
         rows_of_request = torch.ones(num_reqs, dtype=torch.int64, device=device)

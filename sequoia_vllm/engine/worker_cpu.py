@@ -27,7 +27,7 @@ class SequoiaCPUWorker(SequoiaWorker, CPUWorker):
             with swapped(cpu_model_runner_v2, "CPUModelRunner", SequoiaCPUModelRunnerV2):
                 super().init_device()
             return
-        from sequoia_vllm.engine.runner_v1 import SequoiaCPUModelRunner
+        from sequoia_vllm.engine.v1.runner import SequoiaCPUModelRunner
 
         with swapped(cpu_worker, "CPUModelRunner", SequoiaCPUModelRunner):
             super().init_device()

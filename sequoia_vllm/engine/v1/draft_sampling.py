@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sequoia_vllm.engine.drafts import GrownTrees
-from sequoia_vllm.engine.seeded import gumbel_noise
+from sequoia_vllm.engine.v1.drafts import DraftedTrees
+from sequoia_vllm.engine.v1.seeded import gumbel_noise
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification import draft_distribution, draw_without_replacement
 
@@ -88,9 +88,9 @@ class DraftSampling:
             drawn[self.seeded] = (scores + noise[:, None]).topk(branch, dim=-1).indices
         return drawn
 
-    def finish(self, tokens: Tensor) -> GrownTrees:
+    def finish(self, tokens: Tensor) -> DraftedTrees:
         """What was grown; ``tokens`` is int64 ``[B, size]``."""
-        return GrownTrees(self._tree, tokens, self._probs, self._probs_rows)
+        return DraftedTrees(self._tree, tokens, self._probs, self._probs_rows)
 
     def _store(self, probs: Tensor, nodes: NDArray[np.int64]) -> None:
         end = self._stored + len(probs)

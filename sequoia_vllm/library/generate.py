@@ -25,8 +25,8 @@ from sequoia_vllm.hardware.models import ModelClass, model_classes, size_name
 from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.hardware.roofline import ROOFLINE_MAX_SIZE, roofline_profile
 from sequoia_vllm.hardware.schedule import Schedule
-from sequoia_vllm.tree.json_file import dump_json
-from sequoia_vllm.tree.library_files import (
+from sequoia_vllm.json_file import dump_json
+from sequoia_vllm.library.files import (
     AcceptanceFile,
     LibraryError,
     LibraryFile,
@@ -34,7 +34,7 @@ from sequoia_vllm.tree.library_files import (
     StoredTree,
     TreeEntry,
 )
-from sequoia_vllm.tree.user_trees import same_model
+from sequoia_vllm.library.user_trees import same_model
 
 COMMAND = "sequoia-vllm tree generate"
 _MEASURED_MAX_SIZE = 1024

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sequoia_vllm.grow.checkpoint import Checkpoint, find_checkpoint, write_checkpoint
-from sequoia_vllm.grow.mark import MARK, GrowError
-from sequoia_vllm.grow.shape import (
+from sequoia_vllm.enlarge.checkpoint import Checkpoint, find_checkpoint, write_checkpoint
+from sequoia_vllm.enlarge.mark import MARK, GrowError
+from sequoia_vllm.enlarge.shape import (
     GrownShape,
     SourceShape,
     explicit_shape,

@@ -16,19 +16,19 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
+from sequoia_vllm.drafting.draft_batch import DraftBatch
+from sequoia_vllm.drafting.draft_plan import DraftPlan, depths_by_drafts, inner_nodes
+from sequoia_vllm.drafting.levels import DraftLevels, inner_rows
 from sequoia_vllm.engine.v2.backend import TreeBackend
-from sequoia_vllm.engine.v2.draft_batch import DraftBatch
 from sequoia_vllm.engine.v2.draft_graphs import DraftGraphs
-from sequoia_vllm.engine.v2.draft_plan import DraftPlan, depths_by_drafts, inner_nodes
 from sequoia_vllm.engine.v2.growth import DraftCache, DraftedTrees, TreeGrowth, chain_width
-from sequoia_vllm.engine.v2.levels import DraftLevels, inner_rows
 from sequoia_vllm.engine.v2.reading import DraftReading
 from sequoia_vllm.engine.v2.request_modes import RequestModes
 from sequoia_vllm.hardware.budget import drafts_by_batch
 from sequoia_vllm.tree import TokenTree
 
 
-class TreeSpeculator(StandaloneARSpeculator):
+class TreeProposer(StandaloneARSpeculator):
     """vLLM's draft-model speculator (loading, KV cache, buffers) growing trees.
 
     Its `propose` is replaced. Whatever a step decided stays on the device.

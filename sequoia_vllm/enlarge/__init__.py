@@ -3,9 +3,9 @@
 `shape` and `mark` need neither torch nor vLLM.
 """
 
-from sequoia_vllm.grow.mark import GrowError, grown_from
-from sequoia_vllm.grow.shape import GrownShape, SourceShape, shape_for_parameters
-from sequoia_vllm.grow.write import Growth, grow_model
+from sequoia_vllm.enlarge.mark import GrowError, grown_from
+from sequoia_vllm.enlarge.shape import GrownShape, SourceShape, shape_for_parameters
+from sequoia_vllm.enlarge.write import Growth, grow_model
 
 __all__ = [
     "GrowError",

@@ -16,11 +16,11 @@ import platformdirs
 
 from sequoia_vllm.hardware.device import X86_CPU, Device, DeviceHints, identify, nearest
 from sequoia_vllm.hardware.models import parameters_from_name
-from sequoia_vllm.tree.json_file import dump_json, read_model
-from sequoia_vllm.tree.library_files import LibraryError, LibraryFile, TreeEntry, UserTree
-from sequoia_vllm.tree.selection import Selection, of_pair, of_strength, selection
+from sequoia_vllm.json_file import dump_json, read_model
+from sequoia_vllm.library.files import LibraryError, LibraryFile, TreeEntry, UserTree
+from sequoia_vllm.library.selection import Selection, of_pair, of_strength, selection
+from sequoia_vllm.library.user_trees import user_tree_name
 from sequoia_vllm.tree.token_tree import TokenTree
-from sequoia_vllm.tree.user_trees import user_tree_name
 
 USER_DIRECTORY_VARIABLE = "SEQUOIA_VLLM_TREES"
 

@@ -38,7 +38,7 @@ class CommittedTokens:
         return self.counts.cumsum() - 1
 
 
-class DraftProgress:
+class DraftReading:
     """Tokens of each request whose keys and values the draft's cache holds.
 
     While speculation is off (a schedule says 0 at this batch size) the draft

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sequoia_vllm.grow.mark import GrowError
+from sequoia_vllm.enlarge.mark import GrowError
 
 # MLP widths are multiples of this: matrix kernels and tensor parallelism like them.
 WIDTH_STEP = 64

@@ -14,7 +14,7 @@ from sequoia_vllm.tree import TokenTree
 
 
 @dataclass(frozen=True)
-class GrownTrees:
+class DraftedTrees:
     """What one drafting pass grew, for all its requests.
 
     Attributes:
@@ -34,9 +34,9 @@ class GrownTrees:
 
 @dataclass(frozen=True)
 class Draft:
-    """One request's row of a `GrownTrees`."""
+    """One request's row of a `DraftedTrees`."""
 
-    grown: GrownTrees
+    grown: DraftedTrees
     row: int
 
     def matches(self, scheduled: Sequence[int]) -> bool:
@@ -46,7 +46,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class ScheduledTrees:
+class ScoringTrees:
     """The trees in one step's batch: rows of the batch, and what was drafted.
 
     B counts requests with drafts, N is their longest tree, root included.
@@ -97,7 +97,7 @@ def schedule_trees(
     query_ends: np.ndarray,
     seq_lens: np.ndarray,
     device: torch.device,
-) -> ScheduledTrees | None:
+) -> ScoringTrees | None:
     """Matches the drafts that the scheduler sent back with what was grown.
 
     Args:
@@ -144,7 +144,7 @@ def schedule_trees(
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    return ScheduledTrees(
+    return ScoringTrees(
         requests=tensor(requests.astype(np.int64)),
         num_nodes=tensor(num_nodes.astype(np.int64)),
         context_lens=tensor(seq_lens[requests].astype(np.int64) - num_nodes),

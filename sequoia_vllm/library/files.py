@@ -10,8 +10,8 @@ from pydantic import Field, field_validator, model_validator
 
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate, ScheduleRange
+from sequoia_vllm.json_file import FileModel, read_model
 from sequoia_vllm.tree.acceptance import Acceptance, AcceptanceError
-from sequoia_vllm.tree.json_file import FileModel, read_model
 from sequoia_vllm.tree.token_tree import TokenTree
 
 LIBRARY_SCHEMA = "sequoia-vllm/tree-library/v1"
