@@ -41,7 +41,7 @@ lint: setup
 	$(BIN)/mypy
 
 contract: setup
-	$(BIN)/python tests/contract/check_wheels.py $(CONTRACT_DIR) $(CONTRACT_VERSIONS)
+	$(BIN)/python -m tests.contract.check_wheels $(CONTRACT_DIR) $(CONTRACT_VERSIONS)
 
 compiled: setup
 	$(BIN)/python tests/kernels/record_compiled.py .triton

@@ -18,7 +18,7 @@ from typing import Any
 from sequoia_vllm.bench.decode_rate import Arrival
 from sequoia_vllm.bench.methods import AUTO, BenchError, Kind, Method
 from sequoia_vllm.bench.worker import EXTENSION
-from sequoia_vllm.calibration.engines import Progress, open_engine
+from sequoia_vllm.measuring.engines import Progress, open_engine
 from sequoia_vllm.tree.token_tree import TokenTree
 
 # What an engine takes besides weights and KV cache (measured: 0.9 GiB).

@@ -16,7 +16,7 @@ from sequoia_vllm.bench.engines import (
 from sequoia_vllm.bench.methods import Method
 from sequoia_vllm.bench.outputs import NEAR_TIE, Difference, first_difference, is_near_tie
 from sequoia_vllm.bench.report import GreedyCheck, Mismatch
-from sequoia_vllm.calibration.engines import Progress, wait_for_quiet
+from sequoia_vllm.measuring.engines import Progress, wait_for_quiet
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _WARM_UP_TOKENS = 16

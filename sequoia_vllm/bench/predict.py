@@ -13,12 +13,12 @@ from sequoia_vllm.calibration.acceptance import (
     AcceptanceTask,
     measure_acceptance,
 )
-from sequoia_vllm.calibration.engines import Progress
 from sequoia_vllm.calibration.profile import ProfileSettings, measure_profile
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.measuring.engines import Progress
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _ROOT = TokenTree((-1,))

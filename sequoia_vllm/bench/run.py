@@ -13,9 +13,9 @@ from sequoia_vllm.bench.methods import Kind
 from sequoia_vllm.bench.predict import Basis, middle_context
 from sequoia_vllm.bench.report import BenchModel, BenchReport, Prediction
 from sequoia_vllm.bench.summary import results
-from sequoia_vllm.calibration.engines import Progress
-from sequoia_vllm.calibration.provenance import model_hashes, provenance
 from sequoia_vllm.enlarge.mark import grown_from
+from sequoia_vllm.measuring.engines import Progress
+from sequoia_vllm.measuring.provenance import model_hashes, provenance
 
 # What changes speed on CPUs, of the environment.
 _ENVIRONMENT = (

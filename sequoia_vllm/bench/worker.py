@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sequoia_vllm.calibration.recorder_v2 import RecordingV2
-from sequoia_vllm.calibration.wrapping import around, is_decoding, runs_v2
+from sequoia_vllm.measuring.recorder_v2 import RecordingV2
+from sequoia_vllm.measuring.wrapping import around, is_decoding, runs_v2
 
 EXTENSION = "sequoia_vllm.bench.worker.PartTimes"
 PARTS = ("target", "draft", "drawing", "verify")

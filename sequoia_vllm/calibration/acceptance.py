@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from sequoia_vllm.calibration.counts import estimate_acceptance, probing_tree
-from sequoia_vllm.calibration.engines import Progress, load_config, longest_context, open_engine
-from sequoia_vllm.calibration.errors import CalibrationError
 from sequoia_vllm.calibration.probing import Budget, Checkpoint, Counters, Probe, StoppedBy
-from sequoia_vllm.calibration.provenance import grown_models, model_hashes, provenance
 from sequoia_vllm.calibration.workload import Workload
 from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
+from sequoia_vllm.measuring.engines import Progress, load_config, longest_context, open_engine
+from sequoia_vllm.measuring.errors import CalibrationError
+from sequoia_vllm.measuring.provenance import grown_models, model_hashes, provenance
 from sequoia_vllm.prompts import (
     encode_prompts,
     load_prompts,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sequoia_vllm.calibration.errors import CalibrationError
+from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _Z95 = 1.959964

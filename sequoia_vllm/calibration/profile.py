@@ -11,17 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sequoia_vllm.calibration.engines import (
-    Progress,
-    count_parameters,
-    longest_context,
-    open_engine,
-    token_windows,
-    wait_for_quiet,
-)
-from sequoia_vllm.calibration.errors import CalibrationError
-from sequoia_vllm.calibration.provenance import grown_models, model_hashes, provenance
-from sequoia_vllm.calibration.recorder import EXTENSION
 from sequoia_vllm.calibration.step_times import (
     BatchCurves,
     BatchTimes,
@@ -33,6 +22,17 @@ from sequoia_vllm.calibration.step_times import (
 )
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.hardware.profile import Profile
+from sequoia_vllm.measuring.engines import (
+    Progress,
+    count_parameters,
+    longest_context,
+    open_engine,
+    token_windows,
+    wait_for_quiet,
+)
+from sequoia_vllm.measuring.errors import CalibrationError
+from sequoia_vllm.measuring.provenance import grown_models, model_hashes, provenance
+from sequoia_vllm.measuring.recorder_v1 import EXTENSION
 from sequoia_vllm.prompts import (
     encode_prompts,
     load_prompts,

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_vllm.calibration.errors import CalibrationError
 from sequoia_vllm.hardware.profile import Curve, Overhead
+from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _DIGITS = 7  # a tenth of a microsecond

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from sequoia_vllm.calibration.errors import CalibrationError
 from sequoia_vllm.hardware.choose import MAX_DEPTH, TreeSearch, choose_schedule
 from sequoia_vllm.hardware.cost import Estimate
 from sequoia_vllm.hardware.profile import Profile
@@ -13,6 +12,7 @@ from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
 from sequoia_vllm.library.generate import make_entry, model_class_of, profile_reference
 from sequoia_vllm.library.tree_library import Measurements, TreeLibrary
 from sequoia_vllm.library.user_trees import model_key, user_tree_name
+from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.tree.optimize import Frontier
 
 

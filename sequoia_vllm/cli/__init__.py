@@ -18,7 +18,7 @@ from sequoia_vllm import __version__
 
 # name -> "module:attribute"; the attribute is a typer app or a plain function.
 COMMANDS = {
-    "tree": "sequoia_vllm.cli.tree:app",
+    "tree": "sequoia_vllm.cli.tree.commands:app",
     "calibrate": "sequoia_vllm.cli.calibrate:calibrate",
     "profile": "sequoia_vllm.cli.profile:profile",
     "tune": "sequoia_vllm.cli.tune:tune",

@@ -33,10 +33,10 @@ def friendly_errors() -> Iterator[None]:
     a bug and keeps its traceback.
     """
     from sequoia_vllm.bench.methods import BenchError
-    from sequoia_vllm.calibration.errors import CalibrationError
     from sequoia_vllm.enlarge.mark import GrowError
     from sequoia_vllm.hardware import DeviceError, ProfileError
     from sequoia_vllm.library.files import LibraryError
+    from sequoia_vllm.measuring.errors import CalibrationError
     from sequoia_vllm.prompts import PromptError
     from sequoia_vllm.tree import AcceptanceError, TreeError
 

@@ -68,7 +68,7 @@ def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, 
 
 def note_grown(target: str, draft: str) -> None:
     """Says it where a model was made by `grow`: it costs what a larger one does, no more."""
-    from sequoia_vllm.calibration.provenance import grown_models
+    from sequoia_vllm.measuring.provenance import grown_models
 
     for role, mark in grown_models(target, draft).items():
         note(

@@ -65,23 +65,3 @@ class Schedule:
         """The estimate at the nearest batch size that has one, not above if possible."""
         below = [entry for entry in self.estimates if entry.batch_size <= batch_size]
         return below[-1] if below else self.estimates[0]
-
-    def capped(self, num_speculative_tokens: int) -> Schedule:
-        """The same schedule with at most this many drafts per request.
-
-        Estimates of batch sizes that would have drafted more are dropped.
-        """
-        if num_speculative_tokens >= self.tree.num_speculative_tokens:
-            return self
-        ranges = [
-            entry.model_copy(
-                update={
-                    "num_speculative_tokens": min(
-                        entry.num_speculative_tokens, num_speculative_tokens
-                    )
-                }
-            )
-            for entry in self.ranges
-        ]
-        kept = [e for e in self.estimates if e.num_speculative_tokens <= num_speculative_tokens]
-        return Schedule(self.tree.trim(num_speculative_tokens + 1), ranges, kept)

@@ -1,6 +1,6 @@
 """Checks the contract in the sources of vLLM's GPU wheels: ``make contract``.
 
-    python tests/contract/check_wheels.py DIRECTORY VERSION...
+    python -m tests.contract.check_wheels DIRECTORY VERSION...
 
 Downloads each wheel into DIRECTORY (some 340 MB) unless it lies there, unpacks
 its Python files beside it, and reads them: nothing of vLLM is installed or
@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 
 from sequoia_vllm.engine.contract import SUPPORTED_VERSIONS, contract
-from sequoia_vllm.engine.contract_sources import source_differences
+from tests.contract.sources import source_differences
 
 # Of Linux on x86; vLLM's wheels are for every Python from 3.8 on.
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_31_x86_64", "manylinux1_x86_64")

@@ -174,7 +174,7 @@ def step(scheduled, drafted=None):
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("sequoia_vllm.calibration.recorder.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("sequoia_vllm.measuring.recorder_v1.time.perf_counter", lambda: clock.now)
     return clock
 
 

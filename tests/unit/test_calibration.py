@@ -29,11 +29,11 @@ from sequoia_vllm.calibration.counts import (
     probing_tree,
     wilson_interval,
 )
-from sequoia_vllm.calibration.errors import CalibrationError
-from sequoia_vllm.calibration.provenance import model_hashes
 from sequoia_vllm.calibration.workload import Workload
 from sequoia_vllm.cli import app
 from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.measuring.errors import CalibrationError
+from sequoia_vllm.measuring.provenance import model_hashes
 from sequoia_vllm.tree import Acceptance, TokenTree
 from tests.engine.models import DRAFT, TARGET
 

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from sequoia_vllm.calibration.engines import token_windows
-from sequoia_vllm.calibration.errors import CalibrationError
 from sequoia_vllm.calibration.plot import plot_profile
 from sequoia_vllm.calibration.step_times import (
     BatchTimes,
@@ -23,6 +21,8 @@ from sequoia_vllm.cli import app
 from sequoia_vllm.cli.profile import print_profile
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.profile import Profile
+from sequoia_vllm.measuring.engines import token_windows
+from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.tree import Acceptance
 from sequoia_vllm.tree.token_tree import TreeError
 from tests.engine.models import DRAFT

@@ -502,7 +502,7 @@ class TestErrors:
         def broken(*_: object) -> None:
             raise ValueError("a bug")
 
-        monkeypatch.setattr("sequoia_vllm.cli.tree.optimize_tree", broken)
+        monkeypatch.setattr("sequoia_vllm.cli.tree.commands.optimize_tree", broken)
         with pytest.raises(ValueError, match="a bug"):
             run("tree", "build", "--acceptance", vector, "--size", 4, code=1)
 
@@ -520,7 +520,7 @@ class TestCommand:
         assert "No such command 'plant'" in fails("plant")
 
     def test_a_plain_function_can_be_a_command(self, monkeypatch):
-        monkeypatch.setitem(cli.COMMANDS, "seedling", "sequoia_vllm.cli.tree:bench")
+        monkeypatch.setitem(cli.COMMANDS, "seedling", "sequoia_vllm.cli.tree.commands:bench")
         monkeypatch.setattr(bench, "CASES", ())
         assert json.loads(run("seedling", "--json").stdout) == {"cases": []}
 

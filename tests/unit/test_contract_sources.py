@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sequoia_vllm.engine import contract
-from sequoia_vllm.engine.contract_sources import NotFoundError, Sources, source_differences
 from sequoia_vllm.engine.expectations import Expected, Signature
+from tests.contract.sources import NotFoundError, Sources, source_differences
 
 # One of each way in which vLLM defines what we rely on. Whole files, so that the
 # package can be imported for real and asked by `inspect`.
@@ -347,7 +347,7 @@ NOT_EXPECTED = {"current_platform"}  # reading does not find it; the contract ca
 
 @pytest.mark.parametrize(
     "file",
-    sorted(set(ENGINE.rglob("*.py")) - {ENGINE / "attention_bench.py"}),  # a tool
+    sorted(ENGINE.rglob("*.py")),
     ids=lambda file: str(file.relative_to(ENGINE)),
 )
 def test_all_that_is_used_of_vllm_is_expected(file):

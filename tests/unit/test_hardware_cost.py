@@ -312,14 +312,6 @@ class TestSchedule:
         loose = choose_schedule(SHIPPED, times, tolerance=0.05)
         assert len(loose.ranges) < len(choose_schedule(SHIPPED, times).ranges) < len(exact.ranges)
 
-    def test_capped(self):
-        schedule = choose_schedule(SHIPPED, gpu("NVIDIA H200", "8b-1b"))
-        capped = schedule.capped(10)
-        assert capped.tree == schedule.tree.trim(11)
-        assert max(k for _, _, k in capped.per_batch_size()) == 10
-        assert capped.per_batch_size()[-1] == schedule.per_batch_size()[-1]
-        assert schedule.capped(5000) is schedule
-
     def test_estimate_of_any_batch_size(self):
         schedule = choose_schedule(SHIPPED, gpu("NVIDIA H200"), batch_sizes=[2, 4, 8])
         assert [schedule.estimate(batch).batch_size for batch in (1, 2, 5, 100)] == [2, 2, 4, 8]

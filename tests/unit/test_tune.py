@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sequoia_vllm.calibration.errors import CalibrationError
-from sequoia_vllm.calibration.provenance import grown_models
 from sequoia_vllm.calibration.tune import (
     TunedPair,
     best_tree_at_any_price,
@@ -28,6 +26,8 @@ from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
 from sequoia_vllm.library.user_trees import user_tree_name
+from sequoia_vllm.measuring.errors import CalibrationError
+from sequoia_vllm.measuring.provenance import grown_models
 from tests.engine.models import DRAFT, TARGET
 
 HERE = TunedPair(current_device_name(), TARGET, DRAFT, "float32")

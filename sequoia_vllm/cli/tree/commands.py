@@ -15,7 +15,7 @@ from sequoia_vllm.cli.common import (
     print_json,
     progress_bar,
 )
-from sequoia_vllm.cli.tree_roofline import (
+from sequoia_vllm.cli.tree.roofline import (
     ClassOption,
     ContextOption,
     DtypeOption,
@@ -27,8 +27,8 @@ from sequoia_vllm.cli.tree_roofline import (
     times_json,
     times_table,
 )
-from sequoia_vllm.cli.tree_scaling import scaling
-from sequoia_vllm.cli.tree_view import (
+from sequoia_vllm.cli.tree.scaling import scaling
+from sequoia_vllm.cli.tree.view import (
     NamedTree,
     bench_table,
     comparison_table,
@@ -214,7 +214,7 @@ def list_trees(
     as_json: JsonOption = False,
 ) -> None:
     """List the trees of the library, the user's own first."""
-    from sequoia_vllm.cli.tree_library import entries_json, entries_of, entries_table
+    from sequoia_vllm.cli.tree.library import entries_json, entries_of, entries_table
     from sequoia_vllm.library.tree_library import TreeLibrary
 
     with friendly_errors():
@@ -277,7 +277,7 @@ def generate(
     ] = False,
 ) -> None:
     """Generate the tree library from its measured and published inputs."""
-    from sequoia_vllm.cli.tree_library import stale_files, write_files
+    from sequoia_vllm.cli.tree.library import stale_files, write_files
     from sequoia_vllm.library.generate import generate_library
     from sequoia_vllm.library.tree_library import shipped_directory
 

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sequoia_vllm.calibration.recorder_v2 import RecordingV2
-from sequoia_vllm.calibration.wrapping import around, runs_v2
+from sequoia_vllm.measuring.recorder_v2 import RecordingV2
+from sequoia_vllm.measuring.wrapping import around, runs_v2
 
-EXTENSION = "sequoia_vllm.calibration.recorder.StepRecorder"
+EXTENSION = "sequoia_vllm.measuring.recorder_v1.StepRecorder"
 
 
 class StepRecorder:

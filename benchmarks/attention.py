@@ -1,7 +1,7 @@
 """Times tree attention against vLLM's own CPU attention for as many query tokens.
 
-Run it as ``python -m sequoia_vllm.engine.attention_bench``. Both read the same
-paged cache, turn about; times are medians of one call, one layer, one request.
+Run it in a checkout as ``python -m benchmarks.attention``. Both read the same paged
+cache, turn about; times are medians of one call, one layer, one request.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from sequoia_vllm.cli.common import console, fail, friendly_errors, note, print_json
 from sequoia_vllm.cli.measuring import JsonOption, numbers
-from sequoia_vllm.cli.tree_roofline import (
+from sequoia_vllm.cli.tree.roofline import (
     ClassOption,
     ContextOption,
     DtypeOption,

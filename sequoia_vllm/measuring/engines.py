@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sequoia_vllm.calibration.errors import CalibrationError
+from sequoia_vllm.measuring.errors import CalibrationError
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is done, done, all)."""

@@ -1,0 +1,1 @@
+"""`sequoia-vllm tree`: make, draw, list and predict trees."""

@@ -1,0 +1,1 @@
+"""What measuring on live engines shares: engines, recorders of their steps, provenance."""
