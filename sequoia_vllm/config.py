@@ -17,13 +17,14 @@ from pydantic import (
     model_validator,
 )
 
+from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.tree.token_tree import SCHEMA, TokenTree
 
 METHOD = "sequoia"
 ContextAttention = Literal["triton", "flash"]
 
 
-class ConfigError(ValueError):
+class ConfigError(SequoiaError, ValueError):
     """A Sequoia configuration that cannot be used; the message names the fix."""
 
 

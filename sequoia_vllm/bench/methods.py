@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.tree.token_tree import TokenTree
 
@@ -17,7 +18,7 @@ _SHAPE = re.compile(r"(\d+)x(\d+)")
 _AUTO_SIZE = 128
 
 
-class BenchError(ValueError):
+class BenchError(SequoiaError, ValueError):
     """Something that cannot be measured; the message names the fix."""
 
 

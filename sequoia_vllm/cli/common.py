@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from sequoia_vllm.errors import SequoiaError
+
 USAGE_ERROR = 2
 
 
@@ -29,24 +31,12 @@ def error_console() -> Console:
 def friendly_errors() -> Iterator[None]:
     """Turns our errors into one message and exit code 2.
 
-    The message of each of our error classes names the fix; any other error is
-    a bug and keeps its traceback.
+    The message of each of them names the fix; any other error is a bug and keeps
+    its traceback.
     """
-    from sequoia_vllm.bench.methods import BenchError
-    from sequoia_vllm.enlarge.mark import GrowError
-    from sequoia_vllm.hardware import DeviceError, ProfileError
-    from sequoia_vllm.library.files import LibraryError
-    from sequoia_vllm.measuring.errors import CalibrationError
-    from sequoia_vllm.prompts import PromptError
-    from sequoia_vllm.tree import AcceptanceError, TreeError
-
-    ours = (
-        TreeError, AcceptanceError, ProfileError, DeviceError, LibraryError, PromptError,
-        CalibrationError, GrowError, BenchError,
-    )  # fmt: skip
     try:
         yield
-    except ours as error:
+    except SequoiaError as error:
         fail(str(error))
     except OSError as error:
         fail(f"{error.filename or 'file'}: {error.strerror or error}")

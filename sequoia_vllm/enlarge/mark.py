@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sequoia_vllm.errors import SequoiaError
+
 MARK = "sequoia_grown"
 
 
-class GrowError(ValueError):
+class GrowError(SequoiaError, ValueError):
     """A model that cannot be grown as asked; the message names the fix."""
 
 

@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from sequoia_vllm.errors import SequoiaError
+
 SCHEMA = "sequoia-vllm/gpu-check/v1"
 
 
-class GpuCheckError(ValueError):
+class GpuCheckError(SequoiaError, ValueError):
     """A check that cannot be run, or a report that cannot be used; the message names the fix."""
 
 

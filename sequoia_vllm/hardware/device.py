@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.json_file import FileModel, read_model
 
 _FILE = Path(__file__).with_name("devices.json")
@@ -21,7 +22,7 @@ X86_CPU = "x86-cpu"
 InterconnectKind = Literal["switch", "mesh", "bus", "host"]
 
 
-class DeviceError(ValueError):
+class DeviceError(SequoiaError, ValueError):
     """A device that nothing is known about; says what to do."""
 
 

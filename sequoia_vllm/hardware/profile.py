@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.json_file import FileModel, dump_json, read_model
@@ -22,7 +23,7 @@ Seconds = Annotated[float, Field(gt=0, le=1e5)]
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
-class ProfileError(ValueError):
+class ProfileError(SequoiaError, ValueError):
     """A profile that cannot be used; says which entry is wrong."""
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate, ScheduleRange
 from sequoia_vllm.json_file import FileModel, read_model
@@ -20,7 +21,7 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 Table = list[Probability] | list[list[Probability]]
 
 
-class LibraryError(ValueError):
+class LibraryError(SequoiaError, ValueError):
     """A library file or request that cannot be used; says what to do."""
 
 

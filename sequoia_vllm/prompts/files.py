@@ -9,11 +9,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from sequoia_vllm.errors import SequoiaError
+
 BUILTIN = Path(__file__).with_name("builtin.jsonl")
 _LINE_HELP = '{"prompt": "text"} or {"messages": [{"role": "user", "content": "text"}]}'
 
 
-class PromptError(ValueError):
+class PromptError(SequoiaError, ValueError):
     """Prompts that cannot be used; the message names the fix."""
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from sequoia_vllm.errors import SequoiaError
 
-class AcceptanceError(ValueError):
+
+class AcceptanceError(SequoiaError, ValueError):
     """An acceptance vector that is not one; says which entry is wrong."""
 
 

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.tree.acceptance import Acceptance
 
 SCHEMA = "sequoia-vllm/token-tree/v1"
 
 
-class TreeError(ValueError):
+class TreeError(SequoiaError, ValueError):
     """A tree, acceptance vector or tree file that cannot be used; says which part."""
 
 
