@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sequoia_vllm.bench.methods import Kind
 from sequoia_vllm.bench.report import BenchReport, Result
+from sequoia_vllm.figures import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -141,12 +142,7 @@ def _name_values(
 
 
 def _figure(width: float, height: float, columns: int) -> tuple[Figure, list[Axes]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = list(figure.subplots(1, columns, squeeze=False)[0])
+    figure, panels = new_figure(width, height, columns)
     for axes in panels:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)

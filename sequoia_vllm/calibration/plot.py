@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sequoia_vllm.figures import new_figure
 from sequoia_vllm.hardware.profile import Curve, Profile
 from sequoia_vllm.library.plot import check_output
 
@@ -18,14 +19,10 @@ def plot_profile(profile: Profile, path: Path) -> None:
     Raises:
         TreeError: If the format is not one that we write.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    check_output(path)
+    figure, panels = new_figure(10, 4.4, columns=2)
     from matplotlib.ticker import StrMethodFormatter
 
-    check_output(path)
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2)
     curves = (profile.target_forward, profile.draft_level)
     names = ("target: t(n) / t(1)", "one draft level / t(1)")
     plain = {_place(curve): curve.seconds[0] for curve in profile.target_forward}

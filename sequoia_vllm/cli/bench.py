@@ -94,9 +94,12 @@ def bench(
         fail("give both --profile and --acceptance, or --predict to measure them, or neither")
     from sequoia_vllm.bench.predict import Basis
     from sequoia_vllm.bench.run import run_bench
+    from sequoia_vllm.figures import require_matplotlib
     from sequoia_vllm.prompts import load_prompts
 
     with friendly_errors():
+        if plot is not None:
+            require_matplotlib()
         chosen = load_prompts(prompts, num_prompts)
         settings = _settings(options, chosen)
         basis = None if profile is None else _basis(settings, profile, acceptance)

@@ -67,6 +67,7 @@ def profile(
     """
     from sequoia_vllm.calibration.plot import plot_profile
     from sequoia_vllm.calibration.profile import ProfileSettings
+    from sequoia_vllm.figures import require_matplotlib
     from sequoia_vllm.library.plot import check_output as check_plot
 
     quiet_engines()
@@ -76,6 +77,7 @@ def profile(
         if plot is not None:
             check_output("--plot", plot)
             check_plot(plot)
+            require_matplotlib()
         settings = ProfileSettings(
             target, draft, prompts, numbers("--batch-sizes", batch_sizes),
             numbers("--tokens", tokens), numbers("--contexts", contexts), max_tokens, rounds,

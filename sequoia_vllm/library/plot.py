@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sequoia_vllm.figures import new_figure
 from sequoia_vllm.hardware.choose import TreeSearch
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
@@ -253,15 +254,7 @@ def _shades(count: int) -> list[str]:
 
 
 def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, ...]:
-    from matplotlib import rcParams
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # The same file for the same tree: ids in SVG files are otherwise random.
-    rcParams["svg.hashsalt"] = "sequoia-vllm"
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, columns, squeeze=False)[0]
+    figure, panels = new_figure(width, height, columns)
     for axes in panels:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)

@@ -1,4 +1,4 @@
-"""The README is true: its code runs, its commands work, its links lead somewhere."""
+"""The README and docs/ are true: their code runs, their commands work, links lead somewhere."""
 
 import json
 import os
@@ -19,10 +19,11 @@ from tests.engine.conftest import metric, running, sequoia
 from tests.engine.test_refusals import parsed
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {file.relative_to(ROOT): file.read_text(encoding="utf-8") for file in FILES}
 SCRIPTS = Path(sys.executable).parent
 # Setting up is what CI itself does; the demo and the tests are not run within a test.
-NOT_RUN = ("make demo", "make test", "pip install")
+NOT_RUN = ("make ", "pip install")
 # Commands that run engines, with less to do: a repeated option's last value counts.
 _TUNE = "--max-tokens-total 300 --batch-sizes 1 --tokens 1,4 --context 64"
 _BENCH = "--batch-sizes 1 --temperature 0 --trees 4x2 --chain 2 --num-prompts 1 --rounds 1"
@@ -34,7 +35,8 @@ SMALLER = {
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+    found = [re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL) for text in TEXTS.values()]
+    return [block for of_text in found for block in of_text]
 
 
 def commands() -> list[str]:
@@ -99,20 +101,21 @@ def test_commands_work(command, folder, monkeypatch):
 
 def test_predictions_are_the_roofline_models():
     """The scaling table and what is said around it are what the commands print now."""
+    document = TEXTS[Path("docs/trees.md")]
 
     def printed(*options: str) -> str:
         done = CliRunner().invoke(app, ["tree", "scaling", *options])
         assert done.exit_code == 0, done.output
         return done.stdout
 
-    assert f"\n\n{printed('--markdown')}\n" in README
+    assert f"\n\n{printed('--markdown')}\n" in document
     rows = json.loads(printed("--devices", "h100-sxm", "--tensor-parallel-sizes", "2,8", "--json"))
     shares = []
     for row in rows["rows"]:
         first = row["predictions"][0]
         target = first["plain_seconds"] - Assumptions().plain_step_seconds
         shares.append(f"{100 * first['draft_level_seconds'] / target:.0f} %")
-    text = " ".join(README.split())
+    text = " ".join(document.split())
     assert f"from {shares[0]} of the target's to {shares[1]}" in text
     box = ("--interconnect-gb-s", "64", "--interconnect-kind", "bus", "--json")
     rows = json.loads(printed("--devices", "h100-sxm", "--tensor-parallel-sizes", "8", *box))
@@ -121,12 +124,21 @@ def test_predictions_are_the_roofline_models():
     assert f"On PCIe, 8 H100 would do {said}" in text
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!https?:)([^)#]+)\)", README))))
-def test_links_lead_somewhere(link):
-    assert (ROOT / link).exists()
+@pytest.mark.parametrize(
+    ("document", "link"),
+    [
+        (document, link)
+        for document, text in TEXTS.items()
+        for link in sorted(set(re.findall(r"\]\((?!https?:)([^)#]+)\)", text)))
+    ],
+)
+def test_links_lead_somewhere(document, link):
+    assert (ROOT / document.parent / link).exists()
 
 
-@pytest.mark.parametrize("document", ["README.md", "CHANGELOG.md", "examples/models/README.md"])
+@pytest.mark.parametrize(
+    "document", [*map(str, TEXTS), "CHANGELOG.md", "examples/models/README.md"]
+)
 def test_documents_have_no_unfinished_places(document):
     text = (ROOT / document).read_text(encoding="utf-8")
     assert not re.search(r"\b(TODO|FIXME|XXX|TBD|MEASURED)\b", text)

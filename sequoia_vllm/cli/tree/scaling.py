@@ -44,7 +44,7 @@ def scaling(
     dtype: DtypeOption = "bfloat16",
     context_length: ContextOption = 1024,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print a Markdown table, as in the README.")
+        bool, typer.Option("--markdown", help="Print a Markdown table, as in docs/trees.md.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
