@@ -9,6 +9,7 @@ if they were on the device.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ _WORKING = (
     "target_statistics_kernel", "verify_kernel", "commit_kernel",
 )  # fmt: skip
 # What these call is ours, even where it is a function of vLLM's.
+_PLACES = re.compile("/(engine/v2|drafting)/")
 _BEFORE_A_FORWARD = ("growth.py", "proposer.py", "draft_batch.py", "reading.py", "scoring.py")
 # Allocations, views, and a number that becomes an argument of the kernel that uses it.
 _WITHOUT_LAUNCH = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "scalar_tensor")
@@ -141,7 +143,7 @@ def _note(launches: Launches, name: str) -> None:
 def _group_and_place(name: str) -> tuple[str, str]:
     """Who launched it, from the stack of calls."""
     frames = [frame for frame in _callers(sys._getframe(2)) if _is_ours(frame) or _is_vllms(frame)]
-    ours = [frame for frame in frames if "/engine/v2/" in _file(frame) and _is_ours(frame)]
+    ours = [frame for frame in frames if _is_ours(frame) and _PLACES.search(_file(frame))]
     nearest = Path(_file(ours[0])).name if ours else ""
     if any("/vllm/model_executor/" in _file(frame) for frame in frames):
         drafts = any(_file(frame).endswith(_BEFORE_A_FORWARD) for frame in ours)
