@@ -70,6 +70,7 @@ def _rank(rank: int, names: list[str], store: str, errors) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("names", "refusals"), [([H100, H100], 0), ([H100, A100], 2)])
 def test_ranks_tell_each_other_their_device(names, refusals, tmp_path):
     """All of a mixed group stop, not only the odd one: nobody waits for a rank that is gone."""

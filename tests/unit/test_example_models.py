@@ -147,6 +147,7 @@ class TestModelCard:
         assert (totals / positions).tolist() == pytest.approx(published, abs=1e-3)
 
 
+@pytest.mark.slow
 class TestTrainPair:
     @pytest.mark.parametrize("name", NAMES)
     def test_result_loads(self, name, smoke_pair):

@@ -49,6 +49,7 @@ def run_python(code, *arguments):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_tiny_check_in_a_bare_checkout(tmp_path):
     """Everything but timing, by Triton's interpreter, where only PyTorch and Triton are."""
     code = f"{BARE}\nfrom sequoia_vllm.gpu_check.command import main\nsys.exit(main(sys.argv[1:]))"
@@ -71,6 +72,7 @@ def test_tiny_check_in_a_bare_checkout(tmp_path):
     assert "interpreted: times mean nothing" in done.stdout
 
 
+@pytest.mark.slow
 def test_wrong_kernels_are_found(tmp_path):
     """Masks that ignore the tree, other random numbers, a commit that moves nothing."""
     code = """
@@ -96,6 +98,7 @@ sys.exit(command.main(sys.argv[1:]))
     assert "WRONG" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_commit_that_moves_nothing_changes_what_is_decoded():
     code = """
 import torch

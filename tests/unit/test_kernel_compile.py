@@ -66,6 +66,7 @@ def report(tmp_path_factory):
     return [Resources(**row) for row in json.loads(file.read_text())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_compile_without_spills(report, capability):
     compiled = [row for row in report if row.capability == capability]

@@ -45,6 +45,7 @@ def generated() -> dict[str, str]:
 # -- the shipped files ---------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_generated_again_byte_for_byte(generated):
     shipped = {
         path.name: path.read_text(encoding="utf-8") for path in shipped_directory().glob("*.json")

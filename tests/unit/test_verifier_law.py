@@ -233,6 +233,7 @@ def test_sampled_shapes_are_lossless(tree):
     check_by_sampling("dense", TREES[tree], vocabulary=5, temperature=0.7, use_verify_tree=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "zeros in Q"])
 def test_thirty_two_children_are_lossless(kind):
     check_by_sampling(kind, [-1] + [0] * 32, vocabulary=36)
