@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.gpu_check.paged import PagedCache
-from sequoia_vllm.gpu_check.references import gathered_keys_and_values
+from sequoia_vllm.gpu_check.references import dense_attention, gathered_keys_and_values
+from sequoia_vllm.kernels.context_attention import attend_to_contexts
 
 ContextAttention = Callable[..., Tensor]
 """Writes attention over contexts to ``output`` and returns its log-sum-exps ``[Hq, T]``.
@@ -41,13 +42,11 @@ def flash_call(function: Callable[..., Any], version: int) -> ContextAttention:
         query_start_loc: Tensor, max_queries: int, scale: float, output: Tensor,
     ) -> Tensor:  # fmt: skip
         keys, values = cache.keys_and_values(layer)
-        _, lse = function(
-            q=query, k=keys, v=values, out=output, cu_seqlens_q=query_start_loc,
-            max_seqlen_q=max_queries, seqused_k=context_lens,
-            max_seqlen_k=cache.positions, softmax_scale=scale, causal=False,
-            block_table=cache.block_table, return_softmax_lse=True, fa_version=version,
+        return attend_to_contexts(
+            function, version, query, keys, values, cache.block_table, context_lens,
+            query_start_loc, max_queries=max_queries, max_context=cache.positions, scale=scale,
+            output=output,
         )  # fmt: skip
-        return lse
 
     return attend
 
@@ -63,10 +62,5 @@ def plain_attention(
         rows = slice(starts[request], starts[request + 1])
         assert rows.stop - rows.start <= max_queries
         keys, values = gathered_keys_and_values(cache, layer, request, context)
-        group = query.shape[1] // keys.shape[1]
-        keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", query[rows].float(), keys) * scale
-        lse[:, rows] = scores.logsumexp(dim=2)
-        weights = scores.softmax(dim=2).nan_to_num(0.0)  # there may be no context
-        output[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(output.dtype)
+        output[rows], lse[:, rows] = dense_attention(query[rows], keys, values, scale)
     return lse

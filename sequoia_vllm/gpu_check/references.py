@@ -39,15 +39,32 @@ def attention_reference(
         first, last = query_start_loc[request], query_start_loc[request + 1]
         nodes = range(first_node, first_node + last - first)
         keys, values = gathered_keys_and_values(cache, layer, request, context + nodes.stop)
-        group = query.shape[1] // keys.shape[1]
-        keys = (keys * key_scale).repeat_interleave(group, dim=1)
-        values = (values * value_scale).repeat_interleave(group, dim=1)
         hidden = ~ancestors[nodes.start : nodes.stop, : nodes.stop]
         hidden = torch.cat([hidden.new_zeros(len(nodes), context), hidden], dim=1)
-        scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), keys) * scale
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=2)
-        output[first:last] = torch.einsum("hqk,khd->qhd", weights, values)
+        output[first:last], _ = dense_attention(
+            query[first:last], keys * key_scale, values * value_scale, scale, hidden
+        )
     return output
+
+
+def dense_attention(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """float32 outputs ``[Q, Hq, D]`` and natural log-sum-exps ``[Hq, Q]``.
+
+    Args:
+        query: ``[Q, Hq, D]``.
+        keys, values: float32 ``[K, Hkv, D]``; where K is 0, outputs are 0.
+        scale: Softmax scale.
+        hidden: bool ``[Q, K]``: keys that a row does not see; None: it sees all.
+    """
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, float("-inf"))
+    output = torch.einsum("hqk,khd->qhd", scores.softmax(dim=2), values)
+    return output, scores.logsumexp(dim=2)
 
 
 def gathered_keys_and_values(

@@ -120,9 +120,16 @@ def generate(
 ) -> dict[str, Any]:
     """Tokens of every completion on an engine of its own, and with trees what it counted."""
     with running(config, **options) as llm:
+        if config:
+            return generate_on(llm, prompts, params)
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        answer = {"tokens": completions(outputs), **describe(llm)}
-        return {**answer, "counts": counted(llm)} if config else answer
+        return {"tokens": completions(outputs), **describe(llm)}
+
+
+def generate_on(llm: Any, prompts: list[Any], params: Any) -> dict[str, Any]:
+    """Tokens of every completion on this engine with trees, and what it counted."""
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return {"tokens": completions(outputs), **describe(llm), "counts": counted(llm)}
 
 
 def generate_with_trees(

@@ -13,10 +13,8 @@ import torch
 from tests.engine.conftest import running, sequoia
 from tests.v2.conftest import call_on_v2
 from tests.v2.generating import (
-    completions,
-    counted,
-    describe,
     generate,
+    generate_on,
     generate_with_trees,
     random_prompts,
     save_related_pair,
@@ -52,11 +50,7 @@ def generate_as_on_gpus(models: str) -> dict[str, Any]:
     trees = {"size": 8, "depth": 3, "max_num_batched_tokens": 24, **options}
     answers["from itself"] = generate_with_trees(target, requests, params(), **trees)
     with running(sequoia(size=10, depth=6, draft=draft), **options) as llm:
-        answers["trees"] = {
-            "tokens": completions(llm.generate(requests, params(), use_tqdm=False)),
-            **describe(llm),
-            "counts": counted(llm),
-        }
+        answers["trees"] = generate_on(llm, requests, params())
         answers["launches"] = launches_of_a_step(llm)
     return answers | {"slots": slots_of_a_level()}
 

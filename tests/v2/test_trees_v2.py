@@ -18,8 +18,8 @@ from tests.v2.generating import (
     TINY,
     completions,
     counted,
-    describe,
     generate,
+    generate_on,
     generate_with_trees,
     greedy_and_seeded,
     random_prompts,
@@ -53,11 +53,7 @@ def generate_greedy() -> dict[str, Any]:
     texts, params = greedy_requests()
     answers = {"plain": generate(None, texts, params)}
     with running(sequoia()) as llm:
-        answers["trees"] = {
-            "tokens": completions(llm.generate(texts, params, use_tqdm=False)),
-            **describe(llm),
-            "counts": counted(llm),
-        }
+        answers["trees"] = generate_on(llm, texts, params)
         alone = llm.generate(texts[:1], params[:1], use_tqdm=False)
         answers["alone"] = {"tokens": completions(alone)}
     answers["synchronous"] = generate_with_trees(

@@ -25,6 +25,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from sequoia_vllm.engine.attention_layers import TreeForward
+from sequoia_vllm.kernels.context_attention import attend_to_contexts
 from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_attention
 
 
@@ -122,25 +123,23 @@ class FlashTreeImpl(GPUTreeForward, FlashAttentionImpl):
     def _attend_to_contexts(
         self, query: Tensor, keys: Tensor, values: Tensor, tree: GPUTreeQueries, output: Tensor
     ) -> Tensor | None:
-        """By FlashAttention, for which all nodes of a tree see the same keys."""
+        """By FlashAttention, if it shall."""
         if tree.flash_max_context is None:
             return None
-        _, context_lse = flash_attn.flash_attn_varlen_func(
-            q=query,
-            k=canonicalize_singleton_dim_strides(keys),  # as vLLM's forward, for TMA
-            v=canonicalize_singleton_dim_strides(values),
-            out=output,
-            cu_seqlens_q=tree.query_start_loc,
-            max_seqlen_q=tree.max_queries,
-            seqused_k=tree.context_lens,
-            max_seqlen_k=tree.flash_max_context,
-            softmax_scale=self.scale,
-            causal=False,
-            block_table=tree.block_table,
-            return_softmax_lse=True,
-            fa_version=self.vllm_flash_attn_version,
+        return attend_to_contexts(
+            flash_attn.flash_attn_varlen_func,
+            self.vllm_flash_attn_version,
+            query,
+            canonicalize_singleton_dim_strides(keys),  # as vLLM's forward, for TMA
+            canonicalize_singleton_dim_strides(values),
+            tree.block_table,
+            tree.context_lens,
+            tree.query_start_loc,
+            max_queries=tree.max_queries,
+            max_context=tree.flash_max_context,
+            scale=self.scale,
+            output=output,
         )
-        return context_lse
 
 
 class TritonTreeImpl(GPUTreeForward, TritonAttentionImpl):
