@@ -30,8 +30,8 @@ def greedy() -> Any:
 
 
 def start_and_generate(models: str) -> dict[str, Any]:
-    """Of plain vLLM and of trees: batches of every size, and one twice."""
-    from gpu_stand_in import graphs
+    """Of plain vLLM and of trees: batches of every size, and one more with FlashAttention."""
+    from gpu_stand_in import flash_attention, graphs
 
     target, draft = save_related_pair(Path(models))
     requests = random_prompts(LENGTHS)
@@ -43,6 +43,11 @@ def start_and_generate(models: str) -> dict[str, Any]:
         answers["settings"] = settings(llm)
         for batch in (3, 2, 1):
             answers[str(batch)] = generate_with_trees(llm, requests[:batch], greedy())
+    flash = sequoia(size=8, depth=3, draft=draft, context_attention="flash")
+    flash_attention.attended.clear()
+    with rehearsing(flash, model=target) as llm:
+        answers["flash"] = generate_with_trees(llm, requests, greedy())
+    answers["flash"]["over contexts"] = flash_attention.attended[False]
     return answers
 
 
@@ -94,6 +99,15 @@ def test_trees_are_grown_and_scored_by_graphs(batch, generated):
         for kind, least in (("DraftGraphs", 3), ("TreeGraphManager", 3), (PIECE, 1))
     )
     assert found["eager growth"] == []
+
+
+def test_flash_attention_reads_contexts_with_the_defaults_of_gpus(generated):
+    """As above, but for one key; the target has one layer."""
+    found = generated["flash"]
+    assert found["tokens"] == generated["plain"]["tokens"]
+    assert found["counts"]["tokens_per_tree"] > 1.5
+    assert found["eager growth"] == []
+    assert found["over contexts"] >= found["graphs"]["TreeGraphManager"] > 2
 
 
 def test_start_captures_all_of_them(generated):
