@@ -61,7 +61,6 @@ class Nodes:
         query_start_loc: int32 ``[R + 1]``.
         first: The first node that is read.
         width: How many.
-        depths: int32 ``[N]``: of each node.
         ancestors: int32 ``[N, words]``, packed.
     """
 
@@ -69,25 +68,44 @@ class Nodes:
     query_start_loc: Tensor
     first: int
     width: int
-    depths: Tensor
     ancestors: Tensor
 
-    @classmethod
-    def of(
-        cls, context_lens: Tensor, first: int, width: int, depths: Tensor, ancestors: Tensor
-    ) -> Nodes:
-        """Of every request alike; ``ancestors`` is the bool matrix."""
-        places = torch.arange(len(context_lens) + 1, dtype=torch.int32, device=depths.device)
-        return cls(
-            context_lens, places * width, first, width, depths.int(), pack_ancestors(ancestors)
-        )
+
+class ScoredNodes:
+    """All nodes of every request's tree, as a target reads them, and where they are.
+
+    Attributes:
+        nodes: The nodes.
+        positions, slots: int64 ``[R * N]``: of each, by depth and by stored index;
+            `place` writes them.
+
+    Args:
+        context_lens: int32 ``[R]``: tokens in the cache before node 0.
+        depths: int64 ``[N]``: of each node.
+        ancestors: bool ``[N, N]``: which nodes each sees.
+    """
+
+    def __init__(self, context_lens: Tensor, depths: Tensor, ancestors: Tensor) -> None:
+        requests, size, device = len(context_lens), len(depths), context_lens.device
+        starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * size
+        self.nodes = Nodes(context_lens, starts, 0, size, pack_ancestors(ancestors))
+        self._depths = depths.to(device)
+        self._offsets = torch.arange(size, device=device)
+        self.positions = torch.zeros(requests * size, dtype=torch.int64, device=device)
+        self.slots = torch.zeros_like(self.positions)
 
     @classmethod
-    def chain(cls, context_lens: Tensor, width: int) -> Nodes:
+    def chain(cls, context_lens: Tensor, width: int) -> ScoredNodes:
         """The next ``width`` tokens."""
-        device = context_lens.device
-        causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-        return cls.of(context_lens, 0, width, torch.arange(width, device=device), causal)
+        causal = torch.ones(width, width, dtype=torch.bool, device=context_lens.device)
+        return cls(context_lens, torch.arange(width), causal.tril())
+
+    def place(self, cache: PagedCache) -> ScoredNodes:
+        """Takes the contexts as they are now; returns itself."""
+        contexts = self.nodes.context_lens[:, None]
+        self.positions.copy_((contexts + self._depths).view(-1))
+        self.slots.copy_(cache.slots(contexts + self._offsets).view(-1))
+        return self
 
 
 @dataclass(frozen=True)
@@ -165,8 +183,21 @@ class Llama:
             generator,
         )
 
-    def forward(self, tokens: Tensor, nodes: Nodes, cache: PagedCache) -> Tensor:
-        """Hidden states ``[R * width, H]`` of these nodes, whose tokens are ``[R * width]``."""
+    def score(self, tokens: Tensor, scored: ScoredNodes, cache: PagedCache) -> Tensor:
+        """Hidden states ``[R * N, H]`` of whole trees, whose tokens are ``[R * N]``."""
+        return self.forward(tokens, scored.positions, scored.slots, scored.nodes, cache)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, nodes: Nodes, cache: PagedCache
+    ) -> Tensor:
+        """Hidden states ``[R * width, H]`` of these nodes.
+
+        Args:
+            tokens: ``[R * width]``.
+            positions, slots: int64 ``[R * width]``: below 0: keys and values go nowhere.
+            nodes: What they see.
+            cache: Where keys and values go.
+        """
         shape = self.shape
         residual = functional.embedding(tokens, self._embedding)
         hidden = None
@@ -174,10 +205,8 @@ class Llama:
             normed = add_and_normalize(hidden, residual, layer.attention_norm)
             packed = functional.linear(normed, layer.qkv).view(len(tokens), -1, shape.head_size)
             rotate_and_store(
-                packed, self._rotation, nodes.context_lens, nodes.depths, cache.block_table,
-                cache.layers[number], heads=shape.heads, rows_per_request=nodes.width,
-                first_node=nodes.first,
-            )  # fmt: skip
+                packed, self._rotation, positions, slots, cache.layers[number], heads=shape.heads
+            )
             attended = self._attend(packed[:, : shape.heads], nodes, cache, number)
             hidden = functional.linear(attended, layer.out)
             normed = add_and_normalize(hidden, residual, layer.mlp_norm)

@@ -44,26 +44,23 @@ def add_and_normalize(hidden: Tensor | None, residual: Tensor, weight: Tensor) -
     return output
 
 
-@triton.jit(do_not_specialize=["rows_per_request", "first_node"])
+@triton.jit
 def _rotate_and_store_kernel(
-    packed, rotation, context_lens, depths, block_table, cache,
-    rows_per_request, first_node, table_stride, block_stride, head_stride, slot_stride,
+    packed, rotation, positions, slots, cache, block_stride, head_stride, slot_stride,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: queries stay where they are, keys and values go to the cache."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    request = row // rows_per_request
-    node = first_node + row % rows_per_request
-    context = tl.load(context_lens + request)
+    slot = tl.load(slots + row)
     channel = tl.arange(0, PADDED_HALF)
     exists = channel < HALF
     heads = packed + (row * (HEADS + 2 * KEY_HEADS) + head) * HEAD_SIZE
     low = tl.load(heads + channel, mask=exists, other=0.0)
     high = tl.load(heads + HALF + channel, mask=exists, other=0.0)
     if head < HEADS + KEY_HEADS:
-        position = (context + tl.load(depths + node)).to(tl.int64)
+        position = tl.load(positions + row)
         cosine = tl.load(rotation + position * HEAD_SIZE + channel, mask=exists, other=0.0)
         sine = tl.load(rotation + position * HEAD_SIZE + HALF + channel, mask=exists, other=0.0)
         first, second = low.to(tl.float32), high.to(tl.float32)
@@ -72,12 +69,11 @@ def _rotate_and_store_kernel(
     if head < HEADS:
         target = heads
     else:
-        slot = context + node
-        block = tl.load(block_table + request * table_stride + slot // SLOTS).to(tl.int64)
         is_value = head >= HEADS + KEY_HEADS
         key_head = tl.where(is_value, head - HEADS - KEY_HEADS, head - HEADS)
-        target = cache + block * block_stride + key_head * head_stride
+        target = cache + (slot // SLOTS) * block_stride + key_head * head_stride
         target += (slot % SLOTS) * slot_stride + tl.where(is_value, HEAD_SIZE, 0)
+        exists = channel < tl.where(slot >= 0, HALF, 0)
     tl.store(target + channel, low, mask=exists)
     tl.store(target + HALF + channel, high, mask=exists)
 
@@ -85,36 +81,29 @@ def _rotate_and_store_kernel(
 def rotate_and_store(
     packed: Tensor,
     rotation: Tensor,
-    context_lens: Tensor,
-    depths: Tensor,
-    block_table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
     cache: Tensor,
     *,
     heads: int,
-    rows_per_request: int,
-    first_node: int,
 ) -> None:
-    """Rotary embedding of queries and keys by depth; keys and values into the cache by node.
+    """Rotary embedding of queries and keys by position; keys and values into the cache.
 
     Args:
-        packed: ``[R * m, heads + 2 * kv_heads, D]``, contiguous: queries, keys, values.
+        packed: ``[rows, heads + 2 * kv_heads, D]``, contiguous: queries, keys, values.
         rotation: float32 ``[positions, D]``: cosines, then sines.
-        context_lens: int32 ``[R]``.
-        depths: int32 ``[N]``: of each node; node j is at position context + depth.
-        block_table: int32 ``[R, max_blocks]``.
-        cache: ``[blocks, kv_heads, slots, 2 * D]``; node j goes to context + j.
+        positions, slots: int64 ``[rows]``; keys and values of a row whose slot is below
+            0 go nowhere.
+        cache: ``[blocks, kv_heads, slots, 2 * D]``.
         heads: Query heads.
-        rows_per_request: m.
-        first_node: The first row of each request.
     """
     rows, _, head_size = packed.shape
-    key_heads, slots = cache.shape[1:3]
+    key_heads, block_size = cache.shape[1:3]
     half = head_size // 2
     _rotate_and_store_kernel[(rows, heads + 2 * key_heads)](
-        packed, rotation, context_lens, depths, block_table, cache,
-        rows_per_request, first_node, block_table.stride(0), *cache.stride()[:3],
+        packed, rotation, positions, slots, cache, *cache.stride()[:3],
         HEADS=heads, KEY_HEADS=key_heads, HEAD_SIZE=head_size, HALF=half,
-        PADDED_HALF=triton.next_power_of_2(half), SLOTS=slots, num_warps=1,
+        PADDED_HALF=triton.next_power_of_2(half), SLOTS=block_size, num_warps=1,
     )  # fmt: skip
 
 
@@ -143,11 +132,8 @@ def aot_variants() -> list[Variant]:
     from sequoia_vllm.kernels.compile_report import Variant
 
     tensors = dict.fromkeys(("hidden", "residual", "weight", "output", "packed", "cache"), "*bf16")
-    numbers = dict.fromkeys(
-        ("width", "table_stride", "rows_per_request", "first_node", "block_stride", "head_stride",
-         "slot_stride"), "i32",
-    )  # fmt: skip
-    indices = dict.fromkeys(("context_lens", "depths", "block_table"), "*i32")
+    numbers = dict.fromkeys(("width", "block_stride", "head_stride", "slot_stride"), "i32")
+    indices = dict.fromkeys(("positions", "slots"), "*i64")
     every = {**tensors, **numbers, **indices, "rotation": "*fp32", "epsilon": "fp32"}
     heads = {"HEADS": 32, "KEY_HEADS": 8, "HEAD_SIZE": 128, "HALF": 64, "PADDED_HALF": 64}
     return [

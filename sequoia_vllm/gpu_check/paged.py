@@ -63,6 +63,11 @@ class PagedCache:
         keys, values = self.layers[layer].transpose(1, 2).split(self._head_size, dim=-1)
         return keys, values
 
+    def slots(self, positions: Tensor) -> Tensor:
+        """int64: the slot of each of these positions int64 ``[R, m]``."""
+        blocks = self.block_table.gather(1, positions // BLOCK_SIZE)
+        return blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+
     def poison(self, last: list[int]) -> None:
         """Makes all positions of each request from its ``last`` on NaN: nobody may read them."""
         end = self.block_table.shape[1] * BLOCK_SIZE

@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sequoia_vllm.drafting.levels import Level
-from sequoia_vllm.gpu_check.drafts import DraftedBatch
+from sequoia_vllm.drafting.tree_tables import Level, TreeTables
 from sequoia_vllm.gpu_check.paged import BLOCK_SIZE, PagedCache
 from sequoia_vllm.gpu_check.references import target_noise, uniform, walk
 from sequoia_vllm.gpu_check.stage import StageRun
-from sequoia_vllm.gpu_check.trees import TreeTables, best_tree
+from sequoia_vllm.gpu_check.tree_batch import TreeBatch
+from sequoia_vllm.gpu_check.trees import best_tree
 from sequoia_vllm.kernels.commit import CacheLayers
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
 from sequoia_vllm.kernels.random import DRAW, VERIFY
@@ -58,14 +58,16 @@ def _random_logits(run: StageRun, rows: int, vocabulary: int, seed: int) -> Tens
 
 def _check_drawing(run: StageRun, mode: str, dtype: torch.dtype, vocabulary: int) -> None:
     requests = 2
-    tables = TreeTables.of(best_tree(64, 8), run.machine.device)
+    tables = TreeTables(best_tree(64, 8), run.machine.device)
     level = tables.levels.levels[1]
-    batch = DraftedBatch.make(tables, requests, vocabulary, dtype, _MODES[mode])
-    batch.temperature.fill_(0.7)
-    batch.seeds[0] = -(2**40) + 5
-    batch.roots += torch.arange(requests, device=run.machine.device, dtype=torch.int32) * 1000
+    batch = TreeBatch(tables, requests, vocabulary, dtype, _MODES[mode])
+    batch.requests.temperature.fill_(0.7)
+    batch.requests.seeds[0] = -(2**40) + 5
+    batch.requests.roots += (
+        torch.arange(requests, device=run.machine.device, dtype=torch.int32) * 1000
+    )
     logits = _random_logits(run, requests * level.width, vocabulary, 3).to(dtype)
-    batch.tokens.fill_(-7)
+    batch.drafted.tokens.fill_(-7)
     batch.draw(level, logits)
     worst = 0.0
     exact = logits.double().cpu().numpy().reshape(requests, level.width, vocabulary)
@@ -73,7 +75,7 @@ def _check_drawing(run: StageRun, mode: str, dtype: torch.dtype, vocabulary: int
         for place in range(level.width):
             scores = _scores(batch, mode, level, request, place, exact[request, place])
             columns = level.columns[place, : int(level.counts[place])].long()
-            worst = max(worst, _shortfall(scores, batch.tokens[request, columns].tolist()))
+            worst = max(worst, _shortfall(scores, batch.drafted.tokens[request, columns].tolist()))
     name = f"drawing {mode}, {str(dtype).removeprefix('torch.')}, vocabulary {vocabulary}"
     run.check(name, worst, 0.0 if mode == "greedy" else _SCORE_ERROR)
     if mode == "sampled":
@@ -81,7 +83,7 @@ def _check_drawing(run: StageRun, mode: str, dtype: torch.dtype, vocabulary: int
 
 
 def _scores(
-    batch: DraftedBatch,
+    batch: TreeBatch,
     mode: str,
     level: Level,
     request: int,
@@ -91,9 +93,9 @@ def _scores(
     """What decides the draw, larger first; positive where they are compared by their ratio."""
     if mode == "greedy":
         return logits
-    temperature = float(batch.temperature[request])
-    position = int(batch.roots[request]) + level.depth
-    seed = int(batch.seeds[request])
+    temperature = float(batch.requests.temperature[request])
+    position = int(batch.requests.roots[request]) + level.depth
+    seed = int(batch.requests.seeds[request])
     scaled = logits / temperature
     if mode == "matched":
         # As shares of what the unlikeliest differ by, these are absolute differences.
@@ -116,12 +118,15 @@ def _shortfall(scores: NDArray[np.float64], drawn: list[int]) -> float:
     return float(gaps) or 1e-9
 
 
-def _statistics_error(batch: DraftedBatch, level: Level, logits: Tensor) -> float:
+def _statistics_error(batch: TreeBatch, level: Level, logits: Tensor) -> float:
     """Of the maxima and sums that make Q, and of the copy of its logits."""
     kept = batch.draft_logits[:, level.rows.long()].reshape(logits.shape)
     if not torch.equal(kept, logits):
         return math.inf
-    scaled = logits.double() / batch.temperature.double().repeat_interleave(level.width)[:, None]
+    scaled = (
+        logits.double()
+        / batch.requests.temperature.double().repeat_interleave(level.width)[:, None]
+    )
     maximum = scaled.amax(dim=1)
     total = (scaled - maximum[:, None]).exp().sum(dim=1)
     found = batch.draft_stats[:, level.rows.long()].reshape(-1, 2).double()
@@ -135,9 +140,9 @@ def _statistics_error(batch: DraftedBatch, level: Level, logits: Tensor) -> floa
 def _check_walks(run: StageRun, vocabulary: int) -> None:
     """Accepted paths against Algorithm 2 in float64, and the last token's place in the residual."""
     requests = 4 if run.tiny else 12
-    tables = TreeTables.of(best_tree(16 if run.tiny else 64, 6), run.machine.device)
-    batch = DraftedBatch.make(tables, requests, vocabulary, torch.float32, SAMPLED)
-    batch.roots.fill_(77)
+    tables = TreeTables(best_tree(16 if run.tiny else 64, 6), run.machine.device)
+    batch = TreeBatch(tables, requests, vocabulary, torch.float32, SAMPLED)
+    batch.requests.roots.fill_(77)
     target = _draft_and_target(run, batch, vocabulary)
     unused = torch.zeros(len(target), dtype=torch.int64, device=target.device)
     batch.verify(target, unused)
@@ -147,10 +152,10 @@ def _check_walks(run: StageRun, vocabulary: int) -> None:
         expected = walk(
             target_p[request],
             _softmax(batch.draft_logits[request]),
-            batch.tokens[request].tolist(),
+            batch.drafted.tokens[request].tolist(),
             tables.tree.children,
-            tables.inner_index.tolist(),
-            int(batch.seeds[request]),
+            tables.inner_rows.tolist(),
+            int(batch.requests.seeds[request]),
             77,
             VERIFY.value,
         )
@@ -159,7 +164,8 @@ def _check_walks(run: StageRun, vocabulary: int) -> None:
         path = [node for node in batch.accepted[request].tolist() if node >= 0]
         last = int(batch.sampled[request, len(path)])
         emitted = (
-            batch.tokens[request, path].tolist() == batch.sampled[request].tolist()[: len(path)]
+            batch.drafted.tokens[request, path].tolist()
+            == batch.sampled[request].tolist()[: len(path)]
         )
         right = path == expected.path and emitted and last >= 0 and expected.residual[last] > 0
         wrong += not right
@@ -173,18 +179,18 @@ def _check_walks(run: StageRun, vocabulary: int) -> None:
     _check_matched_walks(run, batch, target)
 
 
-def _draft_and_target(run: StageRun, batch: DraftedBatch, vocabulary: int) -> Tensor:
+def _draft_and_target(run: StageRun, batch: TreeBatch, vocabulary: int) -> Tensor:
     """Draws all levels from random logits; the target's ``[R * N, V]`` are near the draft's."""
     tables, requests = batch.tables, batch.num_reqs
-    inner = _random_logits(run, requests * tables.num_inner, vocabulary, 5)
-    inner = inner.view(requests, tables.num_inner, vocabulary)
+    inner = _random_logits(run, requests * tables.levels.num_inner, vocabulary, 5)
+    inner = inner.view(requests, tables.levels.num_inner, vocabulary)
     for level in tables.levels.levels:
         rows = inner[:, level.rows.long()].reshape(-1, vocabulary).contiguous()
         batch.draw(level, rows)
     target = _random_logits(run, requests * tables.tree.size, vocabulary, 6)
     target = target.view(requests, tables.tree.size, vocabulary)
-    has_draft = tables.inner_index >= 0
-    target[:, has_draft] = inner[:, tables.inner_index[has_draft].long()] + target[:, has_draft] / 6
+    has_draft = tables.inner_rows >= 0
+    target[:, has_draft] = inner[:, tables.inner_rows[has_draft].long()] + target[:, has_draft] / 6
     return target.view(-1, vocabulary)
 
 
@@ -193,15 +199,15 @@ def _softmax(logits: Tensor) -> NDArray[np.float64]:
     return found
 
 
-def _check_matched_walks(run: StageRun, batch: DraftedBatch, target: Tensor) -> None:
+def _check_matched_walks(run: StageRun, batch: TreeBatch, target: Tensor) -> None:
     """Where the target's tokens are given: the path that carries them."""
     tree = batch.tables.tree
     generator = torch.Generator().manual_seed(8)
     given = torch.randint(0, 7, (batch.num_reqs, tree.size), generator=generator)
     drafted = torch.randint(0, 7, (batch.num_reqs, tree.size), generator=generator)
-    batch.tokens.copy_(drafted)
+    batch.drafted.tokens.copy_(drafted)
     modes = [(GREEDY, MATCHED, SKIP)[request % 3] for request in range(batch.num_reqs)]
-    batch.modes.copy_(torch.tensor(modes, dtype=torch.int32))
+    batch.requests.modes.copy_(torch.tensor(modes, dtype=torch.int32))
     batch.verify(target, given.view(-1).to(target.device))
     wrong = 0
     for request, mode in enumerate(modes):
@@ -222,9 +228,9 @@ def _check_law(run: StageRun) -> None:
     """Drawing and verification together: first tokens have the target's law."""
     vocabulary, temperature = 17, 0.7
     requests = 64 if run.tiny else 200_000
-    tables = TreeTables.of(TokenTree((-1, 0, 0, 1, 0, 1, 2)), run.machine.device)
-    batch = DraftedBatch.make(tables, requests, vocabulary, torch.float32, SAMPLED)
-    batch.temperature.fill_(temperature)
+    tables = TreeTables(TokenTree((-1, 0, 0, 1, 0, 1, 2)), run.machine.device)
+    batch = TreeBatch(tables, requests, vocabulary, torch.float32, SAMPLED)
+    batch.requests.temperature.fill_(temperature)
     draft = _random_logits(run, 1, vocabulary, 11) / 2
     target = _random_logits(run, 1, vocabulary, 12) / 2
     for level in tables.levels.levels:
@@ -274,9 +280,9 @@ def _check_commit(run: StageRun, dtype: torch.dtype) -> None:
                     source, place = root + node, root + depth
                     moved = layer[table[source // BLOCK_SIZE], :, source % BLOCK_SIZE].clone()
                     layer[table[place // BLOCK_SIZE], :, place % BLOCK_SIZE] = moved
-    tables = TreeTables.of(TokenTree.chain(4), run.machine.device)
-    batch = DraftedBatch.make(tables, len(roots), 8, torch.float32, GREEDY)
-    batch.roots.copy_(torch.tensor(roots))
+    tables = TreeTables(TokenTree.chain(4), run.machine.device)
+    batch = TreeBatch(tables, len(roots), 8, torch.float32, GREEDY)
+    batch.requests.roots.copy_(torch.tensor(roots))
     batch.accepted.copy_(torch.tensor(paths))
     batch.commit(CacheLayers.of(cache.layers), cache.block_table)
     wrong = sum(

@@ -8,12 +8,13 @@ from functools import partial
 
 import torch
 
-from sequoia_vllm.gpu_check.drafts import DraftedBatch
-from sequoia_vllm.gpu_check.growth import TreeGrower
-from sequoia_vllm.gpu_check.llama import Llama, LlamaShape, Nodes
+from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.gpu_check.grower import TreeGrower
+from sequoia_vllm.gpu_check.llama import Llama, LlamaShape, ScoredNodes
 from sequoia_vllm.gpu_check.stage import StageRun
 from sequoia_vllm.gpu_check.timing import capture
-from sequoia_vllm.gpu_check.trees import TreeTables, best_tree, level_tree
+from sequoia_vllm.gpu_check.tree_batch import TreeBatch
+from sequoia_vllm.gpu_check.trees import best_tree, level_tree
 from sequoia_vllm.gpu_check.verification_times import accepted_drafts, deepest_path
 from sequoia_vllm.kernels.commit import CacheLayers
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED
@@ -101,19 +102,19 @@ class Steps:
     def _model(self, shape: LlamaShape) -> Llama:
         return Llama(shape, self._dtype, max(self._contexts) + 1024, self._generator())
 
-    def _batch(self, tree: TokenTree, requests: int, vocabulary: int, mode: int) -> DraftedBatch:
-        tables = TreeTables.of(tree, self._device)
-        return DraftedBatch.make(tables, requests, vocabulary, self._dtype, mode)
+    def _batch(self, tree: TokenTree, requests: int, vocabulary: int, mode: int) -> TreeBatch:
+        tables = TreeTables(tree, self._device)
+        return TreeBatch(tables, requests, vocabulary, self._dtype, mode)
 
     def _grower(
         self, model: Llama, tree: TokenTree, requests: int, context: int, mode: int
     ) -> TreeGrower:
         batch = self._batch(tree, requests, model.shape.vocab, mode)
-        batch.roots.fill_(context)
+        batch.requests.roots.fill_(context)
         cache = model.new_cache(requests, context + tree.size, self._generator())
         grower = TreeGrower(model, cache, batch)
-        grower.read.random_(model.shape.vocab, generator=self._generator())
-        batch.tokens.random_(model.shape.vocab, generator=self._generator())
+        grower.token_ids.random_(model.shape.vocab, generator=self._generator())
+        batch.drafted.tokens.random_(model.shape.vocab, generator=self._generator())
         return grower
 
     # -- the draft ------------------------------------------------------------------
@@ -144,13 +145,13 @@ class Steps:
         seen = set()
         for seed in range(_SEEDS):
             for mode in (GREEDY, SAMPLED, MATCHED):
-                batch.modes.fill_(mode)
-                batch.seeds.fill_(seed)
+                batch.requests.modes.fill_(mode)
+                batch.requests.seeds.fill_(seed)
                 found = []
                 for grow in (grower.grow, replay):
-                    batch.tokens[:, 1:] = 0
+                    batch.drafted.tokens[:, 1:] = 0
                     grow()
-                    found.append(batch.tokens.clone())
+                    found.append(batch.drafted.tokens.clone())
                 differing += int((found[0] != found[1]).sum())
                 seen.add(tuple(found[1].flatten().tolist()))
         vocabulary = batch.draft_logits.shape[2]
@@ -165,9 +166,9 @@ class Steps:
 
     # -- the target -----------------------------------------------------------------
 
-    def _nodes(self, batch: DraftedBatch) -> Nodes:
-        tables = batch.tables
-        return Nodes.of(batch.roots, 0, tables.tree.size, tables.depths, tables.ancestors)
+    def _nodes(self, batch: TreeBatch) -> ScoredNodes:
+        depths = torch.from_numpy(batch.tables.tree.depths.copy())
+        return ScoredNodes(batch.requests.roots, depths, batch.tables.ancestors)
 
     def _time_target(self, model: Llama, requests: int, tokens: int) -> None:
         """One pass over trees of this size, and what follows it."""
@@ -180,17 +181,18 @@ class Steps:
         read.random_(model.shape.vocab, generator=self._generator())
         if tokens == 1:
             roots = torch.full((requests,), context, dtype=torch.int32, device=self._device)
-            nodes = Nodes.chain(roots, 1)
+            nodes = ScoredNodes.chain(roots, 1)
         else:
             tree = best_tree(tokens, TREE_DEPTH)
             batch = self._batch(tree, requests, model.shape.vocab, SAMPLED)
-            batch.roots.fill_(context)
+            batch.requests.roots.fill_(context)
             nodes = self._nodes(batch)
+        nodes.place(cache)
         time = partial(
             self._run.time_part, model=model.shape.name, batch_size=requests,
             context_length=context, tokens=tokens, vocabulary=model.shape.vocab,
         )  # fmt: skip
-        time(TARGET_CURVE, [lambda: model.logits(model.forward(read, nodes, cache))])
+        time(TARGET_CURVE, [lambda: model.logits(model.score(read, nodes, cache))])
         if tokens > 1:
             logits, unused = accepted_drafts(batch, self._generator())
             time(VERIFICATION_CURVE, [lambda: batch.verify(logits, unused)])
@@ -214,16 +216,16 @@ class Steps:
         batch = grower.batch
         cache = model.new_cache(1, context + tree.size, self._generator())
         layers = CacheLayers.of(cache.layers)
-        nodes = self._nodes(batch)
-        one = Nodes.chain(batch.roots, 1)
-        root = batch.tokens[0, :1].clone()
+        nodes = self._nodes(batch).place(cache)
+        one = ScoredNodes.chain(batch.requests.roots, 1).place(cache)
+        root = batch.drafted.tokens[0, :1].clone()
         unused = torch.zeros(tree.size, dtype=torch.int64, device=self._device)
 
         def plain() -> None:
-            model.logits(model.forward(root, one, cache)).float().argmax(dim=-1)
+            model.logits(model.score(root, one, cache)).float().argmax(dim=-1)
 
         def score() -> None:
-            logits = model.logits(model.forward(batch.tokens.view(-1), nodes, cache)).float()
+            logits = model.logits(model.score(batch.drafted.tokens.view(-1), nodes, cache)).float()
             batch.verify(logits, unused)
             batch.commit(layers, cache.block_table)
 

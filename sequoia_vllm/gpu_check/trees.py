@@ -1,13 +1,7 @@
-"""The trees that are grown and verified here, and their tables on a device."""
+"""The trees that are grown and verified here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-
-from sequoia_vllm.drafting.levels import DraftLevels, child_table, inner_rows
 from sequoia_vllm.tree import TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
@@ -23,40 +17,9 @@ def level_tree(width: int) -> TokenTree:
     return TokenTree((-1, *[0] * width, *grandchildren))
 
 
-@dataclass(frozen=True)
-class TreeTables:
-    """A tree as the kernels take it.
-
-    Attributes:
-        tree: The tree.
-        levels: For drafting.
-        children: int32 ``[N, b]``: children of each node, then -1.
-        inner_index: int32 ``[N]``: row of each node's Q; -1: a leaf.
-        ancestors: bool ``[N, N]``.
-        depths: int32 ``[N]``.
-    """
-
-    tree: TokenTree
-    levels: DraftLevels
-    children: Tensor
-    inner_index: Tensor
-    ancestors: Tensor
-    depths: Tensor
-
-    @classmethod
-    def of(cls, tree: TokenTree, device: torch.device) -> TreeTables:
-        """Makes the tables."""
-        rows = inner_rows(tree)
-        return cls(
-            tree=tree,
-            levels=DraftLevels(tree, rows, device),
-            children=child_table(tree, device),
-            inner_index=torch.tensor(rows, dtype=torch.int32, device=device),
-            ancestors=torch.tensor(tree.ancestor_mask, device=device),
-            depths=torch.tensor(tree.depths.tolist(), dtype=torch.int32, device=device),
-        )
-
-    @property
-    def num_inner(self) -> int:
-        """Nodes with children."""
-        return self.levels.num_inner
+def first_path_depth(tree: TokenTree) -> int:
+    """Depth that is reached by first children alone."""
+    node, depth = 0, 0
+    while tree.children[node]:
+        node, depth = tree.children[node][0], depth + 1
+    return depth

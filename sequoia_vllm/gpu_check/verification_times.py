@@ -7,10 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sequoia_vllm.gpu_check.drafts import DraftedBatch
+from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.gpu_check.paged import PagedCache
 from sequoia_vllm.gpu_check.stage import StageRun
-from sequoia_vllm.gpu_check.trees import TreeTables, best_tree
+from sequoia_vllm.gpu_check.tree_batch import TreeBatch
+from sequoia_vllm.gpu_check.trees import best_tree, first_path_depth
 from sequoia_vllm.kernels.commit import CacheLayers
 from sequoia_vllm.kernels.modes import SAMPLED
 from sequoia_vllm.tree import TokenTree
@@ -22,7 +23,7 @@ COMMIT_ALONE = "commit of 32 layers"
 _TREE_SIZE, _TREE_DEPTH = 64, 8
 
 
-def accepted_drafts(batch: DraftedBatch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def accepted_drafts(batch: TreeBatch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draws a batch's drafts; target logits under which first children are accepted.
 
     Returns:
@@ -35,16 +36,16 @@ def accepted_drafts(batch: DraftedBatch, generator: torch.Generator) -> tuple[Te
     inner = drawn.to(batch.draft_logits.dtype)
     for level in tables.levels.levels:
         batch.draw(level, inner[:, level.rows.long()].reshape(-1, shape[2]).contiguous())
-    rows = tables.inner_index.long().clamp(min=0)
+    rows = tables.inner_rows.long().clamp(min=0)
     logits = inner[:, rows].float().reshape(-1, shape[2])
     return logits, torch.zeros(len(logits), dtype=torch.int64, device=device)
 
 
-def reject_drafts(batch: DraftedBatch, logits: Tensor) -> None:
+def reject_drafts(batch: TreeBatch, logits: Tensor) -> None:
     """Makes every child of the roots impossible: each costs a pass over the vocabulary."""
     by_node = logits.view(batch.num_reqs, batch.tables.tree.size, -1)
     children = batch.tables.children[0].long()
-    tokens = batch.tokens[:, children[children >= 0]]
+    tokens = batch.drafted.tokens[:, children[children >= 0]]
     by_node[:, 0].scatter_(1, tokens, float("-inf"))
 
 
@@ -61,7 +62,7 @@ def deepest_path(tree: TokenTree) -> Tensor:
 def time_verification(run: StageRun) -> None:
     """At batch 1 and 8, with vocabularies of 32k and 128k."""
     tree = best_tree(6, 2) if run.tiny else best_tree(_TREE_SIZE, _TREE_DEPTH)
-    tables = TreeTables.of(tree, run.machine.device)
+    tables = TreeTables(tree, run.machine.device)
     for requests in (2,) if run.tiny else (1, 8):
         for vocabulary in (60,) if run.tiny else (32000, 128256):
             with run.attempt(f"verification, vocabulary {vocabulary}, batch {requests}"):
@@ -72,7 +73,7 @@ def time_verification(run: StageRun) -> None:
 
 def _time_one(run: StageRun, tables: TreeTables, requests: int, vocabulary: int) -> None:
     dtype = torch.float32 if run.tiny else torch.bfloat16
-    batch = DraftedBatch.make(tables, requests, vocabulary, dtype, SAMPLED)
+    batch = TreeBatch(tables, requests, vocabulary, dtype, SAMPLED)
     logits, unused = accepted_drafts(batch, torch.Generator(run.machine.device).manual_seed(41))
     time = partial(run.time_part, batch_size=requests, vocabulary=vocabulary)
     for level in tables.levels.levels:
@@ -85,7 +86,7 @@ def _time_one(run: StageRun, tables: TreeTables, requests: int, vocabulary: int)
     time(ACCEPTED, [verify], tokens=tables.tree.size)
     run.check(
         f"verification of the draft itself, vocabulary {vocabulary}, batch {requests}: paths cut",
-        int((batch.num_sampled < 1 + _shortest_first_path(tables.tree)).sum()), 0,
+        int((batch.num_sampled < 1 + first_path_depth(tables.tree)).sum()), 0,
     )  # fmt: skip
     reject_drafts(batch, logits)
     time(REJECTED, [verify], tokens=tables.tree.size)
@@ -95,22 +96,14 @@ def _time_one(run: StageRun, tables: TreeTables, requests: int, vocabulary: int)
     )  # fmt: skip
 
 
-def _shortest_first_path(tree: TokenTree) -> int:
-    """Depth that is reached by first children alone."""
-    node, depth = 0, 0
-    while tree.children[node]:
-        node, depth = tree.children[node][0], depth + 1
-    return depth
-
-
 def _time_commit(run: StageRun, tables: TreeTables, requests: int) -> None:
     context = 20 if run.tiny else 1024
     layers, heads, size = (2, 2, 16) if run.tiny else (32, 32, 128)
     dtype = torch.float32 if run.tiny else torch.bfloat16
     generator = torch.Generator(run.machine.device).manual_seed(42)
     cache = PagedCache(layers, requests, context + tables.tree.size, heads, size, dtype, generator)
-    batch = DraftedBatch.make(tables, requests, 8, torch.float32, SAMPLED)
-    batch.roots.fill_(context)
+    batch = TreeBatch(tables, requests, 8, torch.float32, SAMPLED)
+    batch.requests.roots.fill_(context)
     batch.accepted.copy_(deepest_path(tables.tree))
     prepared = CacheLayers.of(cache.layers)
     run.time_part(

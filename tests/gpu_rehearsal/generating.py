@@ -44,8 +44,8 @@ def counting_eager_growth() -> Iterator[list[int]]:
     """Trees that grow without a graph, within the block: the batch size of each pass."""
     from gpu_stand_in import graphs
 
+    from sequoia_vllm.drafting.growth import TreeGrowth
     from sequoia_vllm.engine.swap import swapped
-    from sequoia_vllm.engine.v2.growth import TreeGrowth
 
     original, eager = TreeGrowth.read_and_grow, []
 

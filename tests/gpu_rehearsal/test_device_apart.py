@@ -10,9 +10,9 @@ def take_and_fill():
     import vllm.v1.worker.gpu.buffer_utils as buffers
 
     from sequoia_vllm.drafting.draft_batch import DraftBatch
-    from sequoia_vllm.drafting.levels import DraftLevels, child_table, inner_rows
+    from sequoia_vllm.drafting.drafted_trees import DraftedTrees
+    from sequoia_vllm.drafting.tree_tables import TreeTables
     from sequoia_vllm.engine.v2.reading import DraftReading
-    from sequoia_vllm.kernels.children import DrawWorkspace, draw_children
     from sequoia_vllm.tree import TokenTree
     from tests.gpu_rehearsal.device_apart import (
         DEVICE,
@@ -30,19 +30,15 @@ def take_and_fill():
             batch = DraftBatch(4, DEVICE)
             reading = DraftReading(4, [0, 1, 1, 2], unknown_drafts=3, device=DEVICE)
             reading.use_cache({0: 1})
-            levels = DraftLevels(tree, inner_rows(tree), DEVICE)
-            child_table(tree, DEVICE)
+            levels = TreeTables(tree, DEVICE).levels
+            drafted = DraftedTrees.empty(4, 8, 2, tree.size, 9, torch.float32, DEVICE)
             modes = torch.zeros(4, dtype=torch.int32, device=DEVICE)
             temperature = torch.ones(4, device=DEVICE)
             seeds = torch.arange(4, device=DEVICE)
             requests = torch.tensor([2, 0], dtype=torch.int32, device=DEVICE)
             computed = torch.tensor([7, 0, 5, 0], dtype=torch.int32, device=DEVICE)
             sampled = torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)
-            nodes, rows = (torch.zeros(4, dtype=torch.int32, device=DEVICE) for _ in range(2))
             logits = torch.zeros(2, 9, device=DEVICE)
-            tokens = torch.zeros(4, 4, dtype=torch.int64, device=DEVICE)
-            drafted = torch.zeros(4, 2, 9, device=DEVICE), torch.zeros(4, 2, 2, device=DEVICE)
-            places = torch.arange(4, dtype=torch.int32, device=DEVICE)
         blocks = [list(range(10)), list(range(10, 20))]  # of one token each
 
         def bounds_after(slots: list[int], cached: list[int], scheduled: list[int]) -> np.ndarray:
@@ -59,17 +55,10 @@ def take_and_fill():
             requests=requests, computed=computed, num_sampled=sampled,
             bounds=buffers.async_tensor_h2d(bounds, device=DEVICE), read=reading.read,
             modes=modes, temperature=temperature, seeds=seeds,
-            drafted_nodes=nodes, drafted_rows=rows, tree_size=tree.size,
+            drafted_nodes=drafted.nodes, drafted_rows=drafted.rows, tree_size=tree.size,
             inner_nodes=levels.num_inner, longest=99, max_trees=4,
         )  # fmt: skip
-        root = levels.levels[0]
-        draw_children(
-            logits=logits, temperature=batch.temperature[:2], seeds=batch.seeds[:2],
-            modes=batch.modes[:2], positions=batch.roots[:2], depth=0, nodes=root.nodes,
-            counts=root.counts, columns=root.columns, tokens=tokens[:2],
-            draft_logits=drafted[0], draft_stats=drafted[1], state_rows=places[:2],
-            inner_rows=root.rows, workspace=DrawWorkspace(),
-        )  # fmt: skip
+        drafted.draw(batch, 2, levels, levels.levels[0], logits)
         refused = []
         for wrong in (lambda: batch.counts.tolist(), lambda: batch.roots[torch.tensor([1, 0])]):
             try:
@@ -81,8 +70,8 @@ def take_and_fill():
             return {
                 "held": held,
                 "counts": batch.counts.tolist(),
-                "nodes": nodes.tolist(),
-                "drawn": tokens[:2].tolist(),
+                "nodes": drafted.nodes.tolist(),
+                "drawn": drafted.tokens[:2].tolist(),
                 "refused": len(refused),
             }
 

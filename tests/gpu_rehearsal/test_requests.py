@@ -49,7 +49,7 @@ def run(models: str) -> dict[str, Any]:
     with rehearsing(tiers, model=target, max_num_seqs=4, attention_backend="TRITON_ATTN") as llm:
         answers["tiers"] = generate_with_trees(llm, requests, params())
         answers["joining"] = join_and_abort(llm, requests)
-        answers["least token"] = int(runner_of(llm).speculator._growth.tokens.min())
+        answers["least token"] = int(runner_of(llm).speculator.drafted.tokens.min())
     # Blocks for two or three requests; eight nodes at once of each, of 26 at most.
     parents = [-1, *[0] * 8, *range(1, 9)]
     wide = {

@@ -78,11 +78,11 @@ def test_wrong_kernels_are_found(tmp_path):
     code = """
 import sys, torch
 from sequoia_vllm.gpu_check import attention_check, command, sampling_check
-from sequoia_vllm.gpu_check.drafts import DraftedBatch
+from sequoia_vllm.gpu_check.tree_batch import TreeBatch
 pack = attention_check.pack_ancestors
 attention_check.pack_ancestors = lambda seen: pack(torch.ones_like(seen).tril())
 sampling_check.DRAW, sampling_check.VERIFY = sampling_check.VERIFY, sampling_check.DRAW
-DraftedBatch.commit = lambda *arguments: None
+TreeBatch.commit = lambda *arguments: None
 attention_check.time_attention = lambda *arguments: None
 sys.exit(command.main(sys.argv[1:]))
 """
@@ -103,11 +103,11 @@ def test_a_commit_that_moves_nothing_changes_what_is_decoded():
     code = """
 import torch
 from sequoia_vllm.gpu_check import decoding
-from sequoia_vllm.gpu_check.drafts import DraftedBatch
+from sequoia_vllm.gpu_check.tree_batch import TreeBatch
 from sequoia_vllm.gpu_check.machine import Machine
 from sequoia_vllm.gpu_check.stage import StageRun
 from sequoia_vllm.gpu_check.timing import OnceTimer
-DraftedBatch.commit = lambda *arguments: None
+TreeBatch.commit = lambda *arguments: None
 run = StageRun(Machine.find(tiny=True), OnceTimer(), True, print)
 decoding.check_decoding(run)
 assert not run.found.failures
@@ -115,6 +115,33 @@ print(sum(not check.passed for check in run.found.checks), "wrong")
 """
     done = run_python(code)
     assert done.stdout.splitlines()[-1] == "1 wrong", done.stderr[-4000:] + done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["slots.zero_()", "token_ids.add_(1)"])
+def test_growth_that_reads_something_else_drafts_something_else(mistake):
+    """Decoding stays right, but a target's own drafts are no longer accepted."""
+    code = f"""
+import torch
+from sequoia_vllm.drafting.growth import TreeGrowth
+from sequoia_vllm.gpu_check import decoding
+from sequoia_vllm.gpu_check.machine import Machine
+from sequoia_vllm.gpu_check.stage import StageRun
+from sequoia_vllm.gpu_check.timing import OnceTimer
+forward = TreeGrowth._forward
+def mistaken(self, *arguments):
+    self._inputs.{mistake}
+    return forward(self, *arguments)
+TreeGrowth._forward = mistaken
+run = StageRun(Machine.find(tiny=True), OnceTimer(), True, print)
+decoding.check_decoding(run)
+assert not run.found.failures
+print([check.name for check in run.found.checks if not check.passed])
+"""
+    done = run_python(code)
+    wrong = done.stdout.splitlines()[-1]
+    assert "accepted tokens that is missing" in wrong, done.stderr[-4000:] + done.stdout
+    assert "unlike plain" not in wrong
 
 
 def test_no_gpu(monkeypatch, capsys, tmp_path):

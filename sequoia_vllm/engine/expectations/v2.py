@@ -82,7 +82,7 @@ V2 = (
         "seq_lens_cpu_upper_bound", "num_computed_tokens_np", "is_prefilling_np", "input_ids",
         "positions", "logits_indices", "cu_num_logits", "cu_num_logits_np",
     )),
-    # v2/growth.py
+    # v2/draft_model.py
     Expected(
         f"{_V2}.block_table:BlockTables.compute_slot_mappings",
         ("self", "idx_mapping", "query_start_loc", "positions", "num_tokens_padded", "out"),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from sequoia_vllm.drafting.tree_tables import Level
 from sequoia_vllm.engine.v1.drafts import DraftedTrees
 from sequoia_vllm.engine.v1.seeded import gumbel_noise
 from sequoia_vllm.tree import TokenTree
@@ -52,19 +51,18 @@ class DraftSampling:
         )
         self._stored = 0
 
-    def children(self, logits: Tensor, depth: int, nodes: NDArray[np.int64], branch: int) -> Tensor:
+    def children(self, logits: Tensor, level: Level) -> Tensor:
         """Draws children of one level's nodes, for every request.
 
         Args:
             logits: ``[B * m, V]``: draft logits at the nodes, request after request.
-            depth: Depth of the nodes.
-            nodes: int64 ``[m]``.
-            branch: Children to draw at each node.
+            level: The level, whose nodes have at most b children each.
 
         Returns:
-            int64 ``[B, m, branch]``, in draft order.
+            int64 ``[B, m, b]``, in draft order.
         """
-        batch, width = len(self.temperature), len(nodes)
+        width, branch = level.columns.shape
+        batch = len(self.temperature)
         logits = logits.to(torch.float32)
         if not len(self.sampled) and not len(self.seeded):
             return logits.topk(branch, dim=-1).indices.view(batch, width, branch)
@@ -79,11 +77,11 @@ class DraftSampling:
             own = per_request[self.sampled].flatten(0, 1)
             own_temperature = temperature.view(batch, width)[self.sampled].flatten()
             draft = draft_distribution(own, own_temperature)
-            self._store(draft, nodes)
+            self._store(draft, level.nodes)
             tokens = draw_without_replacement(draft, branch)
             drawn[self.sampled] = tokens.view(-1, width, branch)
         if len(self.seeded):
-            noise = gumbel_noise(self.seeds[self.seeded, depth], logits.shape[-1])
+            noise = gumbel_noise(self.seeds[self.seeded, level.depth], logits.shape[-1])
             scores = per_request[self.seeded] / self.temperature[self.seeded, None, None]
             drawn[self.seeded] = (scores + noise[:, None]).topk(branch, dim=-1).indices
         return drawn
@@ -92,9 +90,9 @@ class DraftSampling:
         """What was grown; ``tokens`` is int64 ``[B, size]``."""
         return DraftedTrees(self._tree, tokens, self._probs, self._probs_rows)
 
-    def _store(self, probs: Tensor, nodes: NDArray[np.int64]) -> None:
+    def _store(self, probs: Tensor, nodes: Tensor) -> None:
         end = self._stored + len(probs)
         self._probs[self._stored : end] = probs
         rows = torch.arange(self._stored, end, device=probs.device)
-        self._probs_rows[self.sampled[:, None], nodes] = rows.view(len(self.sampled), -1)
+        self._probs_rows[self.sampled[:, None], nodes.long()] = rows.view(len(self.sampled), -1)
         self._stored = end

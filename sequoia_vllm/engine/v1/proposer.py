@@ -14,59 +14,20 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
+from sequoia_vllm.drafting.tree_tables import DraftLevels, Level
 from sequoia_vllm.engine.cpu_attention import CPUTreeAttentionMetadata, TreeQueries
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
 from sequoia_vllm.engine.v1.drafts import DraftedTrees
 from sequoia_vllm.engine.v1.reading import CommittedTokens
-from sequoia_vllm.tree import TokenTree
 
 PADDING_SLOT = -1  # vLLM's cache-update op skips it
-
-
-class TreeLevels:
-    """Index arrays of one tree, level by level. A level is in *draft order*: the
-    children of its first node, of its second, and so on.
-
-    Attributes:
-        parents: For each depth, int64 ``[m]`` (host): its nodes that have children.
-        ancestors: For each depth, bool ``[m, size]``: what these nodes see.
-        branch: For each depth, the most children of any of these nodes.
-        drawn: For each depth, int64 ``[c]``: which of the ``m * branch`` tokens
-            drawn are children; None: all.
-        expanded: For each depth, int64: which of those c have children themselves;
-            None: all.
-        inner: int64 ``[I]`` (host): all of ``parents`` but the root.
-        stored: int64 ``[size]``: place of each node among root and levels in
-            draft order.
-    """
-
-    def __init__(self, tree: TokenTree, device: torch.device) -> None:
-        def tensor(values: list[int], total: int) -> Tensor | None:
-            return None if values == list(range(total)) else torch.tensor(values, device=device)
-
-        self.parents, self.ancestors, self.branch = [], [], []
-        self.drawn, self.expanded = [], []
-        order, parents = [0], [0]
-        while parents:
-            branch = max(len(tree.children[node]) for node in parents)
-            ranked = [(node, rank) for node in parents for rank in range(branch)]
-            drawn = [i for i, (node, rank) in enumerate(ranked) if rank < len(tree.children[node])]
-            children = [child for node in parents for child in tree.children[node]]
-            expanded = [i for i, child in enumerate(children) if tree.children[child]]
-            self.parents.append(np.array(parents))
-            self.ancestors.append(torch.from_numpy(tree.ancestor_mask[parents]).to(device))
-            self.branch.append(branch)
-            self.drawn.append(tensor(drawn, len(ranked)))
-            self.expanded.append(tensor(expanded, len(children)))
-            order += children
-            parents = [children[i] for i in expanded]
-        self.inner = np.concatenate([np.array([], dtype=np.int64), *self.parents[1:]])
-        self.stored = torch.from_numpy(np.argsort(order)).to(device)
 
 
 @dataclass(frozen=True)
 class InnerNodes:
     """Where the nodes lie that the draft reads, for all levels of a pass at once.
+
+    They are in draft order (see `Level`), each in the slot after the one before it.
 
     Attributes:
         positions, slots: int64 ``[B, I]``: RoPE position and cache slot of each.
@@ -95,14 +56,7 @@ class TreeProposer(DraftModelProposer):
         super().__init__(vllm_config=vllm_config, device=device, runner=runner)
         self.runner = runner
         self.draft_max_len = self.draft_model_config.max_model_len
-        self._levels: dict[int, TreeLevels] = {}
         self._rows = torch.arange(runner.max_num_tokens)
-
-    def levels_of(self, tree: TokenTree) -> TreeLevels:
-        """Index arrays of this tree; trees are prefixes of one, so size tells them apart."""
-        if tree.size not in self._levels:
-            self._levels[tree.size] = TreeLevels(tree, self.device)
-        return self._levels[tree.size]
 
     def dummy_run(
         self,
@@ -147,7 +101,7 @@ class TreeProposer(DraftModelProposer):
 
     def grow(
         self,
-        tree: TokenTree,
+        levels: DraftLevels,
         root_logits: Tensor,
         root_tokens: NDArray[np.int64],
         root_positions: NDArray[np.int64],
@@ -157,41 +111,40 @@ class TreeProposer(DraftModelProposer):
         """Grows one tree per request, level by level.
 
         Args:
-            tree: Topology to grow.
+            levels: The tree to grow.
             root_logits: ``[B, V]``: draft logits at each root.
             root_tokens, root_positions: int64 ``[B]``.
             requests: int64 ``[B]``: rows of the batch.
             sampling: How each request draws children.
         """
-        levels = self.levels_of(tree)
-        inner = self._inner_nodes(tree, levels, requests, root_positions)
-        batch, first = len(requests), 0
-        sampling.start(tree, root_logits.shape[-1])
-        logits, in_draft_order = root_logits, [torch.from_numpy(root_tokens)[:, None]]
-        for depth, nodes in enumerate(levels.parents):
-            if depth > 0:
-                parents = _selected(in_draft_order[-1], levels.expanded[depth - 1])
-                columns = slice(first, first + len(nodes))
-                logits = self._level_forward(parents, inner, columns, levels.ancestors[depth])
-                first += len(nodes)
-            drawn = sampling.children(logits, depth, nodes, levels.branch[depth])
-            in_draft_order.append(_selected(drawn.view(batch, -1), levels.drawn[depth]))
-        return sampling.finish(torch.cat(in_draft_order, dim=1).index_select(1, levels.stored))
+        inner = self._inner_nodes(levels, requests, root_positions)
+        tokens = torch.empty(len(requests), levels.tree.size, dtype=torch.int64)
+        sampling.start(levels.tree, root_logits.shape[-1])
+        logits = root_logits
+        for level in levels.levels:
+            if level.depth > 0:
+                parents = tokens.index_select(1, level.nodes)
+                logits = self._level_forward(parents, inner, levels, level)
+            drawn = sampling.children(logits, level)
+            tokens.index_copy_(1, level.columns.flatten().long(), drawn.flatten(1))
+        # Last: what a node drew beyond its own children was written there.
+        tokens[:, 0] = torch.from_numpy(root_tokens)
+        return sampling.finish(tokens)
 
     def _inner_nodes(
         self,
-        tree: TokenTree,
-        levels: TreeLevels,
+        levels: DraftLevels,
         requests: NDArray[np.int64],
         root_positions: NDArray[np.int64],
     ) -> InnerNodes:
         # A node past the model's length is always trimmed by the scheduler; it
         # only must not write outside the request's blocks or the RoPE table.
-        positions = root_positions[:, None] + tree.depths[levels.inner]
-        num_nodes = np.minimum(self.max_model_len - root_positions, tree.size)
+        positions = root_positions[:, None] + levels.depths.numpy()
+        num_nodes = np.minimum(self.max_model_len - root_positions, levels.num_inner)
+        places = root_positions[:, None] + np.arange(levels.num_inner)
         return InnerNodes(
             positions=torch.from_numpy(np.minimum(positions, self.draft_max_len - 1)),
-            slots=self._slots(requests[:, None], root_positions[:, None] + levels.inner),
+            slots=self._slots(requests[:, None], places),
             block_table=self._block_table(requests),
             root_positions=torch.from_numpy(root_positions),
             num_nodes=torch.from_numpy(num_nodes),
@@ -199,20 +152,21 @@ class TreeProposer(DraftModelProposer):
         )
 
     def _level_forward(
-        self, tokens: Tensor, inner: InnerNodes, columns: slice, ancestors: Tensor
+        self, tokens: Tensor, inner: InnerNodes, levels: DraftLevels, level: Level
     ) -> Tensor:
         """Draft logits ``[B * m, V]`` at one level's inner nodes, all requests at once.
 
         Args:
             tokens: int64 ``[B, m]``.
-            inner: Where they lie...
-            columns: ...in these columns.
-            ancestors: bool ``[m, size]``.
+            inner: Where the tree's inner nodes lie.
+            levels: The tree.
+            level: The level.
         """
         rows = self._rows[: tokens.numel()].view(tokens.shape)
+        nodes = slice(level.first, level.first + level.width)
         # Contiguous: vLLM's kernels read them without looking at strides.
         positions, slots = (
-            values[:, columns].flatten().contiguous() for values in (inner.positions, inner.slots)
+            values[:, nodes].flatten().contiguous() for values in (inner.positions, inner.slots)
         )
         metadata = CPUTreeAttentionMetadata(
             num_actual_tokens=tokens.numel(),
@@ -228,7 +182,7 @@ class TreeProposer(DraftModelProposer):
                 block_table=inner.block_table,
                 context_lens=inner.root_positions,
                 num_nodes=inner.num_nodes,
-                ancestors=ancestors,
+                ancestors=levels.ancestors[nodes],
                 max_keys=inner.max_keys,
                 only_trees=True,
             ),
@@ -283,7 +237,3 @@ class TreeProposer(DraftModelProposer):
     @property
     def _table(self) -> Any:
         return self.runner.input_batch.block_table[self.kv_cache_gid]
-
-
-def _selected(tokens: Tensor, columns: Tensor | None) -> Tensor:
-    return tokens if columns is None else tokens.index_select(1, columns)

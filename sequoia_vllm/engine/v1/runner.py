@@ -19,6 +19,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.attention_layers import replaced_backends, supported_layers
 from sequoia_vllm.engine.cpu_attention import CPU_BACKENDS, TreeQueries, unsupported_attention
 from sequoia_vllm.engine.draft_blocks import DraftBlocks
@@ -36,7 +37,6 @@ from sequoia_vllm.engine.v1.sampler_output import SamplerRows, combine_outputs, 
 from sequoia_vllm.engine.v1.seeded import peek_seeds
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
 from sequoia_vllm.engine.v1.verifier import TreeVerifier
-from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification import GREEDY_BELOW, VerifyResult
 
 
@@ -68,13 +68,12 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             seeded_argmax=torch.ops._C.fused_gumbel_argmax,
         )
         self.stats = StepStats(self.tree)
-        self._prefixes: dict[int, TokenTree] = {}
+        self._tables = TreeTables(self.tree, device)
         self._drafts: dict[str, Draft] = {}
         self._trees: ScoringTrees | None = None
         self._target_metadata: dict[str, Any] = {}
         self._target_caches: TargetCaches | None = None
         self._depths = torch.from_numpy(self.tree.depths.copy()).to(device)
-        self._ancestors = torch.from_numpy(self.tree.ancestor_mask.copy()).to(device)
         self._has_custom_processors = any(
             type(processor) not in BUILTIN_LOGITS_PROCESSORS
             for processor in self.input_batch.logitsprocs.all
@@ -164,7 +163,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             block_table=metadata.block_table[trees.requests],
             context_lens=trees.context_lens,
             num_nodes=trees.num_nodes,
-            ancestors=self._ancestors[:max_nodes, :max_nodes],
+            ancestors=self._tables.ancestors[:max_nodes, :max_nodes],
             max_keys=int((trees.context_lens + trees.num_nodes).max()),
             only_trees=int(trees.num_nodes.sum()) == metadata.num_actual_tokens,
         )
@@ -286,28 +285,22 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         chosen = self._requests_to_draft(committed)
         if len(chosen) == 0:
             return drafts
-        tree = self._trimmed(drafts_each + 1)
+        levels = self._tables.levels_of(drafts_each)
         roots = committed.last[chosen]
         requests = committed.requests[chosen]
         grown = self.drafter.grow(
-            tree,
+            levels,
             root_logits=logits if len(chosen) == len(logits) else logits[chosen],
             root_tokens=committed.tokens[roots],
             root_positions=committed.positions[roots],
             requests=requests,
-            sampling=self._draft_sampling(requests, sampling_metadata, tree.depth),
+            sampling=self._draft_sampling(requests, sampling_metadata, levels.tree.depth),
         )
         tokens = grown.tokens[:, 1:].tolist()
         for row, request in enumerate(requests.tolist()):
             self._drafts[self.input_batch.req_ids[request]] = Draft(grown, row)
             drafts[request] = tokens[row]
         return drafts
-
-    def _trimmed(self, size: int) -> TokenTree:
-        """The tree's first nodes; kept, as a schedule has few sizes."""
-        if size not in self._prefixes:
-            self._prefixes[size] = self.tree.trim(size)
-        return self._prefixes[size]
 
     def _committed_tokens(self, sampled_token_ids: Tensor) -> CommittedTokens | None:
         """Prompt chunks, roots and emitted tokens that the draft has yet to read."""

@@ -4,34 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from sequoia_vllm.config import ContextAttention
+from sequoia_vllm.drafting.growth import DraftQueries
 from sequoia_vllm.engine.v2.scoring import ScoringTrees
-
-
-@dataclass(frozen=True)
-class DraftQueries:
-    """One forward pass of the draft over the same nodes of R requests' trees.
-
-    Attributes:
-        context_lens: int32 ``[R]``: tokens in the cache before node 0.
-        first: The first query is this node; node j is in slot ``context + j``.
-        width: Queries per request.
-        ancestors: bool ``[I, I]``: which nodes each of the tree's I nodes sees.
-        max_keys: No request has more keys than this.
-        max_slots: Nor slots: nodes further out have none, and nobody sees them.
-    """
-
-    context_lens: Tensor
-    first: int
-    width: int
-    ancestors: Tensor
-    max_keys: int
-    max_slots: int
 
 
 class TreeBackend(ABC):
@@ -58,14 +37,11 @@ class TreeBackend(ABC):
         """What the target's attention needs of these trees, as its metadata's ``tree``."""
 
     @abstractmethod
-    def draft_metadata(
-        self, queries: DraftQueries, query_start_loc: Tensor, block_table: Tensor, slots: Tensor
-    ) -> Any:
+    def draft_metadata(self, queries: DraftQueries, block_table: Tensor, slots: Tensor) -> Any:
         """Attention metadata of one draft pass.
 
         Args:
             queries: The pass.
-            query_start_loc: int32 ``[R + 1]``.
             block_table: int32 ``[R, max_blocks]``.
             slots: int64 ``[R * width]``: where the queries' keys go.
         """

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.config import ContextAttention
+from sequoia_vllm.drafting.growth import DraftQueries
 from sequoia_vllm.engine.attention_layers import replaced_backends
 from sequoia_vllm.engine.cpu_attention import (
     CPU_BACKENDS,
@@ -21,7 +22,7 @@ from sequoia_vllm.engine.cpu_attention import (
     unsupported_attention,
 )
 from sequoia_vllm.engine.kv_commit import TargetCaches, accepted_moves
-from sequoia_vllm.engine.v2.backend import DraftQueries, TreeBackend
+from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.scoring import ScoringTrees
 
 
@@ -57,7 +58,7 @@ class CPUTreeBackend(TreeBackend):
         )
 
     def draft_metadata(
-        self, queries: DraftQueries, query_start_loc: Tensor, block_table: Tensor, slots: Tensor
+        self, queries: DraftQueries, block_table: Tensor, slots: Tensor
     ) -> CPUTreeAttentionMetadata:
         """Metadata whose rows are all tree nodes."""
         num_reqs, nodes = len(block_table), queries.first + queries.width
@@ -65,7 +66,7 @@ class CPUTreeBackend(TreeBackend):
         return CPUTreeAttentionMetadata(
             num_actual_tokens=num_reqs * queries.width,
             max_query_len=queries.width,
-            query_start_loc=query_start_loc,
+            query_start_loc=queries.query_start_loc,
             max_seq_len=queries.max_keys,
             seq_lens=context_lens,
             block_table=block_table,

@@ -9,6 +9,7 @@ from torch import Tensor
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from sequoia_vllm.config import ContextAttention
+from sequoia_vllm.drafting.growth import DraftQueries
 from sequoia_vllm.engine.attention_layers import (
     reason_of,
     replaced_backends,
@@ -21,7 +22,7 @@ from sequoia_vllm.engine.v2.attention_gpu import (
     GPUTreeForward,
     GPUTreeQueries,
 )
-from sequoia_vllm.engine.v2.backend import DraftQueries, TreeBackend
+from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.scoring import ScoringTrees
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
 from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, pack_ancestors
@@ -79,12 +80,12 @@ class GPUTreeBackend(TreeBackend):
         )
 
     def draft_metadata(
-        self, queries: DraftQueries, query_start_loc: Tensor, block_table: Tensor, slots: Tensor
+        self, queries: DraftQueries, block_table: Tensor, slots: Tensor
     ) -> DraftMetadata:
         """Metadata whose rows are all tree nodes."""
         return DraftMetadata(
             tree=GPUTreeQueries(
-                query_start_loc=query_start_loc,
+                query_start_loc=queries.query_start_loc,
                 context_lens=queries.context_lens,
                 block_table=block_table,
                 ancestors=self._pack(queries.ancestors),

@@ -18,14 +18,15 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.draft_plan import DraftPlan, depths_by_drafts, inner_nodes
-from sequoia_vllm.drafting.levels import DraftLevels, inner_rows
+from sequoia_vllm.drafting.drafted_trees import DraftedTrees
+from sequoia_vllm.drafting.growth import TreeGrowth, chain_width
+from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.draft_graphs import DraftGraphs
-from sequoia_vllm.engine.v2.growth import DraftCache, DraftedTrees, TreeGrowth, chain_width
+from sequoia_vllm.engine.v2.draft_model import CachedDraftModel, DraftCache
 from sequoia_vllm.engine.v2.reading import DraftReading
 from sequoia_vllm.engine.v2.request_modes import RequestModes
 from sequoia_vllm.hardware.budget import drafts_by_batch
-from sequoia_vllm.tree import TokenTree
 
 
 class TreeProposer(StandaloneARSpeculator):
@@ -39,11 +40,12 @@ class TreeProposer(StandaloneARSpeculator):
         vllm_config: VllmConfig,
         device: torch.device,
         req_states: RequestState,
-        tree: TokenTree,
+        tables: TreeTables,
         backend: TreeBackend,
     ) -> None:
         super().__init__(vllm_config, device)
-        self.tree = tree
+        self.tables = tables
+        self.tree = tree = tables.tree
         self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
         self.req_states = req_states
         self.backend = backend
@@ -59,8 +61,6 @@ class TreeProposer(StandaloneARSpeculator):
             device=device,
         )
         self.batch = DraftBatch(self.max_num_reqs, device)
-        self.inner_rows = inner_rows(self.tree)
-        self._levels: dict[int, DraftLevels] = {}
         self._graphs: DraftGraphs | None = None
         self._last_grown: DraftLevels | None = None
 
@@ -73,6 +73,7 @@ class TreeProposer(StandaloneARSpeculator):
             self.max_num_reqs,
             self.plan.logits_rows,
             inner_nodes(self.tree),
+            self.tree.size,
             self.vocab_size,
             self.draft_model_config.head_dtype,
             self.device,
@@ -93,13 +94,12 @@ class TreeProposer(StandaloneARSpeculator):
         self._growth = TreeGrowth(
             batch=self.batch,
             drafted=self.drafted,
-            cache=self._cache,
-            backend=self.backend,
-            forward=self._run_model,
-            compute_logits=self.model.compute_logits,
+            model=CachedDraftModel(
+                self._cache, self.backend, self._run_model, self.model.compute_logits
+            ),
+            inputs=self._cache.inputs(self.max_num_reqs),
             token_ids=self.req_states.all_token_ids.gpu,
             max_lens=(self.max_model_len, self.draft_model_config.max_model_len),
-            size=self.tree.size,
             depth=self.tree.depth,
         )
 
@@ -114,16 +114,9 @@ class TreeProposer(StandaloneARSpeculator):
         self.batch.slots.fill_(-1)
         self._graphs.capture_growth(
             lambda requests, drafts: self._growth.read_and_grow(
-                requests, self.levels_of(drafts), self.max_model_len
+                requests, self.tables.levels_of(drafts), self.max_model_len
             )
         )
-
-    def levels_of(self, drafts: int) -> DraftLevels:
-        """The tree of the first ``drafts`` nodes below the root, as the draft grows it."""
-        if drafts not in self._levels:
-            tree = self.tree.trim(drafts + 1)
-            self._levels[drafts] = DraftLevels(tree, self.inner_rows, self.device)
-        return self._levels[drafts]
 
     @property
     def pass_widths(self) -> list[int]:
@@ -189,7 +182,7 @@ class TreeProposer(StandaloneARSpeculator):
             drafts = min(drafts, num_speculative_tokens)
         if drafts > 0:
             self._draft(input_batch, num_sampled, temperature, seeds, drafts)
-        tokens = self._growth.tokens[: input_batch.num_reqs, 1:]
+        tokens = self.drafted.tokens[: input_batch.num_reqs, 1:]
         # What vLLM did not ask for it overwrites with -1, in place. A request that gets no
         # tree later is scored with what is in its row: ids that the target can embed.
         return tokens.clone() if drafts < self.num_speculative_steps else tokens
@@ -202,7 +195,7 @@ class TreeProposer(StandaloneARSpeculator):
         seeds: Tensor,
         drafts: int,
     ) -> None:
-        num_reqs, levels = batch.num_reqs, self.levels_of(drafts)
+        num_reqs, levels = batch.num_reqs, self.tables.levels_of(drafts)
         num_trees = min(num_reqs, self.plan.most_requests(drafts))
         is_long = self.reading.most_unread(batch.idx_mapping_np) > chain_width(levels)
         bounds = np.zeros(num_reqs, dtype=np.int32)

@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.attention_layers import supported_layers
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.step_stats import StepStats
@@ -42,11 +43,11 @@ class TreeRunner(GPUModelRunner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         settings = SequoiaSettings.of(vllm_config)
         self.tree = settings.tree
-        ancestors = torch.from_numpy(self.tree.ancestor_mask.copy()).to(device)
-        self.tree_backend = self.backend_class(ancestors, settings.context_attention)
+        tables = TreeTables(self.tree, device)
+        self.tree_backend = self.backend_class(tables.ancestors, settings.context_attention)
 
         def init_speculator(config: VllmConfig, where: torch.device, states: Any) -> TreeProposer:
-            return TreeProposer(config, where, states, self.tree, self.tree_backend)
+            return TreeProposer(config, where, states, tables, self.tree_backend)
 
         with swapped(model_runner, "init_speculator", init_speculator):
             super().__init__(vllm_config, device)

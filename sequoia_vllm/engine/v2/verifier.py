@@ -22,7 +22,6 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
-from sequoia_vllm.drafting.levels import child_table
 from sequoia_vllm.engine.tensor_parallel import broadcast_from_rank0
 from sequoia_vllm.engine.v2.emitted_rows import emitted_rows
 from sequoia_vllm.engine.v2.logits_needs import LogitsNeeds
@@ -65,10 +64,6 @@ class TreeVerifier(RejectionSampler):
     def __init__(self, sampler: Sampler, speculator: TreeProposer) -> None:
         super().__init__(sampler, speculator.speculative_config, speculator.device)
         self._speculator = speculator
-        self._inner_index = torch.tensor(
-            speculator.inner_rows, dtype=torch.int32, device=speculator.device
-        )
-        self._children = child_table(speculator.tree, speculator.device)
         self._needs = LogitsNeeds(sampler)
         self.sampler.add_request = self._needs.add_request
         self.sampler.sampling_states.add_request = self._needs.add_to_states
@@ -182,8 +177,8 @@ class TreeVerifier(RejectionSampler):
             modes=inputs.modes,
             positions=inputs.root_positions,
             seeds=inputs.seeds,
-            children=self._children,
-            inner_index=self._inner_index,
+            children=self._speculator.tables.children,
+            inner_index=self._speculator.tables.inner_rows,
             draft_logits=drafted.logits,
             draft_stats=drafted.stats,
             state_rows=inputs.state_rows,

@@ -1,4 +1,4 @@
-"""How the draft grows a tree on a device: index arrays of its levels, made once per tree."""
+"""A tree as a device needs it to draft, score and verify: index tables, made once per tree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Level:
         counts: int32 ``[m]``: children of each.
         columns: int32 ``[m, b]``: stored index of each child, in draft order;
             0 beyond a node's last child.
-        rows: int32 ``[m]``: where each node's Q is kept, see `inner_rows`.
+        rows: int32 ``[m]``: where each node's Q is kept, see `TreeTables.inner_rows`.
     """
 
     depth: int
@@ -56,7 +56,7 @@ class DraftLevels:
 
         Args:
             tree: The engine's tree, or a prefix of it.
-            rows: `inner_rows` of the engine's whole tree.
+            rows: Where the Q of each node of the engine's whole tree is kept.
             device: Where they go.
         """
         self.tree = tree
@@ -96,17 +96,45 @@ class DraftLevels:
         return len(self.depths)
 
 
-def child_table(tree: TokenTree, device: torch.device) -> Tensor:
-    """int32 ``[N, b]``: the nodes below each node in draft order, then -1."""
-    parents = torch.from_numpy(tree.parents_array.copy())[None]
-    return Topology.from_parents(parents).children[0].to(device, torch.int32)
+class TreeTables:
+    """The engine's tree, of N nodes; requests draft it or a prefix of it.
 
+    Attributes:
+        tree: The tree.
+        children: int32 ``[N, b]``: the nodes below each node in draft order, then -1.
+        inner_rows: int32 ``[N]``: row of each node's Q: its place among the nodes with
+            children, in stored order; leaves: -1. Prefixes keep the rows of the whole.
+        ancestors: bool ``[N, N]``: which nodes each sees, itself included.
 
-def inner_rows(tree: TokenTree) -> list[int]:
-    """For each node, its place among the nodes with children, in stored order; leaves: -1.
-
-    A prefix of a tree keeps the rows of the whole tree.
+    Args:
+        tree: The tree.
+        device: Where its tables go.
     """
+
+    def __init__(self, tree: TokenTree, device: torch.device) -> None:
+        self.tree = tree
+        parents = torch.from_numpy(tree.parents_array.copy())[None]
+        self.children = Topology.from_parents(parents).children[0].to(device, torch.int32)
+        self._inner_rows = _inner_rows(tree)
+        self.inner_rows = torch.tensor(self._inner_rows, dtype=torch.int32, device=device)
+        self.ancestors = torch.from_numpy(tree.ancestor_mask.copy()).to(device)
+        self._levels: dict[int, DraftLevels] = {}
+
+    def levels_of(self, drafts: int) -> DraftLevels:
+        """The tree of the first ``drafts`` nodes below the root, as the draft grows it."""
+        if drafts not in self._levels:
+            tree = self.tree.trim(drafts + 1)
+            self._levels[drafts] = DraftLevels(tree, self._inner_rows, self.ancestors.device)
+        return self._levels[drafts]
+
+    @property
+    def levels(self) -> DraftLevels:
+        """The whole tree, as the draft grows it."""
+        return self.levels_of(self.tree.num_speculative_tokens)
+
+
+def _inner_rows(tree: TokenTree) -> list[int]:
+    """For each node, its place among the nodes with children, in stored order; leaves: -1."""
     rows, count = [], 0
     for children in tree.children:
         rows.append(count if children else -1)

@@ -1,11 +1,11 @@
-"""Index arrays of a tree as Model Runner V2 grows it."""
+"""Index tables of a tree."""
 
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sequoia_vllm.drafting.levels import DraftLevels, inner_rows
+from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.tree import TokenTree
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ TREE = TokenTree((-1, 0, 0, 1, 1, 0, 5))
 
 
 def test_levels_of_a_tree():
-    levels = DraftLevels(TREE, inner_rows(TREE), CPU)
+    levels = TreeTables(TREE, CPU).levels
     root, second = levels.levels
     assert (root.depth, root.first, root.nodes.tolist()) == (0, 0, [0])
     assert root.columns.tolist() == [[1, 2, 5]]
@@ -44,16 +44,28 @@ def test_levels_of_a_tree():
 
 
 def test_a_prefix_keeps_the_rows_of_the_whole_tree():
-    rows = inner_rows(TREE)
-    assert rows == [0, 1, -1, -1, -1, 2, -1]
-    prefix = DraftLevels(TREE.trim(6), rows, CPU)  # node 5 has lost its child
-    assert [level.nodes.tolist() for level in prefix.levels] == [[0], [1]]
-    assert [level.rows.tolist() for level in prefix.levels] == [[0], [1]]
+    #   0 - 1 - 4
+    #    \
+    #     2 - 3 - 5
+    tables = TreeTables(TokenTree((-1, 0, 0, 2, 1, 3)), CPU)
+    assert tables.inner_rows.tolist() == [0, 1, 2, 3, -1, -1]
+    prefix = tables.levels_of(3)  # 1 and 3 have lost their children
+    assert [level.nodes.tolist() for level in prefix.levels] == [[0], [2]]
+    assert [level.rows.tolist() for level in prefix.levels] == [[0], [2]]
+
+
+def test_tables_for_scoring_and_verifying():
+    tables = TreeTables(TREE, CPU)
+    assert tables.children.tolist() == [
+        [1, 2, 5], [3, 4, -1], [-1] * 3, [-1] * 3, [-1] * 3, [6, -1, -1], [-1] * 3,
+    ]  # fmt: skip
+    assert tables.inner_rows.tolist() == [0, 1, -1, -1, -1, 2, -1]
+    assert np.array_equal(tables.ancestors.numpy(), TREE.ancestor_mask)
 
 
 @given(trees())
 def test_every_node_is_drawn_once_after_its_parent(tree):
-    levels = DraftLevels(tree, inner_rows(tree), CPU)
+    levels = TreeTables(tree, CPU).levels
     drawn, place = {0}, 0
     for level in levels.levels:
         assert level.first == place
@@ -70,7 +82,7 @@ def test_every_node_is_drawn_once_after_its_parent(tree):
 
 @given(trees())
 def test_inner_nodes_see_their_ancestors(tree):
-    levels = DraftLevels(tree, inner_rows(tree), CPU)
+    levels = TreeTables(tree, CPU).levels
     order = [node for level in levels.levels for node in level.nodes.tolist()]
     assert np.array_equal(levels.ancestors.numpy(), tree.ancestor_mask[np.ix_(order, order)])
     assert levels.depths.tolist() == tree.depths[order].tolist()

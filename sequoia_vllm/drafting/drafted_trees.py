@@ -1,0 +1,102 @@
+"""What drafting leaves for the verifier: drafted tokens, and the Q that they were drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sequoia_vllm.drafting.draft_batch import DraftBatch
+from sequoia_vllm.drafting.tree_tables import DraftLevels, Level
+from sequoia_vllm.kernels.children import DrawWorkspace, draw_children
+
+
+@dataclass(frozen=True)
+class DraftedTrees:
+    """The trees of a batch. They stay in place, so CUDA graphs may hold them.
+
+    Attributes:
+        nodes: int32 ``[slots]``: nodes drafted, root included; 0: none.
+        rows: int32 ``[slots]``: the request's first row of the two tensors below.
+        logits: ``[rows, I, V]``: draft logits of the nodes with children. Row r has its
+            node i where row r + i has its first: trees of a batch follow one another,
+            each with as many rows as it has such nodes.
+        stats: float32 ``[rows, I, 2]``: maximum and sum that make them Q, likewise.
+        tokens: int64 ``[max_num_reqs, N]``: drafted tokens of the batch's requests, in
+            stored order; column 0 is the root's, and is not written here.
+    """
+
+    nodes: Tensor
+    rows: Tensor
+    logits: Tensor
+    stats: Tensor
+    tokens: Tensor
+    _workspace: DrawWorkspace = field(default_factory=DrawWorkspace)
+    _first_rows: dict[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def empty(
+        cls, slots: int, rows: int, inner: int, size: int, vocab_size: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> DraftedTrees:  # fmt: skip
+        """No drafts yet.
+
+        Args:
+            slots: Request slots of the engine; no batch has more requests.
+            rows: Nodes with children, of all trees of a batch.
+            inner: Nodes with children of the largest tree.
+            size: Its nodes, N.
+            vocab_size: Of the draft.
+            dtype: Of its logits.
+            device: Where it all is.
+        """
+        logits = torch.zeros(rows + inner - 1, vocab_size, dtype=dtype, device=device)
+        stats = torch.ones(rows + inner - 1, 2, dtype=torch.float32, device=device)
+        return cls(
+            nodes=torch.zeros(slots, dtype=torch.int32, device=device),
+            rows=torch.zeros(slots, dtype=torch.int32, device=device),
+            logits=logits.as_strided((rows, inner, vocab_size), (vocab_size, vocab_size, 1)),
+            stats=stats.as_strided((rows, inner, 2), (2, 2, 1)),
+            tokens=torch.zeros(slots, size, dtype=torch.int64, device=device),
+        )
+
+    def draw(
+        self, batch: DraftBatch, num_reqs: int, levels: DraftLevels, level: Level, logits: Tensor
+    ) -> None:
+        """Draws the children of one level's nodes, and keeps the Q that they are drawn from.
+
+        Args:
+            batch: The requests, of which...
+            num_reqs: ...the first so many, R, have trees.
+            levels: The tree.
+            level: The level, of m nodes.
+            logits: ``[R * m, V]``: the draft's at these nodes, request after request.
+        """
+        draw_children(
+            logits=logits,
+            temperature=batch.temperature[:num_reqs],
+            seeds=batch.seeds[:num_reqs],
+            modes=batch.modes[:num_reqs],
+            positions=batch.roots[:num_reqs],
+            depth=level.depth,
+            nodes=level.nodes,
+            counts=level.counts,
+            columns=level.columns,
+            tokens=self.tokens[:num_reqs],
+            draft_logits=self.logits,
+            draft_stats=self.stats,
+            state_rows=self.first_rows(levels.num_inner)[:num_reqs],
+            inner_rows=level.rows,
+            workspace=self._workspace,
+        )
+
+    def first_rows(self, num_inner: int) -> Tensor:
+        """int32 ``[max_num_reqs]``: of each tree of a batch, where all have as many inner nodes.
+
+        Made once for each number: a graph's first run, before it is captured, does so.
+        """
+        if num_inner not in self._first_rows:
+            places = torch.arange(len(self.tokens), dtype=torch.int32, device=self.tokens.device)
+            self._first_rows[num_inner] = places * num_inner
+        return self._first_rows[num_inner]

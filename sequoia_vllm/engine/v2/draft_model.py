@@ -1,0 +1,97 @@
+"""vLLM's draft model as tree growth runs it: over its part of vLLM's paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.gpu.block_table import BlockTables
+
+from sequoia_vllm.drafting.growth import DraftModel, DraftQueries
+from sequoia_vllm.engine.v2.backend import TreeBackend
+from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
+
+Forward = Callable[[Tensor, Tensor, dict[str, Any], dict[str, Tensor], None], Tensor]
+"""(token ids, positions, attention metadata, slots by layer, None) -> hidden states."""
+
+
+@dataclass(frozen=True)
+class DraftCache:
+    """The draft's part of the paged KV cache.
+
+    Attributes:
+        block_tables: vLLM's, gathered for the batch by the target's pass.
+        groups: Index of the cache group of each draft layer.
+        slot_mappings: int64 ``[groups, rows]``: a buffer of the draft's own.
+    """
+
+    block_tables: BlockTables
+    groups: dict[str, int]
+    slot_mappings: Tensor
+
+    def slots(
+        self, requests: Tensor, query_start_loc: Tensor, positions: Tensor, has_slot: Tensor
+    ) -> Tensor:
+        """Slots int64 ``[groups, rows]`` of these positions; -1 where there is none.
+
+        Args:
+            requests: int64 ``[R]``: request slots; -1: none.
+            query_start_loc: int32 ``[R + 1]``: rows of each request.
+            positions: ``[rows]``.
+            has_slot: bool ``[rows]``.
+        """
+        slots = self.block_tables.compute_slot_mappings(
+            requests,
+            query_start_loc,
+            torch.where(has_slot, positions, 0).long(),
+            len(positions),
+            out=self.slot_mappings,
+        )
+        return slots.masked_fill_(~has_slot, PAD_SLOT_ID)
+
+    def by_layer(self, slots: Tensor) -> dict[str, Tensor]:
+        """Each draft layer's row of such slots."""
+        return {name: slots[group] for name, group in self.groups.items()}
+
+    def inputs(self, max_requests: int) -> DraftInputs:
+        """Buffers for passes with as many rows per request, as many rows as slots."""
+        tables = PagedTables.of(self.block_tables.input_block_tables, self.block_tables.block_sizes)
+        return DraftInputs.empty(tables, self.slot_mappings.shape[1], max_requests)
+
+
+@dataclass(frozen=True)
+class CachedDraftModel(DraftModel):
+    """The draft, its cache, and the device's attention over it.
+
+    Attributes:
+        cache: The draft's cache.
+        backend: The device's attention.
+        run: Runs the draft model in vLLM's forward context.
+        head: Its LM head.
+    """
+
+    cache: DraftCache
+    backend: TreeBackend
+    run: Forward
+    head: Callable[[Tensor], Tensor]
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, slots: Tensor, queries: DraftQueries
+    ) -> Tensor:
+        """See `DraftModel.forward`; layers of a cache group share their attention metadata."""
+        tables, groups = self.cache.block_tables.input_block_tables, self.cache.groups
+        num_reqs = len(queries.context_lens)
+        by_group = {
+            group: self.backend.draft_metadata(queries, tables[group][:num_reqs], slots[group])
+            for group in set(groups.values())
+        }
+        metadata = {name: by_group[group] for name, group in groups.items()}
+        return self.run(token_ids, positions, metadata, self.cache.by_layer(slots), None)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See `DraftModel.compute_logits`."""
+        return self.head(hidden)

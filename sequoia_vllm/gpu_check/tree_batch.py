@@ -1,0 +1,106 @@
+"""Requests with trees, without an engine: their drafts, verification and commit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sequoia_vllm.drafting.draft_batch import DraftBatch
+from sequoia_vllm.drafting.drafted_trees import DraftedTrees
+from sequoia_vllm.drafting.tree_tables import Level, TreeTables
+from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
+from sequoia_vllm.kernels.verify import verify_trees
+
+
+class TreeBatch:
+    """R requests with one tree of N nodes, of which I have children, and depth D.
+
+    They begin with seeds 1, 2, ..., temperature 1, and roots at position 0.
+
+    Attributes:
+        tables: The tree.
+        requests: Roots, modes, temperatures and seeds.
+        drafted: Their drafts.
+        sampled: int64 ``[R, D + 1]``: emitted tokens, then -1.
+        num_sampled: int32 ``[R]``.
+        accepted: int32 ``[R, D]``: accepted path, then -1.
+
+    Args:
+        tables: The tree.
+        requests: R.
+        vocabulary: Of draft and target.
+        dtype: Of the draft's logits.
+        mode: Of all requests, see `sequoia_vllm.kernels.modes`.
+    """
+
+    def __init__(
+        self, tables: TreeTables, requests: int, vocabulary: int, dtype: torch.dtype, mode: int
+    ) -> None:
+        device, tree = tables.children.device, tables.tree
+        inner = tables.levels.num_inner
+        self.tables = tables
+        self.drafted = DraftedTrees.empty(
+            requests, requests * inner, inner, tree.size, vocabulary, dtype, device
+        )
+        self.requests = DraftBatch(requests, device)
+        self.requests.slots.copy_(torch.arange(requests))
+        self.requests.counts.fill_(tree.depth + 1)
+        self.requests.modes.fill_(mode)
+        self.requests.temperature.fill_(1.0)
+        self.requests.seeds.copy_(torch.arange(1, requests + 1))
+        self.sampled = torch.full((requests, tree.depth + 1), -1, device=device)
+        self.num_sampled = torch.zeros(requests, dtype=torch.int32, device=device)
+        self.accepted = torch.full_like(self.sampled[:, 1:], -1, dtype=torch.int32)
+        places = torch.arange(requests + 1, dtype=torch.int32, device=device)
+        self._row_starts = places * tree.size
+
+    @property
+    def num_reqs(self) -> int:
+        """R."""
+        return len(self.num_sampled)
+
+    @property
+    def draft_logits(self) -> Tensor:
+        """``[R, I, V]``: what the drafts were drawn from, a view."""
+        return self.drafted.logits[:: self.tables.levels.num_inner]
+
+    @property
+    def draft_stats(self) -> Tensor:
+        """float32 ``[R, I, 2]``: maximum and sum that make them Q, a view."""
+        return self.drafted.stats[:: self.tables.levels.num_inner]
+
+    def draw(self, level: Level, logits: Tensor) -> None:
+        """Draws the children of one level's nodes; ``logits`` are ``[R * m, V]``."""
+        self.drafted.draw(self.requests, self.num_reqs, self.tables.levels, level, logits)
+
+    def verify(self, logits: Tensor, target_tokens: Tensor) -> None:
+        """Verifies all trees; ``[R * N, V]`` before temperature, and int64 ``[R * N]``."""
+        requests, drafted = self.requests, self.drafted
+        verify_trees(
+            logits=logits,
+            target_temperatures=requests.temperature,
+            tokens=drafted.tokens.view(-1),
+            target_tokens=target_tokens,
+            cu_num_logits=self._row_starts,
+            modes=requests.modes,
+            positions=requests.roots,
+            seeds=requests.seeds,
+            children=self.tables.children,
+            inner_index=self.tables.inner_rows,
+            draft_logits=drafted.logits,
+            draft_stats=drafted.stats,
+            state_rows=drafted.first_rows(self.tables.levels.num_inner),
+            draft_temperatures=requests.temperature,
+            sampled_tokens=self.sampled,
+            num_sampled=self.num_sampled,
+            accepted=self.accepted,
+        )
+
+    def commit(self, layers: CacheLayers, block_table: Tensor) -> None:
+        """Moves the accepted paths' keys and values behind their roots."""
+        commit_accepted(
+            layers,
+            block_table=block_table,
+            context_lens=self.requests.roots,
+            accepted=self.accepted,
+        )
