@@ -18,6 +18,7 @@ from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.measuring.engines import Progress
 from sequoia_vllm.tree.token_tree import TokenTree
 
@@ -54,15 +55,13 @@ class Basis:
         return cls(Profile.load(profile), str(profile), vectors, context_length)
 
     @classmethod
-    def tuned(
-        cls, device: str, target: str, draft: str, dtype: str, context_length: int
-    ) -> Basis | None:
+    def tuned(cls, pair: PairKey, context_length: int) -> Basis | None:
         """From what ``sequoia-vllm tune`` measured for this pair; None: it did not.
 
         Raises:
             ProfileError, AcceptanceError: If a file cannot be read.
         """
-        found = tree_library.tuned_measurements(device, target, draft, dtype)
+        found = tree_library.tuned_measurements(pair)
         return (
             None if found is None else cls.load(found.profile, [found.acceptance], context_length)
         )

@@ -14,6 +14,7 @@ from sequoia_vllm.bench.predict import Basis, middle_context
 from sequoia_vllm.bench.report import BenchModel, BenchReport, Prediction
 from sequoia_vllm.bench.summary import results
 from sequoia_vllm.enlarge.mark import grown_from
+from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.measuring.engines import Progress
 from sequoia_vllm.measuring.provenance import model_hashes, provenance
 
@@ -50,10 +51,8 @@ def run_bench(
         environment={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     )
     if basis is None:
-        basis = Basis.tuned(
-            stated["device"], settings.target, settings.draft, found.dtype,
-            middle_context(settings.prompts, settings.max_tokens),
-        )  # fmt: skip
+        pair = PairKey(stated["device"], settings.target, settings.draft, found.dtype)
+        basis = Basis.tuned(pair, middle_context(settings.prompts, settings.max_tokens))
 
     def predict(runs: MethodRuns, case: Case) -> Prediction | None:
         if basis is None or runs.method.kind is not Kind.SEQUOIA:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from sequoia_vllm.hardware.choose import MAX_DEPTH, TreeSearch, choose_schedule
@@ -10,54 +10,30 @@ from sequoia_vllm.hardware.cost import Estimate
 from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
 from sequoia_vllm.library.generate import make_entry, model_class_of, profile_reference
-from sequoia_vllm.library.tree_library import Measurements, TreeLibrary
-from sequoia_vllm.library.user_trees import model_key, user_tree_name
+from sequoia_vllm.library.pair_key import PairKey, model_key
+from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.tree.optimize import Frontier
 
 
-@dataclass(frozen=True)
-class TunedPair:
-    """What a tree is tuned for, as an engine will look it up.
+def pair_here(
+    target: str, draft: str, dtype: str = "auto", tensor_parallel_size: int = 1
+) -> PairKey:
+    """This pair on this machine; ``dtype`` as given to vLLM.
 
-    Attributes:
-        device: Name that the driver gives.
-        target, draft: Model names or paths.
-        dtype: Resolved, never "auto".
-        tensor_parallel_size: Devices the target is split over.
+    Raises:
+        CalibrationError: If vLLM cannot read the target's configuration.
     """
+    from vllm.engine.arg_utils import EngineArgs
 
-    device: str
-    target: str
-    draft: str
-    dtype: str
-    tensor_parallel_size: int = 1
+    from sequoia_vllm.engine.device_name import current_device_name
 
-    @classmethod
-    def here(
-        cls, target: str, draft: str, dtype: str = "auto", tensor_parallel_size: int = 1
-    ) -> TunedPair:
-        """This pair on this machine; ``dtype`` as given to vLLM.
-
-        Raises:
-            CalibrationError: If vLLM cannot read the target's configuration.
-        """
-        from vllm.engine.arg_utils import EngineArgs
-
-        from sequoia_vllm.engine.device_name import current_device_name
-
-        try:
-            config = EngineArgs(model=target, dtype=dtype).create_model_config()
-        except (ValueError, OSError) as error:
-            raise CalibrationError(f"vLLM cannot use the target {target!r}: {error}") from error
-        resolved = str(config.dtype).removeprefix("torch.")
-        return cls(current_device_name(), target, draft, resolved, tensor_parallel_size)
-
-    def measurements(self, library: TreeLibrary) -> Measurements:
-        """Where the library keeps what was measured for this pair."""
-        return library.measurements(
-            self.device, self.target, self.draft, self.dtype, self.tensor_parallel_size
-        )
+    try:
+        config = EngineArgs(model=target, dtype=dtype).create_model_config()
+    except (ValueError, OSError) as error:
+        raise CalibrationError(f"vLLM cannot use the target {target!r}: {error}") from error
+    resolved = str(config.dtype).removeprefix("torch.")
+    return PairKey(current_device_name(), target, draft, resolved, tensor_parallel_size)
 
 
 def tuned_entry(
@@ -102,26 +78,14 @@ def best_tree_at_any_price(
     return max(estimates, key=lambda estimate: estimate.speedup)
 
 
-def save_tuned(library: TreeLibrary, pair: TunedPair, entry: TreeEntry) -> Path:
+def save_tuned(library: TreeLibrary, pair: PairKey, entry: TreeEntry) -> Path:
     """Stores the tree under exactly the key that an engine with this pair looks up."""
-    name = user_tree_name(
-        pair.device, pair.target, pair.draft, pair.dtype, pair.tensor_parallel_size
-    )
-    file = pair.measurements(library).profile.relative_to(library.user)
-    own = entry.model_copy(
-        update={
-            "name": name,
-            "target": pair.target,
-            "draft": pair.draft,
-            "dtype": pair.dtype,
-            "tensor_parallel_size": pair.tensor_parallel_size,
-            "profile": entry.profile.model_copy(update={"file": str(file)}),
-        }
-    )
-    return library.save_user_tree(pair.device, own)
+    file = library.measurements(pair).profile.relative_to(library.user)
+    reference = entry.profile.model_copy(update={"file": str(file)})
+    return library.save_user_tree(pair, entry.model_copy(update={"profile": reference}))
 
 
-def check_vector(pair: TunedPair, vector: AcceptanceFile) -> None:
+def check_vector(pair: PairKey, vector: AcceptanceFile) -> None:
     """Whether an acceptance file is a finished measurement of this pair.
 
     Raises:
@@ -143,13 +107,13 @@ def check_vector(pair: TunedPair, vector: AcceptanceFile) -> None:
         )
 
 
-def check_profile(pair: TunedPair, profile: Profile) -> None:
+def check_profile(pair: PairKey, profile: Profile) -> None:
     """Whether a profile was measured with this pair on this machine.
 
     Raises:
         CalibrationError: Naming what differs.
     """
-    found = TunedPair(
+    found = PairKey(
         profile.device,
         model_key(profile.target),
         model_key(profile.draft),

@@ -32,9 +32,9 @@ from sequoia_vllm.cli.measuring import (
 )
 
 if TYPE_CHECKING:
-    from sequoia_vllm.calibration.tune import TunedPair
     from sequoia_vllm.hardware.cost import Estimate
     from sequoia_vllm.library.files import TreeEntry
+    from sequoia_vllm.library.pair_key import PairKey
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def tune(
     """
     from sequoia_vllm.calibration.acceptance import AcceptanceSettings
     from sequoia_vllm.calibration.profile import ProfileSettings
-    from sequoia_vllm.calibration.tune import TunedPair, best_tree_at_any_price, save_tuned
+    from sequoia_vllm.calibration.tune import best_tree_at_any_price, pair_here, save_tuned
     from sequoia_vllm.calibration.tune import tuned_entry as choose
     from sequoia_vllm.library.tree_library import TreeLibrary
 
@@ -143,8 +143,8 @@ def tune(
     )  # fmt: skip
     with friendly_errors():
         library = TreeLibrary()
-        pair = TunedPair.here(target, draft, dtype, tensor_parallel_size)
-        files = pair.measurements(library)
+        pair = pair_here(target, draft, dtype, tensor_parallel_size)
+        files = library.measurements(pair)
         files.directory.mkdir(parents=True, exist_ok=True)
         vector, times = _given(pair, acceptance, profile)
         if vector is None:
@@ -163,7 +163,7 @@ def tune(
         _print(pair, entry, path, now_used, best)
 
 
-def _given(pair: TunedPair, acceptance: Path | None, profile: Path | None) -> tuple[Any, Any]:
+def _given(pair: PairKey, acceptance: Path | None, profile: Path | None) -> tuple[Any, Any]:
     """The measurements that were given as files, checked; None where none was."""
     from sequoia_vllm.calibration.tune import check_profile, check_vector
     from sequoia_vllm.hardware.profile import Profile
@@ -188,22 +188,21 @@ def _calibrated(path: Path, settings: Any, restart: bool) -> Any:
     return measured
 
 
-def _now_used(pair: TunedPair) -> str:
+def _now_used(pair: PairKey) -> str:
     """What an engine of this pair answers to "tree": "auto", asked as it asks."""
     from sequoia_vllm.config import SequoiaConfig
-    from sequoia_vllm.engine.tree_choice import EnginePair, choose_engine_tree
+    from sequoia_vllm.engine.tree_choice import choose_engine_tree
 
-    engine = EnginePair(pair.device, pair.target, pair.draft, pair.dtype, pair.tensor_parallel_size)
-    return choose_engine_tree(SequoiaConfig(model=pair.draft, tree="auto"), engine).source
+    return choose_engine_tree(SequoiaConfig(model=pair.draft, tree="auto"), pair).source
 
 
-def _serve_command(pair: TunedPair) -> str:
+def _serve_command(pair: PairKey) -> str:
     config = {"method": "sequoia", "model": pair.draft, "tree": "auto"}
     return f"vllm serve {pair.target} --speculative-config '{json.dumps(config)}'"
 
 
 def _report(
-    pair: TunedPair, entry: TreeEntry, path: Path, now_used: str, best: Estimate
+    pair: PairKey, entry: TreeEntry, path: Path, now_used: str, best: Estimate
 ) -> dict[str, Any]:
     return {
         "device": pair.device,
@@ -225,7 +224,7 @@ def _report(
     }  # fmt: skip
 
 
-def _print(pair: TunedPair, entry: TreeEntry, path: Path, now_used: str, best: Estimate) -> None:
+def _print(pair: PairKey, entry: TreeEntry, path: Path, now_used: str, best: Estimate) -> None:
     from rich.table import Table
 
     console().print(

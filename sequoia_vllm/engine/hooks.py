@@ -31,8 +31,9 @@ from sequoia_vllm.engine.load import plan_load
 from sequoia_vllm.engine.refusals import refuse_unsupported
 from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.engine.swap import swapped
-from sequoia_vllm.engine.tree_choice import EnginePair, choose_engine_tree
+from sequoia_vllm.engine.tree_choice import choose_engine_tree
 from sequoia_vllm.known_pairs import known_draft
+from sequoia_vllm.library.pair_key import PairKey
 
 logger = logging.getLogger("vllm.sequoia")
 
@@ -217,7 +218,7 @@ def _create_speculative_config(
     draft = config.model or known_draft(target_model_config.model)
     choice = choose_engine_tree(
         config,
-        EnginePair(
+        PairKey(
             device=current_device_name(),
             target=target_model_config.model,
             draft=draft,

@@ -8,22 +8,12 @@ from pathlib import Path
 from sequoia_vllm.config import SequoiaConfig, TreeSpec
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import LibraryError
+from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
 AUTO = "auto"
 DEFAULT_TREE = TreeSpec(size=16, depth=4)
-
-
-@dataclass(frozen=True)
-class EnginePair:
-    """What a tree is chosen for: names of device and models, dtype and devices per engine."""
-
-    device: str
-    target: str
-    draft: str
-    dtype: str
-    tensor_parallel_size: int
 
 
 @dataclass(frozen=True)
@@ -44,7 +34,7 @@ class TreeChoice:
     device: str | None = None
 
 
-def choose_engine_tree(config: SequoiaConfig, pair: EnginePair) -> TreeChoice:
+def choose_engine_tree(config: SequoiaConfig, pair: PairKey) -> TreeChoice:
     """Resolves the configuration's tree, with its bounds and schedule applied.
 
     Raises:
@@ -59,7 +49,7 @@ def choose_engine_tree(config: SequoiaConfig, pair: EnginePair) -> TreeChoice:
     return choice
 
 
-def _resolve(config: SequoiaConfig, pair: EnginePair) -> TreeChoice:
+def _resolve(config: SequoiaConfig, pair: PairKey) -> TreeChoice:
     if isinstance(config.tree, TreeSpec):
         return _optimal(config, config.tree, "optimal for the given size")
     if isinstance(config.tree, TokenTree):
@@ -84,14 +74,8 @@ def _resolve(config: SequoiaConfig, pair: EnginePair) -> TreeChoice:
     return choice
 
 
-def _from_library(pair: EnginePair) -> TreeChoice:
-    selection = tree_library.select(
-        pair.device,
-        pair.target,
-        pair.draft,
-        dtype=pair.dtype,
-        tensor_parallel_size=pair.tensor_parallel_size,
-    )
+def _from_library(pair: PairKey) -> TreeChoice:
+    selection = tree_library.select(pair)
     schedule = selection.schedule
     return TreeChoice(schedule.tree, selection.reason, schedule.per_batch_size(), pair.device)
 

@@ -34,7 +34,7 @@ from sequoia_vllm.library.files import (
     StoredTree,
     TreeEntry,
 )
-from sequoia_vllm.library.user_trees import same_model
+from sequoia_vllm.library.pair_key import same_model
 
 COMMAND = "sequoia-vllm tree generate"
 _MEASURED_MAX_SIZE = 1024

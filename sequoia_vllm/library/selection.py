@@ -9,7 +9,7 @@ from functools import cache
 from sequoia_vllm.hardware.models import nearest_class
 from sequoia_vllm.hardware.schedule import Schedule
 from sequoia_vllm.library.files import LibraryError, TreeEntry
-from sequoia_vllm.library.user_trees import same_model
+from sequoia_vllm.library.pair_key import PairKey, same_model
 from sequoia_vllm.tree.token_tree import TokenTree
 
 logger = logging.getLogger("vllm.sequoia.library")  # shown by vLLM's own handler
@@ -45,13 +45,14 @@ class Selection:
 
 def of_pair(
     entries: list[TreeEntry],
-    target: str,
-    draft: str,
+    pair: PairKey,
     target_parameters: float | None,
     draft_parameters: float | None,
 ) -> tuple[list[TreeEntry], str]:
     """The entries for a model pair, or for the class nearest to it in size, and why."""
-    exact = [e for e in entries if same_model(e.target, target) and same_model(e.draft, draft)]
+    exact = [
+        e for e in entries if same_model(e.target, pair.target) and same_model(e.draft, pair.draft)
+    ]
     if exact:
         return exact, f"made for {exact[0].target} with {exact[0].draft}"
     sizes = {e.model_class: (e.target_parameters, e.draft_parameters) for e in entries}
@@ -61,14 +62,14 @@ def of_pair(
     # Nothing is known of the models: the smallest tree is the safest.
     smallest = min(entries, key=lambda e: (e.tree.size, e.name)).model_class
     return [e for e in entries if e.model_class == smallest], (
-        f"the sizes of {target} and {draft} are unknown: the most cautious model class, {smallest}"
+        f"the sizes of {pair.target} and {pair.draft} are unknown: the most cautious model class, "
+        f"{smallest}"
     )
 
 
 def of_strength(
     entries: list[TreeEntry],
-    target: str,
-    draft: str,
+    pair: PairKey,
     acceptance_class: str | None,
     temperature: float | None,
 ) -> tuple[list[TreeEntry], str]:
@@ -89,8 +90,8 @@ def of_strength(
     own = [
         e
         for e in entries
-        if same_model(e.acceptance_target or "", target)
-        and same_model(e.acceptance_draft or "", draft)
+        if same_model(e.acceptance_target or "", pair.target)
+        and same_model(e.acceptance_draft or "", pair.draft)
     ]
     if own:
         wanted = 0.0 if temperature is None else temperature

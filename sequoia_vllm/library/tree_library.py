@@ -18,8 +18,8 @@ from sequoia_vllm.hardware.device import X86_CPU, Device, DeviceHints, identify,
 from sequoia_vllm.hardware.models import parameters_from_name
 from sequoia_vllm.json_file import dump_json, read_model
 from sequoia_vllm.library.files import LibraryError, LibraryFile, TreeEntry, UserTree
+from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.selection import Selection, of_pair, of_strength, selection
-from sequoia_vllm.library.user_trees import user_tree_name
 from sequoia_vllm.tree.token_tree import TokenTree
 
 USER_DIRECTORY_VARIABLE = "SEQUOIA_VLLM_TREES"
@@ -145,39 +145,40 @@ class TreeLibrary:
 
     # -- the user's own trees --------------------------------------------------
 
-    def save_user_tree(self, device_name: str, entry: TreeEntry) -> Path:
+    def save_user_tree(self, pair: PairKey, entry: TreeEntry) -> Path:
         """Stores a tuned tree so that `select` prefers it from now on.
 
         Args:
-            device_name: As the driver gives it.
-            entry: The tree; its name is replaced by its key.
+            pair: What it is tuned for.
+            entry: The tree; its name and what the key says are replaced by the key's.
 
         Returns:
             The file written.
         """
-        name = user_tree_name(
-            device_name, entry.target, entry.draft, entry.dtype, entry.tensor_parallel_size
+        own = entry.model_copy(
+            update={
+                "name": f"user/{pair.file_name}",
+                "target": pair.target,
+                "draft": pair.draft,
+                "dtype": pair.dtype,
+                "tensor_parallel_size": pair.tensor_parallel_size,
+            }
         )
-        tree = UserTree(device=device_name, entry=entry.model_copy(update={"name": f"user/{name}"}))
+        tree = UserTree(device=pair.device, entry=own)
         self.user.mkdir(parents=True, exist_ok=True)
-        path = self.user / f"{name}.json"
+        path = self._user_path(pair)
         path.write_text(dump_json(tree.to_dict()), encoding="utf-8")
         return path
 
-    def measurements(
-        self,
-        device_name: str,
-        target: str,
-        draft: str,
-        dtype: str = "bfloat16",
-        tensor_parallel_size: int = 1,
-    ) -> Measurements:
-        """Where the tune command keeps what it measured for this key; arguments as in `select`.
+    def measurements(self, pair: PairKey) -> Measurements:
+        """Where the tune command keeps what it measured for this key.
 
         The files may not be there (`Measurements.exist`).
         """
-        name = user_tree_name(device_name, target, draft, dtype, tensor_parallel_size)
-        return Measurements(self.user / "measurements" / name)
+        return Measurements(self.user / "measurements" / pair.file_name)
+
+    def _user_path(self, pair: PairKey) -> Path:
+        return self.user / f"{pair.file_name}.json"
 
     def _user_tree(self, path: Path) -> UserTree:
         return read_model(path, UserTree, "user tree", LibraryError)
@@ -186,14 +187,10 @@ class TreeLibrary:
 
     def select(
         self,
-        device_name: str,
-        target: str,
-        draft: str,
+        pair: PairKey,
         *,
         target_parameters: float | None = None,
         draft_parameters: float | None = None,
-        dtype: str = "bfloat16",
-        tensor_parallel_size: int = 1,
         temperature: float | None = None,
         acceptance_class: str | None = None,
         batch_size: int = 1,
@@ -208,14 +205,9 @@ class TreeLibrary:
         or else the weakest. One line is logged, once for each different choice.
 
         Args:
-            device_name: As the driver gives it ("NVIDIA H200"); for a CPU its
-                model name, or "cpu".
-            target: Target model, name or path.
-            draft: Draft model, name or path.
+            pair: What the tree is for.
             target_parameters: Parameters of the target; None: read off its name.
             draft_parameters: Parameters of the draft; None: read off its name.
-            dtype: vLLM's dtype.
-            tensor_parallel_size: Devices the target is split over.
             temperature: Usual sampling temperature, 0 for greedy; None: unknown.
             acceptance_class: Draft strength class; None: see above.
             batch_size: What the expectations in the result are for.
@@ -229,27 +221,25 @@ class TreeLibrary:
             LibraryError: If the class asked for is not there, or the library
                 has no tree at all for this kind of device.
         """
-        name = user_tree_name(device_name, target, draft, dtype, tensor_parallel_size)
-        path = self.user / f"{name}.json"
+        path = self._user_path(pair)
         if path.is_file():
             entry = self._user_tree(path).entry
             return selection(entry, "user", batch_size, [f"tuned here ({path})"])
-        device = identify(device_name)
+        device = identify(pair.device)
         file, reasons = self._file_for(device, hints or DeviceHints())
         entries, why = of_pair(
             file.entries,
-            target,
-            draft,
-            target_parameters or parameters_from_name(target),
-            draft_parameters or parameters_from_name(draft),
+            pair,
+            target_parameters or parameters_from_name(pair.target),
+            draft_parameters or parameters_from_name(pair.draft),
         )
         reasons.append(why)
-        entries, why = of_strength(entries, target, draft, acceptance_class, temperature)
+        entries, why = of_strength(entries, pair, acceptance_class, temperature)
         reasons.append(why)
-        entry = min(entries, key=lambda e: abs(e.tensor_parallel_size - tensor_parallel_size))
+        entry = min(entries, key=lambda e: abs(e.tensor_parallel_size - pair.tensor_parallel_size))
         for what, made_for, here in (
-            ("TP size", entry.tensor_parallel_size, tensor_parallel_size),
-            ("dtype", entry.dtype, dtype),
+            ("TP size", entry.tensor_parallel_size, pair.tensor_parallel_size),
+            ("dtype", entry.dtype, pair.dtype),
         ):
             if made_for != here:
                 reasons.append(f"made for {what} {made_for}, not {here}")
@@ -288,16 +278,14 @@ def load(name: str) -> TokenTree:
     return TreeLibrary().load(name)
 
 
-def select(device_name: str, target: str, draft: str, **options: object) -> Selection:
+def select(pair: PairKey) -> Selection:
     """`TreeLibrary.select` of the default library."""
-    return TreeLibrary().select(device_name, target, draft, **options)  # type: ignore[arg-type]
+    return TreeLibrary().select(pair)
 
 
-def tuned_measurements(
-    device_name: str, target: str, draft: str, dtype: str, tensor_parallel_size: int = 1
-) -> Measurements | None:
+def tuned_measurements(pair: PairKey) -> Measurements | None:
     """What the tune command measured for this key, or None if it did not."""
-    found = TreeLibrary().measurements(device_name, target, draft, dtype, tensor_parallel_size)
+    found = TreeLibrary().measurements(pair)
     return found if found.exist() else None
 
 

@@ -24,6 +24,7 @@ from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary
 from tests.engine.models import DRAFT, MODELS, TARGET
 from tests.quicker import look_past_what_is_imported
@@ -278,7 +279,7 @@ def test_tune_then_auto(tmp_path, monkeypatch):
     entry = TreeLibrary().entries()[0]
     assert [estimate["batch_size"] for estimate in report["estimates"]] == [1, 2]
     assert entry.acceptance_source == entry.profile.source == "measured"
-    files = TreeLibrary().measurements(report["device"], TARGET, DRAFT, "float32")
+    files = TreeLibrary().measurements(PairKey(report["device"], TARGET, DRAFT, "float32"))
     assert AcceptanceFile.load(files.acceptance).calibration.complete
     assert Profile.load(files.profile).target == TARGET
     auto = {"method": "sequoia", "model": DRAFT, "tree": "auto"}

@@ -10,18 +10,17 @@ from vllm.engine.arg_utils import EngineArgs
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine import hooks, load, tree_choice
 from sequoia_vllm.engine.settings import SequoiaSettings
-from sequoia_vllm.engine.tree_choice import EnginePair, choose_engine_tree
+from sequoia_vllm.engine.tree_choice import choose_engine_tree
 from sequoia_vllm.library.files import LibraryError
+from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.tree import AcceptanceError, TokenTree, TreeError
 from tests.engine.conftest import sequoia
 from tests.engine.models import DRAFT, TARGET
 
-H200 = EnginePair(
-    "NVIDIA H200", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", "bfloat16", 1
-)
+H200 = PairKey("NVIDIA H200", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", "bfloat16")
 
 
-def choose(pair: EnginePair = H200, **keys):
+def choose(pair: PairKey = H200, **keys):
     return choose_engine_tree(SequoiaConfig.parse({"method": "sequoia", **keys}), pair)
 
 

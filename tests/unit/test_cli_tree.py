@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from sequoia_vllm import __version__, cli
 from sequoia_vllm.cli import app
+from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, TokenTree, bench, optimize_tree
 
@@ -188,7 +189,8 @@ class TestShow:
 
     def test_user_tree(self):
         library = TreeLibrary()
-        path = library.save_user_tree("NVIDIA H200", library.entry("h200/8b-1b/shipped"))
+        pair = PairKey("NVIDIA H200", "org/target", "org/draft", "bfloat16")
+        path = library.save_user_tree(pair, library.entry("h200/8b-1b/shipped"))
         by_name = run_json("tree", "show", f"user/{path.stem}")
         by_file = run_json("tree", "show", path)
         assert by_name["parents"] == by_file["parents"]

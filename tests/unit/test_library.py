@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,8 +25,8 @@ from sequoia_vllm.hardware.profile import ProfileError
 from sequoia_vllm.library import tree_library as library_module
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
 from sequoia_vllm.library.generate import generate_library, make_entry, profile_reference
+from sequoia_vllm.library.pair_key import PairKey, same_model
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory, user_directory
-from sequoia_vllm.library.user_trees import same_model, user_tree_name
 from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree
 
 SHIPPED_CLASS, STRONG_CLASS = "shipped", "appendix-e"
@@ -156,6 +157,15 @@ def test_unknown_names(library, name, message):
 # -- selecting -----------------------------------------------------------------
 
 PAIR = ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct")
+H200 = PairKey("NVIDIA H200", *PAIR, "bfloat16")
+
+
+def on(device: str) -> PairKey:
+    return replace(H200, device=device)
+
+
+def of(target: str, draft: str) -> PairKey:
+    return replace(H200, target=target, draft=draft)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +188,7 @@ PAIR = ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct")
     ],
 )
 def test_by_driver_name(library, device, name):
-    selection = library.select(device, *PAIR)
+    selection = library.select(on(device))
     assert selection.name == name
     assert selection.tree == library.load(name)
     assert selection.source == "roofline"
@@ -188,45 +198,43 @@ def test_by_driver_name(library, device, name):
 
 
 def test_batch_size_decides_what_is_expected(library):
-    one = library.select("NVIDIA H200", *PAIR, batch_size=1)
-    many = library.select("NVIDIA H200", *PAIR, batch_size=200)
+    one = library.select(H200, batch_size=1)
+    many = library.select(H200, batch_size=200)
     assert one.expected_speedup > many.expected_speedup
     assert one.schedule.num_speculative_tokens(200) < one.schedule.num_speculative_tokens(1)
     assert many.expected_tokens == many.schedule.estimate(128).expected_tokens
 
 
 def test_nearest_class_by_parameters_or_name(library):
-    named = library.select("NVIDIA H200", "Qwen/Qwen3-14B", "Qwen/Qwen3-0.6B")
+    named = library.select(of("Qwen/Qwen3-14B", "Qwen/Qwen3-0.6B"))
     assert named.entry.model_class == "8b-0.6b"
     assert "nearest to a target of 14b and a draft of 600m parameters" in named.reason
     given = library.select(
-        "NVIDIA H200", "/models/a", "/models/b", target_parameters=65e9, draft_parameters=1.3e9
+        of("/models/a", "/models/b"), target_parameters=65e9, draft_parameters=1.3e9
     )
     assert given.entry.model_class == "70b-1b"
-    unknown = library.select("NVIDIA H200", "/models/a", "/models/b")
+    unknown = library.select(of("/models/a", "/models/b"))
     assert "sizes of /models/a and /models/b are unknown" in unknown.reason
-    exact = library.select("NVIDIA H200", "meta-llama/Llama-2-7b-hf", "JackFram/llama-68m")
+    exact = library.select(of("meta-llama/Llama-2-7b-hf", "JackFram/llama-68m"))
     assert "made for meta-llama/Llama-2-7b-hf with JackFram/llama-68m" in exact.reason
 
 
 def test_acceptance_class(library):
-    weakest = library.select("NVIDIA H200", *PAIR)
+    weakest = library.select(H200)
     assert weakest.entry.acceptance_class == SHIPPED_CLASS
     assert "not measured: the weakest class, shipped" in weakest.reason
-    asked = library.select("NVIDIA H200", *PAIR, acceptance_class=STRONG_CLASS)
+    asked = library.select(H200, acceptance_class=STRONG_CLASS)
     assert asked.entry.acceptance_class == STRONG_CLASS
     measured_on = library.select(
-        "NVIDIA H200",
-        "meta-llama/Meta-Llama-3-70B-Instruct",
-        "meta-llama/Meta-Llama-3-8B-Instruct",
+        of("meta-llama/Meta-Llama-3-70B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct")
     )
     assert measured_on.name == "h200/70b-8b/appendix-e"
     with pytest.raises(LibraryError, match=r"no acceptance class 'superb'.*appendix-e, shipped"):
-        library.select("NVIDIA H200", *PAIR, acceptance_class="superb")
+        library.select(H200, acceptance_class="superb")
 
 
 def test_differences_from_how_it_was_made_are_said(library):
-    reason = library.select("NVIDIA H200", *PAIR, tensor_parallel_size=4, dtype="fp8").reason
+    reason = library.select(replace(H200, tensor_parallel_size=4, dtype="fp8")).reason
     assert "made for TP size 1, not 4" in reason
     assert "made for dtype bfloat16, not fp8" in reason
 
@@ -235,8 +243,7 @@ def test_unknown_devices_get_the_nearest_with_one_log_line(library, caplog):
     with caplog.at_level(logging.INFO, logger="vllm.sequoia.library"):
         for _ in range(3):
             selection = library.select(
-                "NVIDIA Z9000",
-                *PAIR,
+                on("NVIDIA Z9000"),
                 hints=DeviceHints(memory_gb=50, bandwidth_gb_s=900, bf16_tflops=350),
             )
     assert selection.name.startswith("l40s/")
@@ -247,29 +254,29 @@ def test_unknown_devices_get_the_nearest_with_one_log_line(library, caplog):
 
 
 def test_devices_with_a_datasheet_but_no_trees(library):
-    selection = library.select("NVIDIA A10G", *PAIR)
+    selection = library.select(on("NVIDIA A10G"))
     assert "no trees for device 'NVIDIA A10G'" in selection.reason
     assert selection.entry.name.split("/")[0] in ("rtx-4090", "l4", "a100-40gb")
 
 
 def test_a_device_of_which_only_the_name_is_known(library):
-    selection = library.select("Neoverse-N1", *PAIR)
+    selection = library.select(on("Neoverse-N1"))
     assert "nothing but its name is known" in selection.reason
 
 
 def test_empty_device_name(library):
     with pytest.raises(DeviceError, match="device name is empty"):
-        library.select("", *PAIR)
+        library.select(on(""))
 
 
 def test_no_trees_for_a_kind_of_device(tmp_path):
     empty = TreeLibrary(tmp_path, tmp_path)
     with pytest.raises(LibraryError, match="no trees for 'NVIDIA H200': tune one"):
-        empty.select("NVIDIA H200", *PAIR)
+        empty.select(H200)
     (tmp_path / "acceptance").mkdir()
     shutil.copy(shipped_directory() / "h200.json", tmp_path / "h200.json")
     with pytest.raises(LibraryError, match="no trees for 'AMD EPYC 9654 96-Core Processor'"):
-        TreeLibrary(tmp_path, tmp_path / "u").select("AMD EPYC 9654 96-Core Processor", *PAIR)
+        TreeLibrary(tmp_path, tmp_path / "u").select(on("AMD EPYC 9654 96-Core Processor"))
 
 
 # -- the user's own trees ------------------------------------------------------
@@ -282,9 +289,9 @@ def tuned_entry(library: TreeLibrary):
 
 
 def test_user_trees_come_first(library):
-    path = library.save_user_tree("NVIDIA H200", tuned_entry(library))
+    path = library.save_user_tree(H200, tuned_entry(library))
     assert path.parent == library.user
-    selection = library.select("NVIDIA H200", *PAIR)
+    selection = library.select(H200)
     assert selection.source == "user"
     assert selection.name == f"user/{path.stem}"
     assert f"tuned here ({path})" in selection.reason
@@ -295,7 +302,7 @@ def test_user_trees_come_first(library):
 @pytest.mark.parametrize(
     "other",
     [
-        {"device_name": "NVIDIA H100 PCIe"},
+        {"device": "NVIDIA H100 PCIe"},
         {"target": "other/model-8B"},
         {"draft": "other/draft-1B"},
         {"dtype": "float16"},
@@ -303,24 +310,24 @@ def test_user_trees_come_first(library):
     ],
 )
 def test_user_trees_are_for_exactly_their_key(library, other):
-    library.save_user_tree("NVIDIA H200", tuned_entry(library))
-    key = {"device_name": "NVIDIA H200", "target": PAIR[0], "draft": PAIR[1], **other}
-    assert library.select(**key).source != "user"
+    library.save_user_tree(H200, tuned_entry(library))
+    assert library.select(replace(H200, **other)).source != "user"
 
 
 def test_corrupt_user_tree(library):
-    path = library.save_user_tree("NVIDIA H200", tuned_entry(library))
+    path = library.save_user_tree(H200, tuned_entry(library))
     path.write_text("{")
     with pytest.raises(LibraryError, match=r"user tree file .* is not JSON"):
-        library.select("NVIDIA H200", *PAIR)
+        library.select(H200)
 
 
 def test_user_tree_names():
-    name = user_tree_name("NVIDIA H200", "meta-llama/Llama-3.1-8B", "/m/d/", "bfloat16", 2)
+    key = PairKey("NVIDIA H200", "meta-llama/Llama-3.1-8B", "/m/d/", "bfloat16", 2)
+    name = key.file_name
     assert name.startswith("nvidia-h200--meta-llama-llama-3.1-8b--m-d--bfloat16--tp2--")
-    assert name == user_tree_name("NVIDIA H200", "meta-llama/Llama-3.1-8B", "/m/d", "bfloat16", 2)
-    assert name != user_tree_name("NVIDIA H200", "meta-llama/llama-3.1-8b", "/m/d", "bfloat16", 2)
-    long = user_tree_name("x" * 300, "/" * 9, "名", "bfloat16", 1)
+    assert name == replace(key, draft="/m/d").file_name
+    assert name != replace(key, target="meta-llama/llama-3.1-8b").file_name
+    long = PairKey("x" * 300, "/" * 9, "名", "bfloat16").file_name
     assert len(long) < 200
     assert "/" not in long
 
@@ -410,7 +417,8 @@ def test_measured_files_add_entries(inputs, tmp_path):
     assert all("pair-" not in text for name, text in files.items() if name != "x86-cpu.json")
     for temperature, wanted in ((0.0, "pair-greedy"), (0.8, "pair-sampled"), (None, "pair-greedy")):
         selection = library.select(
-            cpu, *(f"/home/user/code/{part}" for part in pair), temperature=temperature
+            PairKey(cpu, *(f"/home/user/code/{part}" for part in pair), "bfloat16"),
+            temperature=temperature,
         )
         assert selection.entry.acceptance_class == wanted
         assert selection.source == "measured"
@@ -457,8 +465,8 @@ def test_make_entry_for_a_tuned_tree(library):
     vector = measured_vector("mine", 0.0, *PAIR)
     schedule = choose_schedule(vector.vector, profile)
     entry = make_entry("tuned", "8b-1b", profile, profile_reference(profile), vector, schedule)
-    library.save_user_tree("NVIDIA H200", entry)
-    selection = library.select("NVIDIA H200", *PAIR)
+    library.save_user_tree(H200, entry)
+    selection = library.select(H200)
     assert selection.source == "user"
     assert selection.schedule.per_batch_size() == schedule.per_batch_size()
     assert selection.entry.acceptance_class == "mine"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from sequoia_vllm.calibration.tune import (
-    TunedPair,
     best_tree_at_any_price,
     check_profile,
     check_vector,
@@ -20,17 +20,17 @@ from sequoia_vllm.calibration.tune import (
 )
 from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.engine.tree_choice import EnginePair, choose_engine_tree
+from sequoia_vllm.engine.tree_choice import choose_engine_tree
 from sequoia_vllm.hardware import CostModel, choose_schedule, current_device_name
 from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
-from sequoia_vllm.library.user_trees import user_tree_name
 from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.measuring.provenance import grown_models
 from tests.engine.models import DRAFT, TARGET
 
-HERE = TunedPair(current_device_name(), TARGET, DRAFT, "float32")
+HERE = PairKey(current_device_name(), TARGET, DRAFT, "float32")
 BATCHES, CONTEXTS, SIZES = (1, 8), (256, 1024), (1, 2, 4, 8, 16, 32)
 
 
@@ -78,7 +78,7 @@ def library(tmp_path, monkeypatch) -> TreeLibrary:
 
 
 def auto(target: str = TARGET, draft: str = DRAFT, tree: str | None = "auto"):
-    pair = EnginePair(HERE.device, target, draft, "float32", 1)
+    pair = replace(HERE, target=target, draft=draft)
     return choose_engine_tree(SequoiaConfig(model=draft, tree=tree), pair)
 
 
@@ -128,20 +128,19 @@ def test_a_directory_is_one_model_however_it_is_written(library, monkeypatch):
     for target in ("target", "./target/", str(Path("..") / Path(TARGET).parent.name / "target")):
         assert "tuned here" in auto(target, os.path.relpath(DRAFT)).source
     assert "tuned here" not in auto(draft=TARGET).source
-    key = "cpu", "no/such/directory", "d", "float32", 1
-    assert user_tree_name(*key) == user_tree_name("cpu", "no/such/directory/", *key[2:])
+    key = PairKey("cpu", "no/such/directory", "d", "float32")
+    assert key.file_name == replace(key, target="no/such/directory/").file_name
 
 
 def test_measurements_are_found_once_both_are_there(library):
-    key = HERE.device, TARGET, DRAFT, "float32"
-    assert tuned_measurements(*key) is None
-    files = library.measurements(*key)
+    assert tuned_measurements(HERE) is None
+    files = library.measurements(HERE)
     files.directory.mkdir(parents=True)
     files.acceptance.write_text("{}")
-    assert tuned_measurements(*key) is None
+    assert tuned_measurements(HERE) is None
     files.profile.write_text("{}")
-    assert tuned_measurements(*key) == files
-    assert tuned_measurements(*key, tensor_parallel_size=2) is None
+    assert tuned_measurements(HERE) == files
+    assert tuned_measurements(replace(HERE, tensor_parallel_size=2)) is None
     assert all(not entry.name.startswith("user/") for entry in library.entries())
 
 
@@ -221,7 +220,7 @@ def test_tune_from_files(library, files):
     assert json.loads(report["command"].split("'")[1]) == {
         "method": "sequoia", "model": DRAFT, "tree": "auto",
     }  # fmt: skip
-    kept = tuned_measurements(HERE.device, TARGET, DRAFT, "float32")
+    kept = tuned_measurements(HERE)
     assert str(kept.directory) == report["measurements"]
     assert Profile.load(kept.profile) == PAYS
     assert AcceptanceFile.load(kept.acceptance) == vector()
@@ -266,4 +265,4 @@ def test_tune_refuses_an_interrupted_calibration(library, files, tmp_path):
     result = call(str(path), files[1])
     assert result.exit_code == 2
     assert "interrupted measurement: finish it first" in " ".join(result.output.split())
-    assert tuned_measurements(HERE.device, TARGET, DRAFT, "float32") is None
+    assert tuned_measurements(HERE) is None
