@@ -2,8 +2,9 @@
 
 Starting an engine takes a minute for a model of a billion parameters, so they
 are not restarted between rounds. A waiting engine disturbs the others only for
-a second after its last step (see `calibration.engines.wait_for_quiet`). Measured on two cores with
-three engines: then they take 1 % of the CPU, and steps are as fast as alone.
+a second after its last step (see `measuring.engines.wait_for_quiet`). Measured on
+two cores with three engines: then they take 1 % of the CPU, and steps are as fast
+as alone.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Any
 
 from sequoia_vllm.bench.decode_rate import Arrival
 from sequoia_vllm.bench.methods import AUTO, BenchError, Kind, Method
-from sequoia_vllm.bench.worker import EXTENSION
-from sequoia_vllm.measuring.engines import Progress, open_engine
+from sequoia_vllm.bench.parts import part_seconds
+from sequoia_vllm.measuring.engines import EngineSpec, Progress, open_engine
+from sequoia_vllm.measuring.step_recorder import EXTENSION, StepTimes
 from sequoia_vllm.tree.token_tree import TokenTree
 
 # What an engine takes besides weights and KV cache (measured: 0.9 GiB).
@@ -26,23 +28,14 @@ _PROCESS_GIB = 1.0
 
 
 @dataclass(frozen=True)
-class EngineOptions:
-    """What all engines of a comparison have in common.
+class Limits:
+    """How much an engine of a comparison must have room for.
 
     Attributes:
-        target, draft: Model names or paths.
-        dtype: vLLM's.
-        enforce_eager: Without compilation.
-        kv_cache_gib: KV cache of each engine, GiB.
         max_model_len: Longest prompt with its completion.
         max_num_seqs: Largest batch.
     """
 
-    target: str
-    draft: str
-    dtype: str
-    enforce_eager: bool
-    kv_cache_gib: float
     max_model_len: int
     max_num_seqs: int
 
@@ -50,8 +43,6 @@ class EngineOptions:
         """Arguments of ``vllm.LLM``, with room for this many drafts of every request."""
         longest = self.max_model_len + most_drafts  # trees are never trimmed
         return {
-            "dtype": self.dtype,
-            "enforce_eager": self.enforce_eager,
             "max_model_len": longest,
             "max_num_seqs": self.max_num_seqs,
             # Trees take at most half of it. Not more than needed: engines start
@@ -59,7 +50,6 @@ class EngineOptions:
             "max_num_batched_tokens": max(512, longest, 2 * self.max_num_seqs * (most_drafts + 1)),
             # Every round reads its prompts anew, in the same chunks.
             "enable_prefix_caching": False,
-            "kv_cache_memory_bytes": int(self.kv_cache_gib * (1 << 30)),
             "worker_extension_cls": EXTENSION,
             "disable_log_stats": False,
         }
@@ -92,7 +82,7 @@ class BenchEngine:
         self.method = method
         self._llm = llm
         self._requests = 0
-        llm.collective_rpc("bench_start_timing")
+        llm.collective_rpc("sequoia_record_steps")
 
     @property
     def dtype(self) -> str:
@@ -145,11 +135,12 @@ class BenchEngine:
         return found
 
     def take_part_seconds(self, batch_size: int) -> dict[str, float]:
-        """`PartTimes.bench_take_times` of the first worker."""
-        times: dict[str, float] = self._llm.collective_rpc("bench_take_times", args=(batch_size,))[
-            0
-        ]
-        return times
+        """`part_seconds` since the last call, in the first worker.
+
+        Only of steps in which ``batch_size`` requests decoded and none read its prompt.
+        """
+        steps = self._llm.collective_rpc("sequoia_take_steps", args=(batch_size,))[0]
+        return part_seconds([StepTimes(**step) for step in steps])
 
     def take_counters(self) -> dict[str, Any] | None:
         """Sequoia's counters since the last call; None: the engine has none."""
@@ -193,7 +184,7 @@ def _add(found: Generation, outputs: dict[int, Any], seconds: float) -> None:
 
 @contextmanager
 def open_engines(
-    methods: Sequence[Method], options: EngineOptions, progress: Progress
+    methods: Sequence[Method], engine: EngineSpec, limits: Limits, progress: Progress
 ) -> Iterator[dict[str, BenchEngine]]:
     """An engine for every method, by name, alive together.
 
@@ -201,7 +192,7 @@ def open_engines(
         CalibrationError: If vLLM cannot start one.
         BenchError: If there is not enough memory for all of them.
     """
-    check_memory(options, len(methods))
+    check_memory(engine, len(methods))
     most_drafts = max(method.most_drafts for method in methods)
     order = sorted(methods, key=_start_order)
     engines = {}
@@ -210,9 +201,9 @@ def open_engines(
             progress(f"starting {method.name}", number, len(order))
             llm = stack.enter_context(
                 open_engine(
-                    options.target,
+                    engine,
                     speculative_config=method.speculative_config,
-                    **options.for_vllm(most_drafts),
+                    **limits.for_vllm(most_drafts),
                 )
             )
             engines[method.name] = BenchEngine(method, llm)
@@ -229,15 +220,15 @@ def _start_order(method: Method) -> tuple[bool, bool]:
     return method.kind is not Kind.SEQUOIA, is_auto
 
 
-def check_memory(options: EngineOptions, count: int) -> None:
+def check_memory(engine: EngineSpec, count: int) -> None:
     """Whether the machine has memory for so many engines, where that can be told.
 
     Raises:
         BenchError: If not.
     """
     available = _available_gib()
-    weights = sum(_weights_gib(model) for model in (options.target, options.draft))
-    needed = count * (weights + options.kv_cache_gib + _PROCESS_GIB)
+    weights = sum(_weights_gib(model) for model in (engine.target, engine.draft))
+    needed = count * (weights + engine.kv_cache_gib + _PROCESS_GIB)
     if available is not None and needed > available:
         raise BenchError(
             f"{count} engines need about {needed:.0f} GiB together, and {available:.0f} GiB are "

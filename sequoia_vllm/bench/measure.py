@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import cycle, islice
 from typing import Any
 
 from sequoia_vllm.bench.decode_rate import Steady, pooled, steady_part
-from sequoia_vllm.bench.engines import (
-    BenchEngine,
-    EngineOptions,
-    open_engines,
-)
+from sequoia_vllm.bench.engines import BenchEngine, Limits, open_engines
 from sequoia_vllm.bench.methods import Method
 from sequoia_vllm.bench.outputs import NEAR_TIE, Difference, first_difference, is_near_tie
 from sequoia_vllm.bench.report import GreedyCheck, Mismatch
-from sequoia_vllm.measuring.engines import Progress, wait_for_quiet
+from sequoia_vllm.measuring.engines import EngineSpec, Progress, wait_for_quiet
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _WARM_UP_TOKENS = 16
@@ -27,38 +23,27 @@ class BenchSettings:
     """What is compared, and how.
 
     Attributes:
-        target, draft: Model names or paths.
+        engine: Models, and how all engines run them.
         methods: The first is plain vLLM.
         prompts: Token ids; every round completes all of them.
         batch_sizes: Requests at once; prompts are repeated to fill a batch.
         temperatures: Of every request; 0 is greedy.
         max_tokens: Tokens of every completion.
         rounds: Times everything is measured.
-        dtype: vLLM's.
-        enforce_eager: Without compilation.
-        kv_cache_gib: KV cache of each engine, GiB.
     """
 
-    target: str
-    draft: str
+    engine: EngineSpec
+    _: KW_ONLY
     methods: tuple[Method, ...]
     prompts: tuple[list[int], ...]
     batch_sizes: tuple[int, ...] = (1,)
     temperatures: tuple[float, ...] = (0.0,)
     max_tokens: int = 64
     rounds: int = 3
-    dtype: str = "auto"
-    enforce_eager: bool = False
-    kv_cache_gib: float = 1.0
 
-    def engine_options(self) -> EngineOptions:
-        """What the engines have in common."""
-        return EngineOptions(
-            target=self.target,
-            draft=self.draft,
-            dtype=self.dtype,
-            enforce_eager=self.enforce_eager,
-            kv_cache_gib=self.kv_cache_gib,
+    def limits(self) -> Limits:
+        """What every engine must have room for."""
+        return Limits(
             max_model_len=max(map(len, self.prompts)) + self.max_tokens + 1,
             max_num_seqs=max(self.batch_sizes),
         )
@@ -80,7 +65,7 @@ class RoundRun:
         steady: The steps in which whole batches were decoding.
         request_seconds: Mean time of a batch from its start to its end.
         token_ids, texts: Completions, one for each prompt.
-        parts: `PartTimes.bench_take_times`.
+        parts: `part_seconds`.
         counters: Sequoia's (`StepStats.to_dict`); None: another method.
     """
 
@@ -136,7 +121,7 @@ def measure(settings: BenchSettings, progress: Progress | None = None) -> Measur
             nothing to measure.
     """
     report = progress or (lambda what, done, total: None)
-    with open_engines(settings.methods, settings.engine_options(), report) as engines:
+    with open_engines(settings.methods, settings.engine, settings.limits(), report) as engines:
         plain = engines[settings.methods[0].name]
         found = Measurements(plain.dtype)
         cases = [Case(b, t) for t in settings.temperatures for b in settings.batch_sizes]

@@ -123,10 +123,9 @@ def _acceptance(
     progress: Progress,
 ) -> AcceptanceFile:
     how = AcceptanceSettings(
-        settings.target, settings.draft, prompts, len(settings.prompts), raw_prompts,
-        max_tokens=settings.max_tokens, temperature=temperature, max_tokens_total=10_000,
-        dtype=settings.dtype, enforce_eager=settings.enforce_eager,
-        kv_cache_gib=settings.kv_cache_gib,
+        settings.engine, prompts=prompts, num_prompts=len(settings.prompts),
+        raw_prompts=raw_prompts, max_tokens=settings.max_tokens, temperature=temperature,
+        max_tokens_total=10_000,
     )  # fmt: skip
     measured = measure_acceptance(AcceptanceTask.prepare(how, "bench"), progress=progress)
     if measured.calibration is not None and not measured.calibration.complete:
@@ -140,8 +139,7 @@ def _profile(
     largest = min(_LARGEST, 1 + max(method.most_drafts for method in settings.methods))
     ladder = [size for size in (1, 2, 4, 8, 16, 32) if size < largest]
     how = ProfileSettings(
-        settings.target, settings.draft, prompts, settings.batch_sizes,
-        (*ladder, max(4, largest)), contexts=(max(context, 32),), dtype=settings.dtype,
-        enforce_eager=settings.enforce_eager, kv_cache_gib=settings.kv_cache_gib,
+        settings.engine, prompts=prompts, batch_sizes=settings.batch_sizes,
+        tokens=(*ladder, max(4, largest)), contexts=(max(context, 32),),
     )  # fmt: skip
     return measure_profile(how, progress)

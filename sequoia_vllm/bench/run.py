@@ -51,7 +51,7 @@ def run_bench(
         environment={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     )
     if basis is None:
-        pair = PairKey(stated["device"], settings.target, settings.draft, found.dtype)
+        pair = PairKey(stated["device"], settings.engine.target, settings.engine.draft, found.dtype)
         basis = Basis.tuned(pair, middle_context(settings.prompts, settings.max_tokens))
 
     def predict(runs: MethodRuns, case: Case) -> Prediction | None:
@@ -60,7 +60,7 @@ def run_bench(
         return basis.predict(runs.tree, runs.drafts, case.batch_size, case.temperature)
 
     models = [BenchModel(name=name, hashes=model_hashes(name), grown_from=grown_from(name))
-              for name in (settings.target, settings.draft)]  # fmt: skip
+              for name in (settings.engine.target, settings.engine.draft)]  # fmt: skip
     return BenchReport(
         date=datetime.datetime.now(datetime.UTC).date(),
         device=stated["device"],

@@ -9,8 +9,8 @@ from typing import Any
 from sequoia_vllm.bench.decode_rate import pooled
 from sequoia_vllm.bench.measure import Case, Measurements, MethodRuns, RoundRun
 from sequoia_vllm.bench.methods import AUTO, Kind
+from sequoia_vllm.bench.parts import PARTS
 from sequoia_vllm.bench.report import Prediction, Result, Spread, StepSplit
-from sequoia_vllm.bench.worker import PARTS
 
 Predict = Callable[[MethodRuns, Case], Prediction | None]
 CHAIN_SAMPLES_WRONGLY = (

@@ -7,7 +7,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,20 @@ from sequoia_vllm.calibration.counts import estimate_acceptance, probing_tree
 from sequoia_vllm.calibration.probing import Budget, Checkpoint, Counters, Probe, StoppedBy
 from sequoia_vllm.calibration.workload import Workload
 from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
-from sequoia_vllm.measuring.engines import Progress, load_config, longest_context, open_engine
+from sequoia_vllm.measuring.engines import (
+    EngineSpec,
+    Progress,
+    load_config,
+    longest_context,
+    open_engine,
+)
 from sequoia_vllm.measuring.errors import CalibrationError
-from sequoia_vllm.measuring.provenance import grown_models, model_hashes, provenance
+from sequoia_vllm.measuring.provenance import (
+    grown_models,
+    model_hashes,
+    provenance,
+    settings_as_data,
+)
 from sequoia_vllm.prompts import (
     encode_prompts,
     load_prompts,
@@ -38,7 +49,7 @@ class AcceptanceSettings:
     """What to measure, and how.
 
     Attributes:
-        target, draft: Model names or paths.
+        engine: Models, and how engines run them.
         prompts: File with prompts (`load_prompts`); None: the built-in set.
         num_prompts: Prompts to use; None: all.
         raw_prompts: Give bare prompts to the target without its chat template.
@@ -50,14 +61,10 @@ class AcceptanceSettings:
         precision: Stop when the vector is known this well (`counts.precision`).
         max_tokens_total: Stop when so many tokens were generated.
         batch_size: Requests at once.
-        dtype: Of weights and activations.
-        tensor_parallel_size: Devices the target is split over.
-        enforce_eager: Without compilation.
-        kv_cache_gib: Memory for the KV cache, GiB.
     """
 
-    target: str
-    draft: str
+    engine: EngineSpec
+    _: KW_ONLY
     prompts: Path | None = None
     num_prompts: int | None = None
     raw_prompts: bool = False
@@ -69,10 +76,6 @@ class AcceptanceSettings:
     precision: float = 0.02
     max_tokens_total: int = 100_000
     batch_size: int = 8
-    dtype: str = "auto"
-    tensor_parallel_size: int = 1
-    enforce_eager: bool = False
-    kv_cache_gib: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,12 @@ class AcceptanceTask:
         Raises:
             PromptError, CalibrationError, TreeError: If they cannot be used.
         """
+        engine = settings.engine
         prompts = load_prompts(settings.prompts, settings.num_prompts)
-        tokenizer = load_tokenizer(settings.target)
+        tokenizer = load_tokenizer(engine.target)
         encoded = encode_prompts(prompts, tokenizer, raw=settings.raw_prompts)
         # Room for a whole tree after the last token: trees are never trimmed.
-        room = longest_context(settings.target) - _tree(settings).size
+        room = longest_context(engine.target) - _tree(settings).size
         fitting = [ids for ids in encoded if len(ids) + settings.max_tokens <= room]
         if not fitting:
             raise CalibrationError(
@@ -113,12 +117,12 @@ class AcceptanceTask:
             )
         passes = _MOST_GREEDY_PASSES if settings.temperature == 0 else 1
         most = min(passes * settings.max_tokens, room - max(map(len, fitting)))
-        load_config(settings.draft)  # refused here if it is not there, before an engine starts
+        load_config(engine.draft)  # refused here if it is not there, before an engine starts
         measures = {
-            "target": settings.target,
-            "draft": settings.draft,
-            "target_sha256": model_hashes(settings.target),
-            "draft_sha256": model_hashes(settings.draft),
+            "target": engine.target,
+            "draft": engine.draft,
+            "target_sha256": model_hashes(engine.target),
+            "draft_sha256": model_hashes(engine.draft),
             "prompts": source_name(settings.prompts),
             "prompts_sha256": prompts_sha256(prompts),
             "prompts_used": len(fitting),
@@ -128,7 +132,7 @@ class AcceptanceTask:
             "max_tokens": settings.max_tokens,
             "branch": settings.branch,
             "depth": settings.depth,
-            "dtype": settings.dtype,
+            "dtype": engine.dtype,
         }
         return cls(settings, fitting, most, measures, name)
 
@@ -213,6 +217,7 @@ def class_name(text: str) -> str:
 
 def _file(task: AcceptanceTask, checkpoint: Checkpoint, stopped_by: StoppedBy) -> AcceptanceFile:
     settings, counters = task.settings, checkpoint.counters
+    engine = settings.engine
     estimate = estimate_acceptance(counters.offered, counters.accepted)
     shape = slice(None) if len(estimate.acceptance) > 1 else 0
     state = _state(task, checkpoint, stopped_by)
@@ -222,12 +227,12 @@ def _file(task: AcceptanceTask, checkpoint: Checkpoint, stopped_by: StoppedBy) -
     unfinished = "" if state.complete else " (interrupted)"
     return AcceptanceFile(
         name=task.name,
-        description=f"{settings.target} with {settings.draft}, {how}, {counters.trees} trees on "
+        description=f"{engine.target} with {engine.draft}, {how}, {counters.trees} trees on "
         f"{source_name(settings.prompts)} prompts{unfinished}.",
         source="measured",
         date=datetime.datetime.now(datetime.UTC).date(),
-        target=settings.target,
-        draft=settings.draft,
+        target=engine.target,
+        draft=engine.draft,
         temperature=settings.temperature,
         top_p=settings.top_p if settings.temperature > 0 else None,
         acceptance=estimate.acceptance[shape],
@@ -236,8 +241,8 @@ def _file(task: AcceptanceTask, checkpoint: Checkpoint, stopped_by: StoppedBy) -
         high=estimate.high[shape],
         calibration=state,
         provenance=provenance(
-            settings={**asdict(settings), "prompts": task.measures["prompts"]},
-            grown=grown_models(settings.target, settings.draft),
+            settings=settings_as_data(settings, prompts=task.measures["prompts"]),
+            grown=grown_models(engine.target, engine.draft),
         ),
     )
 
@@ -295,19 +300,15 @@ def _engine(task: AcceptanceTask, seed: int) -> Iterator[Any]:
         tree.save(path)
         options = {
             "speculative_config": {
-                "method": "sequoia", "model": settings.draft, "tree": str(path),
+                "method": "sequoia", "model": settings.engine.draft, "tree": str(path),
                 # Whole trees are counted, at every batch size.
                 "num_speculative_tokens_per_batch_size": [(1, 1, tree.num_speculative_tokens)],
             },
-            "dtype": settings.dtype,
-            "tensor_parallel_size": settings.tensor_parallel_size,
-            "enforce_eager": settings.enforce_eager,
             "max_model_len": longest,
             "max_num_seqs": settings.batch_size,
             # vLLM keeps one slot of each request free for drafting.
             "max_num_batched_tokens": max(2048, longest, settings.batch_size * (tree.size + 1)),
             "enable_prefix_caching": False,
-            "kv_cache_memory_bytes": int(settings.kv_cache_gib * (1 << 30)),
         }  # fmt: skip
-        with open_engine(settings.target, seed=seed, **options) as llm:
+        with open_engine(settings.engine, seed=seed, **options) as llm:
             yield llm

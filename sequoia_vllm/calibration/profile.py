@@ -7,7 +7,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from sequoia_vllm.calibration.step_times import (
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.measuring.engines import (
+    EngineSpec,
     Progress,
     count_parameters,
     longest_context,
@@ -31,8 +32,13 @@ from sequoia_vllm.measuring.engines import (
     wait_for_quiet,
 )
 from sequoia_vllm.measuring.errors import CalibrationError
-from sequoia_vllm.measuring.provenance import grown_models, model_hashes, provenance
-from sequoia_vllm.measuring.recorder_v1 import EXTENSION
+from sequoia_vllm.measuring.provenance import (
+    grown_models,
+    model_hashes,
+    provenance,
+    settings_as_data,
+)
+from sequoia_vllm.measuring.step_recorder import EXTENSION
 from sequoia_vllm.prompts import (
     encode_prompts,
     load_prompts,
@@ -49,7 +55,7 @@ class ProfileSettings:
     """What to measure, and how.
 
     Attributes:
-        target, draft: Model names or paths.
+        engine: Models, and how both engines run them.
         prompts: File with prompts (`load_prompts`), cut and joined to length;
             None: the built-in set.
         batch_sizes: Requests at once.
@@ -59,14 +65,10 @@ class ProfileSettings:
         max_tokens: Tokens per completion.
         rounds: Times everything is measured; the middle one counts.
         temperature: Sampling of every request; 0 is greedy.
-        dtype: Of weights and activations.
-        tensor_parallel_size: Devices the target is split over.
-        enforce_eager: Without compilation.
-        kv_cache_gib: Memory for the KV cache of each of the two engines, GiB.
     """
 
-    target: str
-    draft: str
+    engine: EngineSpec
+    _: KW_ONLY
     prompts: Path | None = None
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -74,10 +76,6 @@ class ProfileSettings:
     max_tokens: int = 32
     rounds: int = 3
     temperature: float = 0.0
-    dtype: str = "auto"
-    tensor_parallel_size: int = 1
-    enforce_eager: bool = False
-    kv_cache_gib: float = 1.0
 
     @property
     def trees(self) -> list[int]:
@@ -98,7 +96,7 @@ def measure_profile(settings: ProfileSettings, progress: Progress | None = None)
     """
     settings = _checked(settings)
     prompts = load_prompts(settings.prompts)
-    encoded = encode_prompts(prompts, load_tokenizer(settings.target), raw=True)
+    encoded = encode_prompts(prompts, load_tokenizer(settings.engine.target), raw=True)
     report = progress or (lambda what, done, total: None)
     with _engines(settings, report) as (plain, sequoia):
         measuring = _Measuring(settings, encoded, plain, sequoia, report)
@@ -114,27 +112,28 @@ def profile_of(
     """The profile of what was measured with weights and activations of this dtype."""
     from sequoia_vllm.engine.device_name import current_device_name
 
+    engine = settings.engine
     return Profile(
         source="measured",
         date=datetime.datetime.now(datetime.UTC).date(),
         device=current_device_name(),
-        target=settings.target,
-        draft=settings.draft,
-        target_parameters=count_parameters(settings.target),
-        draft_parameters=count_parameters(settings.draft),
+        target=engine.target,
+        draft=engine.draft,
+        target_parameters=count_parameters(engine.target),
+        draft_parameters=count_parameters(engine.draft),
         dtype=dtype,
-        tensor_parallel_size=settings.tensor_parallel_size,
+        tensor_parallel_size=engine.tensor_parallel_size,
         target_forward=[c.target for c in curves],
         draft_level=[c.draft for c in curves],
         verification=[c.verification for c in curves],
         overhead=[c.overhead for c in curves],
         provenance=provenance(
-            settings={**asdict(settings), "prompts": source_name(settings.prompts)},
+            settings=settings_as_data(settings, prompts=source_name(settings.prompts)),
             models={
-                "target": model_hashes(settings.target),
-                "draft": model_hashes(settings.draft),
+                "target": model_hashes(engine.target),
+                "draft": model_hashes(engine.draft),
             },
-            grown=grown_models(settings.target, settings.draft),
+            grown=grown_models(engine.target, engine.draft),
             prompts_sha256=prompts_hash,
             target_forward="the forward pass, the LM head, and all of a step that grows with "
             "the tree but verification (preparing inputs); steps gives the first two alone",
@@ -167,7 +166,7 @@ def _checked(settings: ProfileSettings) -> ProfileSettings:
             f"contexts {list(settings.contexts)}: too short for {settings.max_tokens} tokens per "
             f"completion; give at least {half + 1}"
         )
-    most = longest_context(settings.target) - (settings.max_tokens - half) - tokens[-1]
+    most = longest_context(settings.engine.target) - (settings.max_tokens - half) - tokens[-1]
     if max(settings.contexts) > most:
         raise CalibrationError(
             f"contexts {list(settings.contexts)}: the target takes {most} at most, with the "
@@ -189,16 +188,12 @@ def _engines(settings: ProfileSettings, report: Progress) -> Iterator[tuple[Any,
     length = settings.contexts[-1] + settings.max_tokens - half + largest
     most_requests = settings.batch_sizes[-1]
     options: dict[str, Any] = {
-        "dtype": settings.dtype,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "enforce_eager": settings.enforce_eager,
         "max_model_len": length,
         # Larger batches never come; the schedule below needs them.
         "max_num_seqs": most_requests + len(settings.trees),
         # vLLM keeps one slot of each request free for drafting.
         "max_num_batched_tokens": max(2048, length, most_requests * (largest + 1)),
         "enable_prefix_caching": True,  # prompts are read in the first round only
-        "kv_cache_memory_bytes": int(settings.kv_cache_gib * (1 << 30)),
         "worker_extension_cls": EXTENSION,
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -206,7 +201,7 @@ def _engines(settings: ProfileSettings, report: Progress) -> Iterator[tuple[Any,
         measuring_tree(largest).save(path)
         speculation = {
             "method": "sequoia",
-            "model": settings.draft,
+            "model": settings.engine.draft,
             "tree": str(path),
             # vLLM captures CUDA graphs for the sizes of the schedule.
             "num_speculative_tokens_per_batch_size": [
@@ -219,9 +214,9 @@ def _engines(settings: ProfileSettings, report: Progress) -> Iterator[tuple[Any,
         }
         # Sequoia first: vLLM adds the extension to a worker class only if no base has it.
         report("starting the Sequoia engine", 0, 1)
-        with open_engine(settings.target, speculative_config=speculation, **options) as sequoia:
+        with open_engine(settings.engine, speculative_config=speculation, **options) as sequoia:
             report("starting the plain engine", 0, 1)
-            with open_engine(settings.target, **options) as plain:
+            with open_engine(settings.engine, **options) as plain:
                 yield plain, sequoia
 
 

@@ -26,47 +26,11 @@ import numpy as np
 
 from sequoia_vllm.hardware.profile import Curve, Overhead
 from sequoia_vllm.measuring.errors import CalibrationError
+from sequoia_vllm.measuring.step_recorder import StepTimes
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _DIGITS = 7  # a tenth of a microsecond
 _MOST_PLAIN_STEPS = 12.0
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """One step of an engine; times in seconds.
-
-    Attributes:
-        start: When it started, by the worker's clock.
-        requests: Requests in it.
-        fewest, most: Tokens of the request that has fewest, and most, in it.
-        target: The target's forward passes, LM head included.
-        verify: Walking the trees; 0 in a plain engine.
-        commit: Moving accepted keys and values; likewise.
-        drafting: All of the drafting.
-        passes: The draft's forward passes: (tokens of all requests, seconds).
-            The first is over what the last step committed, each other one over
-            one level of the trees.
-    """
-
-    start: float
-    requests: int
-    fewest: int
-    most: int
-    target: float
-    verify: float = 0.0
-    commit: float = 0.0
-    drafting: float = 0.0
-    passes: Sequence[tuple[int, float]] = ()
-
-    def levels(self) -> list[tuple[float, float]]:
-        """Each pass as (tokens per request, seconds), drawing children included.
-
-        What drafting spends outside its forward passes is shared among them.
-        """
-        outside = self.drafting - sum(seconds for _, seconds in self.passes)
-        share = outside / max(1, len(self.passes))
-        return [(tokens / self.requests, seconds + share) for tokens, seconds in self.passes]
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,13 @@ from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
 from sequoia_vllm.library.generate import make_entry, model_class_of, profile_reference
 from sequoia_vllm.library.pair_key import PairKey, model_key
 from sequoia_vllm.library.tree_library import TreeLibrary
+from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.tree.optimize import Frontier
 
 
-def pair_here(
-    target: str, draft: str, dtype: str = "auto", tensor_parallel_size: int = 1
-) -> PairKey:
-    """This pair on this machine; ``dtype`` as given to vLLM.
+def pair_here(engine: EngineSpec) -> PairKey:
+    """What an engine like this looks its tree up by, on this machine.
 
     Raises:
         CalibrationError: If vLLM cannot read the target's configuration.
@@ -29,11 +28,13 @@ def pair_here(
     from sequoia_vllm.engine.device_name import current_device_name
 
     try:
-        config = EngineArgs(model=target, dtype=dtype).create_model_config()
+        config = EngineArgs(model=engine.target, dtype=engine.dtype).create_model_config()
     except (ValueError, OSError) as error:
-        raise CalibrationError(f"vLLM cannot use the target {target!r}: {error}") from error
-    resolved = str(config.dtype).removeprefix("torch.")
-    return PairKey(current_device_name(), target, draft, resolved, tensor_parallel_size)
+        raise CalibrationError(f"vLLM cannot use the target {engine.target!r}: {error}") from error
+    dtype = str(config.dtype).removeprefix("torch.")
+    return PairKey(
+        current_device_name(), engine.target, engine.draft, dtype, engine.tensor_parallel_size
+    )
 
 
 def tuned_entry(

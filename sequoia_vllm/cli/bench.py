@@ -121,6 +121,7 @@ def _settings(options: dict[str, Any], prompts: list[Prompt]) -> BenchSettings:
     from sequoia_vllm.bench.measure import BenchSettings
     from sequoia_vllm.bench.methods import methods
     from sequoia_vllm.hardware.cost import check_batch_sizes
+    from sequoia_vllm.measuring.engines import EngineSpec
     from sequoia_vllm.prompts import encode_prompts, load_tokenizer
 
     sizes = list(numbers("--batch-sizes", options["batch_sizes"]))
@@ -129,18 +130,18 @@ def _settings(options: dict[str, Any], prompts: list[Prompt]) -> BenchSettings:
     trees = [tree.strip() for tree in options["trees"].split(",")]
     acceptance = _paths(options["acceptance"])
     tokenizer = load_tokenizer(options["target"])
+    engine = EngineSpec(
+        options["target"], options["draft"], dtype=options["dtype"], enforce_eager=options["eager"],
+        kv_cache_gib=options["kv_cache_gib"],
+    )  # fmt: skip
     return BenchSettings(
-        target=options["target"],
-        draft=options["draft"],
+        engine,
         methods=tuple(methods(options["draft"], chains, trees, next(iter(acceptance), None))),
         prompts=tuple(encode_prompts(prompts, tokenizer, raw=options["raw_prompts"])),
         batch_sizes=tuple(check_batch_sizes(sizes)),
         temperatures=_temperatures(options["temperature"]),
         max_tokens=options["max_tokens"],
         rounds=options["rounds"],
-        dtype=options["dtype"],
-        enforce_eager=options["eager"],
-        kv_cache_gib=options["kv_cache_gib"],
     )
 
 

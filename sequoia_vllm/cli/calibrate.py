@@ -83,13 +83,18 @@ def calibrate(
     Ctrl-C keeps what there is: the same command goes on from it.
     """
     from sequoia_vllm.calibration.acceptance import AcceptanceSettings, AcceptanceTask, class_name
+    from sequoia_vllm.measuring.engines import EngineSpec
 
     quiet_engines()
     note_grown(target, draft)
+    engine = EngineSpec(
+        target, draft, dtype=dtype, tensor_parallel_size=tensor_parallel_size,
+        enforce_eager=eager, kv_cache_gib=kv_cache_gib,
+    )  # fmt: skip
     settings = AcceptanceSettings(
-        target, draft, prompts, num_prompts, raw_prompts, max_tokens, temperature, top_p, branch,
-        depth, precision, max_tokens_total, batch_size, dtype, tensor_parallel_size, eager,
-        kv_cache_gib,
+        engine, prompts=prompts, num_prompts=num_prompts, raw_prompts=raw_prompts,
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, branch=branch, depth=depth,
+        precision=precision, max_tokens_total=max_tokens_total, batch_size=batch_size,
     )  # fmt: skip
     with friendly_errors():
         check_output("--output", output)

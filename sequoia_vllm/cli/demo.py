@@ -64,12 +64,12 @@ def demo(
             target = _grown(target, Path(folder), grow, grow_width, dtype)
         from sequoia_vllm.bench.measure import BenchSettings
         from sequoia_vllm.bench.methods import chain, plain, sequoia
+        from sequoia_vllm.measuring.engines import EngineSpec
         from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
         texts = load_prompts(prompts, num_prompts)
         settings = BenchSettings(
-            target=target,
-            draft=draft,
+            EngineSpec(target, draft, dtype=dtype, enforce_eager=eager, kv_cache_gib=0.5),
             methods=(
                 plain(), chain(draft, chain_length), sequoia(draft, f"{tree_size}x{tree_depth}")
             ),
@@ -77,9 +77,6 @@ def demo(
             batch_sizes=(batch_size,),
             max_tokens=max_tokens,
             rounds=1,
-            dtype=dtype,
-            enforce_eager=eager,
-            kv_cache_gib=0.5,
         )  # fmt: skip
         _compare(settings, texts[0].prompt or "", as_json)
 

@@ -69,9 +69,14 @@ def profile(
     from sequoia_vllm.calibration.profile import ProfileSettings
     from sequoia_vllm.figures import require_matplotlib
     from sequoia_vllm.library.plot import check_output as check_plot
+    from sequoia_vllm.measuring.engines import EngineSpec
 
     quiet_engines()
     note_grown(target, draft)
+    engine = EngineSpec(
+        target, draft, dtype=dtype, tensor_parallel_size=tensor_parallel_size,
+        enforce_eager=eager, kv_cache_gib=kv_cache_gib,
+    )  # fmt: skip
     with friendly_errors():
         check_output("--output", output)
         if plot is not None:
@@ -79,9 +84,9 @@ def profile(
             check_plot(plot)
             require_matplotlib()
         settings = ProfileSettings(
-            target, draft, prompts, numbers("--batch-sizes", batch_sizes),
-            numbers("--tokens", tokens), numbers("--contexts", contexts), max_tokens, rounds,
-            temperature, dtype, tensor_parallel_size, eager, kv_cache_gib,
+            engine, prompts=prompts, batch_sizes=numbers("--batch-sizes", batch_sizes),
+            tokens=numbers("--tokens", tokens), contexts=numbers("--contexts", contexts),
+            max_tokens=max_tokens, rounds=rounds, temperature=temperature,
         )  # fmt: skip
         measured = measure_into(output, settings)
         if plot is not None:

@@ -124,26 +124,30 @@ def tune(
     from sequoia_vllm.calibration.tune import best_tree_at_any_price, pair_here, save_tuned
     from sequoia_vllm.calibration.tune import tuned_entry as choose
     from sequoia_vllm.library.tree_library import TreeLibrary
+    from sequoia_vllm.measuring.engines import EngineSpec
 
     quiet_engines()
     note_grown(target, draft)
     budget = QUICK if quick else FULL
     usual_context = context or budget.context
     sizes = numbers("--tokens", tokens or budget.tokens)
+    engine = EngineSpec(
+        target, draft, dtype=dtype, tensor_parallel_size=tensor_parallel_size,
+        enforce_eager=eager, kv_cache_gib=kv_cache_gib,
+    )  # fmt: skip
     how_to_calibrate = AcceptanceSettings(
-        target, draft, prompts, raw_prompts=raw_prompts, temperature=temperature, top_p=top_p,
+        engine, prompts=prompts, raw_prompts=raw_prompts, temperature=temperature, top_p=top_p,
         branch=budget.branch, depth=budget.depth, precision=precision or budget.precision,
-        max_tokens_total=max_tokens_total or budget.max_tokens_total, dtype=dtype,
-        tensor_parallel_size=tensor_parallel_size, enforce_eager=eager, kv_cache_gib=kv_cache_gib,
+        max_tokens_total=max_tokens_total or budget.max_tokens_total,
     )  # fmt: skip
     how_to_profile = ProfileSettings(
-        target, draft, prompts, numbers("--batch-sizes", batch_sizes or budget.batch_sizes), sizes,
-        contexts=(usual_context,), rounds=budget.rounds, temperature=temperature, dtype=dtype,
-        tensor_parallel_size=tensor_parallel_size, enforce_eager=eager, kv_cache_gib=kv_cache_gib,
+        engine, prompts=prompts, tokens=sizes, contexts=(usual_context,),
+        batch_sizes=numbers("--batch-sizes", batch_sizes or budget.batch_sizes),
+        rounds=budget.rounds, temperature=temperature,
     )  # fmt: skip
     with friendly_errors():
         library = TreeLibrary()
-        pair = pair_here(target, draft, dtype, tensor_parallel_size)
+        pair = pair_here(engine)
         files = library.measurements(pair)
         files.directory.mkdir(parents=True, exist_ok=True)
         vector, times = _given(pair, acceptance, profile)

@@ -58,12 +58,12 @@ def _grown(run: StageRun, models: Path, folder: Path) -> tuple[str, str]:
 def _settings(target: str, draft: str) -> BenchSettings:
     from sequoia_vllm.bench.measure import BenchSettings
     from sequoia_vllm.bench.methods import methods
+    from sequoia_vllm.measuring.engines import EngineSpec
     from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
     prompts = load_prompts(None, _PROMPTS)
     return BenchSettings(
-        target=target,
-        draft=draft,
+        EngineSpec(target, draft),
         methods=tuple(methods(draft, _CHAINS, _TREES)),
         prompts=tuple(encode_prompts(prompts, load_tokenizer(target), raw=False)),
         temperatures=(0.0, 1.0),

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from sequoia_vllm.measuring.errors import CalibrationError
@@ -22,9 +23,40 @@ _SHARE_OF_GPU = 0.05
 _POLLING_SECONDS = 1.2
 
 
+@dataclass(frozen=True)
+class EngineSpec:
+    """What all engines of one measurement have in common.
+
+    Attributes:
+        target, draft: Model names or paths.
+        dtype: Of weights and activations, as vLLM takes it.
+        tensor_parallel_size: Devices the target is split over.
+        enforce_eager: Without compilation.
+        kv_cache_gib: KV cache of each engine, GiB.
+    """
+
+    target: str
+    draft: str
+    _: KW_ONLY
+    dtype: str = "auto"
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    kv_cache_gib: float = 1.0
+
+    def for_vllm(self) -> dict[str, Any]:
+        """Arguments of ``vllm.LLM``; the draft is part of each engine's own speculation."""
+        return {
+            "model": self.target,
+            "dtype": self.dtype,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "enforce_eager": self.enforce_eager,
+            "kv_cache_memory_bytes": int(self.kv_cache_gib * (1 << 30)),
+        }
+
+
 @contextmanager
-def open_engine(target: str, *, seed: int = 0, **options: Any) -> Iterator[Any]:
-    """A ``vllm.LLM``, shut down at the end; ``options`` are its arguments.
+def open_engine(engine: EngineSpec, *, seed: int = 0, **options: Any) -> Iterator[Any]:
+    """A ``vllm.LLM``, shut down at the end; ``options`` are more of its arguments.
 
     Raises:
         CalibrationError: If vLLM cannot start it.
@@ -32,14 +64,14 @@ def open_engine(target: str, *, seed: int = 0, **options: Any) -> Iterator[Any]:
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    if "kv_cache_memory_bytes" in options and not current_platform.is_cpu():
+    if not current_platform.is_cpu():
         # Several engines share a GPU: each would want nine tenths of it to be free.
         options.setdefault("gpu_memory_utilization", _SHARE_OF_GPU)
     try:
-        llm = LLM(model=target, seed=seed, **options)
+        llm = LLM(seed=seed, **engine.for_vllm(), **options)
     except (ValueError, OSError, RuntimeError) as error:
         draft = (options.get("speculative_config") or {}).get("model")
-        pair = f"{target!r} with draft {draft!r}" if draft else repr(target)
+        pair = repr(engine.target) + (f" with draft {draft!r}" if draft else "")
         raise CalibrationError(f"vLLM cannot start an engine for {pair}: {error}") from error
     try:
         yield llm

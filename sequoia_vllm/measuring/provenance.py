@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,19 @@ def provenance(**more: Any) -> dict[str, Any]:
         "preloaded": _preloaded(),
         **more,
     }
+
+
+def settings_as_data(settings: Any, **replaced: Any) -> dict[str, Any]:
+    """The fields of a measurement's settings, and among them those of its ``engine``.
+
+    Args:
+        settings: A dataclass with a field ``engine``, an `EngineSpec`.
+        replaced: Values to show instead of some fields' own.
+    """
+    fields = asdict(settings)
+    engine = fields.pop("engine")
+    models = {role: engine.pop(role) for role in ("target", "draft")}
+    return {**models, **fields, **engine, **replaced}
 
 
 def model_hashes(model: str) -> dict[str, str]:

@@ -61,16 +61,20 @@ class RecordingV2:
         for part, start, end in step.spans:
             seconds[part] += self._seconds(start, end)
         share = seconds["drafting"] / max(1, len(step.passes))
+        sampling = seconds["sample"] - seconds["logits"]
         requests = len(step.scheduled)
         return {
             "start": step.start,
             "requests": requests,
             "fewest": min(step.scheduled, default=0),
             "most": max(step.scheduled, default=0),
+            "decoding": step.is_decoding,
             "target": seconds["target"] + seconds["logits"],
-            "verify": seconds["sample"] - seconds["logits"],
+            "sampling": sampling,
+            "verify": sampling,
             "commit": 0.0,  # part of verify
             "drafting": seconds["drafting"],
+            "drawing": 0.0,  # part of the passes
             "passes": [(width * requests, share) for width in step.passes],
         }
 

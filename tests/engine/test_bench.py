@@ -13,6 +13,7 @@ from sequoia_vllm.bench.summary import CHAIN_SAMPLES_WRONGLY
 from sequoia_vllm.cli import app
 from sequoia_vllm.engine.v1.runner import SequoiaCPUModelRunner
 from sequoia_vllm.library import tree_library
+from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 from tests.engine.models import DRAFT, MODELS, TARGET
 from tests.quicker import look_past_what_is_imported
@@ -108,10 +109,10 @@ def test_wrong_outputs_are_an_error(dtype, monkeypatch):
 def test_the_target_scores_its_own_greedy_output_best():
     prompts = encode_prompts(load_prompts(MODELS / "prompts.jsonl", 2), load_tokenizer(TARGET))
     settings = BenchSettings(
-        TARGET, DRAFT, (plain(),), tuple(prompts), max_tokens=16, dtype="float32",
-        enforce_eager=True, kv_cache_gib=0.0625,
+        EngineSpec(TARGET, DRAFT, dtype="float32", enforce_eager=True, kv_cache_gib=0.0625),
+        methods=(plain(),), prompts=tuple(prompts), max_tokens=16,
     )  # fmt: skip
-    with open_engines(settings.methods, settings.engine_options(), print) as engines:
+    with open_engines(settings.methods, settings.engine, settings.limits(), print) as engines:
         engine = engines["plain vLLM"]
         outputs = engine.generate(prompts, 0.0, 16).token_ids
         for prompt, output in zip(prompts, outputs, strict=True):

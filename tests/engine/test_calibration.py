@@ -26,6 +26,7 @@ from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary
+from sequoia_vllm.measuring.engines import EngineSpec
 from tests.engine.models import DRAFT, MODELS, TARGET
 from tests.quicker import look_past_what_is_imported
 from tests.unit.reference_verifier import algorithm_2, draft_tree, outcomes
@@ -54,8 +55,8 @@ def measure(settings: AcceptanceSettings, previous=None, **options) -> Acceptanc
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_acceptance_of_the_embedded_pair(temperature):
     settings = AcceptanceSettings(
-        TARGET, DRAFT, PROMPTS, num_prompts=40, max_tokens=32, temperature=temperature,
-        branch=8, depth=2, max_tokens_total=1200, precision=0.001, **QUICK,
+        EngineSpec(TARGET, DRAFT, **QUICK), prompts=PROMPTS, num_prompts=40, max_tokens=32,
+        temperature=temperature, branch=8, depth=2, max_tokens_total=1200, precision=0.001,
     )  # fmt: skip
     found = measure(settings)
     assert [len(row) for row in found.acceptance] == [8, 8]
@@ -130,7 +131,13 @@ def constant_settings(pair, tmp_path, **options) -> AcceptanceSettings:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("w1 w2\nw3\nw0 w5 w4\n")
     return AcceptanceSettings(
-        *pair, prompts, max_tokens=64, depth=2, precision=1e-4, batch_size=16, **options, **QUICK
+        EngineSpec(*pair, **QUICK),
+        prompts=prompts,
+        max_tokens=64,
+        depth=2,
+        precision=1e-4,
+        batch_size=16,
+        **options,
     )
 
 
@@ -185,8 +192,8 @@ def ctrl_c_works():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_interrupted_measurement_goes_on(temperature, ctrl_c_works):
     settings = AcceptanceSettings(
-        TARGET, DRAFT, PROMPTS, num_prompts=8, max_tokens=32, temperature=temperature, branch=4,
-        depth=2, max_tokens_total=900, precision=0.001, **QUICK,
+        EngineSpec(TARGET, DRAFT, **QUICK), prompts=PROMPTS, num_prompts=8, max_tokens=32,
+        temperature=temperature, branch=4, depth=2, max_tokens_total=900, precision=0.001,
     )  # fmt: skip
     saved = []
 
@@ -229,8 +236,8 @@ def _finish_engine() -> None:
 def test_profile_of_the_embedded_pair(tmp_path):
     progress = []
     settings = ProfileSettings(
-        TARGET, DRAFT, PROMPTS, batch_sizes=(2, 1), tokens=(2, 4), contexts=(96, 64),
-        max_tokens=16, rounds=2, **QUICK,
+        EngineSpec(TARGET, DRAFT, **QUICK), prompts=PROMPTS, batch_sizes=(2, 1), tokens=(2, 4),
+        contexts=(96, 64), max_tokens=16, rounds=2,
     )  # fmt: skip
     found = measure_profile(settings, lambda *report: progress.append(report))
     places = [(1, 64), (1, 96), (2, 64), (2, 96)]

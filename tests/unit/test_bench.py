@@ -12,18 +12,20 @@ from pydantic import ValidationError
 
 from sequoia_vllm.bench import engines, run
 from sequoia_vllm.bench.decode_rate import Arrival, Steady, steady_part
-from sequoia_vllm.bench.engines import EngineOptions, check_memory
+from sequoia_vllm.bench.engines import Limits, check_memory
 from sequoia_vllm.bench.measure import Case, Measurements, MethodRuns, RoundRun, batches, rotated
 from sequoia_vllm.bench.methods import BenchError, Kind, chain, methods, plain, sequoia
 from sequoia_vllm.bench.outputs import NEAR_TIE, Difference, first_difference, is_near_tie
+from sequoia_vllm.bench.parts import part_seconds
 from sequoia_vllm.bench.plot import plot_report, shown
 from sequoia_vllm.bench.predict import Basis
 from sequoia_vllm.bench.report import BenchModel, BenchReport, GreedyCheck, Mismatch
 from sequoia_vllm.bench.summary import CHAIN_SAMPLES_WRONGLY, DECLINED, results
-from sequoia_vllm.bench.worker import PartTimes
 from sequoia_vllm.cli.bench_view import print_report
 from sequoia_vllm.hardware import CostModel, Curve, Overhead, Profile
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
+from sequoia_vllm.measuring.engines import EngineSpec
+from sequoia_vllm.measuring.step_recorder import StepRecorder, StepTimes
 from sequoia_vllm.tree import TokenTree, TreeError
 
 # -- methods ---------------------------------------------------------------------
@@ -150,12 +152,20 @@ class FakeRunner:
         self.tick(10)
 
     def _sample(self):
-        self.tick(100)
+        self._verify()
+        self._commit()
+
+    def _verify(self):
+        self.tick(70)
+
+    def _commit(self):
+        self.tick(30)
 
     def propose_draft_token_ids(self):
         self.tick(1000)
         if self.stats is not None:
             self.stats.seconds["draft"] += 900
+            self.stats.trace.append(("draft", 1, 3, 900))
 
     def execute_model(self, scheduler_output):
         self._model_forward()
@@ -179,10 +189,14 @@ def clock(monkeypatch):
 
 
 def timed_worker(runner):
-    worker = PartTimes()
+    worker = StepRecorder()
     worker.model_runner = runner
-    worker.bench_start_timing()
+    worker.sequoia_record_steps()
     return worker
+
+
+def parts_of(worker, batch_size):
+    return part_seconds([StepTimes(**step) for step in worker.sequoia_take_steps(batch_size)])
 
 
 def test_parts_of_steady_steps_only(clock):
@@ -195,17 +209,21 @@ def test_parts_of_steady_steps_only(clock):
         ({"a": 1}, {}),  # b has ended
     ]:
         runner.execute_model(step(scheduled, drafted))
-    assert worker.bench_take_times(2) == {
+    assert parts_of(worker, 2) == {
         "target": 22, "draft": 2000, "drawing": 0, "verify": 200, "steps": 2,
     }  # fmt: skip
-    assert worker.bench_take_times(2)["steps"] == 0
+    assert parts_of(worker, 2)["steps"] == 0
 
 
 def test_drawing_is_told_apart_where_the_runner_times_its_draft(clock):
-    runner = FakeRunner(clock, SimpleNamespace(seconds={"draft": 77.0}))
+    runner = FakeRunner(clock, SimpleNamespace(seconds={"draft": 77.0}, trace=None))
     worker = timed_worker(runner)
     runner.execute_model(step({"a": 3}, {"a": [5, 6]}))
-    parts = worker.bench_take_times(1)
+    [found] = worker.sequoia_take_steps()
+    assert (found["drafting"], found["drawing"], found["passes"]) == (1000, 100, [(3, 900)])
+    assert runner.stats.trace is None
+    runner.execute_model(step({"a": 3}, {"a": [5, 6]}))
+    parts = parts_of(worker, 1)
     assert (parts["draft"], parts["drawing"]) == (900, 100)
 
 
@@ -452,15 +470,15 @@ def test_git_revision(tmp_path, monkeypatch):
 
 
 def test_too_many_engines_for_the_memory(monkeypatch):
-    options = EngineOptions("t", "d", "auto", False, 4.0, 128, 1)
+    engine = EngineSpec("t", "d", kv_cache_gib=4.0)
     monkeypatch.setattr(engines, "_available_gib", lambda: 24.0)
-    check_memory(options, 4)
+    check_memory(engine, 4)
     with pytest.raises(BenchError, match="5 engines need about 25 GiB together, and 24 GiB"):
-        check_memory(options, 5)
+        check_memory(engine, 5)
 
 
 def test_room_for_whole_trees():
-    options = EngineOptions("t", "d", "auto", False, 1.0, 1000, 64).for_vllm(63)
+    options = Limits(1000, 64).for_vllm(63)
     assert options["max_model_len"] == 1063
     assert options["max_num_batched_tokens"] >= 64 * 65
 

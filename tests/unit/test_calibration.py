@@ -32,6 +32,7 @@ from sequoia_vllm.calibration.counts import (
 from sequoia_vllm.calibration.workload import Workload
 from sequoia_vllm.cli import app
 from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.measuring.provenance import model_hashes
 from sequoia_vllm.tree import Acceptance, TokenTree
@@ -261,7 +262,7 @@ def dice(monkeypatch):
     made = SimpleNamespace(interrupt_after=None, engines=[])
 
     @contextmanager
-    def open_engine(target, *, seed, **options):
+    def open_engine(engine, *, seed, **options):
         made.engines.append(DiceEngine(seed, made.interrupt_after))
         yield made.engines[-1]
 
@@ -271,7 +272,7 @@ def dice(monkeypatch):
 
 def task(**settings) -> AcceptanceTask:
     options = {"branch": 3, "depth": 1, "max_tokens": 32, "batch_size": 4, **settings}
-    return AcceptanceTask.prepare(AcceptanceSettings(TARGET, DRAFT, **options), "dice")
+    return AcceptanceTask.prepare(AcceptanceSettings(EngineSpec(TARGET, DRAFT), **options), "dice")
 
 
 def run(chosen: AcceptanceTask, previous=None, **options) -> AcceptanceFile:
@@ -364,6 +365,12 @@ def test_acceptance_files_hide_where_prompts_lie(dice, tmp_path):
     assert found.calibration.measures["prompts_used"] == 2
     assert str(tmp_path) not in json.dumps(found.to_dict())
     assert list(found.calibration.measures["target_sha256"]) == ["config.json", "model.safetensors"]
+    assert list(found.provenance["settings"]) == [
+        "target", "draft", "prompts", "num_prompts", "raw_prompts", "max_tokens", "temperature",
+        "top_p", "branch", "depth", "precision", "max_tokens_total", "batch_size", "dtype",
+        "tensor_parallel_size", "enforce_eager", "kv_cache_gib",
+    ]  # fmt: skip
+    assert found.provenance["settings"]["prompts"] == "mine.txt"
 
 
 def test_class_names():

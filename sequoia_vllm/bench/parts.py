@@ -1,0 +1,20 @@
+"""Where the time of steps goes, alike for every method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sequoia_vllm.measuring.step_recorder import StepTimes
+
+PARTS = ("target", "draft", "drawing", "verify")
+
+
+def part_seconds(steps: Sequence[StepTimes]) -> dict[str, float]:
+    """Seconds of each of `PARTS`, and the number of "steps"."""
+    return {
+        "target": sum(step.target for step in steps),
+        "draft": sum(step.drafting - step.drawing for step in steps),
+        "drawing": sum(step.drawing for step in steps),
+        "verify": sum(step.sampling for step in steps),
+        "steps": len(steps),
+    }
