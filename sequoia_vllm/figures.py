@@ -1,9 +1,15 @@
-"""Figures of matplotlib that need no display. It is an extra: servers draw nothing."""
+"""One style for all pictures, by matplotlib without a display.
+
+matplotlib is an extra: servers draw nothing.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
 
 from sequoia_vllm.errors import SequoiaError
 
@@ -11,9 +17,28 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+FORMATS = (".svg", ".png", ".pdf")
+INK, GREY, PALE, GRID = "#222222", "#767676", "#b5b5b5", "#e4e4e4"
+
 
 class FigureError(SequoiaError, ImportError):
     """Nothing can be drawn here."""
+
+
+class FigureFormatError(SequoiaError, ValueError):
+    """A picture format that we do not write."""
+
+
+def check_format(path: Path) -> None:
+    """Refuses a picture format we do not write, before any work is done.
+
+    Raises:
+        FigureFormatError: If the ending is not one of `FORMATS`.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise FigureFormatError(
+            f"cannot draw to {path}: name a file ending in {', '.join(FORMATS)}"
+        )
 
 
 def require_matplotlib() -> None:
@@ -27,7 +52,7 @@ def require_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """An empty figure of this size in inches, and its panels side by side.
+    """An empty figure of this size in inches, and its panels side by side, in our style.
 
     Raises:
         FigureError: If matplotlib is not installed.
@@ -41,4 +66,29 @@ def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, l
     rcParams["svg.hashsalt"] = "sequoia-vllm"
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
+    panels = list(figure.subplots(1, columns, squeeze=False)[0])
+    for axes in panels:
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        axes.tick_params(colors=INK, labelsize=8.5)
+    return figure, panels
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes the picture; its ending says which format."""
+    metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
+    figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def draw_grid(axes: Axes, along: Literal["x", "y", "both"]) -> None:
+    """Pale lines behind what is drawn, at the ticks of these axes."""
+    axes.grid(axis=along, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def shades(count: int) -> list[str]:
+    """So many colours in an order that can be seen, the palest first."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return [to_hex(colormaps["viridis"](share)) for share in np.linspace(0.8, 0.1, count)]

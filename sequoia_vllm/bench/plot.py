@@ -8,18 +8,13 @@ from typing import TYPE_CHECKING
 
 from sequoia_vllm.bench.methods import Kind
 from sequoia_vllm.bench.report import BenchReport, Result
-from sequoia_vllm.figures import new_figure
+from sequoia_vllm.figures import GREY, PALE, draw_grid, new_figure, save_figure, shades
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLOURS = {Kind.PLAIN: "#9a9a9a", Kind.CHAIN: "#e09f3e", Kind.SEQUOIA: "#2a6f4e"}
-_PARTS = {
-    "target": "#2a6f4e", "draft": "#8cc084", "drawing": "#f3dfa2", "verify": "#e09f3e",
-    "other": "#c9c9c9",
-}  # fmt: skip
-_GREY, _GRID = "#767676", "#e4e4e4"
+_PARTS = ("target", "draft", "drawing", "verify", "other")
 
 
 def plot_report(report: BenchReport, folder: Path) -> list[Path]:
@@ -57,7 +52,7 @@ def _bars(report: BenchReport, path: Path, title: str, draw: Draw) -> Path:
     temperatures = sorted({result.temperature for result in report.results})
     groups = {t: [r for r in shown(report.results) if r.temperature == t] for t in temperatures}
     rows = max(map(len, groups.values()))
-    figure, panels = _figure(7.5 * len(temperatures), 1.4 + 0.3 * rows, len(temperatures))
+    figure, panels = new_figure(7.5 * len(temperatures), 1.4 + 0.3 * rows, len(temperatures))
     for axes, (temperature, results) in zip(panels, groups.items(), strict=True):
         places = _places(results)
         draw(axes, results, places)
@@ -65,8 +60,7 @@ def _bars(report: BenchReport, path: Path, title: str, draw: Draw) -> Path:
         axes.set_yticks(places, labels=labels)
         axes.invert_yaxis()
         axes.set_title(f"{title}: temperature {temperature:g}", loc="left", fontsize=10.5)
-        axes.grid(axis="x", color=_GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
+        draw_grid(axes, "x")
     return _save(figure, report, path)
 
 
@@ -81,23 +75,23 @@ def _draw_speedup(axes: Axes, results: Sequence[Result], places: Sequence[int]) 
     below = [result.speedup.median - result.speedup.low for result in results]
     above = [result.speedup.high - result.speedup.median for result in results]
     axes.barh(
-        places, middle, xerr=[below, above], color=[_COLOURS[result.kind] for result in results],
-        error_kw={"ecolor": _GREY, "elinewidth": 1},
+        places, middle, xerr=[below, above], color=[_colour(result) for result in results],
+        error_kw={"ecolor": GREY, "elinewidth": 1},
     )  # fmt: skip
-    axes.axvline(1, color=_GREY, linewidth=0.8)
+    axes.axvline(1, color=GREY, linewidth=0.8)
     _name_values(axes, [result.speedup.high for result in results], places,
                  [f"{value:.2f}x" for value in middle])  # fmt: skip
 
 
 def _draw_tokens(axes: Axes, results: Sequence[Result], places: Sequence[int]) -> None:
     values = [result.tokens_per_step for result in results]
-    axes.barh(places, values, color=[_COLOURS[result.kind] for result in results])
+    axes.barh(places, values, color=[_colour(result) for result in results])
     _name_values(axes, values, places, [f"{value:.2f}" for value in values])
 
 
 def _draw_parts(axes: Axes, results: Sequence[Result], places: Sequence[int]) -> None:
     left = [0.0] * len(results)
-    for part, colour in _PARTS.items():
+    for part, colour in zip(_PARTS, (*reversed(shades(len(_PARTS) - 1)), PALE), strict=True):
         widths = [1e3 * max(0.0, getattr(result.split, part)) for result in results]
         axes.barh(places, widths, left=left, color=colour, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
@@ -107,24 +101,24 @@ def _draw_parts(axes: Axes, results: Sequence[Result], places: Sequence[int]) ->
 
 
 def _draw_predicted(report: BenchReport, path: Path) -> Path:
-    figure, (axes,) = _figure(6.0, 5.4, 1)
+    figure, (axes,) = new_figure(6.0, 5.4, 1)
     pairs = [(result, result.predicted) for result in report.results if result.predicted]
     for result, predicted in pairs:
         axes.errorbar(
             predicted.speedup, result.speedup.median,
             yerr=[[result.speedup.median - result.speedup.low],
                   [result.speedup.high - result.speedup.median]],
-            fmt="o", color=_COLOURS[result.kind], ecolor=_GREY, elinewidth=1,
+            fmt="o", color=_colour(result), ecolor=GREY, elinewidth=1,
         )  # fmt: skip
         axes.annotate(
             f"{result.method}, batch {result.batch_size}, T={result.temperature:g}",
             (predicted.speedup, result.speedup.median), xytext=(6, -3),
-            textcoords="offset points", fontsize=7.5, color=_GREY,
+            textcoords="offset points", fontsize=7.5, color=GREY,
         )  # fmt: skip
     ends = [value for result, predicted in pairs
             for value in (predicted.speedup, result.speedup.low, result.speedup.high)]  # fmt: skip
     low, high = 0.9 * min(ends), 1.1 * max(ends)
-    axes.plot([low, high], [low, high], color=_GREY, linewidth=0.8)
+    axes.plot([low, high], [low, high], color=GREY, linewidth=0.8)
     axes.set_xlim(low, high)
     axes.set_ylim(low, high)
     axes.set_xlabel("speedup that the cost model predicts")
@@ -141,13 +135,9 @@ def _name_values(
     axes.margins(x=0.12)
 
 
-def _figure(width: float, height: float, columns: int) -> tuple[Figure, list[Axes]]:
-    figure, panels = new_figure(width, height, columns)
-    for axes in panels:
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-        axes.tick_params(labelsize=8.5)
-    return figure, panels
+def _colour(result: Result) -> str:
+    chain, sequoia, _ = shades(3)
+    return {Kind.PLAIN: PALE, Kind.CHAIN: chain, Kind.SEQUOIA: sequoia}[result.kind]
 
 
 def _save(figure: Figure, report: BenchReport, path: Path) -> Path:
@@ -155,6 +145,6 @@ def _save(figure: Figure, report: BenchReport, path: Path) -> Path:
     said = f"{report.target.name} with {report.draft.name}, {report.dtype}, {report.device}"
     if report.target.grown_from:
         said += "; the target is a grown model"
-    figure.supxlabel(said, fontsize=7.5, color=_GREY)
-    figure.savefig(path, dpi=150)
+    figure.supxlabel(said, fontsize=7.5, color=GREY)
+    save_figure(figure, path)
     return path

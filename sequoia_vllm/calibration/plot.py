@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sequoia_vllm.figures import new_figure
+from sequoia_vllm.figures import check_format, draw_grid, new_figure, save_figure, shades
 from sequoia_vllm.hardware.profile import Curve, Profile
-from sequoia_vllm.library.plot import check_output
 
 
 def plot_profile(profile: Profile, path: Path) -> None:
@@ -17,9 +16,9 @@ def plot_profile(profile: Profile, path: Path) -> None:
         path: File to write; its ending says which format.
 
     Raises:
-        TreeError: If the format is not one that we write.
+        FigureFormatError: If the format is not one that we write.
     """
-    check_output(path)
+    check_format(path)
     figure, panels = new_figure(10, 4.4, columns=2)
     from matplotlib.ticker import StrMethodFormatter
 
@@ -27,14 +26,16 @@ def plot_profile(profile: Profile, path: Path) -> None:
     names = ("target: t(n) / t(1)", "one draft level / t(1)")
     plain = {_place(curve): curve.seconds[0] for curve in profile.target_forward}
     for axes, part, name in zip(panels, curves, names, strict=True):
-        for curve in sorted(part, key=_place):
+        for curve, colour in zip(sorted(part, key=_place), shades(len(part)), strict=True):
             ratios = [seconds / plain[_place(curve)] for seconds in curve.seconds]
-            axes.plot(curve.tokens, ratios, marker="o", markersize=3, label=_label(curve))
+            axes.plot(
+                curve.tokens, ratios, color=colour, marker="o", markersize=3, label=_label(curve)
+            )
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.set_xlabel("tokens per request")
         axes.set_ylim(bottom=0)
-        axes.grid(color="#e4e4e4")
+        draw_grid(axes, "both")
         axes.set_title(name, loc="left", fontsize=10)
     panels[0].legend(fontsize=7, frameon=False)
     figure.suptitle(
@@ -42,7 +43,7 @@ def plot_profile(profile: Profile, path: Path) -> None:
         f"{profile.dtype} ({profile.source})",
         fontsize=10,
     )
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def _place(curve: Curve) -> tuple[int, int]:

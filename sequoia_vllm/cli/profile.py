@@ -67,8 +67,7 @@ def profile(
     """
     from sequoia_vllm.calibration.plot import plot_profile
     from sequoia_vllm.calibration.profile import ProfileSettings
-    from sequoia_vllm.figures import require_matplotlib
-    from sequoia_vllm.library.plot import check_output as check_plot
+    from sequoia_vllm.figures import check_format, require_matplotlib
     from sequoia_vllm.measuring.engines import EngineSpec
 
     quiet_engines()
@@ -81,7 +80,7 @@ def profile(
         check_output("--output", output)
         if plot is not None:
             check_output("--plot", plot)
-            check_plot(plot)
+            check_format(plot)
             require_matplotlib()
         settings = ProfileSettings(
             engine, prompts=prompts, batch_sizes=numbers("--batch-sizes", batch_sizes),

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_vllm.figures import new_figure
+from sequoia_vllm.figures import (
+    GREY,
+    INK,
+    PALE,
+    check_format,
+    draw_grid,
+    new_figure,
+    save_figure,
+    shades,
+)
 from sequoia_vllm.hardware.choose import TreeSearch
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
@@ -18,28 +27,15 @@ from sequoia_vllm.tree.token_tree import TokenTree, TreeError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
     from sequoia_vllm.hardware.profile import Profile
 
-FORMATS = (".svg", ".png", ".pdf")
 Report = Callable[[str, int, int], None]
-_INK, _GREY, _GRID = "#222222", "#767676", "#e4e4e4"
 _SEQUENCES = (1, 4, 16)
 _DEPTHS = (2, 4, 8, 16)
 _BATCHES = (1, 4, 16, 64)
 # Logarithm of the value drawn in the palest colour; below it all look alike.
 _FAINTEST = -3.6
-
-
-def check_output(path: Path) -> None:
-    """Refuses a picture format we do not write, before any work is done.
-
-    Raises:
-        TreeError: If the ending is not one of `FORMATS`.
-    """
-    if path.suffix.lower() not in FORMATS:
-        raise TreeError(f"cannot draw to {path}: name a file ending in {', '.join(FORMATS)}")
 
 
 def plot_tree(tree: TokenTree, acceptance: Acceptance | None, title: str, path: Path) -> None:
@@ -52,14 +48,14 @@ def plot_tree(tree: TokenTree, acceptance: Acceptance | None, title: str, path: 
         path: File to write; its ending says which format.
 
     Raises:
-        TreeError: If the format is not one of `FORMATS`.
+        FigureFormatError: If the format is not one of `FORMATS`.
     """
-    check_output(path)
+    check_format(path)
     values = np.ones(tree.size) if acceptance is None else tree.values(acceptance)
     x, leaves = _layout(tree)
     y = -tree.depths.astype(np.float64)
     width = min(40.0, max(7.0, 0.17 * leaves + 2))
-    figure, axes = _figure(width, max(3.5, 0.62 * (tree.depth + 1) + 1.4))
+    figure, [axes] = new_figure(width, max(3.5, 0.62 * (tree.depth + 1) + 1.4))
     _draw_edges(axes, tree, x, y, values)
     shown = np.maximum(values, 10.0**_FAINTEST)
     dots = axes.scatter(
@@ -71,11 +67,11 @@ def plot_tree(tree: TokenTree, acceptance: Acceptance | None, title: str, path: 
         heading += f", {values.sum():.3f} expected tokens per step"
         bar = figure.colorbar(dots, ax=axes, pad=0.01, fraction=0.025, aspect=25)
         bar.set_ticks([-3, -2, -1, 0], labels=["0.001", "0.01", "0.1", "1"])
-        bar.set_label("probability of being accepted", color=_GREY)
+        bar.set_label("probability of being accepted", color=GREY)
         bar.outline.set_visible(False)
     _headline(axes, title, heading)
     _levels_axis(axes, tree, values if acceptance is not None else None)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_frontier(
@@ -98,19 +94,20 @@ def plot_frontier(
         report: Progress, called with (what, done, all).
 
     Raises:
-        TreeError: If the format is not one of `FORMATS`, or ``max_size`` is below 8.
+        FigureFormatError: If the format is not one of `FORMATS`.
+        TreeError: If ``max_size`` is below 8.
     """
-    check_output(path)
+    check_format(path)
     if max_size < 8:
         raise TreeError(f"a frontier up to size {max_size} shows nothing: give at least 8")
     deepest = max_size - 1 if max_size <= 64 else 48
     progress = None if report is None else (lambda done, total: report("sizes", done, total))
     frontier = Frontier.of(acceptance, max_size, deepest, progress=progress)
-    figure, *panels = _figure(11.5 if profile else 7.0, 4.9, columns=2 if profile else 1)
+    figure, panels = new_figure(11.5 if profile else 7.0, 4.9, columns=2 if profile else 1)
     _draw_expected(panels[0], frontier)
     if profile is not None:
         _draw_speedup(panels[1], frontier, profile)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_expected(axes: Axes, frontier: Frontier) -> None:
@@ -124,7 +121,7 @@ def _draw_expected(axes: Axes, frontier: Frontier) -> None:
         for depth in _DEPTHS
         if depth < best.shape[1] and best[-1, depth] < 0.995 * best[-1, -1]
     ]
-    for depth, colour in zip((*depths, best.shape[1] - 1), _shades(len(depths) + 1), strict=True):
+    for depth, colour in zip((*depths, best.shape[1] - 1), shades(len(depths) + 1), strict=True):
         label = "no limit" if depth == best.shape[1] - 1 else f"depth {depth}"
         axes.plot(sizes, best[2:, depth], color=colour, linewidth=2)
         ends.append((best[-1, depth], f"optimal tree, {label}", colour))
@@ -133,9 +130,9 @@ def _draw_expected(axes: Axes, frontier: Frontier) -> None:
             independent_sequences(count, int(size)).expected_tokens(frontier.acceptance)
             for size in _ladder(max_size)
         ]
-        axes.plot(_ladder(max_size), expected, color=_GREY, linewidth=1.5, linestyle=style)
+        axes.plot(_ladder(max_size), expected, color=GREY, linewidth=1.5, linestyle=style)
         label = "chain" if count == 1 else f"{count} sequences"
-        ends.append((expected[-1], label, _GREY))
+        ends.append((expected[-1], label, GREY))
     _size_axis(axes, max_size)
     _end_labels(axes, max_size, ends)
     axes.set_ylabel("expected tokens per step")
@@ -146,16 +143,16 @@ def _draw_speedup(axes: Axes, frontier: Frontier, profile: Profile) -> None:
     search = TreeSearch(frontier, profile)
     ladder = _ladder(min(len(frontier.expected_tokens) - 1, search.cost.max_tokens(1)))
     ends = []
-    for batch, colour in zip(_BATCHES, _shades(len(_BATCHES)), strict=True):
+    for batch, colour in zip(_BATCHES, shades(len(_BATCHES)), strict=True):
         speedups = [search.best_of_size(int(size), batch).speedup for size in ladder]
         top = int(np.argmax(speedups))
         axes.plot(ladder, speedups, color=colour, linewidth=2)
         axes.plot(ladder[top], speedups[top], "o", color=colour, markersize=6, zorder=4)
         ends.append((speedups[-1], f"batch {batch}", colour))
-    axes.axhline(1.0, color=_GREY, linewidth=1, linestyle=":")
+    axes.axhline(1.0, color=GREY, linewidth=1, linestyle=":")
     axes.annotate(
         "plain decoding", (ladder[0], 1.0), xytext=(0, -4), textcoords="offset points", va="top",
-        color=_GREY, fontsize=8,
+        color=GREY, fontsize=8,
     )  # fmt: skip
     _size_axis(axes, int(ladder[-1]))
     axes.set_ylim(bottom=0)
@@ -199,7 +196,7 @@ def _draw_edges(
         [np.stack([x[parents], y[parents]], -1), np.stack([x[1:], y[1:]], -1)], axis=1
     )
     widths = 0.5 + 2.5 * np.sqrt(values[1:])
-    axes.add_collection(LineCollection(list(segments), linewidths=widths, colors="#b5b5b5"))
+    axes.add_collection(LineCollection(list(segments), linewidths=widths, colors=PALE))
 
 
 def _levels_axis(axes: Axes, tree: TokenTree, values: NDArray[np.float64] | None) -> None:
@@ -224,8 +221,7 @@ def _size_axis(axes: Axes, max_size: int) -> None:
     axes.minorticks_off()
     axes.set_xlim(2, max_size)
     axes.set_xlabel("nodes of the tree, root included")
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
+    draw_grid(axes, "y")
 
 
 def _end_labels(axes: Axes, x: float, ends: list[tuple[float, str, str]]) -> None:
@@ -246,30 +242,9 @@ def _ladder(max_size: int) -> NDArray[np.int64]:
     return np.unique(np.round(np.geomspace(2, max_size, 32)).astype(np.int64))
 
 
-def _shades(count: int) -> list[str]:
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
-    return [to_hex(colormaps["viridis"](share)) for share in np.linspace(0.8, 0.1, count)]
-
-
-def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, ...]:
-    figure, panels = new_figure(width, height, columns)
-    for axes in panels:
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-        axes.tick_params(colors=_INK, labelsize=8.5)
-    return figure, *panels
-
-
 def _headline(axes: Axes, title: str, subtitle: str) -> None:
-    axes.set_title(f"{title}\n", loc="left", color=_INK, fontsize=11, fontweight="bold")
+    axes.set_title(f"{title}\n", loc="left", color=INK, fontsize=11, fontweight="bold")
     axes.annotate(
         subtitle, (0, 1), xycoords="axes fraction", xytext=(0, 6), textcoords="offset points",
-        color=_GREY, fontsize=9,
+        color=GREY, fontsize=9,
     )  # fmt: skip
-
-
-def _save(figure: Figure, path: Path) -> None:
-    metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-    figure.savefig(path, dpi=150, metadata=metadata)

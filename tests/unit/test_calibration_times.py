@@ -19,12 +19,12 @@ from sequoia_vllm.calibration.step_times import (
 )
 from sequoia_vllm.cli import app
 from sequoia_vllm.cli.profile import print_profile
+from sequoia_vllm.figures import FigureFormatError
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.measuring.engines import token_windows
 from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.tree import Acceptance
-from sequoia_vllm.tree.token_tree import TreeError
 from tests.engine.models import DRAFT
 from tests.engine.models import TARGET as TARGET_MODEL
 
@@ -191,7 +191,7 @@ def test_profile_files_keep_all_of_it(tmp_path):
 def test_plot(tmp_path, ending):
     plot_profile(profile_of_records(), tmp_path / f"p.{ending}")
     assert (tmp_path / f"p.{ending}").stat().st_size > 5000
-    with pytest.raises(TreeError, match="name a file ending in"):
+    with pytest.raises(FigureFormatError, match="name a file ending in"):
         plot_profile(profile_of_records(), tmp_path / "p.txt")
 
 
