@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sequoia_vllm.hardware.choose import MAX_DEPTH, TreeSearch, choose_schedule
 from sequoia_vllm.hardware.cost import Estimate
-from sequoia_vllm.hardware.profile import Profile
+from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
 from sequoia_vllm.library.generate import make_entry, model_class_of, profile_reference
 from sequoia_vllm.library.pair_key import PairKey, model_key

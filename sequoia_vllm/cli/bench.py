@@ -110,7 +110,7 @@ def bench(
     if output is not None:
         write_file(output, report)
     if plot is not None:
-        from sequoia_vllm.bench.plot import plot_report
+        from sequoia_vllm.bench.report_figures import plot_report
 
         for path in plot_report(report, plot):
             note(f"drawn: {path}")

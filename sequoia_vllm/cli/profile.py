@@ -28,8 +28,8 @@ from sequoia_vllm.cli.measuring import (
 )
 
 if TYPE_CHECKING:
-    from sequoia_vllm.calibration.profile import ProfileSettings
-    from sequoia_vllm.hardware.profile import Curve, Overhead, Profile
+    from sequoia_vllm.calibration.profiling import ProfileSettings
+    from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
 
 
 def profile(
@@ -65,8 +65,8 @@ def profile(
     A plain and a Sequoia engine run in turns, warm, with the attention and the
     compilation that they serve with; every figure is a median over steps.
     """
-    from sequoia_vllm.calibration.plot import plot_profile
-    from sequoia_vllm.calibration.profile import ProfileSettings
+    from sequoia_vllm.calibration.profile_figure import plot_profile
+    from sequoia_vllm.calibration.profiling import ProfileSettings
     from sequoia_vllm.figures import check_format, require_matplotlib
     from sequoia_vllm.measuring.engines import EngineSpec
 
@@ -99,7 +99,7 @@ def profile(
 
 def measure_into(path: Path, settings: ProfileSettings) -> Profile:
     """Measures, and writes the profile."""
-    from sequoia_vllm.calibration.profile import measure_profile
+    from sequoia_vllm.calibration.profiling import measure_profile
 
     with measuring("profile:", "interrupted: no profile was written") as report:
         measured = measure_profile(settings, report)

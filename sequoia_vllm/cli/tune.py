@@ -120,7 +120,7 @@ def tune(
     measurements beside it, and is for exactly this device, pair and dtype.
     """
     from sequoia_vllm.calibration.acceptance import AcceptanceSettings
-    from sequoia_vllm.calibration.profile import ProfileSettings
+    from sequoia_vllm.calibration.profiling import ProfileSettings
     from sequoia_vllm.calibration.tune import best_tree_at_any_price, pair_here, save_tuned
     from sequoia_vllm.calibration.tune import tuned_entry as choose
     from sequoia_vllm.library.tree_library import TreeLibrary
@@ -170,7 +170,7 @@ def tune(
 def _given(pair: PairKey, acceptance: Path | None, profile: Path | None) -> tuple[Any, Any]:
     """The measurements that were given as files, checked; None where none was."""
     from sequoia_vllm.calibration.tune import check_profile, check_vector
-    from sequoia_vllm.hardware.profile import Profile
+    from sequoia_vllm.hardware.step_profile import Profile
     from sequoia_vllm.library.files import AcceptanceFile
 
     vector = None if acceptance is None else AcceptanceFile.load(acceptance)

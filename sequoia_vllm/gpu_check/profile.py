@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from sequoia_vllm.gpu_check import step_times
 from sequoia_vllm.gpu_check.report import GpuCheckError, GpuCheckReport, PartTime
-from sequoia_vllm.hardware.profile import Curve, Overhead, Profile
 from sequoia_vllm.hardware.roofline import Assumptions
+from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
 
 _WITHOUT_ENGINE = (
     "no engine: passes of models of this shape with random weights, as CUDA graphs of PyTorch and "

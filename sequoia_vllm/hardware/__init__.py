@@ -12,9 +12,9 @@ from sequoia_vllm.hardware.device import (
     identify,
 )
 from sequoia_vllm.hardware.memory import MemoryFit, memory_fit
-from sequoia_vllm.hardware.profile import Curve, Overhead, Profile, ProfileError
 from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate, ScheduleRange
+from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile, ProfileError
 
 __all__ = [
     "Assumptions",

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sequoia_vllm.hardware.cost import CostModel, Estimate, Prefixes, check_batch_sizes
-from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate, ScheduleRange
+from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
 from sequoia_vllm.tree.token_tree import TokenTree

@@ -24,7 +24,7 @@ from sequoia_vllm.hardware.assumptions import Assumptions
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.interconnect import Interconnect
 from sequoia_vllm.hardware.models import ModelShape
-from sequoia_vllm.hardware.profile import Curve, Overhead, Profile
+from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
 
 TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -22,9 +22,9 @@ from sequoia_vllm.hardware.choose import choose_schedule
 from sequoia_vllm.hardware.device import DeviceSpec, identify, known_devices
 from sequoia_vllm.hardware.memory import memory_fit
 from sequoia_vllm.hardware.models import ModelClass, model_classes, size_name
-from sequoia_vllm.hardware.profile import Profile
 from sequoia_vllm.hardware.roofline import ROOFLINE_MAX_SIZE, roofline_profile
 from sequoia_vllm.hardware.schedule import Schedule
+from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.json_file import dump_json
 from sequoia_vllm.library.files import (
     AcceptanceFile,

@@ -18,11 +18,11 @@ from sequoia_vllm.calibration.acceptance import (
     AcceptanceTask,
     measure_acceptance,
 )
-from sequoia_vllm.calibration.profile import ProfileSettings, measure_profile
+from sequoia_vllm.calibration.profiling import ProfileSettings, measure_profile
 from sequoia_vllm.cli import app
 from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.hardware.cost import CostModel
-from sequoia_vllm.hardware.profile import Profile
+from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary

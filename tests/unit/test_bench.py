@@ -17,9 +17,9 @@ from sequoia_vllm.bench.measure import Case, Measurements, MethodRuns, RoundRun,
 from sequoia_vllm.bench.methods import BenchError, Kind, chain, methods, plain, sequoia
 from sequoia_vllm.bench.outputs import NEAR_TIE, Difference, first_difference, is_near_tie
 from sequoia_vllm.bench.parts import part_seconds
-from sequoia_vllm.bench.plot import plot_report, shown
 from sequoia_vllm.bench.predict import Basis
 from sequoia_vllm.bench.report import BenchModel, BenchReport, GreedyCheck, Mismatch
+from sequoia_vllm.bench.report_figures import plot_report, shown
 from sequoia_vllm.bench.summary import CHAIN_SAMPLES_WRONGLY, DECLINED, results
 from sequoia_vllm.cli.bench_view import print_report
 from sequoia_vllm.hardware import CostModel, Curve, Overhead, Profile

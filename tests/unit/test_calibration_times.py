@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from sequoia_vllm.calibration.plot import plot_profile
-from sequoia_vllm.calibration.step_times import (
+from sequoia_vllm.calibration.profile_figure import plot_profile
+from sequoia_vllm.calibration.step_curves import (
     BatchTimes,
     TimedStep,
     batch_curves,
@@ -21,7 +21,7 @@ from sequoia_vllm.cli import app
 from sequoia_vllm.cli.profile import print_profile
 from sequoia_vllm.figures import FigureFormatError
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
-from sequoia_vllm.hardware.profile import Profile
+from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.measuring.engines import token_windows
 from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.tree import Acceptance

@@ -21,7 +21,7 @@ from sequoia_vllm.hardware import (
 )
 from sequoia_vllm.hardware.device import known_devices
 from sequoia_vllm.hardware.models import model_classes
-from sequoia_vllm.hardware.profile import ProfileError
+from sequoia_vllm.hardware.step_profile import ProfileError
 from sequoia_vllm.library import tree_library as library_module
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
 from sequoia_vllm.library.generate import generate_library, make_entry, profile_reference

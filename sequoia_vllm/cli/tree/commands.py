@@ -43,7 +43,7 @@ from sequoia_vllm.cli.tree.view import (
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import InterconnectKind
-from sequoia_vllm.hardware.profile import Profile
+from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.json_file import dump_json
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import optimize_tree
@@ -188,7 +188,7 @@ def plot(
     max_size: Annotated[int, typer.Option(help="Largest size of the frontier.")] = 512,
 ) -> None:
     """Draw a tree, or the frontier of the best trees, into a picture file."""
-    from sequoia_vllm.library.plot import plot_frontier, plot_tree
+    from sequoia_vllm.library.tree_figures import plot_frontier, plot_tree
 
     with friendly_errors():
         if not frontier:

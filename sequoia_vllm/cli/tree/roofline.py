@@ -22,7 +22,7 @@ from sequoia_vllm.hardware import (
 from sequoia_vllm.hardware.device import InterconnectKind, known_devices
 from sequoia_vllm.hardware.memory import fewest_devices
 from sequoia_vllm.hardware.models import ModelClass, ModelShape, model_classes
-from sequoia_vllm.hardware.profile import ProfileError
+from sequoia_vllm.hardware.step_profile import ProfileError
 
 ClassOption = Annotated[
     str, typer.Option("--class", help="Model class: <target size>-<draft size>.")

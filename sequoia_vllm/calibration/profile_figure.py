@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sequoia_vllm.figures import check_format, draw_grid, new_figure, save_figure, shades
-from sequoia_vllm.hardware.profile import Curve, Profile
+from sequoia_vllm.hardware.step_profile import Curve, Profile
 
 
 def plot_profile(profile: Profile, path: Path) -> None:

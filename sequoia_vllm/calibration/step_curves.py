@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_vllm.hardware.profile import Curve, Overhead
+from sequoia_vllm.hardware.step_profile import Curve, Overhead
 from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.measuring.step_recorder import StepTimes
 from sequoia_vllm.tree.token_tree import TokenTree

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sequoia_vllm.calibration.step_times import (
+from sequoia_vllm.calibration.step_curves import (
     BatchCurves,
     BatchTimes,
     batch_curves,
@@ -21,7 +21,7 @@ from sequoia_vllm.calibration.step_times import (
     steady_steps,
 )
 from sequoia_vllm.hardware.cost import check_batch_sizes
-from sequoia_vllm.hardware.profile import Profile
+from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.measuring.engines import (
     EngineSpec,
     Progress,

@@ -28,7 +28,7 @@ from sequoia_vllm.tree.token_tree import TokenTree, TreeError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from sequoia_vllm.hardware.profile import Profile
+    from sequoia_vllm.hardware.step_profile import Profile
 
 Report = Callable[[str, int, int], None]
 _SEQUENCES = (1, 4, 16)
