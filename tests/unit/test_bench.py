@@ -227,6 +227,42 @@ def test_drawing_is_told_apart_where_the_runner_times_its_draft(clock):
     assert (parts["draft"], parts["drawing"]) == (900, 100)
 
 
+class FakeRunnerV2:
+    """Its `sample` includes the LM head; a tree's passes are one graph."""
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.req_states = None
+        self.device = SimpleNamespace(type="cpu")
+        self.model = SimpleNamespace(compute_logits=lambda: self.tick(1))
+        self.speculator = SimpleNamespace(propose=lambda: self.tick(1000), pass_widths=[3, 1])
+
+    def tick(self, seconds):
+        self.clock.now += seconds
+
+    def execute_model(self, scheduler_output):
+        self.tick(10)
+
+    def sample(self):
+        self.model.compute_logits()
+        self.tick(100)
+
+
+def test_parts_of_steps_of_model_runner_v2(clock):
+    runner = FakeRunnerV2(clock)
+    worker = timed_worker(runner)
+    for scheduled in ({"a": 7, "b": 3}, {"a": 3, "b": 3}):  # at first a reads its prompt
+        runner.execute_model(step(scheduled, dict.fromkeys(scheduled, (5, 6))))
+        runner.sample()
+        runner.speculator.propose()
+    [found] = worker.sequoia_take_steps(2)
+    assert found["passes"] == [(6, 500), (2, 500)]
+    assert part_seconds([StepTimes(**found)]) == {
+        "target": 11, "draft": 1000, "drawing": 0, "verify": 100, "steps": 1,
+    }  # fmt: skip
+    assert worker.sequoia_take_steps() == []
+
+
 # -- the greedy check ----------------------------------------------------------------
 
 
