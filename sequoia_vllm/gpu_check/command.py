@@ -64,7 +64,7 @@ def _run(given: argparse.Namespace) -> int:
         _say(f"written to {given.output}")
     print("\n".join(lines_of(report)))
     if given.profile is not None:
-        from sequoia_vllm.gpu_check.profile import profile_of
+        from sequoia_vllm.gpu_check.profile_of_report import profile_of
 
         profile_of(report).save(given.profile)
         _say(f"profile written to {given.profile}")

@@ -15,7 +15,7 @@ from sequoia_vllm.gpu_check.command import CANNOT, WRONG, main
 from sequoia_vllm.gpu_check.goals import judge
 from sequoia_vllm.gpu_check.machine import Machine
 from sequoia_vllm.gpu_check.model_kernels import aot_variants
-from sequoia_vllm.gpu_check.profile import profile_of
+from sequoia_vllm.gpu_check.profile_of_report import profile_of
 from sequoia_vllm.gpu_check.report import (
     AttentionTime,
     GpuCheckError,
