@@ -8,14 +8,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any, Literal
 
-from sequoia_vllm.engine.expectations import (
-    CPU_V1,
-    EVERYWHERE,
-    GPU,
-    V2,
-    Expected,
-    Signature,
-)
+from sequoia_vllm.engine.ledger import CPU_V1, EVERYWHERE, GPU, V2, Expected, Override, Signature
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.installed import installed
 
@@ -42,10 +35,13 @@ def contract(device: Device, v2: bool = False, version: str | None = None) -> tu
     """
     runner = (*V2, *GPU) if device == "gpu" else (*CPU_V1, *(V2 if v2 else ()))
     found = _release(version or vllm_version())
+    entries = (
+        entry.expected if isinstance(entry, Override) else entry for entry in (*EVERYWHERE, *runner)
+    )
     return tuple(
         expected
-        for expected in (*EVERYWHERE, *runner)
-        if expected.since is None or found >= expected.since
+        for expected in entries
+        if expected is not None and (expected.since is None or found >= expected.since)
     )
 
 

@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from functools import cache
+from typing import get_args
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -16,14 +17,32 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerManager
 
 from sequoia_vllm import engine, plugin
-from sequoia_vllm.engine import hooks
-from sequoia_vllm.engine.ledger import OVERRIDES
+from sequoia_vllm.engine import contract, hooks
+from sequoia_vllm.engine.ledger import OVERRIDES, Override
+from sequoia_vllm.engine.ledger.override import Kind
 
 PATCHED = (EngineArgs, SamplingParams, Scheduler, StatLoggerManager, LLMEngine)
 
 
-def listed(kind: str) -> set[str]:
-    return {override.what for override in OVERRIDES if override.kind == kind}
+Place = tuple[object, str]  # an attribute: what has it, and its name
+
+
+def listed(kind: str) -> list[Override]:
+    return [override for override in OVERRIDES if override.kind == kind]
+
+
+def place(path: str) -> Place:
+    """``module:owner.attribute`` resolved as far as its owner."""
+    module, _, attributes = path.partition(":")
+    *owners, name = attributes.split(".")
+    owner = importlib.import_module(module)
+    for owner_name in owners:
+        owner = getattr(owner, owner_name)
+    return owner, name
+
+
+def places(kind: str) -> set[Place]:
+    return {place(override.path) for override in listed(kind)}
 
 
 @cache
@@ -58,33 +77,37 @@ def our_attributes(of: type) -> set[str]:
     return set().union(*map(attributes, classes_of(of, "sequoia_vllm")))
 
 
-def overridden() -> set[str]:
-    """``Class.attribute``, by the class of vLLM that defines it."""
-    return {
-        f"{next(base for base in classes_of(ours, 'vllm') if name in vars(base)).__name__}.{name}"
-        for ours in our_subclasses()
-        for name in our_attributes(ours)
-        if any(name in vars(base) for base in classes_of(ours, "vllm"))
-    }
+def definition(of: type, name: str) -> Place | None:
+    """The class of vLLM from which this one has the attribute; None: from none."""
+    owner = next((base for base in classes_of(of, "vllm") if name in vars(base)), None)
+    return None if owner is None else (owner, name)
+
+
+def overridden() -> set[Place]:
+    found = {definition(ours, name) for ours in our_subclasses() for name in our_attributes(ours)}
+    return found - {None}
 
 
 def test_ledger_lists_every_overridden_attribute():
-    assert overridden() - listed("subclass") == set()
+    assert overridden() - {definition(*where) for where in places("subclass")} == set()
 
 
 def test_every_listed_attribute_is_overridden():
     """Or is there for another version of vLLM, whose class has such an attribute."""
     set_by_us = {
-        f"{base.__name__}.{name}"
+        (base, name)
         for ours in our_subclasses()
         for base in classes_of(ours, "vllm")
         for name in our_attributes(ours)
     }
-    assert listed("subclass") - set_by_us == set()
-    assert listed("subclass") - overridden() == {
-        "FlashAttentionBackend.supports_kv_cache_update_bypass",  # 0.33
-        "TritonAttentionBackend.supports_kv_cache_update_bypass",
+    assert places("subclass") - set_by_us == set()
+    release = tuple(int(part) for part in contract.vllm_version().split(".")[:2])
+    here = {
+        definition(*place(override.path))
+        for override in listed("subclass")
+        if override.since is None or release >= override.since
     }
+    assert here - overridden() == set()
 
 
 @cache
@@ -103,42 +126,53 @@ def assigned(of: type) -> frozenset[tuple[str, ...]]:
 
 
 def replaced_on_instances() -> Iterator[str]:
-    """``Class.attribute[.attribute]``, by the class of vLLM that sets the first."""
+    """``module:Class.attribute[.attribute]``, by the class of vLLM that sets the first."""
     own = {path[0] for ours in our_subclasses() for path in assigned(ours) if len(path) == 1}
     for ours in our_subclasses():
         for path in set().union(*map(assigned, classes_of(ours, "sequoia_vllm"))):
             owners = [base for base in classes_of(ours, "vllm") if path[:1] in assigned(base)]
             is_ours = len(path) > 1 and path[-1] in own  # of an object of ours
             if owners and not is_ours:
-                yield f"{owners[0].__name__}.{'.'.join(path)}"
+                yield f"{owners[0].__module__}:{owners[0].__name__}.{'.'.join(path)}"
 
 
 def test_ledger_lists_every_attribute_replaced_on_an_instance():
-    assert set(replaced_on_instances()) == listed("instance")
+    assert set(replaced_on_instances()) == {override.path for override in listed("instance")}
 
 
 def test_ledger_lists_every_patch():
     plugin.register()
     patched = {
-        f"{owner.__name__}.{name}"
+        (owner, name)
         for owner in PATCHED
         for name in dir(owner)
         if hasattr(inspect.getattr_static(owner, name), hooks._MARK)
         or hasattr(getattr(owner, name, None), hooks._MARK)
     }
-    assert patched == listed("patch")
+    assert patched == places("patch")
     assert inspect.getsource(hooks).count("    _wrap(") == len(patched)
 
 
 def test_ledger_lists_every_swap():
-    source = "".join(inspect.getsource(module) for module in our_modules())
-    swaps = re.findall(r"\bswapped\((\w+), \"(\w+)\"", source)
-    assert sorted(map(".".join, swaps)) == sorted(listed("swap"))
+    swaps = [
+        (getattr(module, owner), name)
+        for module in our_modules()
+        for owner, name in re.findall(r"\bswapped\((\w+), \"(\w+)\"", inspect.getsource(module))
+    ]
+    assert len(set(swaps)) == len(swaps)
+    assert set(swaps) == places("swap")
+    source = "".join(map(inspect.getsource, our_modules()))
     assert len(re.findall(r"\bswapped\((?!\s*owner)", source)) == len(swaps)
 
 
 def test_every_override_says_why_and_when_it_can_go():
-    assert all(override.why and override.removable for override in OVERRIDES)
-    assert len({override.what for override in OVERRIDES}) == len(OVERRIDES)
-    kinds = {"patch", "field", "swap", "subclass", "instance"}
-    assert {override.kind for override in OVERRIDES} == kinds
+    assert all(override.why and override.until for override in OVERRIDES)
+    assert len({override.path for override in OVERRIDES}) == len(OVERRIDES)
+    assert {override.kind for override in OVERRIDES} == set(get_args(Kind))
+
+
+def test_only_what_instances_have_is_checked_elsewhere():
+    elsewhere = [override for override in OVERRIDES if override.checked_at is not None]
+    assert {override.kind for override in elsewhere} == {"instance"}
+    unchecked = {override.kind for override in OVERRIDES if override.expected is None}
+    assert unchecked == {"field", "instance"}

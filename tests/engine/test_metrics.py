@@ -54,8 +54,8 @@ def test_report_crosses_processes_in_vllms_message():
 
 
 def test_ledger_lists_the_field():
-    [field] = [override.what for override in OVERRIDES if override.kind == "field"]
-    assert field == f"{SchedulerStats.__name__}.{tree_reports.REPORT}"
+    [field] = [override.path for override in OVERRIDES if override.kind == "field"]
+    assert field == f"{SchedulerStats.__module__}:{SchedulerStats.__name__}.{tree_reports.REPORT}"
 
 
 def test_vllms_shared_empty_output_is_left_alone():

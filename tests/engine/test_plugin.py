@@ -12,7 +12,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from sequoia_vllm import plugin
 from sequoia_vllm.engine import contract, hooks
-from sequoia_vllm.engine.expectations import Expected
+from sequoia_vllm.engine.ledger import Expected
 from tests.engine.conftest import sequoia
 from tests.engine.models import TARGET, prompts
 

@@ -1,4 +1,4 @@
-"""How an attribute of vLLM must look."""
+"""Something of vLLM that we use, and how it must look."""
 
 from __future__ import annotations
 

@@ -1,54 +1,123 @@
-"""What the parts on vLLM's Model Runner V2 rely on, on any device."""
+"""What the parts on vLLM's Model Runner V2 override and rely on, on any device."""
 
 from __future__ import annotations
 
-from sequoia_vllm.engine.expectations.expected import Expected
+from sequoia_vllm.engine.ledger.expected import Expected
+from sequoia_vllm.engine.ledger.override import Override
 
 _V2 = "vllm.v1.worker.gpu"
 _RUNNER = f"{_V2}.model_runner:GPUModelRunner"
 _SPECULATOR = f"{_V2}.spec_decode.standalone_ar.speculator:StandaloneARSpeculator"
 _GRAPHS = f"{_V2}.cudagraph_utils:CudaGraphManager"
 _BATCH = f"{_V2}.input_batch:InputBatch"
+_VERIFIER = f"{_V2}.spec_decode.rejection_sampler:RejectionSampler"
 
-V2 = (
+_TREES = "vLLM's V2 runner drafts, scores and verifies token trees itself"
+_SPECULATOR_CLASS = "a speculative method of V2 brings its speculator and verifier"
+_WHO_DRAFTS = "vLLM asks the speculative method which requests it drafts for"
+_DRAFT_GRAPHS = "vLLM captures draft models' steps"
+
+V2: tuple[Expected | Override, ...] = (
     # v2/scheduler.py
-    Expected(
+    Override(
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
         ("self", "scheduler_output"),
+        kind="subclass",
+        why="assumes drafts of every request while they are still being made; some requests get "
+        "none",
+        until=_WHO_DRAFTS,
     ),
     # v2/runner.py
     Expected(_RUNNER, ("vllm_config", "device")),
-    Expected(f"{_RUNNER}.load_model", ("self", "load_dummy_weights", "args", "model", "kwargs")),
-    Expected(f"{_RUNNER}.add_requests", ("self", "scheduler_output")),
-    Expected(f"{_RUNNER}.prepare_attn", ("self", "input_batch")),
-    Expected(f"{_RUNNER}.sample", ("self", "hidden_states", "input_batch", "grammar_output")),
-    Expected(f"{_RUNNER}.take_draft_token_ids", ("self",)),
-    Expected("vllm.v1.outputs:DraftTokenIds.req_ids"),
-    Expected("vllm.v1.outputs:DraftTokenIds.draft_token_ids"),
-    Expected(f"{_V2}.model_runner:init_speculator", ("vllm_config", "device", "req_states")),
-    Expected(
-        f"{_V2}.model_states.default:DefaultModelState.prepare_attn",
+    Override(
+        f"{_V2}.model_runner:init_speculator", ("vllm_config", "device", "req_states"),
+        kind="swap",
+        why="the runner's constructor builds the speculator with it, by method",
+        until=_SPECULATOR_CLASS,
+    ),
+    Override(
+        f"{_RUNNER}.load_model", ("self", "load_dummy_weights", "args", "model", "kwargs"),
+        kind="subclass",
+        why="our attention backends while layers look theirs up; then refuses attention features "
+        "that trees cannot use",
+        until="a backend can be chosen by the speculative method",
+    ),
+    Override(
+        f"{_RUNNER}.add_requests", ("self", "scheduler_output"),
+        kind="subclass",
+        why="notes what the draft has read of new requests, and how they sample",
+        until=_SPECULATOR_CLASS,
+    ),
+    Override(
+        f"{_RUNNER}.prepare_attn", ("self", "input_batch"),
+        kind="subclass",
+        why="tree nodes have the RoPE position of their depth, and a slot of their own",
+        until=_TREES,
+    ),
+    Override(
+        f"{_RUNNER}.model_state.prepare_attn",
         (
             "self", "input_batch", "cudagraph_mode", "block_tables", "slot_mappings",
             "attn_groups", "kv_cache_config", "for_capture", "ubatch_idx",
             "model_specific_attn_metadata",
         ),
+        kind="instance",
+        why="attention metadata has no place for a tree; the class of the model's state is vLLM's "
+        "choice by model",
+        until="vLLM's metadata carries a tree mask",
+        checked_at=f"{_V2}.model_states.default:DefaultModelState.prepare_attn",
     ),
+    Override(
+        f"{_RUNNER}.sample", ("self", "hidden_states", "input_batch", "grammar_output"),
+        kind="subclass",
+        why="commits the accepted paths' keys and values, before anything reads them",
+        until=_TREES,
+    ),
+    Override(
+        f"{_RUNNER}.rejection_sampler",
+        kind="instance", why="verifies chains; ours walks down trees", until=_SPECULATOR_CLASS,
+    ),
+    Override(
+        f"{_RUNNER}.take_draft_token_ids", ("self",),
+        kind="subclass",
+        why="says that every request has drafts; some requests get none",
+        until=_WHO_DRAFTS,
+    ),
+    Expected("vllm.v1.outputs:DraftTokenIds.req_ids"),
+    Expected("vllm.v1.outputs:DraftTokenIds.draft_token_ids"),
     Expected("vllm.v1.core.sched.output:NewRequestData.sampling_params"),
     # v2/proposer.py, and the batch that it and others of v2/ read
     Expected(_SPECULATOR, ("vllm_config", "device")),
     Expected("vllm.config:VllmConfig.max_concurrent_batches"),
-    Expected(f"{_SPECULATOR}.load_model", ("self", "target_model")),
-    Expected(
+    Override(
+        f"{_SPECULATOR}.load_model", ("self", "target_model"),
+        kind="subclass",
+        why="allocates what the verifier reads where memory profiling sees it",
+        until=_TREES,
+    ),
+    Override(
         f"{_SPECULATOR}.set_attn",
         (
             "self", "model_state", "kv_cache_config", "block_tables", "target_input_buffers",
             "target_attn_groups",
         ),
+        kind="subclass",
+        why="the draft's growth works on the caches that it is given",
+        until=_TREES,
     ),
-    Expected(f"{_SPECULATOR}.init_cudagraph_manager", ("self", "cudagraph_mode")),
-    Expected(f"{_SPECULATOR}.capture", ("self",)),
-    Expected(
+    Override(
+        f"{_SPECULATOR}.init_cudagraph_manager", ("self", "cudagraph_mode"),
+        kind="subclass",
+        why="does nothing: vLLM captures no graphs of draft models",
+        until=_DRAFT_GRAPHS,
+    ),
+    Override(
+        f"{_SPECULATOR}.capture", ("self",),
+        kind="subclass",
+        why="does nothing; the whole growth of a tree is one graph",
+        until=_DRAFT_GRAPHS,
+    ),
+    Override(
         f"{_SPECULATOR}.propose",
         (
             "self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states",
@@ -56,6 +125,7 @@ V2 = (
             "next_prefill_tokens", "temperature", "seeds", "dp_sync_state", "dummy_run",
             "skip_attn_for_dummy_run", "mm_inputs", "is_profile", "num_speculative_tokens",
         ),
+        kind="subclass", why="grows trees, not chains", until=_TREES,
     ),
     Expected(
         f"{_SPECULATOR}._run_model",
@@ -111,18 +181,20 @@ V2 = (
     ),
     Expected("vllm.config.compilation:CUDAGraphMode.FULL_DECODE_ONLY"),
     Expected("vllm.config.compilation:CUDAGraphMode.decode_mode", ("self",)),
-    # v2/target_graphs.py
-    Expected(f"{_GRAPHS}._init_candidates", ("self",)),
-    Expected(f"{_V2}.model_runner:ModelCudaGraphManager"),
-    Expected(
-        f"{_RUNNER}.initialize_kv_cache",
-        ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
-        may_grow=True,
+    # v2/draft_graphs.py, v2/target_graphs.py
+    Override(
+        f"{_GRAPHS}._capture_descs",
+        kind="instance",
+        why="shapes to capture: of growth also by number of drafts, and only batches that draft; "
+        "of the target only what the schedule can reach",
+        until=f"{_DRAFT_GRAPHS}, and for each range of a schedule its own batches",
     ),
-    *(Expected(f"{_V2}.cudagraph_utils:BatchExecutionDescriptor.{field}") for field in (
-        "cg_mode", "num_tokens", "num_reqs", "uniform_token_count",
-    )),
-    Expected("vllm.config.compilation:CUDAGraphMode.separate_routine", ("self",)),
+    Override(
+        f"{_GRAPHS}._candidates",
+        kind="instance",
+        why="gives a batch the next larger graph of any number of drafts, not the next of its own",
+        until="vLLM looks graphs up by number of drafts",
+    ),
     # v2/reading.py, v2/request_modes.py
     Expected(
         f"{_V2}.buffer_utils:StagedWriteTensor", ("size", "dtype", "device"), may_grow=True
@@ -137,7 +209,7 @@ V2 = (
     Expected(f"{_V2}.buffer_utils:UvaBackedTensor.copy_to_uva", ("self",), may_grow=True),
     # v2/verifier.py, v2/logits_needs.py
     Expected(
-        f"{_V2}.spec_decode.rejection_sampler:RejectionSampler.__call__",
+        f"{_VERIFIER}.__call__",
         ("self", "logits", "input_batch", "draft_logits", "invalid_drafts"),
     ),
     Expected(
@@ -151,11 +223,22 @@ V2 = (
         ),
         may_grow=True,
     ),
-    Expected(f"{_V2}.sample.sampler:Sampler.add_request", ("self", "req_idx", "sampling_params")),
-    Expected(f"{_V2}.sample.states:SamplingStates", ("max_num_reqs", "vocab_size"), may_grow=True),
-    Expected(
-        f"{_V2}.sample.states:SamplingStates.add_request", ("self", "req_idx", "sampling_params")
+    Override(
+        f"{_VERIFIER}.sampler.add_request", ("self", "req_idx", "sampling_params"),
+        kind="instance",
+        why="one flag stands for all that a request's logits need; a temperature is the walk's "
+        "work, for the few rows that it reads",
+        until="vLLM tells temperature and other processing apart",
+        checked_at=f"{_V2}.sample.sampler:Sampler.add_request",
     ),
+    Override(
+        f"{_VERIFIER}.sampler.sampling_states.add_request", ("self", "req_idx", "sampling_params"),
+        kind="instance",
+        why="raises that flag for a temperature",
+        until="see RejectionSampler.sampler.add_request",
+        checked_at=f"{_V2}.sample.states:SamplingStates.add_request",
+    ),
+    Expected(f"{_V2}.sample.states:SamplingStates", ("max_num_reqs", "vocab_size"), may_grow=True),
     Expected(
         f"{_V2}.sample.sampler:Sampler.get_logprobs_dims",
         ("self", "idx_mapping_np"),

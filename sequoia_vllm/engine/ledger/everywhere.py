@@ -1,0 +1,165 @@
+"""What the parts that run on every device override and rely on."""
+
+from __future__ import annotations
+
+from sequoia_vllm.engine.ledger.expected import Expected
+from sequoia_vllm.engine.ledger.override import Override
+
+_ARGS = "vllm.engine.arg_utils:EngineArgs"
+_CONFIG = "vllm.config:VllmConfig"
+_LOGGER = "vllm.v1.metrics.loggers:AggregateStatLoggerBase"
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
+_OUTPUT = "vllm.v1.core.sched.output"
+_REGISTRY = "vllm.v1.attention.backends.registry"
+
+_NEW_METHOD = "vLLM lets plugins register a speculative method"
+_METRICS = "vLLM carries a speculative method's own statistics from the worker to its loggers"
+_TIMES = "vLLM tells plugins how long the parts of a step take"
+
+EVERYWHERE: tuple[Expected | Override, ...] = (
+    # hooks.py, request.py
+    Override(
+        f"{_ARGS}.create_engine_config", ("self", "usage_context", "headless"),
+        kind="patch",
+        why="checks the contract and refuses unsupported set-ups in the user's own process",
+        until=_NEW_METHOD,
+    ),
+    Override(
+        f"{_ARGS}.create_speculative_config",
+        ("self", "target_model_config", "target_parallel_config"),
+        kind="patch",
+        why="translates method 'sequoia' into 'draft_model', whose scheduling trees need",
+        until=_NEW_METHOD,
+    ),
+    Override(
+        f"{_ARGS}.add_cli_args", ("parser",),
+        kind="patch",
+        why="--speculative-config is parsed by json.loads, which 'sequoia' alone is not for",
+        until=_NEW_METHOD,
+    ),
+    Override(
+        "vllm.sampling_params:SamplingParams._validate_spec_decode",
+        ("self", "speculative_config"),
+        kind="patch",
+        why="refuses min_p and logit_bias with any speculation; Sequoia serves them",
+        until="vLLM asks the speculative method",
+    ),
+    Expected("vllm.platforms.interface:Platform.is_cpu", ("self",), may_grow=True),
+    Expected(f"{_CONFIG}.use_v2_model_runner"),
+    Override(
+        f"{_CONFIG}._maybe_disable_dynamic_sd_for_data_parallel", ("self",),
+        kind="swap",
+        why="takes schedules from data-parallel engines; replicas of dense models do not need "
+        "that. Ours fits schedule and CUDA graph sizes to the engine's limits, known by then",
+        until="vLLM asks whether the replicas run in lock step, and speculative methods for a "
+        "schedule",
+    ),
+    Override(
+        f"{_CONFIG}._limit_max_model_len_to_draft", ("self",),
+        kind="swap",
+        why="cuts the engine's length to the draft's, from 0.33 on; requests beyond get no drafts "
+        "here",
+        until="vLLM asks the speculative method whether it can stop drafting for a request",
+        since=(0, 33),
+    ),
+    Expected("vllm.config:SchedulerConfig.async_scheduling"),
+    Expected("vllm.config:SchedulerConfig.scheduler_cls"),
+    # load.py
+    *(Expected(f"vllm.config:SchedulerConfig.{field}") for field in (
+        "max_num_batched_tokens", "max_num_scheduled_tokens", "max_num_seqs",
+    )),
+    *(Expected(f"vllm.config:SpeculativeConfig.{field}") for field in (
+        "num_speculative_tokens", "num_speculative_tokens_per_batch_size",
+    )),
+    *(Expected(f"vllm.config:CompilationConfig.{field}") for field in (
+        "cudagraph_capture_sizes", "max_cudagraph_capture_size",
+    )),
+    # refusals.py
+    Expected("vllm.platforms:CpuArchEnum.X86"),
+    # tree_reports.py
+    Override(
+        "vllm.v1.metrics.stats:SchedulerStats.sequoia_report",
+        kind="field",
+        why="takes the counts of trees to the front end; decoders drop fields they do not know",
+        until=_METRICS,
+    ),
+    Override(
+        "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+        ("self", "scheduler_output", "model_runner_output"),
+        kind="patch",
+        why="moves the counts from the model runner's output to the statistics",
+        until=_METRICS,
+    ),
+    Override(
+        "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+        (
+            "self", "vllm_config", "engine_idxs", "custom_stat_loggers",
+            "enable_default_loggers", "aggregate_engine_logging", "client_count",
+        ),
+        kind="patch",
+        why="adds the logger of trees; the entry points for stat loggers are for AsyncLLM only, "
+        "and having one turns statistics on in every engine",
+        until=_METRICS,
+    ),
+    Override(
+        "vllm.v1.engine.llm_engine:LLMEngine.get_metrics", ("self",),
+        kind="patch",
+        why="reads metrics that are named vllm:... only; ours are sequoia:...",
+        until="vLLM reads metrics of other names",
+    ),
+    Override(
+        f"{_LOGGER}.record",
+        ("self", "scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
+        kind="subclass", why="counts trees and shows them", until=_METRICS,
+    ),
+    Override(
+        f"{_LOGGER}.log",
+        kind="subclass", why="writes the trees' interval line", until=_METRICS,
+    ),
+    Override(
+        f"{_LOGGER}.log_engine_initialized",
+        kind="subclass", why="abstract; there is nothing to say", until=_METRICS,
+    ),
+    Expected("vllm.v1.metrics.loggers:PrometheusStatLogger._counter_cls"),
+    Expected("vllm.v1.metrics.loggers:PrometheusStatLogger._gauge_cls"),
+    Expected("vllm.v1.metrics.stats:SchedulerStats.num_running_reqs"),
+    Expected(f"{_OUTPUT}:SchedulerOutput.total_num_scheduled_tokens"),
+    Expected(f"{_OUTPUT}:SchedulerOutput.num_spec_tokens_to_schedule"),
+    Expected("vllm.v1.metrics.reader:Counter", ("name", "labels", "value"), may_grow=True),
+    Expected("vllm.v1.metrics.reader:Gauge", ("name", "labels", "value"), may_grow=True),
+    # worker_base.py
+    Override(
+        f"{_WORKER}.init_device", ("self",),
+        kind="subclass",
+        why="refuses nodes with other versions, and tensor-parallel groups of mixed devices",
+        until="vLLM compares versions of plugins between nodes",
+    ),
+    Expected("vllm.distributed.parallel_state:get_tp_group", (), may_grow=True),
+    Override(
+        f"{_WORKER}.execute_model", ("self", "scheduler_output"),
+        kind="subclass", why="timed for sequoia_stats", until=_TIMES,
+    ),
+    Override(
+        f"{_WORKER}.sample_tokens", ("self", "grammar_output"),
+        kind="subclass",
+        why="timed for sequoia_stats; its output takes the counts of trees along",
+        until=_METRICS,
+    ),
+    # worker_cpu.py, v2/backend_cpu.py, v2/backend_gpu.py
+    Expected("vllm.v1.attention.selector:_cached_get_attn_backend.cache_clear"),
+    Expected(f"{_REGISTRY}:register_backend", ("backend", "class_path"), may_grow=True),
+    # v1/runner.py, v2/runner.py, v2/proposer.py
+    *(Expected(f"{_OUTPUT}:SchedulerOutput.{field}") for field in (
+        "scheduled_new_reqs", "scheduled_cached_reqs",
+    )),
+    *(Expected(f"{_OUTPUT}:NewRequestData.{field}") for field in (
+        "req_id", "num_computed_tokens", "block_ids",
+    )),
+    *(Expected(f"{_OUTPUT}:CachedRequestData.{field}") for field in ("req_ids", "new_block_ids")),
+    Expected("vllm.v1.kv_cache_interface:KVCacheConfig.kv_cache_groups"),
+    Expected("vllm.v1.kv_cache_interface:KVCacheSpec.block_size"),
+    Expected(
+        "vllm.config:get_layers_from_vllm_config", ("vllm_config", "layer_type"), may_grow=True
+    ),
+    Expected("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase"),
+)  # fmt: skip

@@ -1,0 +1,108 @@
+"""What the worker, the runner's graphs and attention on GPUs override and rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sequoia_vllm.engine.ledger.expected import Expected
+from sequoia_vllm.engine.ledger.override import Override
+
+_BACKENDS = "vllm.v1.attention.backends"
+_REGISTRY = f"{_BACKENDS}.registry:AttentionBackendEnum"
+_RUNNER = "vllm.v1.worker.gpu.model_runner"
+_GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
+
+_KERNELS = "vLLM's attention kernels take a tree mask per request"
+_TREE_MASK = "vLLM's metadata carries a tree mask"
+_RANGES = "vLLM captures for each range of a schedule its own batches"
+
+
+def _attention(prefix: str) -> Iterator[Override]:
+    """Of one of vLLM's attention backends, whose four classes begin with ``prefix``."""
+    yield Override(
+        f"{prefix}Impl.forward",
+        (
+            "self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output",
+            "output_scale", "output_block_scale",
+        ),
+        kind="subclass",
+        why="kernels treat requests as chains; rows of tree nodes go through ours",
+        until=_KERNELS,
+    )  # fmt: skip
+    yield Override(
+        f"{prefix}MetadataBuilder._cudagraph_support",
+        kind="subclass",
+        why="a full CUDA graph holds trees of one size, or one token per request",
+        until=_TREE_MASK,
+    )
+    for name in ("get_impl_cls", "get_builder_cls"):
+        yield Override(
+            f"{prefix}Backend.{name}",
+            (),
+            kind="subclass",
+            why="names the two classes above",
+            until=_KERNELS,
+        )
+    yield Override(
+        f"{prefix}Backend.supports_kv_cache_update_bypass",
+        kind="subclass",
+        why="off: from 0.33.0 on layers may pass no keys and values to forward",
+        until=_KERNELS,
+        since=(0, 33),
+    )
+
+
+GPU: tuple[Expected | Override, ...] = (
+    # worker_gpu.py
+    Override(
+        "vllm.v1.worker.gpu_worker:Worker._make_model_runner", ("self",),
+        kind="subclass",
+        why="makes vLLM's runner; ours has trees",
+        until="the worker asks a method for its runner class",
+    ),
+    # v2/runner_gpu.py
+    Override(
+        f"{_RUNNER}:ModelCudaGraphManager",
+        kind="swap",
+        why="initialize_kv_cache builds the manager of the target's graphs by this name",
+        until=_RANGES,
+    ),
+    Override(
+        f"{_RUNNER}:GPUModelRunner.initialize_kv_cache",
+        ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+        kind="subclass",
+        why="see model_runner.ModelCudaGraphManager",
+        until=_RANGES,
+        may_grow=True,
+    ),
+    # v2/target_graphs.py
+    Override(
+        f"{_GRAPHS}:CudaGraphManager._init_candidates", ("self",),
+        kind="subclass",
+        why="full graphs of the schedule's batches, found by number of drafts",
+        until=_RANGES,
+    ),
+    *(Expected(f"{_GRAPHS}:BatchExecutionDescriptor.{field}") for field in (
+        "cg_mode", "num_tokens", "num_reqs", "uniform_token_count",
+    )),
+    Expected("vllm.config.compilation:CUDAGraphMode.separate_routine", ("self",)),
+    # v2/attention_gpu.py
+    *_attention(f"{_BACKENDS}.flash_attn:FlashAttention"),
+    *_attention(f"{_BACKENDS}.triton_attn:TritonAttention"),
+    Expected("vllm.v1.attention.backend:AttentionCGSupport.UNIFORM_BATCH"),
+    Expected("vllm.utils.torch_utils:canonicalize_singleton_dim_strides", ("t",)),
+    Expected(
+        "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func",
+        (
+            "q", "k", "v", "max_seqlen_q", "cu_seqlens_q", "max_seqlen_k", "cu_seqlens_k",
+            "seqused_k", "q_v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap",
+            "alibi_slopes", "deterministic", "return_attn_probs", "block_table",
+            "return_softmax_lse", "out", "scheduler_metadata", "q_descale", "k_descale",
+            "v_descale", "num_splits", "output_scale", "fa_version",
+        ),
+        may_grow=True,
+    ),
+    # v2/backend_gpu.py
+    Expected(f"{_REGISTRY}.FLASH_ATTN.clear_override", ()),
+    Expected(f"{_REGISTRY}.TRITON_ATTN.clear_override", ()),
+)  # fmt: skip
