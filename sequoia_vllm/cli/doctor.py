@@ -106,10 +106,11 @@ def _registered() -> Check:
         )
     from vllm.plugins import load_general_plugins
 
-    from sequoia_vllm.engine.hooks import installed as hooked
+    from sequoia_vllm.engine.hooks import is_patched
 
     load_general_plugins()
-    return Check("plugin", hooked(), "registered" if hooked() else "failed to load: see the log")
+    patched = is_patched()
+    return Check("plugin", patched, "registered" if patched else "failed to load: see the log")
 
 
 def _contract() -> Check:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from sequoia_vllm import hardware
+from sequoia_vllm.hardware import current_cpu_name
 
 
 def current_device_name(index: int = 0) -> str:
-    """E.g. "NVIDIA H200", or a CPU's model name; ``index``: which of the node's GPUs."""
+    """Such as "NVIDIA H200", or a CPU's model name.
+
+    Args:
+        index: Which of the node's GPUs.
+    """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        return hardware.current_device_name()
+        return current_cpu_name()
     return current_platform.get_device_name(index)

@@ -8,7 +8,7 @@ from sequoia_vllm.hardware.device import (
     DeviceError,
     DeviceHints,
     DeviceSpec,
-    current_device_name,
+    current_cpu_name,
     identify,
 )
 from sequoia_vllm.hardware.memory import MemoryFit, memory_fit
@@ -34,7 +34,7 @@ __all__ = [
     "ScheduleRange",
     "choose_schedule",
     "choose_tree",
-    "current_device_name",
+    "current_cpu_name",
     "identify",
     "memory_fit",
     "roofline_profile",

@@ -194,8 +194,8 @@ def identify(name: str) -> Device:
     return Device(name, None, None)
 
 
-def current_device_name() -> str:
-    """The model name of this machine's CPU; of a GPU vLLM's platform gives the name.
+def current_cpu_name() -> str:
+    """The model name of this machine's CPU.
 
     "cpu" on an x86 machine that does not say, and the architecture on others.
     """

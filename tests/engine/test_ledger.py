@@ -146,8 +146,8 @@ def test_ledger_lists_every_patch():
         (owner, name)
         for owner in PATCHED
         for name in dir(owner)
-        if hasattr(inspect.getattr_static(owner, name), hooks._MARK)
-        or hasattr(getattr(owner, name, None), hooks._MARK)
+        if hasattr(inspect.getattr_static(owner, name), hooks._ORIGINAL)
+        or hasattr(getattr(owner, name, None), hooks._ORIGINAL)
     }
     assert patched == places("patch")
     assert inspect.getsource(hooks).count("    _wrap(") == len(patched)

@@ -22,7 +22,7 @@ def test_registering_twice_wraps_once():
     first = EngineArgs.create_engine_config
     plugin.register()
     assert EngineArgs.create_engine_config is first
-    assert not hasattr(getattr(first, hooks._MARK), hooks._MARK)
+    assert not hasattr(getattr(first, hooks._ORIGINAL), hooks._ORIGINAL)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ import pickle, sys
 from pathlib import Path
 from sequoia_vllm.engine import hooks
 from vllm import SamplingParams
-assert not hooks.installed()
+assert not hooks.is_patched()
 config = pickle.loads(Path(sys.argv[1]).read_bytes())
-assert hooks.installed()
+assert hooks.is_patched()
 SamplingParams(min_p=0.1)._validate_spec_decode(config.speculative_config)
 """
     done = subprocess.run(

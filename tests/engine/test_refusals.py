@@ -14,7 +14,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from sequoia_vllm import plugin
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.engine import hooks, refusals, worker_base
+from sequoia_vllm.engine import refusals, request, resolve, worker_base
 from sequoia_vllm.engine.cluster import current_versions
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.tree_choice import TreeChoice
@@ -289,7 +289,7 @@ def test_other_methods_are_vllms_own():
 
 @pytest.mark.parametrize("nonsense", ["nonsense", ["sequoia"], 3])
 def test_what_is_not_ours_is_left_to_vllm(nonsense):
-    assert hooks.sequoia_request(EngineArgs(model=TARGET, speculative_config=nonsense)) is None
+    assert request.sequoia_request(EngineArgs(model=TARGET, speculative_config=nonsense)) is None
 
 
 def test_errors_reach_the_user_of_llm():
@@ -315,7 +315,7 @@ def test_num_speculative_tokens_is_an_upper_bound():
 def test_a_node_with_another_version_is_refused(monkeypatch):
     """The worker compares; here the front end claims to be of another version."""
     there = {**current_versions(), "sequoia-vllm": "9.9.9"}
-    monkeypatch.setattr(hooks, "current_versions", lambda: there)
+    monkeypatch.setattr(resolve, "current_versions", lambda: there)
     with (
         pytest.raises(ConfigError, match=r"sequoia-vllm \d.* here and 9\.9\.9 there"),
         running(sequoia()),
@@ -333,7 +333,7 @@ def test_another_device_than_the_trees_is_refused(tree, monkeypatch):
             llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)
         return
     chosen = TreeChoice(TokenTree.chain(3), "a test", device="This CPU")
-    monkeypatch.setattr(hooks, "choose_engine_tree", lambda *arguments: chosen)
+    monkeypatch.setattr(resolve, "choose_engine_tree", lambda *arguments: chosen)
     with (
         pytest.raises(ConfigError, match="for This CPU, but this replica runs on Another"),
         running(sequoia()),

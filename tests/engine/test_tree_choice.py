@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.engine import hooks, load, tree_choice
+from sequoia_vllm.engine import engine_config, load, tree_choice
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.tree_choice import choose_engine_tree
 from sequoia_vllm.library.files import LibraryError
@@ -156,7 +156,7 @@ def test_cuda_graphs_reach_as_far_as_the_schedule(monkeypatch):
             load.plan_load(vllm_config, keep_schedule)
         planned.append(vllm_config.compilation_config.cudagraph_capture_sizes)
 
-    monkeypatch.setattr(hooks, "plan_load", plan)
+    monkeypatch.setattr(engine_config, "plan_load", plan)
     limited(max_num_seqs=16)
     limited(max_num_seqs=2)
     limited(max_num_seqs=16, cudagraph_capture_sizes=[1, 2, 64])

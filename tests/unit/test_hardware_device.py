@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sequoia_vllm.hardware import DeviceError, DeviceHints, current_device_name, identify
+from sequoia_vllm.hardware import DeviceError, DeviceHints, current_cpu_name, identify
 from sequoia_vllm.hardware.device import known_devices, nearest, normalize
 from sequoia_vllm.hardware.models import (
     model_classes,
@@ -134,15 +134,15 @@ def test_this_machine_has_a_name(monkeypatch):
     import platform
     from pathlib import Path
 
-    assert current_device_name().strip()
+    assert current_cpu_name().strip()
     text = "processor\t: 0\nmodel name\t: Intel(R) Xeon(R) Gold 6430\nflags: x\n"
     monkeypatch.setattr(Path, "read_text", lambda self, encoding: text)
-    assert current_device_name() == "Intel(R) Xeon(R) Gold 6430"
+    assert current_cpu_name() == "Intel(R) Xeon(R) Gold 6430"
     monkeypatch.setattr(Path, "read_text", lambda self, encoding: "")
     monkeypatch.setattr(platform, "processor", lambda: "")
     for machine, name in {"x86_64": "cpu", "AMD64": "cpu", "aarch64": "aarch64"}.items():
         monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
-        assert current_device_name() == name
+        assert current_cpu_name() == name
 
 
 class TestNearest:

@@ -21,7 +21,7 @@ from sequoia_vllm.calibration.tune import (
 from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.tree_choice import choose_engine_tree
-from sequoia_vllm.hardware import CostModel, choose_schedule, current_device_name
+from sequoia_vllm.hardware import CostModel, choose_schedule, current_cpu_name
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.pair_key import PairKey
@@ -30,7 +30,7 @@ from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.measuring.provenance import grown_models
 from tests.engine.models import DRAFT, TARGET
 
-HERE = PairKey(current_device_name(), TARGET, DRAFT, "float32")
+HERE = PairKey(current_cpu_name(), TARGET, DRAFT, "float32")
 BATCHES, CONTEXTS, SIZES = (1, 8), (256, 1024), (1, 2, 4, 8, 16, 32)
 
 

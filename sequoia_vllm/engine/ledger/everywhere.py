@@ -17,7 +17,7 @@ _METRICS = "vLLM carries a speculative method's own statistics from the worker t
 _TIMES = "vLLM tells plugins how long the parts of a step take"
 
 EVERYWHERE: tuple[Expected | Override, ...] = (
-    # hooks.py, request.py
+    # hooks.py, request.py, engine_config.py
     Override(
         f"{_ARGS}.create_engine_config", ("self", "usage_context", "headless"),
         kind="patch",

@@ -1,0 +1,148 @@
+"""From vLLM's engine arguments to its configuration of a Sequoia engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.engine.contract import check_contract
+from sequoia_vllm.engine.device_name import current_device_name
+from sequoia_vllm.engine.load import plan_load
+from sequoia_vllm.engine.mark import mark
+from sequoia_vllm.engine.refusals import refuse_unsupported
+from sequoia_vllm.engine.request import sequoia_request
+from sequoia_vllm.engine.resolve import Resolved, resolve
+from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
+from sequoia_vllm.engine.swap import swapped
+
+logger = logging.getLogger("vllm.sequoia")
+
+CPU_WORKER = "sequoia_vllm.engine.worker_cpu.SequoiaCPUWorker"
+GPU_WORKER = "sequoia_vllm.engine.worker_gpu.SequoiaGPUWorker"
+TREE_SCHEDULER = "sequoia_vllm.engine.v2.scheduler.TreeScheduler"
+
+
+def create_engine_config(
+    original: Callable[..., Any], self: EngineArgs, *args: Any, **kwargs: Any
+) -> Any:
+    """As vLLM's; checks the contract before, and refuses unsupported set-ups after."""
+    request = sequoia_request(self)
+    if request is None:
+        return original(self, *args, **kwargs)
+    check_contract()
+    self.speculative_config = request
+    self.spec_method = self.spec_model = self.spec_tokens = None
+    is_users = request.get("num_speculative_tokens_per_batch_size") is not None
+
+    def plan(vllm_config: VllmConfig) -> None:
+        """Replaces a check that takes schedules from all data-parallel engines.
+
+        It is for replicas in lock step; those of dense models are not, and others
+        are refused (`refuse_unsupported`).
+        """
+        plan_load(vllm_config, keep_schedule=is_users)
+
+    with (
+        swapped(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", plan),
+        swapped(VllmConfig, "_limit_max_model_len_to_draft", _keep_length, required=False),
+    ):
+        vllm_config = original(self, *args, **kwargs)
+    if SequoiaSettings.declined(vllm_config):
+        return vllm_config
+    if not SequoiaSettings.enabled(vllm_config):
+        raise ConfigError(
+            f"the checkpoint {self.model!r} brings its own speculator, which replaces the "
+            "speculative config: serve its target model by name instead"
+        )
+    refuse_unsupported(vllm_config)
+    _choose_scheduler(vllm_config)
+    return vllm_config
+
+
+def _keep_length(vllm_config: VllmConfig) -> None:
+    """Replaces what cuts ``max_model_len`` to the draft's, since requests beyond it get no drafts.
+
+    From 0.33 on, as vLLM's own V2 drafts cannot be skipped there; ours are.
+    """
+
+
+def _choose_scheduler(vllm_config: Any) -> None:
+    """Names our scheduler where vLLM schedules ahead of the drafts, unless the user named one."""
+    scheduler = vllm_config.scheduler_config
+    schedules_ahead = vllm_config.use_v2_model_runner and scheduler.async_scheduling
+    if schedules_ahead and scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = TREE_SCHEDULER
+
+
+def create_speculative_config(
+    original: Callable[..., Any], self: EngineArgs, target_model_config: Any,
+    target_parallel_config: Any,
+) -> Any:  # fmt: skip
+    """As vLLM's; a Sequoia configuration becomes one of vLLM's ``draft_model`` method.
+
+    Returns:
+        vLLM's speculative configuration; None for an engine that does not speculate.
+    """
+    request = sequoia_request(self)
+    if request is None:
+        return original(self, target_model_config, target_parallel_config)
+    config = SequoiaConfig.parse(request)
+    resolved = resolve(
+        config,
+        device=current_device_name(),
+        target=target_model_config.model,
+        dtype=str(target_model_config.dtype).removeprefix("torch."),
+        tensor_parallel_size=target_parallel_config.tensor_parallel_size,
+    )
+    tree, source = resolved.choice.tree, resolved.choice.source
+    if not resolved.speculates:
+        logger.warning("Sequoia: not speculating, as plain decoding is faster (%s)", source)
+        self.additional_config = {**(self.additional_config or {}), DECLINED: source}
+        return None
+    logger.info(
+        "Sequoia: draft model %s; tree of %d nodes, depth %d (%s)",
+        resolved.draft, tree.size, tree.depth, source,
+    )  # fmt: skip
+    target_parallel_config.worker_cls = _worker_class(target_parallel_config.worker_cls)
+    self.additional_config = resolved.settings.store(self.additional_config)
+    translated = copy(self)
+    translated.speculative_config = _as_draft_model(config, resolved)
+    speculative_config = original(translated, target_model_config, target_parallel_config)
+    mark(speculative_config)
+    return speculative_config
+
+
+def _as_draft_model(config: SequoiaConfig, resolved: Resolved) -> dict[str, Any]:
+    """The same as a speculative configuration of vLLM's ``draft_model`` method.
+
+    That method's scheduling is what trees need: as many look-ahead slots as
+    drafts, and the draft's layers in the KV cache.
+    """
+    drafts = resolved.choice.tree.num_speculative_tokens
+    # A schedule is always given: without one, vLLM pads requests that join
+    # with placeholder drafts, to keep CUDA graphs uniform. It is fitted to the
+    # engine's limits when these are known, see `plan_load`.
+    schedule = resolved.choice.schedule or [(1, 1, drafts)]
+    return {
+        **config.draft_keys(),
+        "method": "draft_model",
+        "model": resolved.draft,
+        "num_speculative_tokens": drafts,
+        "num_speculative_tokens_per_batch_size": schedule,
+    }
+
+
+def _worker_class(current: str) -> str:
+    ours = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
+    if current not in ("auto", ours):
+        raise ConfigError(
+            f"worker_cls is {current!r}: Sequoia brings its own worker; leave it at 'auto'"
+        )
+    return ours

@@ -1,0 +1,82 @@
+"""What the user asks for: on the command line, and in vLLM's engine arguments."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+
+from sequoia_vllm.config import METHOD, ConfigError
+
+
+def add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
+    """As vLLM's; ``--speculative-config sequoia`` and ``--spec-method sequoia`` parse, too."""
+    parser = original(parser)
+    for action in parser._actions:
+        if action.dest == "speculative_config":
+            action.type = _json_or_shorthand(action.type)
+        elif action.dest == "spec_method" and action.choices is not None:
+            action.choices = [*action.choices, METHOD]
+    return parser
+
+
+def _json_or_shorthand(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parsed(value: str) -> Any:
+        if value.strip() == METHOD:
+            return {"method": METHOD}
+        try:
+            return parse(value)
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise argparse.ArgumentTypeError(_not_a_config(value, error)) from error
+
+    return parsed
+
+
+def _not_a_config(value: str, error: Exception) -> str:
+    """What to write instead of this ``--speculative-config``."""
+    example = f"""'{{"method": "{METHOD}", "model": "DRAFT"}}'"""
+    if value.lstrip().startswith("{"):
+        # vLLM's own message shows the address of json.loads; its cause says what is wrong.
+        return (
+            f"{value!r} is not valid JSON: {error.__cause__ or error}. Give the JSON in single "
+            f"quotes, with double ones inside: {example}"
+        )
+    is_near = difflib.get_close_matches(value.strip().lower(), [METHOD])
+    question = f" (did you mean {METHOD}?)" if is_near else ""
+    return (
+        f"{value!r} is neither a JSON object nor the word {METHOD}{question}. Write {METHOD} "
+        f"alone for a target with a known draft, or {example}"
+    )
+
+
+def sequoia_request(args: EngineArgs) -> dict[str, Any] | None:
+    """The Sequoia configuration in these engine arguments, or None if there is none."""
+    request = args.speculative_config
+    if isinstance(request, str):
+        request = {"method": METHOD} if request.strip() == METHOD else _json_object(request)
+    if request is not None and not isinstance(request, dict):
+        return None  # vLLM reports what is wrong with it
+    merged = dict(request or {})
+    flags = {
+        "method": args.spec_method,
+        "model": args.spec_model,
+        "num_speculative_tokens": args.spec_tokens,
+    }
+    for key, value in flags.items():
+        if value is None:
+            continue
+        if key in merged and merged[key] != value:
+            raise ConfigError(f"{key} is given twice: {merged[key]!r} and {value!r}")
+        merged[key] = value
+    return merged if merged.get("method") == METHOD else None
+
+
+def _json_object(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

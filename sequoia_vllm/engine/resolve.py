@@ -1,0 +1,68 @@
+"""From what the user asked for to a draft, a tree and the settings of one engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sequoia_vllm.config import SequoiaConfig
+from sequoia_vllm.engine.cluster import current_versions
+from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.engine.tree_choice import TreeChoice, choose_engine_tree
+from sequoia_vllm.known_pairs import known_draft
+from sequoia_vllm.library.pair_key import PairKey
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a configuration comes to for one target on one device.
+
+    Attributes:
+        draft: Name or path of the draft model.
+        choice: The tree, and how much of it to draft at which batch size.
+        settings: What the workers read of it.
+    """
+
+    draft: str
+    choice: TreeChoice
+    settings: SequoiaSettings
+
+    @property
+    def speculates(self) -> bool:
+        """Whether there is anything to draft; if not, the engine decodes plainly."""
+        return self.choice.tree.num_speculative_tokens > 0
+
+
+def resolve(
+    config: SequoiaConfig, *, device: str, target: str, dtype: str, tensor_parallel_size: int
+) -> Resolved:
+    """Finds the draft and the tree that this configuration names or leaves to us.
+
+    Args:
+        config: What the user gave.
+        device: Name of the device that the engine will run on.
+        target: Name or path of the target model.
+        dtype: The target's, such as "bfloat16".
+        tensor_parallel_size: Devices per engine.
+
+    Raises:
+        ConfigError: No draft is given, and none is known for this target.
+        TreeError, AcceptanceError, LibraryError: The tree cannot be had; names the file
+            or entry and what is wrong with it.
+    """
+    draft = config.model or known_draft(target)
+    pair = PairKey(
+        device=device,
+        target=target,
+        draft=draft,
+        dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+    choice = choose_engine_tree(config, pair)
+    settings = SequoiaSettings(
+        tree=choice.tree,
+        tree_source=choice.source,
+        chosen_for=choice.device,
+        versions=current_versions(),
+        context_attention=config.context_attention,
+    )
+    return Resolved(draft, choice, settings)

@@ -1,0 +1,47 @@
+"""What a configuration comes to for one target: draft, tree and settings."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.engine.cluster import current_versions
+from sequoia_vllm.engine.resolve import resolve
+from sequoia_vllm.tree import TokenTree
+
+TARGET = "meta-llama/Llama-3.1-8B"
+
+
+def resolved(target=TARGET, device="NVIDIA H200", **keys):
+    config = SequoiaConfig.parse({"method": "sequoia", **keys})
+    return resolve(config, device=device, target=target, dtype="bfloat16", tensor_parallel_size=1)
+
+
+def test_a_known_target_needs_no_draft():
+    assert resolved().draft == "meta-llama/Llama-3.2-1B-Instruct"
+    assert resolved(model="another/draft").draft == "another/draft"
+
+
+def test_an_unknown_target_needs_one():
+    with pytest.raises(ConfigError, match='"model": "DRAFT"'):
+        resolved(target="nobody/knows-this")
+
+
+def test_settings_are_those_of_the_chosen_tree():
+    found = resolved(tree={"parents": [-1, 0, 0, 1]}, context_attention="flash")
+    assert found.speculates
+    assert found.choice.tree == found.settings.tree == TokenTree((-1, 0, 0, 1))
+    assert found.settings.tree_source == "given as parents"
+    assert found.settings.chosen_for is None
+    assert found.settings.versions == current_versions()
+    assert found.settings.context_attention == "flash"
+
+
+def test_a_tree_of_the_library_was_chosen_for_the_device():
+    found = resolved(model="meta-llama/Llama-3.2-1B", tree="auto")
+    assert found.settings.chosen_for == "NVIDIA H200"
+    assert found.choice.schedule
+
+
+def test_a_root_alone_does_not_speculate():
+    assert not resolved(tree={"parents": [-1]}).speculates
