@@ -1,4 +1,4 @@
-"""Versions of installed distributions."""
+"""The versions of the Python distributions that are installed here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def installed(name: str) -> str | None:
-    """Version of an installed distribution, or None."""
+    """The version of the distribution of this name; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -15,6 +15,6 @@ def installed(name: str) -> str | None:
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:
-    """Of these distributions, the versions of those that are installed."""
+    """The versions of those of these distributions that are installed, by name."""
     found = {name: installed(name) for name in names}
     return {name: number for name, number in found.items() if number is not None}

@@ -47,6 +47,9 @@ def layers_by_cache(kv_caches: dict[str, Tensor], metadata: dict[str, Any]) -> l
 class TargetCaches:
     """The target's caches, grouped by who shares a slot mapping.
 
+    Made in the first step that has trees; `move` is called once in each such step, after
+    verification.
+
     Args:
         kv_caches: Each target layer's cache, by name.
         metadata: As in `layers_by_cache`.

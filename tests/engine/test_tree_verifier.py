@@ -15,7 +15,7 @@ VERIFIER = TreeVerifier(lambda logits: logits.argmax(dim=-1), None)
 def verified(scheduled: dict[str, list[int]], request_index: dict[str, int], rows: list[int]):
     """What greedy verification accepts where row i of the logits says token ``rows[i]``."""
     tokens = torch.tensor([[0, 1, 2, 3]]).expand(len(scheduled), -1)
-    grown = DraftedTrees(TREE, tokens, torch.empty(0), torch.empty(0))
+    grown = DraftedTrees(tokens, torch.empty(0), torch.empty(0))
     lengths = np.ones(len(request_index), dtype=np.int64)
     for request, drafts in scheduled.items():
         lengths[request_index[request]] = len(drafts) + 1

@@ -15,6 +15,10 @@ from sequoia_vllm.verification import draft_distribution, draw_without_replaceme
 class DraftSampling:
     """Draws children without replacement, and keeps Q where the verifier will need it.
 
+    The runner makes one for each drafting pass. `TreeProposer.grow` calls `start`, then
+    `children` for each level from the root down, and `finish`, which hands over the
+    tree's tokens with the stored Q.
+
     Greedy requests take the draft's top-k. Sampled ones draw by Gumbel-top-k
     at their temperature, and their Q is stored. Seeded ones take the top-k
     under the noise that will decide the target's token (see `seeded`).
@@ -39,8 +43,15 @@ class DraftSampling:
         return cls(torch.zeros(batch), torch.zeros(batch, 0), torch.zeros(batch, dtype=torch.bool))
 
     def start(self, tree: TokenTree, vocab_size: int) -> None:
-        """Begins growing a tree; allocates the stored Q of its internal nodes."""
-        self._tree = tree
+        """Begins to grow trees of this topology.
+
+        Allocates what `children` stores of Q: float32, a row for each node with children
+        of each sampled request.
+
+        Args:
+            tree: The tree that every request of the pass grows.
+            vocab_size: Logits of a node.
+        """
         if not len(self.sampled):
             return
         internal = sum(1 for children in tree.children if children)
@@ -87,8 +98,12 @@ class DraftSampling:
         return drawn
 
     def finish(self, tokens: Tensor) -> DraftedTrees:
-        """What was grown; ``tokens`` is int64 ``[B, size]``."""
-        return DraftedTrees(self._tree, tokens, self._probs, self._probs_rows)
+        """What the pass grew.
+
+        Args:
+            tokens: int64 ``[B, size]``: the trees' tokens in stored order.
+        """
+        return DraftedTrees(tokens, self._probs, self._probs_rows)
 
     def _store(self, probs: Tensor, nodes: Tensor) -> None:
         end = self._stored + len(probs)

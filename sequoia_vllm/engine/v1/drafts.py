@@ -1,4 +1,9 @@
-"""The drafts that the proposer grew, kept until the verifier has judged them."""
+"""The trees of a batch: as the proposer grew them, and as the scheduler sends them back.
+
+A step grows trees (`DraftedTrees`) and returns their tokens to vLLM's scheduler, which
+may cut them. The next step lays out what comes back (`ScoringTrees`), scores and
+verifies it.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +20,20 @@ from sequoia_vllm.tree import TokenTree
 
 @dataclass(frozen=True)
 class DraftedTrees:
-    """What one drafting pass grew, for all its requests.
+    """What one drafting pass grew, for the B requests that it drew drafts for.
+
+    `TreeProposer.grow` returns it at the end of a step, and the runner keeps it for
+    each of the requests (`Draft`). In the next step `schedule_trees` compares its tokens
+    with those that the scheduler sends back, and the verifier reads its distributions.
 
     Attributes:
-        tree: Topology of the drafted nodes.
-        tokens: int64 ``[B, tree.size]``; column 0 is the root.
+        tokens: int64 ``[B, N]``: the tree's N nodes in stored order; column 0 is the root.
         probs: float32 ``[P, V]``: draft distributions Q, exactly as sampled.
             Greedy and seeded requests are verified without them and store none.
-        probs_rows: int64 ``[B, tree.size]``: the row of ``probs`` that holds Q
+        probs_rows: int64 ``[B, N]``: the row of ``probs`` that holds Q
             at each node; -1 where there is none.
     """
 
-    tree: TokenTree
     tokens: Tensor
     probs: Tensor
     probs_rows: Tensor
@@ -34,22 +41,26 @@ class DraftedTrees:
 
 @dataclass(frozen=True)
 class Draft:
-    """One request's row of a `DraftedTrees`."""
+    """The tree of one request: a row of a `DraftedTrees`."""
 
     grown: DraftedTrees
     row: int
 
     def matches(self, scheduled: Sequence[int]) -> bool:
-        """Whether the scheduler sends back a prefix of what was drafted."""
+        """Whether these tokens, which the scheduler sends back, are a prefix of the drafts."""
         drafted = self.grown.tokens[self.row, 1 : len(scheduled) + 1].tolist()
         return list(scheduled) == drafted
 
 
 @dataclass(frozen=True)
 class ScoringTrees:
-    """The trees in one step's batch: rows of the batch, and what was drafted.
+    """The trees of one step's batch: which of its rows they are, and what was drafted.
 
-    B counts requests with drafts, N is their longest tree, root included.
+    `schedule_trees` makes it before the target's forward. The attention metadata, the
+    verifier and the commit read it, and it is dropped when the step has sampled.
+
+    B is the number of requests with drafts, N that of the nodes of their largest tree,
+    root included.
 
     Attributes:
         requests: int64 ``[B]``: index of each request in the batch.

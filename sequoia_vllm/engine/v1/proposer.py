@@ -1,4 +1,4 @@
-"""The proposer: grows every request's token tree with the draft model."""
+"""The proposer of the V1 runner: the draft model grows a token tree for each request."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ PADDING_SLOT = -1  # vLLM's cache-update op skips it
 
 @dataclass(frozen=True)
 class InnerNodes:
-    """Where the nodes lie that the draft reads, for all levels of a pass at once.
+    """Where the nodes lie that the draft reads while B requests grow their trees.
 
     They are in draft order (see `Level`), each in the slot after the one before it.
 
     Attributes:
-        positions, slots: int64 ``[B, I]``: RoPE position and cache slot of each.
-        block_table: int32 ``[B, max_blocks]``.
-        root_positions, num_nodes: int64 ``[B]``: context before the root, and
-            nodes that have slots.
-        max_keys: Slots of the longest request.
+        positions, slots: int64 ``[B, I]``: the RoPE position and the cache slot of each
+            node.
+        block_table: int32 ``[B, max_blocks]``: the cache blocks of each request.
+        root_positions: int64 ``[B]``: the position of each root, which is the number of
+            tokens before it.
+        num_nodes: int64 ``[B]``: how many of the inner nodes have slots.
+        max_keys: How many slots the longest request has, those of its nodes included.
     """
 
     positions: Tensor
@@ -48,8 +50,12 @@ class InnerNodes:
 class TreeProposer(DraftModelProposer):
     """vLLM's draft-model proposer (loading, KV cache, compilation) growing trees.
 
-    Its `propose` is replaced by `advance` (the draft reads what was committed)
-    and `grow` (one forward per level over that level's internal nodes).
+    Instead of its `propose`, the runner calls two methods at the end of a step. `advance`
+    runs the draft over the tokens that were committed, which writes their keys and values
+    into the draft's KV cache, and returns the logits after the last of them. `grow`
+    draws the root's children from these logits; for each further level it runs the draft
+    over the level's nodes that have children, which writes their keys and values too, and
+    draws theirs. What `grow` writes is for this tree only: later steps write over it.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any) -> None:
@@ -69,7 +75,10 @@ class TreeProposer(DraftModelProposer):
         super().dummy_run(num_tokens, use_cudagraphs, True, slot_mappings)
 
     def advance(self, committed: CommittedTokens) -> Tensor:
-        """Runs the draft over newly committed tokens, writing its KV cache.
+        """Runs the draft over committed tokens that it has not read, writing its KV cache.
+
+        Args:
+            committed: The tokens to read, of R requests.
 
         Returns:
             Draft logits ``[R, V]`` after each request's last committed token.
@@ -112,9 +121,10 @@ class TreeProposer(DraftModelProposer):
 
         Args:
             levels: The tree to grow.
-            root_logits: ``[B, V]``: draft logits at each root.
-            root_tokens, root_positions: int64 ``[B]``.
-            requests: int64 ``[B]``: rows of the batch.
+            root_logits: ``[B, V]``: the draft's logits at each root.
+            root_tokens, root_positions: int64 ``[B]``: the token and the position of each
+                root.
+            requests: int64 ``[B]``: the indices of the requests in the batch.
             sampling: How each request draws children.
         """
         inner = self._inner_nodes(levels, requests, root_positions)
@@ -154,11 +164,11 @@ class TreeProposer(DraftModelProposer):
     def _level_forward(
         self, tokens: Tensor, inner: InnerNodes, levels: DraftLevels, level: Level
     ) -> Tensor:
-        """Draft logits ``[B * m, V]`` at one level's inner nodes, all requests at once.
+        """The draft's logits ``[B * m, V]`` at one level's m inner nodes, by one forward.
 
         Args:
-            tokens: int64 ``[B, m]``.
-            inner: Where the tree's inner nodes lie.
+            tokens: int64 ``[B, m]``: the tokens of the nodes.
+            inner: Where all inner nodes lie, of which a level has some columns.
             levels: The tree.
             level: The level.
         """
@@ -204,7 +214,7 @@ class TreeProposer(DraftModelProposer):
         num_reqs: int,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Draft logits of these rows (all if None) after one forward over all tokens."""
+        """The draft's logits of these rows (of all if None) by one forward over all tokens."""
         with (
             self.runner.stats.timed("draft", num_reqs, len(tokens)),
             set_forward_context(
@@ -219,7 +229,11 @@ class TreeProposer(DraftModelProposer):
             return self.model.compute_logits(hidden if rows is None else hidden[rows])
 
     def _block_table(self, requests: NDArray[np.int64]) -> Tensor:
-        """int32 ``[B, max_blocks]``: cache blocks of these requests, for the draft's layers."""
+        """The cache blocks that the draft's layers have of these requests.
+
+        Returns:
+            int32 ``[B, max_blocks]``.
+        """
         num_reqs = self.runner.input_batch.num_reqs
         table = self._table.get_device_tensor(num_reqs)
         if len(requests) == num_reqs:  # in order: all of them
@@ -227,7 +241,11 @@ class TreeProposer(DraftModelProposer):
         return table[torch.from_numpy(requests)]
 
     def _slots(self, requests: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
-        """Cache slots of these positions, int64; past the model's length the padding slot."""
+        """The cache slots of these positions of these requests, which are broadcast.
+
+        Returns:
+            int64; the padding slot for positions past the model's length.
+        """
         table = self._table.get_numpy_array()
         block = np.minimum(positions // self.block_size, table.shape[1] - 1)
         slots = table[requests, block] * np.int64(self.block_size) + positions % self.block_size

@@ -1,4 +1,8 @@
-"""How far the draft model has read each request, and what it has to read next."""
+"""How far the draft model has read each request, and what it has to read next.
+
+The draft *reads* a token when it computes the token's keys and values into its own KV
+cache. It must have read all of a request's committed tokens before it can draft.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,14 @@ from sequoia_vllm.engine.draft_blocks import DraftBlocks
 
 @dataclass(frozen=True)
 class CommittedTokens:
-    """Committed tokens that the draft model has not seen yet.
-
-    All on the host.
+    """The committed tokens that the draft model reads in one step, in arrays on the host.
 
     Attributes:
-        requests: int64 ``[R]``: rows of the batch these belong to.
-        tokens: int64 ``[T]``: all their tokens, request after request.
-        positions: int64 ``[T]``.
-        counts: int64 ``[R]``: tokens of each request, at least 1.
-        complete: bool ``[R]``: these are all that the request has.
+        requests: int64 ``[R]``: the indices in the batch of the R requests that have any.
+        tokens: int64 ``[T]``: the tokens, request after request.
+        positions: int64 ``[T]``: the position of each token in its request.
+        counts: int64 ``[R]``: how many of the tokens belong to each request, at least 1.
+        complete: bool ``[R]``: whether the request has no other tokens left to read.
     """
 
     requests: NDArray[np.int64]
@@ -34,21 +36,27 @@ class CommittedTokens:
 
     @cached_property
     def last(self) -> NDArray[np.int64]:
-        """int64 ``[R]``: index of each request's last token."""
+        """int64 ``[R]``: the index in ``tokens`` of each request's last one."""
         return self.counts.cumsum() - 1
 
 
 class DraftReading:
-    """Tokens of each request whose keys and values the draft's cache holds.
+    """Follows how many tokens of each request the draft model has read.
 
-    While speculation is off (a schedule says 0 at this batch size) the draft
-    reads nothing; when it is on again, requests catch up. A request that starts
-    with tokens from the prefix cache reads those of them that the draft has not.
+    Before the target's forward, the runner calls `forget` for the requests that have
+    finished, `start` for those that begin or resume, and `extend` for those that get more
+    cache blocks. After the step has sampled, and only if drafts are due, it calls `take`
+    once: that returns the tokens to read, which `TreeProposer.advance` reads at once, and
+    counts them as read.
+
+    While a schedule asks for no drafts at this batch size, the draft reads nothing; when
+    it asks for some again, the requests catch up. Of the tokens that a request has from
+    the prefix cache, the draft reads those that it has not read for another request.
 
     Args:
-        max_len: Longest request that the draft model can read.
-        budget: Most tokens to read in one step; the rest waits for the next.
-        blocks: What the draft's cache holds of the blocks that requests share.
+        max_len: Tokens of the longest request that the draft model can read.
+        budget: The most tokens to read in one step; the rest waits for the next.
+        blocks: Which cache blocks the draft has filled.
     """
 
     def __init__(self, max_len: int, budget: int, blocks: DraftBlocks) -> None:
@@ -56,28 +64,29 @@ class DraftReading:
         self.budget = budget
         self._blocks = blocks
         self._read: dict[str, int] = {}
-        self._cached: dict[str, int] = {}  # of requests that have not begun to read
+        self._cached: dict[str, int] = {}  # tokens from the prefix cache, until it begins to read
 
     def start(
         self, request_id: str, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """A request (re)starts with this many tokens in the cache, by prefix caching.
+        """A request begins, or resumes after preemption.
 
         Args:
             request_id: The request.
-            num_computed_tokens: Its first tokens, which the target does not compute.
-            block_ids: Its blocks, for each cache group.
+            num_computed_tokens: How many of its first tokens are in the prefix cache, so
+                that the target does not compute them.
+            block_ids: The ids of its blocks, for each cache group.
         """
         self.forget(request_id)
         self._cached[request_id] = num_computed_tokens
         self._blocks.start(request_id, block_ids, num_computed_tokens)
 
     def extend(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
-        """The request gets more blocks, for each cache group."""
+        """The request gets more blocks, whose ids are given for each cache group."""
         self._blocks.extend(request_id, block_ids)
 
     def forget(self, request_id: str) -> None:
-        """The request is finished."""
+        """The request has finished."""
         self._read.pop(request_id, None)
         self._cached.pop(request_id, None)
         self._blocks.forget(request_id)
@@ -90,17 +99,18 @@ class DraftReading:
         sampled: np.ndarray,
         num_sampled: np.ndarray,
     ) -> CommittedTokens | None:
-        """The tokens to read now, which then count as read.
+        """Chooses the tokens to read now, and counts them as read.
 
         Args:
-            request_ids: The batch.
-            token_ids: int ``[requests, max_len]``: tokens of each request...
-            known: int ``[requests]``: ...of which this many are in the target's cache.
-            sampled: int ``[requests, W]``: tokens emitted by this step...
-            num_sampled: int ``[requests]``: ...this many of them.
+            request_ids: The ids of the requests in the batch, in its order.
+            token_ids: int ``[requests, max_len]``: the tokens of each request.
+            known: int ``[requests]``: how many of these tokens the target has read with
+                this step, drafts not counted.
+            sampled: int ``[requests, W]``: the tokens that this step emitted.
+            num_sampled: int ``[requests]``: how many of those each request emitted.
 
         Returns:
-            None if there is nothing to read.
+            The tokens; None if there is nothing to read.
         """
         ends = known + num_sampled
         starts, counts, taken = self._take_each(request_ids, ends)
@@ -128,11 +138,19 @@ class DraftReading:
     def _take_each(
         self, request_ids: Sequence[str], ends: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """First token to read, tokens to read, and tokens to read now, of each request.
+        """How much each request reads, int64 ``[requests]`` each.
 
-        Requests that begin come last, in the order in which they started: the
+        Requests that begin to read come last, in the order in which they started: the
         prefix cache gives a request blocks that an earlier one fills in this very
         step, and one pass of the draft reads both.
+
+        Args:
+            request_ids: As in `take`.
+            ends: int64 ``[requests]``: how many committed tokens each request has.
+
+        Returns:
+            The position of the first token to read, the number of tokens that are unread,
+            and the number of those that the budget allows to read now.
         """
         starts, counts, taken = np.zeros((3, len(ends)), dtype=np.int64)
         rows = {request_id: row for row, request_id in enumerate(request_ids)}

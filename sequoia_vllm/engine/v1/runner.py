@@ -50,9 +50,10 @@ def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
 class SequoiaCPUModelRunner(CPUModelRunner):
     """Grows, scores, verifies and commits token trees within vLLM's V1 step.
 
-    One step: `_prepare_inputs` (positions by depth) -> `_build_attention_metadata`
-    (tree masks) -> target forward -> `_sample` (verify, commit) ->
-    `propose_draft_token_ids` (grow the next trees).
+    vLLM's step calls, in this order: `_update_states` (requests finish, begin, resume) ->
+    `_prepare_inputs` (positions by depth) -> `_build_attention_metadata` (tree masks) ->
+    `_model_forward` (the target scores the trees) -> `_sample` (verify, commit) ->
+    `propose_draft_token_ids` (the draft reads what was committed and grows the next trees).
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:

@@ -17,15 +17,20 @@ from sequoia_vllm.verification import VerifyResult
 
 @dataclass(frozen=True)
 class SamplerRows:
-    """Where each emitted token comes from.
+    """Where each token comes from that a step with trees emits.
+
+    The runner makes one after verification, if some request of the batch has no tree or
+    asks for logprobs. vLLM's sampler then samples at the root rows for the requests
+    without trees, and `combine_outputs` fills in their tokens.
 
     Attributes:
-        root_rows: int64 ``[requests]``: row of each request's root in the logits.
+        root_rows: int64 ``[requests]``: the row of each request's root in the logits; the
+            only row of a request without a tree.
         tokens: int64 ``[requests, W]``: emitted tokens, -1 padded; requests
             without trees are still -1 throughout.
         logits_rows: int64 ``[requests, W]``: the logits row that each emitted
             token was drawn from; padding repeats the root's.
-        without_tree: bool ``[requests]``.
+        without_tree: bool ``[requests]``: which requests have no tree.
     """
 
     root_rows: Tensor
@@ -35,7 +40,13 @@ class SamplerRows:
 
     @classmethod
     def of(cls, trees: ScoringTrees, result: VerifyResult, num_reqs: int) -> SamplerRows:
-        """Rows of one step."""
+        """The rows of one step.
+
+        Args:
+            trees: The step's trees.
+            result: What the verifier found for them.
+            num_reqs: Requests in the batch, those without trees included.
+        """
         device = trees.requests.device
         rows_of_request = torch.ones(num_reqs, dtype=torch.int64, device=device)
         rows_of_request[trees.requests] = trees.num_nodes

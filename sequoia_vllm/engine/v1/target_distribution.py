@@ -1,4 +1,4 @@
-"""The target's distribution at tree nodes, after a request's sampling parameters."""
+"""The target's distributions at tree nodes, as the requests' sampling parameters make them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from sequoia_vllm.verification import GREEDY_BELOW
 
 @dataclass(frozen=True)
 class TargetDistribution:
-    """Temperature, min-p, top-k and top-p as vLLM's sampler applies them, in its order.
+    """Applies temperature, min-p, top-k and top-p as vLLM's sampler does, in its order.
+
+    The runner makes one for each step that has trees. The verifier asks for the rows that
+    its walk reaches only: `probabilities` where it samples, `process` where a seed decides.
+    The step's logits are not changed.
 
     Attributes:
         logits: ``[rows, V]``: the target's logits of this step, any float dtype.
@@ -34,7 +38,7 @@ class TargetDistribution:
     def of(
         cls, logits: Tensor, metadata: SamplingMetadata, sampling_params: list[Any]
     ) -> TargetDistribution:
-        """Collects what `process` needs.
+        """Collects what `process` needs of a batch.
 
         Args:
             logits: See the class.
@@ -51,9 +55,8 @@ class TargetDistribution:
         )
 
     def is_greedy(self, requests: Tensor) -> Tensor:
-        """bool ``[A]``: which of these requests sample at temperature 0."""
-        if self.temperature is None:
-            return torch.ones_like(requests, dtype=torch.bool)
+        """bool ``[A]``: which of these requests are greedy, in a batch where some are not."""
+        assert self.temperature is not None
         return self.temperature[requests] < GREEDY_BELOW
 
     def process(self, rows: Tensor, requests: Tensor) -> Tensor:

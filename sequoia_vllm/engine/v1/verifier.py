@@ -21,6 +21,11 @@ from sequoia_vllm.verification import Topology, VerifyResult, match_nodes, match
 class TreeVerifier:
     """Applies the Sequoia verifier to the trees of one step.
 
+    The runner calls `verify` once per step that has trees, after the target's forward
+    and before the commit. It reads the target's logits and the draft distributions that
+    were stored when the trees grew; it changes nothing but the generators of seeded
+    requests.
+
     Greedy requests are matched against the target's argmax, seeded ones
     against the token their seed gives (see `seeded`); the others run
     Algorithm 2 on the stored draft distributions.

@@ -9,12 +9,15 @@ from numpy.typing import NDArray
 
 
 class EmittedRows(NamedTuple):
-    """Rows for every token that a batch's trees may emit, request after request.
+    """A row for every token that a batch's trees may emit, request after request.
+
+    The verifier makes it in steps where some request wants logprobs: each row then gets
+    those of its token.
 
     Attributes:
-        starts: int ``[R + 1]``: the first row of each request, and their number.
-        request: int64 ``[T]``: request of each row...
-        column: int64 ``[T]``: ...and which of its tokens it is for.
+        starts: int64 ``[R + 1]``: the first row of each request, then the number of rows.
+        request: int64 ``[T]``: the request of each row.
+        column: int64 ``[T]``: which of that request's emitted tokens the row is for.
     """
 
     starts: NDArray[np.int64]
@@ -23,11 +26,12 @@ class EmittedRows(NamedTuple):
 
 
 def emitted_rows(cu_num_logits: NDArray[np.int32], most: int) -> EmittedRows:
-    """Rows of requests that emit one token per scored node, and ``most`` at most.
+    """The rows of requests that emit at most a token per scored node, and at most ``most``.
 
     Args:
-        cu_num_logits: int32 ``[R + 1]``: first scored node of each request.
-        most: Depth of the engine's tree, and one.
+        cu_num_logits: int32 ``[R + 1]``: the first scored node of each request, then the
+            number of all nodes.
+        most: One more than the depth of the engine's tree.
     """
     counts = np.minimum(np.diff(cu_num_logits), most).astype(np.int64)
     starts = np.concatenate([[0], counts.cumsum()])

@@ -14,6 +14,10 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 class LogitsNeeds:
     """What each request slot needs done to its logits: nothing, a temperature, or more.
 
+    vLLM's sampler calls `add_request` when a request begins or resumes, and in it
+    `add_to_states`; in each step the verifier asks `any_more` and `nothing` of the
+    requests that it verifies, to leave their logits alone where it can.
+
     vLLM's sampler keeps one flag per slot, raised by a temperature as by anything else
     that `Sampler.apply_sampling_params` does. `add_request` and `add_to_states` are to
     take the places of the sampler's and of its states': in between, the flag says what
@@ -31,13 +35,13 @@ class LogitsNeeds:
         self._states_at_one = SamplingStates(1, states.vocab_size)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
-        """In the place of the sampler's: a request (re)starts in this slot."""
+        """Takes the place of the sampler's: a request begins or resumes in this slot."""
         self._add_request(req_idx, sampling_params)
         self._more_needed[req_idx] = self._needed[req_idx]
         self._needed[req_idx] |= self._temperatures[req_idx] not in (0.0, 1.0)
 
     def add_to_states(self, req_idx: int, sampling_params: Any) -> bool:
-        """In the place of its states': whether they need more than the temperature."""
+        """Takes the place of its states': tells whether they need more than the temperature."""
         if not self._add_to_states(req_idx, sampling_params):
             return False
         at_one = copy(sampling_params)

@@ -11,7 +11,11 @@ from torch import Tensor
 
 
 class PathCopies:
-    """Copies under way from the device. Also on CPUs, where they are done at once."""
+    """The copies of accepted paths that are under way from the device to the host.
+
+    The runner calls `start` in each step that verified trees, after the commit, and
+    `arrived` in every step, for the statistics. On CPUs copies arrive at once.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

@@ -1,5 +1,8 @@
 """How much of each request the draft model has read: exact on the device, bounded on the host.
 
+The draft *reads* a token when it computes the token's keys and values into its own KV
+cache.
+
 A step's outcome stays on the device (vLLM schedules the next step before it is
 known), so the host knows only how many tokens a request may have gained at
 most. That bounds the rows of the draft's next pass; the device knows which of
@@ -20,17 +23,23 @@ from sequoia_vllm.engine.draft_blocks import DraftBlocks
 
 
 class DraftReading:
-    """Tokens of each request whose keys and values the draft's cache holds.
+    """Follows how many tokens of each request the draft model has read.
 
-    While a schedule says 0 drafts the draft reads nothing; when speculation is
-    on again, requests catch up. A request that starts with tokens from the prefix
-    cache reads those of them that the draft has not.
+    Before the target's forward, the runner calls `start` for requests that begin or resume
+    and `extend` for those that get more cache blocks. After every step the proposer calls
+    `gain`; if drafts are due it then asks `most_unread`, which decides how the draft reads,
+    and calls `take_bounds` for the rows of its pass. That pass adds to `read` on the device
+    what it has really read.
+
+    While a schedule asks for no drafts, the draft reads nothing; when it asks for some
+    again, the requests catch up. Of the tokens that a request has from the prefix cache,
+    the draft reads those that it has not read for another request.
 
     Args:
-        max_num_reqs: Request slots of the engine.
-        depths: Most drafts that a step accepts of 0, 1, 2, ... of them.
-        unknown_drafts: Most drafts of a request that the scheduler counts as
-            accepted, as it does not know of them yet.
+        max_num_reqs: How many request slots the engine has.
+        depths: The most drafts that a step can accept if it scores 0, 1, 2, ... of them.
+        unknown_drafts: The most drafts of a request that the scheduler counts as accepted
+            because it does not know yet what became of them.
         device: The engine's device.
     """
 
@@ -54,22 +63,23 @@ class DraftReading:
 
     @property
     def read(self) -> Tensor:
-        """int32 ``[max_num_reqs]``: tokens read, by request slot; a drafting pass adds to it."""
+        """int32 ``[max_num_reqs]``: tokens read, by request slot; written by drafting passes."""
         return self._read.gpu
 
     def use_cache(self, block_sizes: Mapping[int, int]) -> None:
-        """The KV cache is there; for its block sizes see `DraftBlocks`."""
+        """Called when the KV cache is allocated; for its block sizes see `DraftBlocks`."""
         self._blocks = DraftBlocks(block_sizes)
 
     def start(
         self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """A request (re)starts with this many tokens in the cache, by prefix caching.
+        """A request begins, or resumes after preemption.
 
         Args:
             slot: Its request slot.
-            num_computed_tokens: Its first tokens, which the target does not compute.
-            block_ids: Its blocks, for each cache group.
+            num_computed_tokens: How many of its first tokens are in the prefix cache, so
+                that the target does not compute them.
+            block_ids: The ids of its blocks, for each cache group.
         """
         self._cached.pop(slot, None)
         self._cached[slot] = num_computed_tokens
@@ -78,7 +88,7 @@ class DraftReading:
         self._computed_at_least[slot] = num_computed_tokens
 
     def extend(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """The request in this slot gets more blocks, for each cache group."""
+        """The request in this slot gets more blocks, whose ids are given for each cache group."""
         self._blocks.extend(slot, block_ids)
 
     def gain(
@@ -89,14 +99,14 @@ class DraftReading:
         num_drafts: NDArray[np.int32] | None,
         is_prefilling: NDArray[np.bool_],
     ) -> None:
-        """A step was run: each request may have gained up to so many tokens.
+        """Notes how many tokens each request of a step may have gained at most.
 
         Args:
-            slots: ``[R]``: request slots of the batch.
-            computed: ``[R]``: tokens in the target's cache before, as the scheduler
-                counts them.
+            slots: ``[R]``: the request slots of the batch.
+            computed: ``[R]``: tokens in the target's cache before the step, as the
+                scheduler counts them.
             num_scheduled: ``[R]``: tokens in the target's forward, drafts included.
-            num_drafts: ``[R]``, or None for none.
+            num_drafts: ``[R]``: drafts in the target's forward; None if there were none.
             is_prefilling: ``[R]``: whether the step read a prompt (it may have
                 sampled a token too).
         """

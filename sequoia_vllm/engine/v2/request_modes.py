@@ -1,4 +1,4 @@
-"""How each request's drafts are drawn and verified."""
+"""How the drafts of each request are drawn and verified on Model Runner V2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from sequoia_vllm.verification import GREEDY_BELOW
 
 
 class RequestModes:
-    """The mode of every request slot, on the host and the device."""
+    """The mode of every request slot, on the host and the device.
+
+    In a step to which requests are added, `start` is called for each of them and then
+    `apply_starts`. The kernels that draw and verify drafts read `gpu`; on the host the
+    verifier asks which requests are `sampled`, and the runner which ever have drafts.
+    """
 
     def __init__(self, max_num_reqs: int) -> None:
         self._modes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
@@ -24,11 +29,14 @@ class RequestModes:
 
     @property
     def gpu(self) -> Tensor:
-        """int32 ``[slots]``."""
+        """int32 ``[slots]``: the modes (`kernels.modes`), where the device reads them."""
         return self._modes.gpu
 
     def give_no_drafts(self) -> None:
-        """From now on: a custom logits processor may look at the tokens of a path."""
+        """No request gets drafts from now on.
+
+        For engines with custom logits processors, which may look at the tokens of a path.
+        """
         self._without_drafts = True
 
     def sampled(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
@@ -40,11 +48,11 @@ class RequestModes:
         return int(self._modes.np[slot]) != SKIP
 
     def start(self, slot: int, sampling_params: Any) -> None:
-        """A request (re)starts in this slot."""
+        """A request begins or resumes in this slot."""
         self._modes.np[slot] = SKIP if self._without_drafts else mode_of(sampling_params)
 
     def apply_starts(self) -> None:
-        """Makes what `start` was told visible to the device."""
+        """Makes the modes of the requests that started visible to the device."""
         self._modes.copy_to_uva()
 
 

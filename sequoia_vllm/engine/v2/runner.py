@@ -29,9 +29,12 @@ from sequoia_vllm.engine.v2.verifier import TreeVerifier
 class TreeRunner(GPUModelRunner):
     """Grows, scores, verifies and commits token trees within vLLM's V2 step.
 
-    One step: `prepare_attn` (positions by depth) -> attention metadata (tree
-    masks) -> target forward -> `sample` (verify, commit) -> the proposer's
-    `propose` (grow the next trees). Nothing waits for the device.
+    vLLM's step calls, in this order: `add_requests` (requests begin, resume, get blocks)
+    -> `prepare_attn` (positions by depth) -> the model state's `prepare_attn`, which is
+    `_attention_metadata` (tree masks) -> the target's forward -> `sample` (the verifier in
+    the rejection sampler's place, then the commit) -> the proposer's `propose` (the draft
+    reads what was committed and grows the next trees) -> `take_draft_token_ids`, where the
+    scheduler asks for them. Nothing waits for the device.
 
     Attributes:
         backend_class: Tree attention and commit of the device.

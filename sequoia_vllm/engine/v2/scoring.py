@@ -1,4 +1,4 @@
-"""The target's side of a step: where tree nodes are, and what they see."""
+"""The target's side of a step on Model Runner V2: where tree nodes are, and what they see."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from sequoia_vllm.tree import TokenTree
 @dataclass(frozen=True)
 class ScoringTrees:
     """The trees of a batch, whose requests come first in it.
+
+    Made before the target's forward. The backend makes the attention's queries of it, and
+    reads it again to commit the accepted paths.
 
     Attributes:
         num_requests: Requests with trees, R.
@@ -38,6 +41,10 @@ class ScoringTrees:
 class TreeScoring:
     """Rewrites a batch in which vLLM laid out drafts as chains.
 
+    Before the target's forward the runner calls `place`, which writes the positions and
+    the contexts that the forward reads, and then `trees_of` for the attention metadata.
+    When vLLM captures CUDA graphs it calls `trees_to_capture` instead.
+
     vLLM gives a request's tokens consecutive positions; their slots follow from
     them and stay so. Node i has slot c + i and RoPE position c + depth(i).
 
@@ -52,9 +59,9 @@ class TreeScoring:
         self.context_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
 
     def place(self, batch: InputBatch) -> None:
-        """Gives tree nodes the position of their depth, in place; notes their contexts.
+        """Gives tree nodes the position of their depth, in place, and notes their contexts.
 
-        All on the device, in buffers that CUDA graphs read.
+        All of it happens on the device, in buffers that CUDA graphs read.
         """
         if batch.num_draft_tokens == 0:
             return

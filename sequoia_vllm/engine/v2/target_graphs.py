@@ -15,7 +15,11 @@ from sequoia_vllm.hardware.graph_sizes import decode_shapes
 
 
 class TreeGraphManager(ModelCudaGraphManager):
-    """vLLM's manager with other full graphs: per number of drafts, for the batches that have it."""
+    """vLLM's manager with other full graphs: per number of drafts, for the batches that have it.
+
+    Its constructor calls `_init_candidates` once, when the engine starts: that sets which
+    graphs vLLM captures, and which of them vLLM tries for a batch of a step, by its tokens.
+    """
 
     _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
     _candidates: dict[tuple[int, int], list[BatchExecutionDescriptor]]

@@ -54,11 +54,18 @@ class Verified:
 class TreeVerifier(RejectionSampler):
     """vLLM's rejection sampler, whose call verifies trees.
 
-    Derived from it for what vLLM reads of it besides, which differs between versions.
+    vLLM calls it once per step whose batch has drafts, after the target's forward. It
+    reads the target's logits, the trees that the speculator left on the device with their
+    draft logits, and the requests' modes and sampling parameters. It returns the emitted
+    tokens to vLLM, and leaves the accepted nodes in `paths`, where the runner reads them
+    for commit and statistics.
+
+    It derives from vLLM's class because vLLM reads other attributes of it besides, which
+    differ between versions.
 
     Args:
-        sampler: vLLM's sampler: sampling parameters, noise and logprobs are its own.
-        speculator: Who drew the drafts.
+        sampler: vLLM's sampler, whose sampling parameters, noise and logprobs are used.
+        speculator: The proposer that drew the drafts.
     """
 
     def __init__(self, sampler: Sampler, speculator: TreeProposer) -> None:
