@@ -20,6 +20,9 @@ class DraftBlocks:
     A filled block that is not known as such costs the draft a second reading; one
     that is wrongly taken for filled would cost accepted drafts.
 
+    Both runners' `DraftReading` tells it when requests begin, get blocks and finish, and
+    calls `read` when a drafting pass reads their tokens.
+
     Args:
         block_sizes: Tokens per block of each cache group that has layers of the
             draft, by index of the group.
@@ -32,36 +35,36 @@ class DraftBlocks:
 
     @property
     def step(self) -> int:
-        """Blocks end at multiples of so many tokens only."""
+        """A number of tokens: blocks end only at its multiples."""
         return math.gcd(*self._block_sizes.values())
 
     def start(
         self, request: Hashable, block_ids: Sequence[Sequence[int]], num_computed_tokens: int
     ) -> None:
-        """A request (re)starts.
+        """A request begins, or resumes after preemption.
 
         Args:
             request: Any name for it.
-            block_ids: Its blocks, for each cache group...
-            num_computed_tokens: ...those of its first tokens, so many, from the
-                prefix cache.
+            block_ids: The ids of its blocks, for each cache group.
+            num_computed_tokens: How many of its first tokens are in the prefix cache; the
+                blocks of the others hold nothing yet.
         """
         self._blocks[request] = {group: list(block_ids[group]) for group in self._block_sizes}
         for size, blocks in self._sized_blocks(request):
             self._filled.difference_update(blocks[num_computed_tokens // size :])
 
     def extend(self, request: Hashable, block_ids: Sequence[Sequence[int]]) -> None:
-        """A request gets more blocks, for each cache group."""
+        """A request gets more blocks, whose ids are given for each cache group."""
         for group, blocks in self._blocks[request].items():
             blocks += block_ids[group]
             self._filled.difference_update(block_ids[group])
 
     def forget(self, request: Hashable) -> None:
-        """The request is finished; what its blocks hold may still be shared."""
+        """The request has finished; what its blocks hold may still be shared."""
         self._blocks.pop(request, None)
 
     def filled_tokens(self, request: Hashable, limit: int) -> int:
-        """Tokens at the start of a request, at most ``limit``, in filled blocks of all groups."""
+        """How many of a request's first ``limit`` tokens lie in filled blocks of all groups."""
         return min(
             size * sum(1 for _ in takewhile(self._filled.__contains__, blocks[: limit // size]))
             for size, blocks in self._sized_blocks(request)

@@ -21,6 +21,11 @@ _MOST_PENDING = 256
 class StepStats:
     """Sums over the steps since the last `reset`; cheap enough to be always on.
 
+    The worker counts each step and times all of it; the V1 runner and its proposer time the
+    forwards, too, which on V2 nothing waits for. After verification the runner hands over
+    the step's trees, by `observe` or `observe_paths`, and the worker sends them to the
+    front end (`take_paths`).
+
     Attributes:
         tree: The engine's tree.
         seconds: Wall time by part: "target" (its forward, without the LM head),

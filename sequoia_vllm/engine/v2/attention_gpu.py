@@ -36,11 +36,11 @@ class GPUTreeQueries:
     Attributes:
         query_start_loc: int32 ``[R + 1]``: rows of each request's nodes.
         context_lens: int32 ``[R]``: tokens in the cache before node 0.
-        block_table: int32 ``[R, max_blocks]``.
-        ancestors: int32 ``[N, words]``, packed.
-        first_node: The first row of each request is this node.
-        max_queries: Most nodes of a request.
-        workspace: For the kernel.
+        block_table: int32 ``[R, max_blocks]``: the cache blocks of each request.
+        ancestors: int32 ``[N, words]``: which nodes each node sees, packed as bits.
+        first_node: The node that the first row of each request is.
+        max_queries: The most nodes of any request.
+        workspace: The buffers that the kernel works in.
         only_trees: No row of the batch is anything but a tree node.
         flash_max_context: FlashAttention reads the contexts, none of which is longer;
             None: our kernel does.
@@ -123,7 +123,7 @@ class FlashTreeImpl(GPUTreeForward, FlashAttentionImpl):
     def _attend_to_contexts(
         self, query: Tensor, keys: Tensor, values: Tensor, tree: GPUTreeQueries, output: Tensor
     ) -> Tensor | None:
-        """By FlashAttention, if it shall."""
+        """Writes it by FlashAttention, if the configuration says so."""
         if tree.flash_max_context is None:
             return None
         return attend_to_contexts(
