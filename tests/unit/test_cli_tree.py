@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from sequoia_vllm import __version__, cli
 from sequoia_vllm.cli import app
+from sequoia_vllm.cli.tree import optimizer_cost
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
-from sequoia_vllm.tree import Acceptance, TokenTree, bench, optimize_tree
+from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 
 VECTOR = [0.6, 0.2, 0.1]
 
@@ -344,7 +345,9 @@ class TestLibraryCommands:
         assert sorted(path.name for path in output.glob("*")) == sorted([*files, "mine.json"])
 
     def test_bench(self, monkeypatch):
-        monkeypatch.setattr(bench, "CASES", (bench.BenchCase(16, 4, 8, 1.0, 64.0),))
+        monkeypatch.setattr(
+            optimizer_cost, "CASES", (optimizer_cost.BenchCase(16, 4, 8, 1.0, 64.0),)
+        )
         (case,) = run_json("tree", "bench")["cases"]
         assert 0 < case["seconds"] < case["limit_seconds"]
         assert 0 < case["peak_mib"] < case["limit_mib"]
@@ -523,7 +526,7 @@ class TestCommand:
 
     def test_a_plain_function_can_be_a_command(self, monkeypatch):
         monkeypatch.setitem(cli.COMMANDS, "seedling", "sequoia_vllm.cli.tree.commands:bench")
-        monkeypatch.setattr(bench, "CASES", ())
+        monkeypatch.setattr(optimizer_cost, "CASES", ())
         assert json.loads(run("seedling", "--json").stdout) == {"cases": []}
 
     def test_a_command_whose_module_is_missing_is_not_shown(self, monkeypatch):

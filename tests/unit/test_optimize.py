@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_trees import acceptances, brute_force, heap_optimum, published, simulate
 
+from sequoia_vllm.cli.tree.optimizer_cost import CASES, bench_case
 from sequoia_vllm.tree import (
     Acceptance,
     Frontier,
@@ -18,7 +19,6 @@ from sequoia_vllm.tree import (
     optimize_frontier,
     optimize_tree,
 )
-from sequoia_vllm.tree.bench import CASES, bench_case
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 from sequoia_vllm.tree.shapes import independent_sequences
 

@@ -337,7 +337,7 @@ app.command()(scaling)
 @app.command()
 def bench(as_json: JsonOption = False) -> None:
     """Time the optimizer and its memory, against what it may cost on one core."""
-    from sequoia_vllm.tree.bench import CASES, bench_case
+    from sequoia_vllm.cli.tree.optimizer_cost import CASES, bench_case
     from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
     results = [bench_case(case, REFERENCE_ACCEPTANCE) for case in CASES]

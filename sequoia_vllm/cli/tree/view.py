@@ -11,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from sequoia_vllm.cli.tree.optimizer_cost import BenchResult
 from sequoia_vllm.hardware.cost import Estimate
 from sequoia_vllm.hardware.schedule import Schedule
 from sequoia_vllm.json_file import read_json
 from sequoia_vllm.library.files import LIBRARY_SCHEMA, USER_TREE_SCHEMA, TreeEntry
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.tree.acceptance import Acceptance
-from sequoia_vllm.tree.bench import BenchResult
 from sequoia_vllm.tree.token_tree import TokenTree, TreeError
 
 _BAR = 24

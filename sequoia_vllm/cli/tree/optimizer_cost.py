@@ -1,4 +1,4 @@
-"""Time and memory of the DP."""
+"""Time and memory of the optimizer of trees: what `sequoia-vllm tree bench` shows."""
 
 from __future__ import annotations
 
