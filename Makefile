@@ -44,7 +44,7 @@ contract: setup
 	$(BIN)/python -m tests.contract.check_wheels $(CONTRACT_DIR) $(CONTRACT_VERSIONS)
 
 compiled: setup
-	$(BIN)/python tests/kernels/record_compiled.py .triton
+	$(BIN)/python -m benchmarks.compiled.record .triton
 
 rehearse: setup
 	$(BIN)/python -m tests.gpu_rehearsal.other_versions $(CONTRACT_DIR) $(VERSION) -n 2 --dist loadfile

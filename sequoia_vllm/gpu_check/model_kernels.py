@@ -4,15 +4,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from sequoia_vllm.kernels.compile_report import Variant
 
 
 @triton.jit
@@ -125,27 +120,3 @@ def silu_and_multiply(packed: Tensor) -> Tensor:
     block = min(1024, triton.next_power_of_2(width))
     _gate_kernel[(rows, triton.cdiv(width, block))](packed, output, width, BLOCK=block, num_warps=4)
     return output
-
-
-def aot_variants() -> list[Variant]:
-    """What a 7B-shaped model compiles, as in `sequoia_vllm.kernels.compile_report`."""
-    from sequoia_vllm.kernels.compile_report import Variant
-
-    tensors = dict.fromkeys(("hidden", "residual", "weight", "output", "packed", "cache"), "*bf16")
-    numbers = dict.fromkeys(("width", "block_stride", "head_stride", "slot_stride"), "i32")
-    indices = dict.fromkeys(("positions", "slots"), "*i64")
-    every = {**tensors, **numbers, **indices, "rotation": "*fp32", "epsilon": "fp32"}
-    heads = {"HEADS": 32, "KEY_HEADS": 8, "HEAD_SIZE": 128, "HALF": 64, "PADDED_HALF": 64}
-    return [
-        Variant(
-            f"{kernel.fn.__name__}/{number}", kernel,
-            {name: every[name] for name in kernel.arg_names if name in every}, constexprs,
-            num_warps=num_warps,
-        )
-        for number, (kernel, constexprs, num_warps) in enumerate((
-            (_normalize_kernel, {"ADD": True, "BLOCK": 4096}, 4),
-            (_normalize_kernel, {"ADD": False, "BLOCK": 1024}, 4),
-            (_rotate_and_store_kernel, {**heads, "SLOTS": 16}, 1),
-            (_gate_kernel, {"BLOCK": 1024}, 4),
-        ))
-    ]  # fmt: skip

@@ -3,16 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sequoia_vllm.kernels import modes as draft_modes
-
-if TYPE_CHECKING:
-    from sequoia_vllm.kernels.compile_report import Variant
 
 _SKIP = tl.constexpr(draft_modes.SKIP)
 _BLOCK = 128
@@ -125,26 +120,3 @@ def begin_drafting_kernel(
     drafts = drafts & (root < longest) & (row < max_trees)
     tl.store(num_nodes + slot, tl.where(drafts, tree_size, 0), mask=is_request)
     tl.store(rows + slot, row * inner_nodes, mask=is_request)
-
-
-def aot_variants() -> list[Variant]:
-    """As an engine launches it, for `compile_report`."""
-    from sequoia_vllm.kernels.compile_report import Variant
-
-    int32 = (
-        "requests", "computed", "num_sampled", "bounds", "all_modes", "read", "num_nodes", "rows",
-        "starts", "counts", "roots", "modes",
-    )  # fmt: skip
-    numbers = (
-        "num_requests", "max_requests", "tree_size", "inner_nodes", "longest", "max_trees",
-    )  # fmt: skip
-    signature = {
-        **dict.fromkeys(int32, "*i32"),
-        **dict.fromkeys(("all_temperatures", "temperatures"), "*fp32"),
-        **dict.fromkeys(("all_seeds", "slots", "seeds"), "*i64"),
-        **dict.fromkeys(numbers, "i32"),
-    }
-    constants = {"BLOCK": _BLOCK}
-    return [
-        Variant("begin drafting", begin_drafting_kernel, signature, constants, in_every_test=True)
-    ]

@@ -5,8 +5,6 @@ What they are drawn from, and how, is said in `sequoia_vllm.kernels.children_ker
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 from torch import Tensor
@@ -16,9 +14,6 @@ from sequoia_vllm.kernels.children_kernels import (
     merge_best_kernel,
     row_statistics_kernel,
 )
-
-if TYPE_CHECKING:
-    from sequoia_vllm.kernels.compile_report import Variant
 
 _MIN_BLOCK = 1024
 # Four tokens per thread: with eight Triton 3.8 spills on some devices.
@@ -169,52 +164,3 @@ def _blocks(vocabulary: int, branch: int) -> tuple[int, int]:
 
 def _merge_warps(candidates: int) -> int:
     return max(4, min(16, candidates // 512))
-
-
-def aot_variants() -> list[Variant]:
-    """What engines with large vocabularies compile, for `compile_report`."""
-    from sequoia_vllm.kernels.compile_report import Variant
-
-    int32 = dict.fromkeys(
-        ("width", "depth", "vocabulary", "num_state_rows", "num_blocks", "max_children"), "i32"
-    )
-    strides = dict.fromkeys(
-        ("logits_stride", "draft_state_stride", "draft_inner_stride"), "i64:16"
-    ) | dict.fromkeys(("stats_state_stride", "stats_inner_stride", "tokens_stride"), "i64")
-    pointers = {
-        "temperature": "*fp32", "seeds": "*i64", "modes": "*i32", "positions": "*i32",
-        "nodes": "*i32", "counts": "*i32", "columns": "*i32", "partials": "*fp32",
-        "candidates": "*i64", "tokens": "*i64", "draft_stats": "*fp32", "state_rows": "*i32",
-        "inner_rows": "*i32",
-    }  # fmt: skip
-    variants = []
-    for dtype, branch, vocabulary in (
-        ("bf16", 4, 128256),
-        ("fp32", 4, 128256),
-        ("bf16", 64, 128256),
-        ("bf16", 4, 151936),
-        ("bf16", 64, 151936),
-    ):
-        block, num_blocks = _blocks(vocabulary, branch)
-        sizes = {"BLOCKS": triton.next_power_of_2(num_blocks), "BRANCH": branch}
-        logits = {"logits": f"*{dtype}", "draft_logits": f"*{dtype}"}
-        every = int32 | strides | pointers | logits
-        warps = _merge_warps(sizes["BLOCKS"] * branch)
-        for kernel, constexprs, num_warps in (
-            (row_statistics_kernel, {"BLOCK": block}, 4),
-            (block_best_kernel, {"BLOCK": block, **sizes}, _BEST_WARPS),
-            (merge_best_kernel, sizes, warps),
-        ):
-            signature = {name: every[name] for name in kernel.arg_names if name in every}
-            name = f"{kernel.fn.__name__} {dtype}, {vocabulary} tokens, {branch} children"
-            variants.append(
-                Variant(
-                    name,
-                    kernel,
-                    signature,
-                    constexprs,
-                    num_warps=num_warps,
-                    in_every_test=(branch, vocabulary) == (64, 151936),
-                )
-            )
-    return variants

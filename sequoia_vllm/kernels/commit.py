@@ -16,15 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import gcd
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from sequoia_vllm.kernels.compile_report import Variant
 
 _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 # Units that one program moves per token.
@@ -181,30 +177,3 @@ def commit_accepted(
         UNIT=_UNITS[layers.unit], SLOTS=layers.slots, HEADS=layers.heads, UNITS=layers.units,
         BLOCK=block, num_warps=4,
     )  # fmt: skip
-
-
-def aot_variants() -> list[Variant]:
-    """Eight heads of 128 in bfloat16, and one odd layout, for `compile_report`."""
-    from sequoia_vllm.kernels.compile_report import Variant
-
-    signature = {
-        "addresses": "*i64", "block_table": "*i32", "table_stride": "i64", "context_lens": "*i32",
-        "accepted": "*i32", "accepted_stride": "i64", "depth": "i32",
-        "block_stride": "i64:16", "head_stride": "i64:16", "slot_stride": "i64:16",
-    }  # fmt: skip
-    common = {"SLOTS": 16, "HEADS": 8}
-    return [
-        Variant(
-            "commit bf16, head 128",
-            commit_kernel,
-            signature,
-            {**common, "UNIT": tl.int64, "UNITS": 64, "BLOCK": 512},
-            in_every_test=True,
-        ),
-        Variant(
-            "commit fp8, head 36",
-            commit_kernel,
-            {**signature, "head_stride": "i64", "slot_stride": "i64"},
-            {**common, "UNIT": tl.int32, "UNITS": 18, "BLOCK": 256},
-        ),
-    ]

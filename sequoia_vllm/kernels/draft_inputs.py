@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -18,9 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sequoia_vllm.kernels.alignment import aligned
-
-if TYPE_CHECKING:
-    from sequoia_vllm.kernels.compile_report import Variant
 
 NO_SLOT = -1
 """In place of a cache slot: keys and values are not kept."""
@@ -249,35 +245,3 @@ def level_inputs_kernel(
         is_there & (cached < max_len),
         GROUPS,
     )
-
-
-def aot_variants() -> list[Variant]:
-    """One and two groups of cache layers, for `compile_report`."""
-    from sequoia_vllm.kernels.compile_report import Variant
-
-    int32 = ("starts", "counts", "roots", "nodes", "token_ids", "all_token_ids")
-    int64 = ("requests", "tokens", "layout", "positions", "slots", "last_rows")
-    numbers = (
-        "ids_stride", "max_len", "width", "num_rows", "longest", "tokens_stride", "first", "depth",
-    )  # fmt: skip
-    signature = {
-        **dict.fromkeys(int32, "*i32"),
-        **dict.fromkeys(int64, "*i64"),
-        **dict.fromkeys(numbers, "i32"),
-        "slots_stride": "i32:16",
-    }
-    return [
-        Variant(
-            f"draft inputs, {name}, {groups} groups",
-            kernel,
-            {
-                argument: signature[argument]
-                for argument in kernel.arg_names
-                if argument in signature
-            },
-            {"GROUPS": groups, "BLOCK": _BLOCK},
-            in_every_test=groups > 1,
-        )
-        for name, kernel in (("committed", committed_inputs_kernel), ("level", level_inputs_kernel))
-        for groups in (1, 2)
-    ]

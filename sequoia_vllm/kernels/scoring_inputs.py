@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -12,9 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sequoia_vllm.kernels.alignment import aligned
-
-if TYPE_CHECKING:
-    from sequoia_vllm.kernels.compile_report import Variant
 
 _BLOCK = 128
 
@@ -205,43 +201,3 @@ def gather_for_verification_kernel(
     temperature = tl.load(temperatures + slot, mask=exists)
     tl.store(temperatures_out + index, temperature, mask=exists)
     tl.store(seeds_out + index, tl.load(seeds + slot, mask=exists), mask=exists)
-
-
-def aot_variants() -> list[Variant]:
-    """As an engine launches them, for `compile_report`."""
-    from sequoia_vllm.kernels.compile_report import Variant
-
-    int32 = (
-        "row_slots", "row_nodes", "input_ids", "slots", "cu_rows", "num_nodes", "state_rows",
-        "modes", "token_ids_out", "modes_out", "root_positions_out", "state_rows_out", "scored",
-        "context_lens",
-    )  # fmt: skip
-    int64 = (
-        "rows", "shifts", "positions", "seeds", "tokens_out", "positions_out", "seeds_out"
-    )  # fmt: skip
-    signature = {
-        **dict.fromkeys(int32, "*i32"),
-        **dict.fromkeys(int64, "*i64"),
-        **dict.fromkeys(("temperatures", "temperatures_out"), "*fp32"),
-        **dict.fromkeys(("max_nodes", "num_rows", "num_requests", "scored_stride"), "i32"),
-        "invalid": "*i1",
-    }
-    return [
-        Variant(
-            name,
-            kernel,
-            {name: signature[name] for name in kernel.arg_names if name in signature},
-            constexprs,
-            num_warps=num_warps,
-            in_every_test=True,
-        )
-        for name, kernel, constexprs, num_warps in (
-            ("place nodes", place_nodes_kernel, {"BLOCK": 64}, 1),
-            (
-                "gather for verification",
-                gather_for_verification_kernel,
-                {"HAS_INVALID": True, "BLOCK": _BLOCK},
-                4,
-            ),
-        )
-    ]

@@ -9,7 +9,6 @@ looks at all rows at once, visited or not.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -17,9 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sequoia_vllm.kernels import modes as draft_modes
-
-if TYPE_CHECKING:
-    from sequoia_vllm.kernels.compile_report import Variant
 
 _SAMPLED = tl.constexpr(draft_modes.SAMPLED)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -114,25 +110,3 @@ def merge_statistics(partials, row, inverse_temperature, vocabulary, BLOCKS: tl.
     maximum = tl.max(maxima, axis=0)
     totals = totals * tl.exp((maxima - maximum) * inverse_temperature)
     return maximum, tl.sum(totals.to(tl.float64), axis=0)
-
-
-def aot_variants() -> list[Variant]:
-    """As engines launch it, for `sequoia_vllm.kernels.compile_report`."""
-    from sequoia_vllm.kernels.compile_report import Variant
-
-    signature = {
-        "logits_stride": "i32:16", "temperatures": "*fp32", "modes": "*i32",
-        "cu_num_logits": "*i32", "most_nodes": "i32", "vocabulary": "i32:16",
-        "partials": "*fp32",
-    }  # fmt: skip
-    return [
-        Variant(
-            f"target statistics {target}",
-            target_statistics_kernel,
-            {"logits": f"*{target}", **signature},
-            {"BLOCK": _BLOCK.value},
-            num_warps=_NUM_WARPS,
-            in_every_test=True,
-        )
-        for target in ("bf16", "fp32")
-    ]

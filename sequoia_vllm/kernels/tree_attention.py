@@ -15,8 +15,6 @@ device knows: a CUDA graph may hold the launches.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -26,14 +24,10 @@ from sequoia_vllm.kernels.attention_tiles import (
     HOPPER,
     MAX_ROWS,
     MIN_POSITIONS_PER_SPLIT,
-    Tile,
     choose_splits,
     choose_tile,
 )
 from sequoia_vllm.kernels.tree_attention_kernels import merge_splits_kernel, tree_attention_kernel
-
-if TYPE_CHECKING:
-    from sequoia_vllm.kernels.compile_report import Variant
 
 _WORD_BITS = 32
 _SPLITS_AT_ONCE = 16
@@ -265,122 +259,3 @@ def _processors_and_capability(device: torch.device) -> tuple[int, int]:
         return 1, HOPPER
     major, minor = torch.cuda.get_device_capability(device)
     return torch.cuda.get_device_properties(device).multi_processor_count, 10 * major + minor
-
-
-def aot_variants() -> list[Variant]:
-    """Every tile that occurs, for `sequoia_vllm.kernels.compile_report`.
-
-    Groups, block sizes and mask words, which matter less, alternate among them.
-    """
-    shapes = [
-        _Shape("bf16", "bf16", head_size, rows, group, block_size, words)
-        for head_size in (64, 128, 256)
-        for rows, group, block_size, words in (
-            (16, 4, 16, 1), (32, 8, 32, 2), (64, 4, 32, 4), (128, 8, 16, 24),
-        )
-    ]  # fmt: skip
-    shapes += [
-        _Shape("bf16", "bf16", head_size, _ROWS_OF_NODES, 4, 16, 2, only_nodes=True)
-        for head_size in (64, 128, 256)
-    ]
-    shapes += [
-        _Shape("bf16", "fp8e4nv", head_size, rows, 8, 16, 8)
-        for head_size in (64, 128, 256)
-        for rows in (16, 128)
-    ]
-    shapes += [
-        _Shape("bf16", "bf16", 96, 128, 4, 16, 8),  # padded
-        _Shape("fp16", "fp16", 128, 64, 1, 16, 2),
-        *(_Shape("fp32", "fp32", head_size, 16, 4, 16, 2) for head_size in (64, 128, 256)),
-    ]
-    return [variant for shape in shapes for variant in shape.variants()] + _merge_variants()
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """Layers and trees to compile tree attention for; ``rows`` as in `choose_tile`."""
-
-    query: str
-    cache: str
-    head_size: int
-    rows: int
-    group: int
-    block_size: int
-    words: int
-    only_nodes: bool = False
-
-    def variants(self) -> list[Variant]:
-        """One per tile that some device takes."""
-        from sequoia_vllm.kernels.compile_report import CAPABILITIES, Variant
-
-        quantized = self.cache == "fp8e4nv"
-        element_size = 4 if self.query == "fp32" else 2
-        tiles: dict[Tile, list[int]] = {}
-        for capability in CAPABILITIES:
-            if not quantized or capability >= _FP8_CAPABILITY:
-                tile = choose_tile(self.rows, self.head_size, element_size, capability, quantized)
-                tiles.setdefault(tile, []).append(capability)
-        largest = self.head_size > 64 and self.rows == MAX_ROWS
-        return [
-            Variant(
-                name=f"tree_attention {self.query} on {self.cache}, head {self.head_size}/"
-                f"{self.group}, block {self.block_size}, {self.words} words:"
-                f" {tile.rows} x {tile.keys}{' in 255' if tile.max_registers else ''}"
-                f"{', only nodes' if self.only_nodes else ''}",
-                kernel=tree_attention_kernel,
-                signature=_signature(self.query, self.cache),
-                constexprs={
-                    **_shared_constants(self.group, self.head_size, tile.keys),
-                    "BLOCK_SIZE": self.block_size,
-                    "WORDS": self.words,
-                    "QUANTIZED": quantized,
-                    "SCALES_IN_MEMORY": True,
-                    "ROWS": tile.rows,
-                    "ONLY_NODES": self.only_nodes,
-                },
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-                max_registers=tile.max_registers,
-                capabilities=tuple(capabilities),
-                in_every_test=largest and self.head_size != 96,
-            )
-            for tile, capabilities in tiles.items()
-        ]
-
-
-def _merge_variants() -> list[Variant]:
-    from sequoia_vllm.kernels.compile_report import Variant
-
-    return [
-        Variant(
-            f"merge_splits head {head_size}",
-            merge_splits_kernel,
-            _signature("bf16", "bf16"),
-            {**_shared_constants(4, head_size, 64), "SPLITS_AT_ONCE": _SPLITS_AT_ONCE},
-            in_every_test=head_size == 256,
-        )
-        for head_size in (64, 128, 256)
-    ]
-
-
-def _signature(dtype: str, cache: str) -> dict[str, str]:
-    multiples = (
-        "query_token_stride", "query_head_stride", "key_block_stride", "key_slot_stride",
-        "key_head_stride", "value_block_stride", "value_slot_stride", "value_head_stride",
-        "output_token_stride", "output_head_stride", "padded_rows",
-    )  # fmt: skip
-    numbers = (
-        "first_node", "splits", "row_tiles", "table_columns", "table_stride", "ancestors_stride",
-        "context_lse_stride",
-    )  # fmt: skip
-    integers = ("block_table", "context_lens", "query_start_loc", "ancestors")
-    floats = ("key_scale", "value_scale", "partial_output", "partial_lse", "context_lse")
-    return {
-        **dict.fromkeys(("query", "output"), f"*{dtype}"),
-        **dict.fromkeys(("key_cache", "value_cache"), f"*{cache}"),
-        **dict.fromkeys(integers, "*i32"),
-        **dict.fromkeys(floats, "*fp32"),
-        "scale": "fp32",
-        **dict.fromkeys(numbers, "i32"),
-        **dict.fromkeys(multiples, "i32:16"),
-    }

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 from torch import Tensor
 
 from sequoia_vllm.kernels import target_statistics as statistics
 from sequoia_vllm.kernels.verify_kernels import verify_kernel
-
-if TYPE_CHECKING:
-    from sequoia_vllm.kernels.compile_report import Variant
 
 # A lane's rejected tokens are bits of an int64.
 _TOKENS_PER_LANE = 64
@@ -143,54 +138,4 @@ def _constants(vocabulary: int, branches: int, columns: int) -> dict[str, int]:
         "BRANCHES": triton.next_power_of_2(branches),
         "COLUMNS": triton.next_power_of_2(columns),
         "BLOCKS": statistics.padded_blocks(vocabulary),
-    }
-
-
-def aot_variants() -> list[Variant]:
-    """Representative launches, for `sequoia_vllm.kernels.compile_report`."""
-    from sequoia_vllm.kernels.compile_report import Variant
-
-    return [
-        *statistics.aot_variants(),
-        *(
-            Variant(
-                name=f"verify {target} target, {draft} draft, {vocabulary} tokens",
-                kernel=verify_kernel,
-                signature=_signature(target, draft),
-                constexprs=_constants(vocabulary, branches=16, columns=16),
-                num_warps=_NUM_WARPS,
-                in_every_test=vocabulary == 151936,
-            )
-            for target, draft, vocabulary in (
-                ("fp32", "bf16", 32000),
-                ("bf16", "bf16", 32000),
-                ("fp32", "bf16", 128256),
-                ("bf16", "bf16", 128256),
-                ("fp32", "bf16", 151936),
-                ("bf16", "bf16", 151936),
-                ("fp32", "fp16", 262144),
-            )
-        ),
-    ]
-
-
-def _signature(target: str, draft: str) -> dict[str, str]:
-    floats = ("target_temperatures", "statistics", "draft_stats", "draft_temperatures")
-    integers = (
-        "tokens", "cu_num_logits", "modes", "positions", "children", "inner_index", "state_rows",
-        "num_sampled", "accepted",
-    )  # fmt: skip
-    numbers = (
-        "has_statistics", "num_states", "branches", "children_stride", "stats_state_stride",
-        "stats_inner_stride", "columns", "sampled_stride", "path_columns", "accepted_stride",
-    )  # fmt: skip
-    multiples = ("vocabulary", "logits_stride", "draft_state_stride", "draft_inner_stride")
-    return {
-        "logits": f"*{target}",
-        "draft_logits": f"*{draft}",
-        **dict.fromkeys(integers, "*i32"),
-        **dict.fromkeys(("target_tokens", "seeds", "sampled_tokens"), "*i64"),
-        **dict.fromkeys(floats, "*fp32"),
-        **dict.fromkeys(multiples, "i32:16"),
-        **dict.fromkeys(numbers, "i32"),
     }

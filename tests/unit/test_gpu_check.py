@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.compiled.compiling import compile_variant
+from benchmarks.compiled.model_variants import model_variants
+from benchmarks.compiled.variant import SHARED_MEMORY_LIMITS
 from sequoia_vllm.gpu_check import step_times, verification_times
 from sequoia_vllm.gpu_check.command import CANNOT, WRONG, main
 from sequoia_vllm.gpu_check.goals import judge
 from sequoia_vllm.gpu_check.machine import Machine
-from sequoia_vllm.gpu_check.model_kernels import aot_variants
 from sequoia_vllm.gpu_check.profile_of_report import profile_of
 from sequoia_vllm.gpu_check.report import (
     AttentionTime,
@@ -26,7 +28,6 @@ from sequoia_vllm.gpu_check.report import (
 from sequoia_vllm.gpu_check.stage import StageRun
 from sequoia_vllm.gpu_check.timing import OnceTimer
 from sequoia_vllm.hardware import CostModel
-from sequoia_vllm.kernels.compile_report import SHARED_MEMORY_LIMITS, compile_variant
 from sequoia_vllm.library.generate import model_class_of
 
 ROOT = Path(__file__).parents[2]
@@ -332,7 +333,7 @@ def test_no_profile_without_times():
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles kernels")
-@pytest.mark.parametrize("variant", aot_variants(), ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", model_variants(), ids=lambda variant: variant.name)
 def test_kernels_of_the_models_compile(variant):
     found = compile_variant(variant, 90)
     assert found.spilled_bytes == 0

@@ -1,92 +1,54 @@
 """Every kernel compiles for the GPUs we name, keeps to registers and fits shared memory.
 
-In processes of their own: Triton compiles nothing where TRITON_INTERPRET is set. The
-largest variants of each kernel are compiled here; the pages of tests/kernels/compiled
-have all of them, with every Triton that we support.
+The pages of tests/kernels/compiled have all variants with every Triton that we support, and
+hashes of the sources that gave them. So here each kernel is compiled once only, to see that it
+gives what its page has. In a process of its own: Triton compiles nothing where TRITON_INTERPRET
+is set.
 """
 
+import importlib.metadata
 import json
 import os
-import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sequoia_vllm.kernels.compile_report import (
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402 (after the import may skip)
+
+from benchmarks.compiled import __main__ as command  # noqa: E402
+from benchmarks.compiled.compiling import Resources  # noqa: E402
+from benchmarks.compiled.pages import Page  # noqa: E402
+from benchmarks.compiled.record import VERSIONS  # noqa: E402
+from benchmarks.compiled.sources import source_hash, source_hashes  # noqa: E402
+from benchmarks.compiled.variant import (  # noqa: E402
     CAPABILITIES,
     SHARED_MEMORY_LIMITS,
-    Resources,
-    all_variants,
-    tasks_of,
+    Variant,
 )
+from benchmarks.compiled.variants import all_tasks, all_variants, sample_tasks  # noqa: E402
 
-PAGES = Path(__file__).parents[1] / "kernels" / "compiled"
-LINE = re.compile(
-    r"sm_(?P<capability>\d+) +(?P<name>\S.*?) +(?P<registers>\d+) registers"
-    r" +(?P<spilled_bytes>\d+) B spilled +(?P<shared_bytes>\d+) B shared"
-)
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "tests" / "kernels" / "compiled"
 
 
 def run_report(*arguments, **environment):
-    command = [sys.executable, "-m", "sequoia_vllm.kernels.compile_report", *arguments]
+    command = [sys.executable, "-m", "benchmarks.compiled", *arguments]
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
-        command, env={**kept, **environment}, capture_output=True, text=True, check=False
+        command, cwd=ROOT, env={**kept, **environment}, capture_output=True, text=True, check=False
     )
-
-
-def read_page(version):
-    lines = (PAGES / f"triton-{version}.md").read_text().splitlines()
-    found = [line.groupdict() for line in map(LINE.fullmatch, lines) if line]
-    return [
-        Resources(**{key: value if key == "name" else int(value) for key, value in row.items()})
-        for row in found
-    ]
 
 
 def names(tasks):
     return [(variant.name, capability) for variant, capability in tasks]
 
 
-def assert_no_device_refuses(table):
-    limits = SHARED_MEMORY_LIMITS
-    refused = [
-        row for row in table if row.spilled_bytes or row.shared_bytes > limits[row.capability]
-    ]
-    assert refused == []
-
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    file = tmp_path_factory.mktemp("report") / "report.json"
-    done = run_report("--json", str(file), "--in-every-test")
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [Resources(**row) for row in json.loads(file.read_text())]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernels_compile_without_spills(report, capability):
-    compiled = [row for row in report if row.capability == capability]
-    expected = names(tasks_of([capability], in_every_test=True))
-    assert [(row.name, capability) for row in compiled] == expected
-    assert_no_device_refuses(compiled)
-
-
-def test_every_kernel_is_compiled_here():
-    kernels = {variant.kernel.__name__ for variant in all_variants()}
-    assert {variant.kernel.__name__ for variant, _ in tasks_of(in_every_test=True)} == kernels
-    assert len(kernels) >= 7
-
-
-@pytest.mark.parametrize("version", ["3.7.1", "3.8.0", "3.9.0"])
-def test_recorded_pages_have_every_variant_without_spills(version):
-    """`python tests/kernels/record_compiled.py DIRECTORY` writes them again."""
-    table = read_page(version)
-    assert [(row.name, row.capability) for row in table] == names(tasks_of())
-    assert_no_device_refuses(table)
+# -- what is compiled ----------------------------------------------------------------
 
 
 def test_every_variant_is_compiled_for_some_device():
@@ -95,8 +57,128 @@ def test_every_variant_is_compiled_for_some_device():
         assert set(variant.capabilities) <= set(CAPABILITIES)
 
 
+def test_the_sample_has_every_kernel_and_every_device():
+    kernels = {variant.kernel.__name__ for variant in all_variants()}
+    assert [variant.kernel.__name__ for variant, _ in sample_tasks()] == list(source_hashes())
+    assert set(source_hashes()) == kernels
+    assert len(kernels) >= 7
+    assert {capability for _, capability in sample_tasks()} == set(CAPABILITIES)
+
+
+@pytest.mark.slow
+def test_kernels_compile_to_what_their_page_has(tmp_path):
+    file = tmp_path / "report.json"
+    # Nothing that was compiled before is taken: here it is to be compiled.
+    arguments = ("--sample", "--processes", "1", "--json", str(file))
+    done = run_report(*arguments, TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [Resources(**row) for row in json.loads(file.read_text())]
+    assert [(row.name, row.capability) for row in found] == names(sample_tasks())
+    recorded = Page.read(PAGES, importlib.metadata.version("triton")).table
+    assert [row for row in found if row not in recorded] == []
+
+
 def test_the_interpreter_is_refused():
     """It would report on nothing."""
-    done = run_report("--only", "merge_splits", "--processes", "1", TRITON_INTERPRET="1")
+    done = run_report("--only", "place nodes", "--processes", "1", TRITON_INTERPRET="1")
     assert done.returncode != 0
     assert "TRITON_INTERPRET" in done.stderr
+
+
+# -- the pages -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_pages_are_of_the_present_kernels(version):
+    stale = Page.read(PAGES, version).stale(source_hashes())
+    assert not stale, f"changed since they were recorded: {stale}. `make compiled` does it again"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_pages_have_every_variant_and_no_device_refuses_one(version):
+    page = Page.read(PAGES, version)
+    assert [(row.name, row.capability) for row in page.table] == names(all_tasks())
+    limits = SHARED_MEMORY_LIMITS
+    refused = [
+        row for row in page.table if row.spilled_bytes or row.shared_bytes > limits[row.capability]
+    ]
+    assert refused == []
+
+
+def test_a_page_is_read_as_it_was_written(tmp_path):
+    table = (
+        Resources("a kernel, 16 x 32", 80, 255, 0, 1024),
+        Resources("a kernel, 16 x 32", 120, 7, 16, 0),
+    )
+    page = Page("3.9.0", table, {"a_kernel": "0123456789abcdef"})
+    page.write(tmp_path)
+    assert Page.read(tmp_path, "3.9.0") == page
+    assert Page.read(tmp_path, "3.8.0") == Page("3.8.0", (), {})
+
+
+def test_recording_compiles_only_what_has_changed(tmp_path, monkeypatch, capsys):
+    version = importlib.metadata.version("triton")
+    page = Page.read(PAGES, version)
+    changed = {**page.sources, "place_nodes_kernel": "0" * 16}
+    table = [replace(row, registers=0) if row.name == "place nodes" else row for row in page.table]
+    Page(version, tuple(table), changed).write(tmp_path)
+    recorded = {(row.name, row.capability): row for row in page.table}
+    monkeypatch.setattr(
+        command, "compile_all", lambda tasks, processes: (recorded[task] for task in names(tasks))
+    )
+    monkeypatch.setattr(sys, "argv", ["benchmarks.compiled", "--record", str(tmp_path)])
+    command.main()
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == printed.count("place nodes") == len(CAPABILITIES)
+    assert Page.read(tmp_path, version) == page
+
+
+# -- hashes of sources ---------------------------------------------------------------
+
+FACTOR = tl.constexpr(2)
+
+
+@triton.jit
+def scaled(value):
+    return value * FACTOR
+
+
+@triton.jit
+def kernel(pointer, number):
+    """Scales a number."""
+    tl.store(pointer, scaled(number))  # at its place
+
+
+def hash_of(function=None, types="i32", **launch):
+    signature = {"pointer": "*i32", "number": types}
+    return source_hash([Variant("a kernel", function or kernel, signature, **launch)])
+
+
+def test_hash_is_of_what_a_kernel_calls_and_names_and_of_its_launches(monkeypatch):
+    hashes = [hash_of(), hash_of(types="i64"), hash_of(num_warps=8), hash_of(capabilities=(90,))]
+    monkeypatch.setitem(scaled.fn.__globals__, "FACTOR", tl.constexpr(3))
+    hashes.append(hash_of())
+    monkeypatch.setitem(kernel.fn.__globals__, "scaled", kernel)
+    hashes.append(hash_of())
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_hash_is_of_nothing_else(tmp_path, monkeypatch):
+    before = hash_of()
+    text = Path(__file__).read_text(encoding="utf-8")
+    start = text.index("@triton.jit\ndef kernel")
+    source = text[start : text.index("\n\n\n", start)]
+    changed = source.replace("Scales a number.", "Other words.").replace("at its", "in its")
+    assert changed != source
+    file = tmp_path / "elsewhere.py"
+    file.write_text("\n\nimport triton, triton.language as tl\n" + changed + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    elsewhere = __import__("elsewhere")
+    elsewhere.scaled = scaled
+    assert hash_of(elsewhere.kernel) == before
+
+
+def test_what_cannot_be_hashed_is_refused(monkeypatch):
+    monkeypatch.setitem(kernel.fn.__globals__, "scaled", os)
+    with pytest.raises(TypeError, match=r"a kernel names .*\.scaled"):
+        hash_of()

@@ -1,10 +1,11 @@
 """Writes the pages of tests/kernels/compiled, one for each Triton that we support.
 
-    python tests/kernels/record_compiled.py DIRECTORY [VERSION...]
+    python -m benchmarks.compiled.record DIRECTORY [VERSION...]
 
 Installs each Triton (some 200 MB, for this process's Python) into a folder of
-DIRECTORY unless it lies there; nothing else of the environment changes. It takes
-some minutes of two processors per version. Exits with 1 if a variant does not compile.
+DIRECTORY unless it lies there; nothing else of the environment changes. Kernels whose
+sources a page was written from are not compiled again; all of them take some minutes
+of two processors per version. Exits with 1 if a variant does not compile.
 """
 
 import os
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def main() -> int:
+    """Records with every version; 1 if that fails for one."""
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     directory = Path(sys.argv[1]).absolute()
@@ -32,7 +34,7 @@ def record(directory: Path, version: str) -> int:
         subprocess.run([*command, "--target", packages, f"triton=={version}"], check=True)
     path = os.pathsep.join(map(str, (packages, ROOT)))
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "sequoia_vllm.kernels.compile_report"]
+    command = [sys.executable, "-m", "benchmarks.compiled"]
     pages = ROOT / "tests" / "kernels" / "compiled"
     print(f"Triton {version}", flush=True)
     return subprocess.run(

@@ -1,0 +1,1 @@
+"""What developers measure in a checkout; no part of the product."""

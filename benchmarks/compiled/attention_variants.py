@@ -1,0 +1,125 @@
+"""How tree attention's kernels are compiled for the models that we name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.compiled.variant import CAPABILITIES, Variant
+from sequoia_vllm.kernels import tree_attention
+from sequoia_vllm.kernels.attention_tiles import Tile, choose_tile
+from sequoia_vllm.kernels.tree_attention_kernels import merge_splits_kernel, tree_attention_kernel
+
+
+def attention_variants() -> list[Variant]:
+    """Every tile that occurs, and the launch that merges splits.
+
+    Groups, block sizes and mask words, which matter less, alternate among the tiles.
+    """
+    shapes = [
+        _Shape("bf16", "bf16", head_size, rows, group, block_size, words)
+        for head_size in (64, 128, 256)
+        for rows, group, block_size, words in (
+            (16, 4, 16, 1), (32, 8, 32, 2), (64, 4, 32, 4), (128, 8, 16, 24),
+        )
+    ]  # fmt: skip
+    shapes += [
+        _Shape("bf16", "bf16", head_size, tree_attention._ROWS_OF_NODES, 4, 16, 2, only_nodes=True)
+        for head_size in (64, 128, 256)
+    ]
+    shapes += [
+        _Shape("bf16", "fp8e4nv", head_size, rows, 8, 16, 8)
+        for head_size in (64, 128, 256)
+        for rows in (16, 128)
+    ]
+    shapes += [
+        _Shape("bf16", "bf16", 96, 128, 4, 16, 8),  # padded
+        _Shape("fp16", "fp16", 128, 64, 1, 16, 2),
+        *(_Shape("fp32", "fp32", head_size, 16, 4, 16, 2) for head_size in (64, 128, 256)),
+    ]
+    return [variant for shape in shapes for variant in shape.variants()] + _merge_variants()
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Layers and trees to compile tree attention for; ``rows`` as in `choose_tile`."""
+
+    query: str
+    cache: str
+    head_size: int
+    rows: int
+    group: int
+    block_size: int
+    words: int
+    only_nodes: bool = False
+
+    def variants(self) -> list[Variant]:
+        """One per tile that some device takes."""
+        quantized = self.cache == "fp8e4nv"
+        element_size = 4 if self.query == "fp32" else 2
+        tiles: dict[Tile, list[int]] = {}
+        for capability in CAPABILITIES:
+            if not quantized or capability >= tree_attention._FP8_CAPABILITY:
+                tile = choose_tile(self.rows, self.head_size, element_size, capability, quantized)
+                tiles.setdefault(tile, []).append(capability)
+        return [
+            Variant(
+                name=f"tree_attention {self.query} on {self.cache}, head {self.head_size}/"
+                f"{self.group}, block {self.block_size}, {self.words} words:"
+                f" {tile.rows} x {tile.keys}{' in 255' if tile.max_registers else ''}"
+                f"{', only nodes' if self.only_nodes else ''}",
+                kernel=tree_attention_kernel,
+                signature=_signature(self.query, self.cache),
+                constexprs={
+                    **tree_attention._shared_constants(self.group, self.head_size, tile.keys),
+                    "BLOCK_SIZE": self.block_size,
+                    "WORDS": self.words,
+                    "QUANTIZED": quantized,
+                    "SCALES_IN_MEMORY": True,
+                    "ROWS": tile.rows,
+                    "ONLY_NODES": self.only_nodes,
+                },
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                max_registers=tile.max_registers,
+                capabilities=tuple(capabilities),
+            )
+            for tile, capabilities in tiles.items()
+        ]
+
+
+def _merge_variants() -> list[Variant]:
+    return [
+        Variant(
+            f"merge_splits head {head_size}",
+            merge_splits_kernel,
+            _signature("bf16", "bf16"),
+            {
+                **tree_attention._shared_constants(4, head_size, 64),
+                "SPLITS_AT_ONCE": tree_attention._SPLITS_AT_ONCE,
+            },
+        )
+        for head_size in (64, 128, 256)
+    ]
+
+
+def _signature(dtype: str, cache: str) -> dict[str, str]:
+    multiples = (
+        "query_token_stride", "query_head_stride", "key_block_stride", "key_slot_stride",
+        "key_head_stride", "value_block_stride", "value_slot_stride", "value_head_stride",
+        "output_token_stride", "output_head_stride", "padded_rows",
+    )  # fmt: skip
+    numbers = (
+        "first_node", "splits", "row_tiles", "table_columns", "table_stride", "ancestors_stride",
+        "context_lse_stride",
+    )  # fmt: skip
+    integers = ("block_table", "context_lens", "query_start_loc", "ancestors")
+    floats = ("key_scale", "value_scale", "partial_output", "partial_lse", "context_lse")
+    return {
+        **dict.fromkeys(("query", "output"), f"*{dtype}"),
+        **dict.fromkeys(("key_cache", "value_cache"), f"*{cache}"),
+        **dict.fromkeys(integers, "*i32"),
+        **dict.fromkeys(floats, "*fp32"),
+        "scale": "fp32",
+        **dict.fromkeys(numbers, "i32"),
+        **dict.fromkeys(multiples, "i32:16"),
+    }

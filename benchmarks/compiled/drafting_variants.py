@@ -1,0 +1,114 @@
+"""How the kernels of a drafting pass are compiled for large vocabularies."""
+
+from __future__ import annotations
+
+import triton
+
+from benchmarks.compiled.variant import Variant
+from sequoia_vllm.kernels import begin_drafting, children, draft_inputs
+from sequoia_vllm.kernels.children_kernels import (
+    block_best_kernel,
+    merge_best_kernel,
+    row_statistics_kernel,
+)
+
+
+def begin_drafting_variants() -> list[Variant]:
+    """As an engine launches it."""
+    int32 = (
+        "requests", "computed", "num_sampled", "bounds", "all_modes", "read", "num_nodes", "rows",
+        "starts", "counts", "roots", "modes",
+    )  # fmt: skip
+    numbers = (
+        "num_requests", "max_requests", "tree_size", "inner_nodes", "longest", "max_trees",
+    )  # fmt: skip
+    signature = {
+        **dict.fromkeys(int32, "*i32"),
+        **dict.fromkeys(("all_temperatures", "temperatures"), "*fp32"),
+        **dict.fromkeys(("all_seeds", "slots", "seeds"), "*i64"),
+        **dict.fromkeys(numbers, "i32"),
+    }
+    constants = {"BLOCK": begin_drafting._BLOCK}
+    return [Variant("begin drafting", begin_drafting.begin_drafting_kernel, signature, constants)]
+
+
+def draft_input_variants() -> list[Variant]:
+    """One and two groups of cache layers."""
+    int32 = ("starts", "counts", "roots", "nodes", "token_ids", "all_token_ids")
+    int64 = ("requests", "tokens", "layout", "positions", "slots", "last_rows")
+    numbers = (
+        "ids_stride", "max_len", "width", "num_rows", "longest", "tokens_stride", "first", "depth",
+    )  # fmt: skip
+    signature = {
+        **dict.fromkeys(int32, "*i32"),
+        **dict.fromkeys(int64, "*i64"),
+        **dict.fromkeys(numbers, "i32"),
+        "slots_stride": "i32:16",
+    }
+    return [
+        Variant(
+            f"draft inputs, {name}, {groups} groups",
+            kernel,
+            signature,
+            {"GROUPS": groups, "BLOCK": draft_inputs._BLOCK},
+        )
+        for name, kernel in (
+            ("committed", draft_inputs.committed_inputs_kernel),
+            ("level", draft_inputs.level_inputs_kernel),
+        )
+        for groups in (1, 2)
+    ]
+
+
+def children_variants() -> list[Variant]:
+    """What engines with large vocabularies compile to draw children."""
+    return [
+        variant
+        for dtype, branch, vocabulary in (
+            ("bf16", 4, 128256),
+            ("fp32", 4, 128256),
+            ("bf16", 64, 128256),
+            ("bf16", 4, 151936),
+            ("bf16", 64, 151936),
+        )
+        for variant in _draw(dtype, branch, vocabulary)
+    ]
+
+
+def _draw(dtype: str, branch: int, vocabulary: int) -> list[Variant]:
+    """The three launches of a level, of nodes with up to ``branch`` children."""
+    block, num_blocks = children._blocks(vocabulary, branch)
+    sizes = {"BLOCKS": triton.next_power_of_2(num_blocks), "BRANCH": branch}
+    return [
+        Variant(
+            f"{kernel.fn.__name__} {dtype}, {vocabulary} tokens, {branch} children",
+            kernel,
+            _draw_signature(dtype),
+            constexprs,
+            num_warps=num_warps,
+        )
+        for kernel, constexprs, num_warps in (
+            (row_statistics_kernel, {"BLOCK": block}, 4),
+            (block_best_kernel, {"BLOCK": block, **sizes}, children._BEST_WARPS),
+            (merge_best_kernel, sizes, children._merge_warps(sizes["BLOCKS"] * branch)),
+        )
+    ]
+
+
+def _draw_signature(dtype: str) -> dict[str, str]:
+    numbers = ("width", "depth", "vocabulary", "num_state_rows", "num_blocks", "max_children")
+    floats = ("temperature", "partials", "draft_stats")
+    integers = (
+        "modes", "positions", "nodes", "counts", "columns", "state_rows", "inner_rows",
+    )  # fmt: skip
+    multiples = ("logits_stride", "draft_state_stride", "draft_inner_stride")
+    strides = ("stats_state_stride", "stats_inner_stride", "tokens_stride")
+    return {
+        **dict.fromkeys(("logits", "draft_logits"), f"*{dtype}"),
+        **dict.fromkeys(floats, "*fp32"),
+        **dict.fromkeys(("seeds", "candidates", "tokens"), "*i64"),
+        **dict.fromkeys(integers, "*i32"),
+        **dict.fromkeys(numbers, "i32"),
+        **dict.fromkeys(multiples, "i64:16"),
+        **dict.fromkeys(strides, "i64"),
+    }

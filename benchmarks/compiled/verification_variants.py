@@ -1,0 +1,125 @@
+"""How the kernels of a verified step are compiled: scoring inputs, verification, commit."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from benchmarks.compiled.variant import Variant
+from sequoia_vllm.kernels import scoring_inputs, target_statistics, verify
+from sequoia_vllm.kernels.commit import commit_kernel
+from sequoia_vllm.kernels.verify_kernels import verify_kernel
+
+
+def scoring_input_variants() -> list[Variant]:
+    """As an engine launches them."""
+    int32 = (
+        "row_slots", "row_nodes", "input_ids", "slots", "cu_rows", "num_nodes", "state_rows",
+        "modes", "token_ids_out", "modes_out", "root_positions_out", "state_rows_out", "scored",
+        "context_lens",
+    )  # fmt: skip
+    int64 = (
+        "rows", "shifts", "positions", "seeds", "tokens_out", "positions_out", "seeds_out"
+    )  # fmt: skip
+    signature = {
+        **dict.fromkeys(int32, "*i32"),
+        **dict.fromkeys(int64, "*i64"),
+        **dict.fromkeys(("temperatures", "temperatures_out"), "*fp32"),
+        **dict.fromkeys(("max_nodes", "num_rows", "num_requests", "scored_stride"), "i32"),
+        "invalid": "*i1",
+    }
+    place, gather = (
+        scoring_inputs.place_nodes_kernel,
+        scoring_inputs.gather_for_verification_kernel,
+    )
+    constants = {"HAS_INVALID": True, "BLOCK": scoring_inputs._BLOCK}
+    return [
+        Variant("place nodes", place, signature, {"BLOCK": 64}, num_warps=1),
+        Variant("gather for verification", gather, signature, constants, num_warps=4),
+    ]
+
+
+def target_statistics_variants() -> list[Variant]:
+    """Logits of both dtypes that engines have."""
+    signature = {
+        "logits_stride": "i32:16", "temperatures": "*fp32", "modes": "*i32",
+        "cu_num_logits": "*i32", "most_nodes": "i32", "vocabulary": "i32:16",
+        "partials": "*fp32",
+    }  # fmt: skip
+    return [
+        Variant(
+            f"target statistics {target}",
+            target_statistics.target_statistics_kernel,
+            {"logits": f"*{target}", **signature},
+            {"BLOCK": target_statistics._BLOCK.value},
+            num_warps=target_statistics._NUM_WARPS,
+        )
+        for target in ("bf16", "fp32")
+    ]
+
+
+def verify_variants() -> list[Variant]:
+    """Vocabularies of models, in the dtypes of target and draft."""
+    return [
+        Variant(
+            f"verify {target} target, {draft} draft, {vocabulary} tokens",
+            verify_kernel,
+            _verify_signature(target, draft),
+            verify._constants(vocabulary, branches=16, columns=16),
+            num_warps=verify._NUM_WARPS,
+        )
+        for target, draft, vocabulary in (
+            ("fp32", "bf16", 32000),
+            ("bf16", "bf16", 32000),
+            ("fp32", "bf16", 128256),
+            ("bf16", "bf16", 128256),
+            ("fp32", "bf16", 151936),
+            ("bf16", "bf16", 151936),
+            ("fp32", "fp16", 262144),
+        )
+    ]
+
+
+def commit_variants() -> list[Variant]:
+    """Eight heads of 128 in bfloat16, and one odd layout."""
+    signature = {
+        "addresses": "*i64", "block_table": "*i32", "table_stride": "i64", "context_lens": "*i32",
+        "accepted": "*i32", "accepted_stride": "i64", "depth": "i32",
+        "block_stride": "i64:16", "head_stride": "i64:16", "slot_stride": "i64:16",
+    }  # fmt: skip
+    common = {"SLOTS": 16, "HEADS": 8}
+    return [
+        Variant(
+            "commit bf16, head 128",
+            commit_kernel,
+            signature,
+            {**common, "UNIT": tl.int64, "UNITS": 64, "BLOCK": 512},
+        ),
+        Variant(
+            "commit fp8, head 36",
+            commit_kernel,
+            {**signature, "head_stride": "i64", "slot_stride": "i64"},
+            {**common, "UNIT": tl.int32, "UNITS": 18, "BLOCK": 256},
+        ),
+    ]
+
+
+def _verify_signature(target: str, draft: str) -> dict[str, str]:
+    floats = ("target_temperatures", "statistics", "draft_stats", "draft_temperatures")
+    integers = (
+        "tokens", "cu_num_logits", "modes", "positions", "children", "inner_index", "state_rows",
+        "num_sampled", "accepted",
+    )  # fmt: skip
+    numbers = (
+        "has_statistics", "num_states", "branches", "children_stride", "stats_state_stride",
+        "stats_inner_stride", "columns", "sampled_stride", "path_columns", "accepted_stride",
+    )  # fmt: skip
+    multiples = ("vocabulary", "logits_stride", "draft_state_stride", "draft_inner_stride")
+    return {
+        "logits": f"*{target}",
+        "draft_logits": f"*{draft}",
+        **dict.fromkeys(integers, "*i32"),
+        **dict.fromkeys(("target_tokens", "seeds", "sampled_tokens"), "*i64"),
+        **dict.fromkeys(floats, "*fp32"),
+        **dict.fromkeys(multiples, "i32:16"),
+        **dict.fromkeys(numbers, "i32"),
+    }
