@@ -184,7 +184,7 @@ def test_cutting_the_vocabulary_otherwise_changes_nothing(monkeypatch):
 def test_children_have_the_law_of_draws_without_replacement(monkeypatch):
     monkeypatch.setattr(children, "_MIN_BLOCK", 8)  # interpreted blocks cost what they hold
     draft = np.array([0.45, 0.25, 0.15, 0.1, 0.05])
-    requests, width, count = 150, 4, 3
+    requests, width, count = 75, 4, 3
     temperature = 0.7
     logits = torch.from_numpy(np.log(draft) * temperature).float() + 3.0
     seeds = torch.arange(requests) * 977 + 5
@@ -305,7 +305,7 @@ def test_underflowing_tokens_are_drawn_after_the_others(monkeypatch):
     """By the definition of Q, not by their logits: -88 and -300 have equal chances."""
     monkeypatch.setattr(children, "_MIN_BLOCK", 8)
     logits = torch.tensor([-300.0, 0.0, -88.0, -1.0, -torch.inf])
-    requests = 120
+    requests = 60
     drawn = draw(logits.expand(requests, -1).contiguous(), SAMPLED, [5])
     orders = drawn.tokens[:, 1:-1]
     assert {tuple(sorted(order)) for order in orders[:, :2].tolist()} == {(1, 3)}

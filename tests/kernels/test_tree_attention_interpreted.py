@@ -226,16 +226,18 @@ def test_more_splits_than_are_merged_at_once():
     assert_close(batch.run(processors=32), batch.expected())
 
 
-@pytest.mark.parametrize("processors", [1, 100])
-def test_tree_of_1024_nodes(processors):
+@pytest.mark.parametrize(("nodes", "processors"), [(1024, 1), (400, 100)])
+def test_trees_of_many_nodes(nodes, processors):
     """With splits, most rows see nothing at all in some of them."""
-    batch = Batch([10, 300], [1024, 5], heads=(1, 1), dtype=torch.float16, spare_blocks=0)
+    batch = Batch([10, 300], [nodes, 5], heads=(1, 1), dtype=torch.float16, spare_blocks=0)
     assert (splits_of(batch, processors) > 1) == (processors > 1)
     assert_close(batch.run(processors), batch.expected(), 3 * torch.finfo(torch.float16).eps)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("heads", [(2, 2), (8, 1)])
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [((2, 2), torch.float32), ((2, 2), torch.float16), ((8, 1), torch.bfloat16)],
+)
 def test_nodes_after_a_context_that_another_kernel_read(dtype, heads):
     """Of the context nothing is read; where there is none, nodes see each other only."""
     contexts, sizes = [0, 31, 32, 600, 1, 0], [1, 0, 40, 33, 5, 7]

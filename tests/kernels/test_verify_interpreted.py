@@ -405,14 +405,16 @@ def test_decides_as_algorithm_2(lanes, target, draft, monkeypatch):
     rng = np.random.default_rng([lanes, *map(ord, target + draft)])
     tree = random_tree(rng, 12)
     requests = [
-        random_request(rng, tree, 9, KINDS[target], KINDS[draft], seed=seed) for seed in range(12)
+        random_request(rng, tree, 9, KINDS[target], KINDS[draft], seed=seed) for seed in range(8)
     ]
     assert assert_as_reference(tree, requests, lanes) >= 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_temperature_is_applied_to_what_is_read(four_lanes, few, dtype):
-    """As to logits divided before, float32 as vLLM divides them; of neighbours, each its own."""
+def test_temperature_is_applied_to_what_is_read(four_lanes, few):
+    """As to logits divided before, float32 as vLLM divides them; of neighbours, each its own.
+
+    Raw logits of 16 bits: those of 32 the law below is of, at a temperature.
+    """
     rng = np.random.default_rng(11)
     # Many first decisions: a wrong sum changes few of them.
     tree = Tree([-1, 0, 0])
@@ -425,9 +427,9 @@ def test_temperature_is_applied_to_what_is_read(four_lanes, few, dtype):
     raw[2].mode, raw[2].target_tokens = MATCHED, [3] * len(raw[2].tokens)
     raw[2].target_temperature = 0.0  # not used
     divided[2] = replace(divided[2], mode=MATCHED, target_tokens=raw[2].target_tokens)
-    assert run(tree, raw, dtype=dtype) == run(tree, divided)
-    sampled = [request for request in raw if request.mode == SAMPLED]
-    assert assert_as_reference(tree, sampled, four_lanes, dtype=dtype) >= 3
+    assert run(tree, raw, dtype=torch.bfloat16) == run(tree, divided)
+    sampled = [request for request in raw if request.mode == SAMPLED][:12]
+    assert assert_as_reference(tree, sampled, four_lanes, dtype=torch.bfloat16) >= 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -444,7 +446,7 @@ def test_a_tree_may_be_cut_short(four_lanes):
     tree = Tree([-1, 0, 1, 0, 1, 0, 2, 2])
     requests = [
         random_request(rng, tree, 6, size=size, seed=10 * size + i)
-        for i in range(3)
+        for i in range(2)
         for size in range(1, tree.size + 1)
     ]
     assert_as_reference(tree, requests, four_lanes, token_dtype=torch.int64)
@@ -579,12 +581,13 @@ LAWS = {
 def test_emits_by_the_targets_law(four_lanes, name, monkeypatch):
     """The first two tokens against P(first) P(second), by chi-square.
 
-    A correct verifier fails it for one in a million choices of the seeds.
+    A correct verifier fails it for one in a million choices of the seeds. One that draws the
+    last token from P, or forgets to lessen R or Q, hardly ever passes with 200 samples.
     """
     few = name != "deeper"
     monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: few)
     probabilities, draft, parents = LAWS[name]
-    tree, vocabulary, samples = Tree(parents), len(probabilities), 300
+    tree, vocabulary, samples = Tree(parents), len(probabilities), 200
     rng = np.random.default_rng(9)
     with np.errstate(divide="ignore"):
         shifted = [np.log(np.roll(probabilities, node)) for node in range(vocabulary + 1)]
