@@ -15,7 +15,6 @@ from sequoia_vllm.gpu_check.context_attention import (
     plain_attention,
 )
 from sequoia_vllm.gpu_check.paged import PagedCache
-from sequoia_vllm.gpu_check.references import attention_reference
 from sequoia_vllm.gpu_check.report import AttentionTime
 from sequoia_vllm.gpu_check.stage import StageRun
 from sequoia_vllm.kernels.tree_attention import (
@@ -23,6 +22,7 @@ from sequoia_vllm.kernels.tree_attention import (
     pack_ancestors,
     tree_attention,
 )
+from sequoia_vllm.testing.attention import random_ancestors, tree_attention_reference
 
 # A row's error over its norm: so many units in the last place of the output's dtype.
 _ROW_ERROR = 2.0
@@ -76,14 +76,9 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def random_ancestors(nodes: int, seed: int = 0) -> Tensor:
-    """bool ``[nodes, nodes]`` of a tree whose nodes have random earlier parents."""
-    generator = torch.Generator().manual_seed(seed)
-    seen = torch.eye(nodes, dtype=torch.bool)
-    for node in range(1, nodes):
-        parent = int(torch.randint(max(0, node - 20), node, (), generator=generator))
-        seen[node] |= seen[parent]
-    return seen
+def some_ancestors(nodes: int) -> Tensor:
+    """bool ``[nodes, nodes]`` of a tree whose nodes have earlier parents: always the same."""
+    return random_ancestors(nodes, torch.Generator().manual_seed(0))
 
 
 def check_attention(run: StageRun) -> None:
@@ -167,7 +162,7 @@ def _worst_row(
     starts = [0, *torch.tensor(case.sizes).cumsum(0).tolist()]
     shape = (starts[-1], heads.heads, heads.head_size)
     query = torch.empty(shape, dtype=case.dtype, device=device).normal_(generator=generator)
-    ancestors = random_ancestors(case.first_node + max(case.sizes)).to(device)
+    ancestors = some_ancestors(case.first_node + max(case.sizes)).to(device)
     quantized = case.cache_dtype == _FP8
     scales = _FP8_SCALES if quantized else (1.0, 1.0)
     keys, values = cache.keys_and_values(0)
@@ -191,8 +186,9 @@ def _worst_row(
         output=output,
         context_lse=context_lse,
     )  # fmt: skip
-    expected = attention_reference(
-        query, cache, 0, case.contexts, starts, ancestors, case.first_node, scale, *scales,
+    expected = tree_attention_reference(
+        query, keys, values, cache.block_table, case.contexts, starts, ancestors,
+        case.first_node, scale, *scales,
     )  # fmt: skip
     return float(((output.float() - expected).norm(dim=2) / expected.norm(dim=2)).max())
 
@@ -291,7 +287,7 @@ def _time_shape(
         device
     )
     starts = torch.arange(shape.batch_size + 1, dtype=torch.int32).to(device) * shape.nodes
-    ancestors = pack_ancestors(random_ancestors(shape.nodes)).to(device)
+    ancestors = pack_ancestors(some_ancestors(shape.nodes)).to(device)
     workspace = TreeAttentionWorkspace(heads.head_size, device)
     scale = heads.head_size**-0.5
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.gpu_check.paged import PagedCache
-from sequoia_vllm.gpu_check.references import dense_attention, gathered_keys_and_values
 from sequoia_vllm.kernels.context_attention import attend_to_contexts
+from sequoia_vllm.testing.attention import dense_attention, gathered
 
 ContextAttention = Callable[..., Tensor]
 """Writes attention over contexts to ``output`` and returns its log-sum-exps ``[Hq, T]``.
@@ -61,6 +61,9 @@ def plain_attention(
     for request, context in enumerate(context_lens.tolist()):
         rows = slice(starts[request], starts[request + 1])
         assert rows.stop - rows.start <= max_queries
-        keys, values = gathered_keys_and_values(cache, layer, request, context)
+        keys, values = (
+            gathered(view, cache.block_table[request], context)
+            for view in cache.keys_and_values(layer)
+        )
         output[rows], lse[:, rows] = dense_attention(query[rows], keys, values, scale)
     return lse

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -10,14 +12,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_vllm.drafting.tree_tables import Level, TreeTables
-from sequoia_vllm.gpu_check.paged import BLOCK_SIZE, PagedCache
-from sequoia_vllm.gpu_check.references import target_noise, uniform, walk
+from sequoia_vllm.gpu_check.paged import PagedCache
 from sequoia_vllm.gpu_check.stage import StageRun
 from sequoia_vllm.gpu_check.tree_batch import TreeBatch
 from sequoia_vllm.gpu_check.trees import best_tree
 from sequoia_vllm.kernels.commit import CacheLayers
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
 from sequoia_vllm.kernels.random import DRAW, VERIFY
+from sequoia_vllm.testing.attention import commit_reference
+from sequoia_vllm.testing.laws import chi_square
+from sequoia_vllm.testing.random_numbers import (
+    exponential,
+    race_scores,
+    target_noise,
+    uniform_of,
+)
+from sequoia_vllm.testing.verification import algorithm_2, match
 from sequoia_vllm.tree import TokenTree
 
 _MODES = {"greedy": GREEDY, "sampled": SAMPLED, "matched": MATCHED}
@@ -101,9 +111,9 @@ def _scores(
         # As shares of what the unlikeliest differ by, these are absolute differences.
         return scaled + target_noise(seed, position, len(logits))
     weights = np.exp(scaled - scaled.max())
-    tokens = np.arange(len(logits), dtype=np.uint64)
-    numbers = uniform(seed, tokens, position, int(level.nodes[place]), DRAW.value)
-    return np.log(weights / weights.sum()) - np.log(-np.log1p(-numbers))
+    tokens = np.arange(len(logits))
+    arrivals = exponential(seed, tokens, position, int(level.nodes[place]), DRAW.value)
+    return race_scores(weights / weights.sum(), arrivals)
 
 
 def _shortfall(scores: NDArray[np.float64], drawn: list[int]) -> float:
@@ -137,6 +147,36 @@ def _statistics_error(batch: TreeBatch, level: Level, logits: Tensor) -> float:
 # -- verification -------------------------------------------------------------------
 
 
+@dataclass
+class _KernelChance:
+    """One request's random numbers, and how the walk that they decide went.
+
+    Attributes:
+        seed, root_position: Of the request.
+        depths: Of each node.
+        closest: How near a decision was to the other one, as a share.
+        residual: float64 ``[V]``: what the last token is drawn from.
+    """
+
+    seed: int
+    root_position: int
+    depths: Sequence[int]
+    closest: float = math.inf
+    residual: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+
+    def accepts(self, target: float, draft: float, node: int) -> bool:
+        position = self.root_position + self.depths[node]
+        number = uniform_of(self.seed, position, node, VERIFY.value)
+        ratio = target / draft if draft else math.inf
+        self.closest = min(self.closest, abs(number - ratio) / number)
+        return number < ratio
+
+    def draw(self, distribution: NDArray[np.float64], node: int) -> int:
+        """Any token: only what is possible is checked."""
+        self.residual = distribution
+        return int(distribution.argmax())
+
+
 def _check_walks(run: StageRun, vocabulary: int) -> None:
     """Accepted paths against Algorithm 2 in float64, and the last token's place in the residual."""
     requests = 4 if run.tiny else 12
@@ -149,17 +189,8 @@ def _check_walks(run: StageRun, vocabulary: int) -> None:
     target_p = _softmax(target).reshape(requests, tables.tree.size, vocabulary)
     wrong = decided = accepted = 0
     for request in range(requests):
-        expected = walk(
-            target_p[request],
-            _softmax(batch.draft_logits[request]),
-            batch.drafted.tokens[request].tolist(),
-            tables.tree.children,
-            tables.inner_rows.tolist(),
-            int(batch.requests.seeds[request]),
-            77,
-            VERIFY.value,
-        )
-        if expected.closest < _NEAR:
+        expected, chance = _walk(batch, request, target_p[request])
+        if chance.closest < _NEAR:
             continue
         path = [node for node in batch.accepted[request].tolist() if node >= 0]
         last = int(batch.sampled[request, len(path)])
@@ -167,7 +198,7 @@ def _check_walks(run: StageRun, vocabulary: int) -> None:
             batch.drafted.tokens[request, path].tolist()
             == batch.sampled[request].tolist()[: len(path)]
         )
-        right = path == expected.path and emitted and last >= 0 and expected.residual[last] > 0
+        right = path == expected and emitted and last >= 0 and chance.residual[last] > 0
         wrong += not right
         decided += 1
         accepted += len(path)
@@ -177,6 +208,25 @@ def _check_walks(run: StageRun, vocabulary: int) -> None:
         f"verification, vocabulary {vocabulary}: paths too close to call", requests - decided, 2
     )
     _check_matched_walks(run, batch, target)
+
+
+def _walk(
+    batch: TreeBatch, request: int, target: NDArray[np.float64]
+) -> tuple[list[int], _KernelChance]:
+    """The nodes that Algorithm 2 accepts of one request, whose P is ``target``, ``[N, V]``."""
+    tree, row = batch.tables.tree, batch.tables.inner_rows.tolist()
+    draft = _softmax(batch.draft_logits[request])
+    chance = _KernelChance(
+        int(batch.requests.seeds[request]), int(batch.requests.roots[request]), tree.depths.tolist()
+    )
+    path, _ = algorithm_2(
+        target.__getitem__,
+        lambda node: draft[row[node]],
+        batch.drafted.tokens[request].tolist(),
+        tree.children,
+        chance,
+    )
+    return path, chance
 
 
 def _draft_and_target(run: StageRun, batch: TreeBatch, vocabulary: int) -> Tensor:
@@ -211,17 +261,17 @@ def _check_matched_walks(run: StageRun, batch: TreeBatch, target: Tensor) -> Non
     batch.verify(target, given.view(-1).to(target.device))
     wrong = 0
     for request, mode in enumerate(modes):
-        path, node = [], 0
-        while mode != SKIP:
-            below = [c for c in tree.children[node] if drafted[request, c] == given[request, node]]
-            if not below:
-                break
-            node = below[0]
-            path.append(node)
-        emitted = given[request, [0, *path]].tolist()
+        emitted = _matched(tree, mode, drafted[request].tolist(), given[request].tolist())
         emitted += [-1] * (batch.sampled.shape[1] - len(emitted))
         wrong += batch.sampled[request].tolist() != emitted
     run.check(f"verification matched, vocabulary {target.shape[1]}: wrong paths", wrong, 0)
+
+
+def _matched(tree: TokenTree, mode: int, drafted: list[int], given: list[int]) -> list[int]:
+    """The tokens that a request emits, of which those that follow each node are given."""
+    children = tree.children if mode != SKIP else [()] * tree.size
+    _, emitted = match(lambda node, _: given[node], drafted, children)
+    return emitted
 
 
 def _check_law(run: StageRun) -> None:
@@ -254,12 +304,7 @@ def _check_law(run: StageRun) -> None:
 
 def _deviations(counts: NDArray[np.int64], expected: NDArray[np.float64]) -> float:
     """A chi-square statistic, in standard deviations from its mean; rare outcomes are pooled."""
-    rare = expected < 5
-    pooled_counts = np.append(counts[~rare], counts[rare].sum())
-    pooled = np.append(expected[~rare], max(expected[rare].sum(), 1e-9))
-    statistic = float(((pooled_counts - pooled) ** 2 / pooled).sum())
-    freedom = max(1, len(pooled) - 1)
-    return (statistic - freedom) / math.sqrt(2 * freedom)
+    return chi_square(counts, expected, fewest=5).deviations
 
 
 # -- commit -------------------------------------------------------------------------
@@ -272,14 +317,7 @@ def _check_commit(run: StageRun, dtype: torch.dtype) -> None:
     cache = PagedCache(2 if run.tiny else 8, len(roots), max(roots) + 64, 4, 64, dtype, generator)
     paths = [[2, 5, 9, 30], [1, 2, 3, -1], [-1, -1, -1, -1], [3, 4, 40, 63]][: len(roots)]
     expected = [layer.view(torch.uint8).clone() for layer in cache.layers]
-    for layer in expected:
-        for request, (root, path) in enumerate(zip(roots, paths, strict=True)):
-            table = cache.block_table[request].tolist()
-            for depth, node in enumerate(path, start=1):
-                if node >= 0:
-                    source, place = root + node, root + depth
-                    moved = layer[table[source // BLOCK_SIZE], :, source % BLOCK_SIZE].clone()
-                    layer[table[place // BLOCK_SIZE], :, place % BLOCK_SIZE] = moved
+    commit_reference(expected, cache.block_table, roots, torch.tensor(paths))
     tables = TreeTables(TokenTree.chain(4), run.machine.device)
     batch = TreeBatch(tables, len(roots), 8, torch.float32, GREEDY)
     batch.requests.roots.copy_(torch.tensor(roots))

@@ -15,8 +15,8 @@ from sequoia_vllm.engine.v1.runner import SequoiaCPUModelRunner
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
-from tests.engine.models import DRAFT, MODELS, TARGET
-from tests.quicker import look_past_what_is_imported
+from tests.support.models import DRAFT, MODELS, TARGET
+from tests.support.quicker import look_past_what_is_imported
 
 pytestmark = pytest.mark.engine
 

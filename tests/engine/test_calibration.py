@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -27,9 +26,10 @@ from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.measuring.engines import EngineSpec
-from tests.engine.models import DRAFT, MODELS, TARGET
-from tests.quicker import look_past_what_is_imported
-from tests.unit.reference_verifier import algorithm_2, draft_tree, outcomes
+from sequoia_vllm.testing.laws import chi_square, outcomes
+from sequoia_vllm.testing.verification import algorithm_2, children_of, draft_tree
+from tests.support.models import DRAFT, MODELS, TARGET
+from tests.support.quicker import look_past_what_is_imported
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
@@ -111,10 +111,12 @@ def exact_vector(target: list[float], draft: list[float], branch: int) -> list[f
 
     def accepted_child(chance) -> int:
         tokens = draft_tree(lambda path: draft, star, chance)
-        accepted, _ = algorithm_2(lambda node: target, lambda node: draft, tokens, star, chance)
+        accepted, _ = algorithm_2(
+            lambda node: target, lambda node: draft, tokens, children_of(star), chance
+        )
         return accepted[0] if accepted else 0
 
-    law = {child: float(p) for child, p in outcomes(accepted_child)}
+    law = {child: float(p) for child, p in outcomes(accepted_child).items()}
     return [law.get(child, 0.0) for child in range(1, branch + 1)]
 
 
@@ -145,7 +147,7 @@ def p_value(offered: list[int], accepted: list[int], vector: list[float]) -> flo
     """Chi-squared test of the counts of "child k" and "none" against a vector."""
     trials = offered[0]
     expected = [trials * p for p in [*vector, 1 - sum(vector)]]
-    return float(chisquare([*accepted, trials - sum(accepted)], expected).pvalue)
+    return chi_square([*accepted, trials - sum(accepted)], expected, fewest=0).p_value
 
 
 def test_a_sampled_vector_that_is_known_exactly(constant_pair, tmp_path):

@@ -14,6 +14,7 @@ from sequoia_vllm.engine.cpu_attention import (
     CPUTreeAttentionMetadata,
     TreeQueries,
 )
+from sequoia_vllm.testing.attention import dense_attention, random_ancestors
 
 BLOCK = 32
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -77,24 +78,6 @@ def test_gathered_context_is_in_slot_order():
         assert torch.equal(values[row], torch.cat([own_values[b] for b in blocks], dim=1))
 
 
-def random_tree(size: int, generator) -> torch.Tensor:
-    parents = [-1] + [int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, size)]
-    ancestors = torch.eye(size, dtype=torch.bool)
-    for node in range(1, size):
-        ancestors[node] |= ancestors[parents[node]]
-    return ancestors
-
-
-def reference(query, keys, values, scale, visible):
-    """Dense float32 attention of one request; ``visible`` bool ``[queries, keys]``."""
-    groups = query.shape[1] // keys.shape[1]
-    keys = keys.float().repeat_interleave(groups, dim=1)
-    values = values.float().repeat_interleave(groups, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
-    scores = scores.masked_fill(~visible, float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values)
-
-
 @pytest.fixture(params=["kernel", "torch"])
 def way(request, monkeypatch):
     """The compiled kernel, which must be there, or what runs without a compiler."""
@@ -120,7 +103,7 @@ def test_mixed_batches_equal_a_dense_reference(seed, dtype, heads, kv_heads, hea
     generator = torch.Generator().manual_seed(100 * seed + head_size)
     isa = isa_for(head_size)
     only_trees = bool(seed % 2)
-    tree = random_tree(9, generator)
+    tree = random_ancestors(9, generator)
     kinds = ["tree", "trimmed", "tree"] if only_trees else [
         "tree", "decode", "prefill", "trimmed", "continued"
     ]  # fmt: skip
@@ -168,7 +151,9 @@ def test_mixed_batches_equal_a_dense_reference(seed, dtype, heads, kv_heads, hea
         visible = torch.ones(count, context + count, dtype=torch.bool)
         inner = tree[:count, :count] if "tr" in request.kind else torch.ones(count, count).tril()
         visible[:, context:] = inner.bool()
-        expected = reference(request.query, request.keys, request.values, impl.scale, visible)
+        expected, _ = dense_attention(
+            request.query, request.keys.float(), request.values.float(), impl.scale, ~visible
+        )
         found = output[start : start + count].float()
         assert torch.allclose(found, expected, atol=TOLERANCE[dtype], rtol=0), request.kind
         start += count

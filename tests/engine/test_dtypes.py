@@ -3,8 +3,8 @@
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import running, sequoia
-from tests.engine.models import prompts
+from tests.support.engines import running, sequoia
+from tests.support.models import prompts
 
 pytestmark = pytest.mark.engine
 

@@ -3,8 +3,8 @@
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import metric, running, sequoia, tokens_of, whole_trees
-from tests.engine.models import TARGET, prompts
+from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
+from tests.support.models import TARGET, prompts
 
 pytestmark = pytest.mark.engine
 

@@ -6,8 +6,8 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from sequoia_vllm.engine.v1.proposer import TreeProposer
-from tests.engine.conftest import metric, running, sequoia, tokens_of
-from tests.engine.models import TARGET, save_llama
+from tests.support.engines import metric, running, sequoia, tokens_of
+from tests.support.models import TARGET, save_llama
 
 SHORT = 64
 VOCAB = 512

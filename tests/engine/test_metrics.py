@@ -16,8 +16,8 @@ from sequoia_vllm.engine import tree_reports
 from sequoia_vllm.engine.ledger import OVERRIDES
 from sequoia_vllm.metrics import PrometheusKinds, TreeMetrics, paths_of
 from sequoia_vllm.tree import TokenTree
-from tests.engine.conftest import metric, running, sequoia
-from tests.engine.models import prompts
+from tests.support.engines import metric, running, sequoia
+from tests.support.models import prompts
 
 TREE = TokenTree((-1, 0, 0, 1))
 

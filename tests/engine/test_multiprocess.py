@@ -8,8 +8,8 @@ import sys
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import sequoia
-from tests.engine.models import TARGET, prompts
+from tests.support.engines import sequoia
+from tests.support.models import TARGET, prompts
 
 pytestmark = pytest.mark.engine
 

@@ -13,8 +13,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from sequoia_vllm import plugin
 from sequoia_vllm.engine import contract, hooks
 from sequoia_vllm.engine.ledger import Expected
-from tests.engine.conftest import sequoia
-from tests.engine.models import TARGET, prompts
+from tests.support.engines import sequoia
+from tests.support.models import TARGET, prompts
 
 
 def test_registering_twice_wraps_once():

@@ -15,8 +15,8 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from sequoia_vllm.cli import app
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware import Assumptions
-from tests.engine.conftest import metric, running, sequoia
 from tests.engine.test_refusals import parsed
+from tests.support.engines import metric, running, sequoia
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

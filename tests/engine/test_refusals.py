@@ -21,8 +21,8 @@ from sequoia_vllm.engine.tree_choice import TreeChoice
 from sequoia_vllm.engine.v2 import attention_gpu
 from sequoia_vllm.engine.v2.backend_gpu import GPUTreeBackend
 from sequoia_vllm.tree import TokenTree
-from tests.engine.conftest import running, sequoia
-from tests.engine.models import DRAFT, TARGET, save_llama
+from tests.support.engines import running, sequoia
+from tests.support.models import DRAFT, TARGET, save_llama
 
 plugin.register()
 

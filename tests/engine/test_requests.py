@@ -4,8 +4,8 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.engine.conftest import running, sequoia, tokens_of, whole_trees
-from tests.engine.models import prompts
+from tests.support.engines import running, sequoia, tokens_of, whole_trees
+from tests.support.models import prompts
 
 pytestmark = pytest.mark.engine
 

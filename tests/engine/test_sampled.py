@@ -10,13 +10,11 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
-from scipy.stats import chi2
-from transformers import LlamaForCausalLM
 from vllm import SamplingParams
 
-from tests.engine.conftest import metric, running, sequoia, tokens_of, whole_trees
-from tests.engine.models import prompts, save_llama
+from sequoia_vllm.testing.laws import assert_same_law
+from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
+from tests.support.models import next_probabilities, prompts, save_llama
 
 pytestmark = pytest.mark.engine
 
@@ -36,39 +34,15 @@ def tiny_pair(tmp_path_factory):
     return paths
 
 
-def truncated(probs: np.ndarray, top_p: float) -> np.ndarray:
-    """Top-p on one row: the smallest set of likeliest tokens with mass >= top_p."""
-    order = np.argsort(-probs)
-    before = np.cumsum(probs[order]) - probs[order]
-    kept = np.zeros_like(probs)
-    kept[order[before < top_p]] = probs[order[before < top_p]]
-    return kept / kept.sum()
-
-
 def exact_law(path, length: int, temperature: float, top_p: float) -> np.ndarray:
     """Probability of every continuation of so many tokens, ``[VOCAB] * length``."""
-    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     law = np.ones(())
     for place in range(length):
-        prefixes = list(itertools.product(range(VOCAB), repeat=place))
-        with torch.no_grad():
-            logits = model(torch.tensor([PROMPT + list(prefix) for prefix in prefixes])).logits
-        rows = torch.softmax(logits[:, -1].double() / temperature, dim=-1).numpy()
-        rows = np.stack([truncated(row, top_p) for row in rows])
+        prefixes = itertools.product(range(VOCAB), repeat=place)
+        contexts = [PROMPT + list(prefix) for prefix in prefixes]
+        rows = next_probabilities(path, contexts, temperature, top_p)[:, -1]
         law = law[..., None] * rows.reshape([VOCAB] * (place + 1))
     return law
-
-
-def p_value(counts: np.ndarray, law: np.ndarray) -> float:
-    """Chi-square over the outcomes; those expected fewer than five times are pooled."""
-    counts, expected = counts.ravel(), law.ravel() * counts.sum()
-    assert counts[expected == 0].sum() == 0  # nothing impossible happened
-    rare = expected < 5
-    counts = np.append(counts[~rare], counts[rare].sum())
-    expected = np.append(expected[~rare], expected[rare].sum())
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    return float(chi2.sf(statistic, len(expected) - 1))
 
 
 def count(outputs, length: int) -> np.ndarray:
@@ -97,7 +71,8 @@ def test_completions_follow_the_exact_law(tiny_pair, length, temperature, top_p,
         counts = count(llm.generate(requests, params, use_tqdm=False), length)
         accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
     assert accepted > completions / 2  # trees were at work, with rejections among them
-    assert p_value(counts, exact_law(target, length, temperature, top_p)) > FALSE_ALARM
+    law = exact_law(target, length, temperature, top_p)
+    assert_same_law(counts, law, FALSE_ALARM, fewest=5)
 
 
 PARAMS = [

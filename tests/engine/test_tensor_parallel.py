@@ -3,9 +3,9 @@
 import pytest
 from vllm import SamplingParams
 
-from tests.cores import needs_two_cores
-from tests.engine.conftest import metric, running, sequoia, tokens_of
-from tests.engine.models import prompts
+from tests.support.cores import needs_two_cores
+from tests.support.engines import metric, running, sequoia, tokens_of
+from tests.support.models import prompts
 
 pytestmark = pytest.mark.engine
 

@@ -14,8 +14,8 @@ from sequoia_vllm.engine.tree_choice import choose_engine_tree
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.tree import AcceptanceError, TokenTree, TreeError
-from tests.engine.conftest import sequoia
-from tests.engine.models import DRAFT, TARGET
+from tests.support.engines import sequoia
+from tests.support.models import DRAFT, TARGET
 
 H200 = PairKey("NVIDIA H200", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", "bfloat16")
 

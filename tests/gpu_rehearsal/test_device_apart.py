@@ -1,6 +1,6 @@
 """What the proposer keeps of its requests waits for nothing and mixes no devices."""
 
-from tests.v2.conftest import call_on_v2
+from tests.support.on_v2 import call_on_v2
 
 
 def take_and_fill():
@@ -14,7 +14,7 @@ def take_and_fill():
     from sequoia_vllm.drafting.tree_tables import TreeTables
     from sequoia_vllm.engine.v2.reading import DraftReading
     from sequoia_vllm.tree import TokenTree
-    from tests.gpu_rehearsal.device_apart import (
+    from tests.support.device_apart import (
         DEVICE,
         DeviceApartError,
         device_apart,

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import sequoia
-from tests.gpu_rehearsal.environment import call_on_gpu
-from tests.gpu_rehearsal.generating import (
+from tests.support.engines import sequoia
+from tests.support.generating import random_prompts, save_related_pair
+from tests.support.on_gpu import call_on_gpu
+from tests.support.rehearsing import (
     generate,
     generate_with_trees,
     rehearsing,
     runner_of,
     since,
 )
-from tests.v2.generating import random_prompts, save_related_pair
 
 pytestmark = pytest.mark.engine
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.conftest import sequoia
-from tests.gpu_rehearsal.environment import call_on_gpu
-from tests.gpu_rehearsal.generating import generate_with_trees, rehearsing
-from tests.v2.generating import random_prompts, save_related_pair
+from tests.support.engines import sequoia
+from tests.support.generating import random_prompts, save_related_pair
+from tests.support.on_gpu import call_on_gpu
+from tests.support.rehearsing import generate_with_trees, rehearsing
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -5,20 +5,20 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import sequoia
-from tests.gpu_rehearsal.environment import call_on_gpu
-from tests.gpu_rehearsal.generating import (
-    generate,
-    generate_with_trees,
-    rehearsing,
-    runner_of,
-)
-from tests.v2.generating import (
+from tests.support.engines import sequoia
+from tests.support.generating import (
     completions,
     counted,
     greedy_and_seeded,
     random_prompts,
     save_related_pair,
+)
+from tests.support.on_gpu import call_on_gpu
+from tests.support.rehearsing import (
+    generate,
+    generate_with_trees,
+    rehearsing,
+    runner_of,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -5,10 +5,10 @@ import json
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import running, tokens_of
-from tests.gpu_rehearsal.environment import gpu_environment
-from tests.server.serving import Server, environment
-from tests.v2.generating import random_prompts, save_related_pair
+from tests.support.engines import running, tokens_of
+from tests.support.generating import random_prompts, save_related_pair
+from tests.support.on_gpu import gpu_environment
+from tests.support.serving import Server, environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.gpu_rehearsal import stand_in_checks
-from tests.gpu_rehearsal.environment import call_on_gpu
+from tests.support.on_gpu import call_on_gpu
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from tests.cores import needs_two_cores
-from tests.engine.conftest import sequoia
-from tests.gpu_rehearsal.environment import call_on_gpu
-from tests.gpu_rehearsal.generating import rehearsing
-from tests.v2.generating import completions, random_prompts, save_related_pair
+from tests.support.cores import needs_two_cores
+from tests.support.engines import sequoia
+from tests.support.generating import completions, random_prompts, save_related_pair
+from tests.support.on_gpu import call_on_gpu
+from tests.support.rehearsing import rehearsing
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

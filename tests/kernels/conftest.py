@@ -1,15 +1,19 @@
-"""These tests run in a process whose Triton interprets kernels: see tests/unit/test_kernels.py."""
+"""Tests of the Triton kernels.
+
+Those in `test_*_interpreted.py` run in processes whose Triton interprets kernels, which
+test_kernels.py starts; all others run where it compiles them.
+"""
 
 import os
 
 import pytest
 
-from tests.gpu_rehearsal import memory_checks
-from tests.quicker import interpret_quickly
+from tests.support import memory_checks
+from tests.support.quicker import interpret_quickly
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-collect_ignore_glob = [] if INTERPRETED else ["test_*"]
+collect_ignore_glob = ["test_kernel*"] if INTERPRETED else ["test_*_interpreted.py"]
 if INTERPRETED:
     interpret_quickly()
 

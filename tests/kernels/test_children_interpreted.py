@@ -1,74 +1,32 @@
 """Drawing children, run by Triton's interpreter, against slow references and exact laws."""
 
 import itertools
-import os
 
 import numpy as np
 import pytest
 import torch
-from scipy import stats
+import triton
+import triton.language as tl
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
+from sequoia_vllm.kernels import children, children_kernels
+from sequoia_vllm.kernels.children import DrawWorkspace
+from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
+from sequoia_vllm.testing.laws import assert_same_law, plackett_luce
+from tests.support.drawing import (
+    TINY,
+    UNTOUCHED,
+    draft_distribution,
+    draw,
+    greedy_reference,
+    sampled_reference,
 )
 
-import triton  # noqa: E402 (after the mark)
-import triton.language as tl  # noqa: E402
-from drawing import UNTOUCHED, draw  # noqa: E402
-from reference_random import exponential_reference  # noqa: E402
-
-from sequoia_vllm.kernels import children, children_kernels  # noqa: E402
-from sequoia_vllm.kernels.children import DrawWorkspace  # noqa: E402
-from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP  # noqa: E402
-
 FALSE_ALARM = 1e-6
-DRAW = 0
-TINY = torch.finfo(torch.float32).tiny
-
-
-def draft_distribution(logits, temperature):
-    """Q ``[V]`` of one row, float32 as the kernels define it."""
-    probability = torch.softmax(logits.float() / temperature, dim=0)
-    return torch.where(probability >= TINY, probability, 0.0)
-
-
-def sampled_reference(logits, temperature, seed, position, node, count):
-    """The race in float64: tokens in order of arrival."""
-    draft = draft_distribution(logits, temperature).double().numpy()
-    arrival = exponential_reference(seed, np.arange(len(draft)), position, node, DRAW)
-    with np.errstate(divide="ignore"):
-        order = np.where(draft > 0, np.log(draft) - np.log(arrival), -1e6 - arrival)
-    return np.argsort(-order, kind="stable")[:count].tolist()
-
-
-def greedy_reference(logits, count):
-    return logits.float().sort(descending=True, stable=True).indices[:count].tolist()
+FEWEST = 8  # rarer outcomes are taken together
 
 
 def assert_law(observed, probabilities):
-    """Chi-square of counts against exact probabilities, rare cells taken together."""
-    observed, probabilities = np.asarray(observed, float), np.asarray(probabilities, float)
-    assert abs(probabilities.sum() - 1) < 1e-9
-    expected = probabilities * observed.sum()
-    assert observed[expected == 0].sum() == 0
-    rare = expected < 8
-    if rare.any():
-        observed = np.append(observed[~rare], observed[rare].sum())
-        expected = np.append(expected[~rare], expected[rare].sum())
-    statistic = ((observed - expected) ** 2 / np.maximum(expected, 1e-300)).sum()
-    assert statistic < stats.chi2.isf(FALSE_ALARM, len(expected) - 1)
-
-
-def plackett_luce(probabilities, count):
-    """Probability of each ordered choice of ``count`` tokens, drawn without replacement."""
-    law = {}
-    for order in itertools.permutations(range(len(probabilities)), count):
-        left, chance = 1.0, 1.0
-        for token in order:
-            chance *= probabilities[token] / left
-            left -= probabilities[token]
-        law[order] = chance
-    return law
+    assert_same_law(observed, probabilities, FALSE_ALARM, FEWEST)
 
 
 # -- each mode against its reference -----------------------------------------------------

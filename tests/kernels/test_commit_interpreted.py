@@ -1,50 +1,20 @@
 """The commit kernel, run by Triton's interpreter, against a loop in torch."""
 
-import os
-
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
-)
-
-from sequoia_vllm.kernels.commit import (  # noqa: E402 (after the mark)
+from sequoia_vllm.kernels.commit import (
     CacheLayers,
     commit_accepted,
 )
-
-
-def commit_reference(caches, block_table, context_lens, accepted):
-    """Reads every source before it writes any target."""
-    slots = caches[0].shape[2]
-    before = [cache.clone() for cache in caches]
-    for request, context in enumerate(context_lens.tolist()):
-        for step, node in enumerate(accepted[request].tolist()):
-            if node < 0:
-                break
-            (source, source_slot), (target, target_slot) = (
-                (int(block_table[request, position // slots]), position % slots)
-                for position in (context + node, context + 1 + step)
-            )
-            for cache, old in zip(caches, before, strict=True):
-                cache[target, :, target_slot] = old[source, :, source_slot]
-
-
-def random_cache(blocks, heads, slots, width, dtype=torch.bfloat16):
-    size = torch.empty(0, dtype=dtype).element_size()
-    data = torch.randint(0, 256, (blocks, heads, slots, width * size), dtype=torch.uint8)
-    return data.view(dtype)
-
-
-def bits(cache):
-    return cache.contiguous().view(torch.uint8)
+from sequoia_vllm.testing.attention import commit_reference
+from tests.support.committing import CONTEXTS, PATHS, bits, random_cache, tables
 
 
 def check(caches, block_table, context_lens, accepted):
     """Moves with the kernel; all bytes of all caches must be the reference's."""
     expected = [cache.clone() for cache in caches]
-    commit_reference(expected, block_table, context_lens, accepted)
+    commit_reference(expected, block_table, context_lens.tolist(), accepted)
     commit_accepted(
         CacheLayers.of(caches),
         block_table=block_table,
@@ -53,28 +23,6 @@ def check(caches, block_table, context_lens, accepted):
     )
     for cache, wanted in zip(caches, expected, strict=True):
         assert torch.equal(bits(cache), bits(wanted))
-
-
-def tables(requests, max_blocks, blocks, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(blocks, generator=generator)[: requests * max_blocks]
-    return order.view(requests, max_blocks).int()
-
-
-# Overlaps: 2 then 4 write where 1.. and 3.. read; a path that starts in its place;
-# an empty one; one that crosses block boundaries; a full chain.
-PATHS = torch.tensor(
-    [
-        [2, 3, 4, 5, 6],
-        [1, 2, 5, 6, 9],
-        [-1, -1, -1, -1, -1],
-        [3, 9, 17, 18, -1],
-        [1, 2, 3, 4, 5],
-        [20, -1, -1, -1, -1],
-    ],
-    dtype=torch.int32,
-)
-CONTEXTS = torch.tensor([0, 15, 3, 30, 31, 16], dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +84,7 @@ def test_a_cache_given_twice_moves_once():
     expected = cache.clone()
     accepted = torch.tensor([[2, 3]], dtype=torch.int32)
     table, contexts = torch.tensor([[1, 0]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    commit_reference([expected], table, contexts, accepted)
+    commit_reference([expected], table, contexts.tolist(), accepted)
     commit_accepted(
         CacheLayers.of([cache, cache]),
         block_table=table,

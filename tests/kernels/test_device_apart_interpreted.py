@@ -1,23 +1,15 @@
 """Nothing between our kernels looks at the device's values or mixes host tensors in."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
-)
-
-import drawing  # noqa: E402 (after the mark)
-import test_commit_interpreted as commits  # noqa: E402
-import test_tree_attention_interpreted as attention  # noqa: E402
-import test_verify_interpreted as verification  # noqa: E402
-
-from sequoia_vllm.kernels import commit, target_statistics, verify  # noqa: E402
-from sequoia_vllm.kernels.children import DrawWorkspace  # noqa: E402
-from tests.gpu_rehearsal.device_apart import (  # noqa: E402
+from sequoia_vllm.kernels import commit, target_statistics, verify
+from sequoia_vllm.kernels.children import DrawWorkspace
+from sequoia_vllm.kernels.modes import GREEDY, SAMPLED
+from sequoia_vllm.testing.attention import commit_reference
+from tests.support import attending, committing, drawing, verifying
+from tests.support.device_apart import (
     DEVICE,
     DeviceApartError,
     DeviceTensor,
@@ -55,34 +47,34 @@ def test_trees_are_verified(few, monkeypatch):
     monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: few)
     calls = []
     rng = np.random.default_rng(0)
-    tree = verification.Tree([-1, 0, 0])
+    tree = verifying.Tree([-1, 0, 0])
     requests = [
-        verification.Request(
+        verifying.Request(
             tokens=[0, 3, 4],
             logits=rng.normal(size=(3, 9)).astype(np.float32),
             draft_logits=rng.normal(size=(1, 9)).astype(np.float32),
             target_tokens=[3, 4, 5],
             mode=mode,
         )
-        for mode in (verification.GREEDY, verification.SAMPLED)
+        for mode in (GREEDY, SAMPLED)
     ]
-    expected = verification.run(tree, requests)
+    expected = verifying.run(tree, requests)
     monkeypatch.setattr(verify, "verify_trees", as_on_device(verify.verify_trees, calls))
-    assert verification.run(tree, requests) == expected
+    assert verifying.run(tree, requests) == expected
     assert calls == ["verify_trees"]
 
 
 def test_trees_are_attended_to(monkeypatch):
     calls = []
-    batch = attention.Batch([20, 3], [5, 2], heads=(2, 1))
+    batch = attending.Batch([20, 3], [5, 2], heads=(2, 1))
     expected = batch.run()
-    workspace = attention.TreeAttentionWorkspace(64, "cpu", 1)
+    workspace = attending.TreeAttentionWorkspace(64, "cpu", 1)
     monkeypatch.setattr(
         workspace, "_memory", on_device(workspace._memory)
     )  # as allocated on the device
-    call = as_on_device(attention.tree_attention, calls)
+    call = as_on_device(attending.tree_attention, calls)
     monkeypatch.setattr(
-        attention,
+        attending,
         "tree_attention",
         lambda *args, **kwargs: call(*args, **{**kwargs, "workspace": workspace}),
     )
@@ -91,17 +83,17 @@ def test_trees_are_attended_to(monkeypatch):
 
 
 def test_paths_are_moved():
-    caches = [commits.random_cache(25, 2, 16, 8) for _ in range(2)]
+    caches = [committing.random_cache(25, 2, 16, 8) for _ in range(2)]
     expected = [cache.clone() for cache in caches]
-    table = commits.tables(6, 4, 25)
-    commits.commit_reference(expected, table, commits.CONTEXTS, commits.PATHS)
+    table = committing.tables(6, 4, 25)
+    commit_reference(expected, table, committing.CONTEXTS.tolist(), committing.PATHS)
     layers = commit.CacheLayers.of(caches)
     object.__setattr__(layers, "addresses", on_device(layers.addresses))
     as_on_device(commit.commit_accepted, [])(
-        layers, block_table=table, context_lens=commits.CONTEXTS, accepted=commits.PATHS
+        layers, block_table=table, context_lens=committing.CONTEXTS, accepted=committing.PATHS
     )
     for cache, wanted in zip(caches, expected, strict=True):
-        assert torch.equal(commits.bits(cache), commits.bits(wanted))
+        assert torch.equal(committing.bits(cache), committing.bits(wanted))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +143,7 @@ def test_what_gpus_allow():
 def test_a_kernel_given_a_host_tensor():
     with device_apart(), pytest.raises(DeviceApartError, match="_kernel is given a host tensor"):
         commit.commit_accepted(
-            commit.CacheLayers.of([commits.random_cache(2, 1, 16, 8)]),
+            commit.CacheLayers.of([committing.random_cache(2, 1, 16, 8)]),
             block_table=torch.zeros(1, 1, dtype=torch.int32),
             context_lens=torch.zeros(1, dtype=torch.int32),
             accepted=torch.zeros(1, 2, dtype=torch.int32),

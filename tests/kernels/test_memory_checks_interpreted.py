@@ -1,19 +1,13 @@
 """The memory checks find what these kernels, each wrong in one way, do; and nothing else."""
 
 import gc
-import os
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
-)
-
-import triton  # noqa: E402 (after the mark)
-import triton.language as tl  # noqa: E402
-
-from tests.gpu_rehearsal.memory_checks import (  # noqa: E402
+from tests.support.memory_checks import (
     MemoryCheckError,
     MemoryChecks,
     install,

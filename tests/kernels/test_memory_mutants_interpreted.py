@@ -1,29 +1,14 @@
 """The project's own kernels, changed in one place each: the memory checks find what is wrong."""
 
 import importlib.util
-import os
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from drawing import draw
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
-)
-
-from test_commit_interpreted import (  # noqa: E402 (after the mark)
-    CONTEXTS,
-    PATHS,
-    random_cache,
-    tables,
-)
-from test_tree_attention_interpreted import Batch  # noqa: E402
-from test_verify_interpreted import Request, Tree, run  # noqa: E402
-
-from sequoia_vllm.kernels import (  # noqa: E402
+from sequoia_vllm.kernels import (
     children,
     children_kernels,
     commit,
@@ -32,8 +17,12 @@ from sequoia_vllm.kernels import (  # noqa: E402
     verify,
     verify_kernels,
 )
-from sequoia_vllm.kernels.modes import GREEDY  # noqa: E402
-from tests.gpu_rehearsal.memory_checks import MemoryCheckError  # noqa: E402
+from sequoia_vllm.kernels.modes import GREEDY
+from tests.support.attending import Batch
+from tests.support.committing import CONTEXTS, PATHS, random_cache, tables
+from tests.support.drawing import draw
+from tests.support.memory_checks import MemoryCheckError
+from tests.support.verifying import Request, Tree, run
 
 
 def mutant_of(module, old, new, directory):

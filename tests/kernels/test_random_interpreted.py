@@ -1,7 +1,6 @@
 """Kernels' random numbers, run by Triton's interpreter, against slow implementations."""
 
 import importlib.util
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -9,22 +8,13 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
-)
-
-import triton  # noqa: E402 (after the mark)
-import triton.language as tl  # noqa: E402
-from drawing import draw  # noqa: E402
-from reference_random import (  # noqa: E402
-    exponential_reference,
-    philox_reference,
-    uniform32_reference,
-)
-
-from sequoia_vllm.kernels import random  # noqa: E402
-from sequoia_vllm.kernels.modes import MATCHED  # noqa: E402
+from sequoia_vllm.kernels import random
+from sequoia_vllm.kernels.modes import MATCHED
+from sequoia_vllm.testing.random_numbers import exponential, philox, uniform32, uniform64
+from tests.support.drawing import draw
 
 KEYS = [  # seed, position, node, purpose
     (0, 0, 0, 0),
@@ -70,27 +60,15 @@ def run_numbers(tokens):
     return words, single, double, exponentials
 
 
-def test_the_reference_is_philox():
-    """Known answers of the published test vectors (Random123, philox4x32, 10 rounds)."""
-    ones = 2**32 - 1
-    assert philox_reference(0, [0], 0, 0, 0).tolist() == [
-        [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    ]
-    assert philox_reference(-1, [ones], ones, ones, ones).tolist() == [
-        [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
-    ]
-
-
 def test_numbers_are_those_of_the_reference():
     tokens = 512
     words, single, double, exponentials = run_numbers(tokens)
     for row, (seed, position, node, purpose) in enumerate(KEYS):
-        expected = philox_reference(seed, np.arange(tokens), position, node, purpose)
+        expected = philox(seed, np.arange(tokens), position, node, purpose)
         assert np.array_equal(words[row].numpy(), expected)
-        assert torch.equal(single[row], torch.from_numpy(uniform32_reference(expected)).float())
-        bits = (expected[:, 0] << np.uint64(20)) | (expected[:, 1] >> np.uint64(12))
-        assert np.array_equal(double[row].numpy(), (bits.astype(np.float64) + 0.5) * 2.0**-52)
-        arrival = exponential_reference(seed, np.arange(tokens), position, node, purpose)
+        assert torch.equal(single[row], torch.from_numpy(uniform32(expected)).float())
+        assert np.array_equal(double[row].numpy(), uniform64(expected))
+        arrival = exponential(seed, np.arange(tokens), position, node, purpose)
         np.testing.assert_allclose(exponentials[row].numpy(), arrival, rtol=1e-6)
 
 

@@ -1,35 +1,26 @@
 """Drawing and verification with the vocabularies of Llama 3 and Qwen, by Triton's interpreter."""
 
-import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
-    ),
-    pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning"),
-    pytest.mark.parametrize("vocabulary", [128256, 151936]),
-]
-
-from drawing import draw  # noqa: E402 (after the mark)
-from test_children_interpreted import (  # noqa: E402
-    greedy_reference,
-    sampled_reference,
-)
-from test_verify_interpreted import (  # noqa: E402
+from sequoia_vllm.kernels import children, target_statistics, verify
+from sequoia_vllm.kernels.modes import GREEDY, SAMPLED
+from tests.support.drawing import draw, greedy_reference, sampled_reference
+from tests.support.verifying import (
     Tree,
-    algorithm_2,
+    expected_walk,
     kernel_uniforms,
     random_request,
     run,
 )
 
-from sequoia_vllm.kernels import children, target_statistics, verify  # noqa: E402
-from sequoia_vllm.kernels.modes import GREEDY, SAMPLED  # noqa: E402
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning"),
+    pytest.mark.parametrize("vocabulary", [128256, 151936]),
+]
 
 
 @pytest.mark.parametrize("few", [True, False], ids=["few rows", "many rows"])
@@ -51,7 +42,7 @@ def test_trees_are_verified(few, vocabulary, monkeypatch):
     results = run(tree, [*requests, given])
     accepted = 0
     for request, result in zip(requests, results[:2], strict=True):
-        *expected, margin = algorithm_2(tree, request, kernel_uniforms(tree, request), lanes)
+        *expected, margin = expected_walk(tree, request, kernel_uniforms(tree, request), lanes)
         assert margin > 1e-6
         assert result == tuple(expected)
         accepted += len(result[0])

@@ -1,25 +1,18 @@
-"""Tree attention's kernels, run by Triton's interpreter, against plain loops in torch."""
-
-import os
+"""Tree attention's kernels, run by Triton's interpreter, against plain attention in torch."""
 
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
-)
-
-from sequoia_vllm.kernels.attention_tiles import (  # noqa: E402 (after the mark)
+from sequoia_vllm.kernels.attention_tiles import (
     choose_splits,
     choose_tile,
 )
-from sequoia_vllm.kernels.tree_attention import (  # noqa: E402 (after the mark)
+from sequoia_vllm.kernels.tree_attention import (
     TreeAttentionWorkspace,
     pack_ancestors,
-    tree_attention,
 )
-
-UNTOUCHED = 7.0
+from sequoia_vllm.testing.attention import random_ancestors
+from tests.support.attending import UNTOUCHED, Batch
 
 
 @pytest.fixture(autouse=True)
@@ -40,115 +33,6 @@ def _bfloat16_products(monkeypatch):
         return create_dot(self, exact(a), exact(b), *rest)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", patched)
-
-
-def tree_attention_reference(
-    query, key_cache, value_cache, block_table, context_lens, query_start_loc, ancestors,
-    first_node, scale, key_scale=1.0, value_scale=1.0,
-):  # fmt: skip
-    """float32 ``[T, Hq, D]``, row by row; ``ancestors`` is the bool matrix."""
-    output = torch.full(query.shape, UNTOUCHED)
-    block_size, key_heads = key_cache.shape[1:3]
-    group = query.shape[1] // key_heads
-    for request, context in enumerate(context_lens.tolist()):
-        first, last = query_start_loc[request : request + 2].tolist()
-        for token in range(first, last):
-            node = first_node + token - first
-            seen = [*range(context), *(context + j for j in range(node + 1) if ancestors[node, j])]
-            blocks = block_table[request, [p // block_size for p in seen]].long()
-            slots = torch.tensor([p % block_size for p in seen])
-            keys = key_cache[blocks, slots].float() * key_scale  # [seen, Hkv, D]
-            values = value_cache[blocks, slots].float() * value_scale
-            for head in range(query.shape[1]):
-                key_head = head // group
-                scores = keys[:, key_head] @ query[token, head].float() * scale
-                output[token, head] = scores.softmax(dim=0) @ values[:, key_head]
-    return output
-
-
-def random_ancestors(nodes, generator):
-    """The ancestor matrix of a tree whose nodes have random earlier parents."""
-    seen = torch.eye(nodes, dtype=torch.bool)
-    for node in range(1, nodes):
-        parent = int(torch.randint(max(0, node - 20), node, (), generator=generator))
-        seen[node] |= seen[parent]
-    return seen
-
-
-class Batch:
-    """Random requests in a paged cache whose unused positions hold NaN."""
-
-    def __init__(
-        self, contexts, sizes, *, nodes=None, first_node=0, heads=(4, 2), head_size=64,
-        block_size=16, dtype=torch.float32, cache_dtype=None, seed=0, spare_blocks=2,
-    ):  # fmt: skip
-        generator = torch.Generator().manual_seed(seed)
-        nodes = nodes or max([*sizes, 1]) + first_node
-        self.ancestors = random_ancestors(nodes, generator)
-        self.first_node = first_node
-        self.contexts = torch.tensor(contexts, dtype=torch.int32)
-        self.starts = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
-        ends = [c + first_node + q if q else 0 for c, q in zip(contexts, sizes, strict=True)]
-        columns = -(-max(ends) // block_size) + spare_blocks
-        blocks = torch.randperm(len(contexts) * columns + 1, generator=generator)[:-1]
-        self.table = blocks.view(len(contexts), columns).to(torch.int32)
-        shape = (len(blocks) + 1, heads[1], 2, block_size, head_size)
-        cache = torch.full(shape, float("nan"))
-        for row, end in zip(self.table.tolist(), ends, strict=True):
-            for position in range(end):
-                entry = torch.randn(heads[1], 2, head_size, generator=generator)
-                cache[row[position // block_size], :, :, position % block_size] = entry
-        # The layout is neither contiguous nor [blocks, block_size, heads, size] in memory.
-        cache = cache.to(cache_dtype or dtype)
-        self.keys, self.values = (cache[:, :, i].transpose(1, 2) for i in (0, 1))
-        tokens = int(self.starts[-1]) + 3
-        packed = torch.randn(tokens, heads[0] + 2, head_size, generator=generator)
-        self.query = packed.to(dtype)[:, :-2]
-        self.scale = head_size**-0.5
-
-    def attend_to_contexts(self):
-        """Attention over contexts alone, and its log-sum-exps ``[Hq, T]``, as of another kernel."""
-        output = torch.full_like(self.query, UNTOUCHED)
-        lse = torch.full((self.query.shape[1] + 1, len(output) + 2), float("nan"))[1:, :-2]
-        block_size, key_heads = self.keys.shape[1:3]
-        for request, context in enumerate(self.contexts.tolist()):
-            rows = slice(*self.starts[request : request + 2].tolist())
-            if rows.start == rows.stop:
-                continue
-            positions = torch.arange(context)
-            blocks = self.table[request, positions // block_size].long()
-            keys, values = (
-                cache[blocks, positions % block_size].float().repeat_interleave(
-                    self.query.shape[1] // key_heads, dim=1
-                )
-                for cache in (self.keys, self.values)
-            )  # fmt: skip
-            scores = torch.einsum("qhd,khd->hqk", self.query[rows].float(), keys) * self.scale
-            lse[:, rows] = scores.logsumexp(dim=2)
-            weights = scores.softmax(dim=2).nan_to_num(0.0)
-            output[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(output.dtype)
-        return output, lse
-
-    def run(self, processors=1, ancestors=None, continued=False, **arguments):
-        output = torch.full_like(self.query, UNTOUCHED)
-        if continued:
-            output, arguments["context_lse"] = self.attend_to_contexts()
-        workspace = TreeAttentionWorkspace(self.query.shape[2], "cpu", processors)
-        workspace._memory.fill_(float("nan"))  # what no split wrote must not be read
-        packed = pack_ancestors(self.ancestors if ancestors is None else ancestors)
-        scales = {"key_scale": 1.0, "value_scale": 1.0}
-        tree_attention(
-            self.query, self.keys, self.values, self.table, self.contexts, self.starts, packed,
-            first_node=self.first_node, scale=self.scale, workspace=workspace, output=output,
-            **{**scales, **arguments},
-        )  # fmt: skip
-        return output.float()
-
-    def expected(self, **scales):
-        return tree_attention_reference(
-            self.query, self.keys, self.values, self.table, self.contexts, self.starts,
-            self.ancestors, self.first_node, self.scale, **scales,
-        )  # fmt: skip
 
 
 def splits_of(batch, processors):

@@ -1,153 +1,37 @@
 """The verifier's kernel, run by Triton's interpreter, against plain Python."""
 
-import os
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chi2
+
+from sequoia_vllm.kernels import target_statistics, verify
+from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
+from sequoia_vllm.testing.laws import assert_same_law
+from tests.support.verifying import (
+    INF,
+    KINDS,
+    Request,
+    Tree,
+    dense,
+    draw_children,
+    expected_match,
+    expected_walk,
+    kernel_uniforms,
+    random_request,
+    random_tree,
+    run,
+    softmax,
+    sparse,
+)
 
 pytestmark = [
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
-    ),
     # What is far below a row's maximum becomes -inf before its exponential is taken.
     pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning"),
 ]
-
-import triton  # noqa: E402 (after the mark)
-import triton.language as tl  # noqa: E402
-
-from sequoia_vllm.kernels import target_statistics, verify  # noqa: E402
-from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP  # noqa: E402
-from sequoia_vllm.kernels.random import RESIDUAL, VERIFY, uniform64  # noqa: E402
-
-STALE = 77
-INF = float("inf")
-
-
-# -- trees and requests --------------------------------------------------------------
-
-
-@dataclass
-class Tree:
-    parents: list
-
-    def __post_init__(self):
-        self.size = len(self.parents)
-        self.inner = sorted(set(self.parents) - {-1})
-        self.depths = [0]
-        for parent in self.parents[1:]:
-            self.depths.append(self.depths[parent] + 1)
-
-    def children_of(self, node, size=None):
-        size = self.size if size is None else size
-        return [child for child in range(1, size) if self.parents[child] == node]
-
-    def tables(self):
-        branches = max([1, *(len(self.children_of(node)) for node in range(self.size))])
-        children = torch.full((self.size, branches), -1, dtype=torch.int32)
-        inner_index = torch.full((self.size,), -1, dtype=torch.int32)
-        for node in range(self.size):
-            own = self.children_of(node)
-            children[node, : len(own)] = torch.tensor(own)
-            if own:
-                inner_index[node] = self.inner.index(node)
-        return children, inner_index
-
-
-def random_tree(rng, size, branches=4):
-    parents = [-1]
-    while len(parents) < size:
-        parent = int(rng.integers(max(0, len(parents) - 6), len(parents)))
-        if parents.count(parent) < branches:
-            parents.append(parent)
-    return Tree(parents)
-
-
-@dataclass
-class Request:
-    """One request of a batch: its nodes are the tree's first ``len(tokens)``."""
-
-    tokens: list
-    logits: np.ndarray  # [nodes, V]
-    draft_logits: np.ndarray = None  # [inner nodes of the tree, V]
-    target_tokens: list = None
-    mode: int = SAMPLED
-    temperature: float = 1.0  # of the draft
-    target_temperature: float = 1.0
-    seed: int = 1
-    position: int = 5
-    stats: dict = field(default_factory=dict)  # inner index -> statistics that are not Q's own
-
-    def draft_stats(self):
-        """float32 ``[inner, 2]``, as kernels/children_kernels.py writes them."""
-        scaled = self.draft_logits.astype(np.float32) / np.float32(self.temperature)
-        maximum = scaled.max(axis=1)
-        total = np.exp(scaled - maximum[:, None]).sum(axis=1)
-        stats = np.stack([maximum, total], axis=1)
-        for inner, values in self.stats.items():
-            stats[inner] = values
-        return stats
-
-
-def run(tree, requests, *, dtype=torch.float32, token_dtype=torch.int32, columns=None, **options):
-    """Each request's accepted nodes and emitted tokens, after checking the padding."""
-    inner = max(1, len(tree.inner))
-    vocabulary = max(request.logits.shape[1] for request in requests)
-    state_rows = [2 * i + 1 for i in range(len(requests))]  # rows between belong to nobody
-    # One token wider: rows of a state need not lie end to end.
-    draft_logits = torch.full((2 * len(requests) + 1, inner, vocabulary + 1), torch.nan)
-    draft_stats = torch.full((2 * len(requests) + 1, inner, 2), torch.nan)
-    for i, request in enumerate(requests):
-        if request.draft_logits is None:
-            state_rows[i] = 10**6 if i % 2 else -1  # must not be read
-        else:
-            draft_logits[state_rows[i], :, :-1] = torch.from_numpy(request.draft_logits)
-            draft_stats[state_rows[i]] = torch.from_numpy(request.draft_stats())
-    sizes = [len(request.tokens) for request in requests]
-    rows = sum(sizes)
-    targets = [token for r in requests for token in r.target_tokens or [-9] * len(r.tokens)]
-    children, inner_index = tree.tables()
-    depth = max(tree.depths)
-    width = columns or depth + 1
-    sampled = torch.full((len(requests), width), STALE)
-    accepted = torch.full((len(requests), max(depth, 1)), STALE, dtype=torch.int32)
-    accepted = accepted[:, :depth] if depth else accepted[:, :0]
-    num_sampled = torch.full((len(requests),), STALE, dtype=torch.int32)
-    logits = np.concatenate([request.logits for request in requests if len(request.tokens)])
-    verify.verify_trees(
-        logits=torch.from_numpy(logits).to(dtype),
-        target_temperatures=torch.tensor([r.target_temperature for r in requests]),
-        tokens=torch.tensor([t for r in requests for t in r.tokens], dtype=token_dtype),
-        target_tokens=torch.tensor(targets, dtype=torch.int64),
-        cu_num_logits=torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32),
-        modes=torch.tensor([r.mode for r in requests], dtype=torch.int32),
-        positions=torch.tensor([r.position for r in requests], dtype=torch.int32),
-        seeds=torch.tensor([r.seed for r in requests]),
-        children=children,
-        inner_index=inner_index,
-        draft_logits=draft_logits.to(dtype)[:, :, :-1],
-        draft_stats=draft_stats,
-        state_rows=torch.tensor(state_rows, dtype=token_dtype),
-        draft_temperatures=torch.tensor([r.temperature for r in requests]),
-        sampled_tokens=sampled,
-        num_sampled=num_sampled,
-        accepted=accepted,
-        **options,
-    )
-    assert rows == logits.shape[0]
-    results = []
-    for i, count in enumerate(num_sampled.tolist()):
-        path, emitted = accepted[i].tolist(), sampled[i].tolist()
-        assert emitted[count:] == [-1] * (width - count)
-        length = max(count - 1, 0)
-        assert path[length:] == [-1] * (depth - length)
-        results.append((path[:length], emitted[:count]))
-    return results
 
 
 @pytest.fixture(params=[4, 16])
@@ -191,160 +75,12 @@ def _quick_calls(monkeypatch):
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
 
 
-# -- references ----------------------------------------------------------------------
-
-
-@triton.jit
-def uniforms_kernel(seed, position, depths, verifying, ending):
-    node = tl.program_id(0)
-    depth = tl.load(depths + node)
-    own = tl.load(seed)
-    tl.store(verifying + node, uniform64(own, 0, position + depth, node, VERIFY))
-    tl.store(ending + node, uniform64(own, 0, position + depth, node, RESIDUAL))
-
-
-def kernel_uniforms(tree, request):
-    """What decides each node, and what picks the token after it: two lists per node."""
-    verifying, ending = torch.empty(2, tree.size, dtype=torch.float64)
-    uniforms_kernel[(tree.size,)](
-        torch.tensor([request.seed]), request.position, torch.tensor(tree.depths), verifying, ending
-    )
-    return verifying.tolist(), ending.tolist()
-
-
-def softmax(logits):
-    weights = np.exp(logits.astype(np.float64) - logits.max())
-    return weights / weights.sum()
-
-
-def draft_probabilities(logits, temperature):
-    probabilities = softmax(logits.astype(np.float64) / temperature)
-    return np.where(probabilities < 2.0**-126, 0.0, probabilities)
-
-
-def algorithm_2(tree, request, uniforms, lanes):
-    """Accepted nodes, emitted tokens, and the least distance of a decision from its edge."""
-    verifying, ending = uniforms
-    node, path, emitted, margin = 0, [], [], 1.0
-    while True:
-        residual = softmax(request.logits[node] / request.target_temperature)
-        children = tree.children_of(node, len(request.tokens))
-        if children:
-            inner = tree.inner.index(node)
-            draft = draft_probabilities(request.draft_logits[inner], request.temperature)
-        for rank, child in enumerate(children):
-            token = request.tokens[child]
-            if token < 0:
-                children = children[:rank]
-                break
-        rejected = []
-        for child in children:
-            token = request.tokens[child]
-            margin = min(margin, abs(verifying[child] * draft[token] - residual[token]))
-            if verifying[child] * draft[token] < residual[token]:
-                node = child
-                path.append(child)
-                emitted.append(token)
-                break
-            rejected.append(token)
-            left = np.maximum(residual - draft, 0)
-            if left.sum() > 1e-9:  # else they are equal, and this was close to the edge
-                residual = left / left.sum()
-            draft[token] = 0
-            if draft.sum() == 0:
-                draft[:] = 1
-                draft[rejected] = 0
-            draft = draft / max(draft.sum(), 1e-300)
-        else:
-            # Inversion over the tokens in the kernel's order.
-            order = sorted(range(len(residual)), key=lambda token: (token % lanes, token // lanes))
-            cumulative = residual[order].cumsum()
-            threshold = ending[node] * cumulative[-1]
-            margin = min(margin, np.abs(cumulative - threshold).min())
-            emitted.append(order[int((cumulative > threshold).argmax())])
-            return path, emitted, margin
-
-
-def match(tree, request):
-    """Accepted nodes and emitted tokens where the target's token is given."""
-    node, path, emitted = 0, [], []
-    while True:
-        emitted.append(request.target_tokens[node])
-        if request.mode == SKIP:
-            return path, emitted
-        children = tree.children_of(node, len(request.tokens))
-        hits = [child for child in children if request.tokens[child] == emitted[-1]]
-        if not hits:
-            return path, emitted
-        node = hits[0]
-        path.append(node)
-
-
-# -- random problems -----------------------------------------------------------------
-
-
-def dense(rng, vocabulary):
-    return rng.integers(-16, 17, vocabulary) / 8  # exact in bfloat16
-
-
-def sparse(rng, vocabulary):
-    logits = np.where(rng.random(vocabulary) < 0.5, -INF, dense(rng, vocabulary))
-    logits[rng.integers(vocabulary)] = 1.0
-    return logits
-
-
-def one_hot(rng, vocabulary):
-    logits = np.full(vocabulary, -INF)
-    logits[rng.integers(vocabulary)] = 2.0
-    return logits
-
-
-def underflowing(rng, vocabulary):
-    """Differences of about a hundred: most of Q is below the smallest normal float32."""
-    return rng.integers(-3, 4, vocabulary) * 64.0
-
-
-KINDS = {"dense": dense, "sparse": sparse, "one-hot": one_hot, "underflowing": underflowing}
-
-
-def draw_children(rng, probabilities, count):
-    """Ordered draws without replacement, one by one; uniform once nothing is left."""
-    drawn, rest = [], probabilities.copy()
-    for _ in range(count):
-        if rest.sum() == 0:
-            rest[:] = 1
-            rest[drawn] = 0
-        drawn.append(int(rng.choice(len(rest), p=rest / rest.sum())))
-        rest[drawn[-1]] = 0
-    return drawn
-
-
-def random_request(rng, tree, vocabulary, target=dense, draft=dense, size=None, seed=1):
-    size = tree.size if size is None else size
-    logits = np.stack([target(rng, vocabulary) for _ in range(size)])
-    draft_logits = np.stack([draft(rng, vocabulary) for _ in range(max(1, len(tree.inner)))])
-    request = Request([0] * size, logits.astype(np.float32), draft_logits.astype(np.float32))
-    request.seed, request.position = seed, int(rng.integers(0, 1000))
-    request.temperature = float(rng.choice([0.5, 1.0, 1.25]))
-    for node in range(size):
-        children = tree.children_of(node, size)
-        if children:
-            probabilities = draft_probabilities(
-                request.draft_logits[tree.inner.index(node)], request.temperature
-            )
-            for child, token in zip(
-                children, draw_children(rng, probabilities, len(children)), strict=True
-            ):
-                request.tokens[child] = token
-    return request
-
-
 def assert_as_reference(tree, requests, lanes, **options):
     """Every decision is that of the reference; those at its edge are left out."""
     results = run(tree, requests, **options)
     compared, rejections = 0, 0
     for request, result in zip(requests, results, strict=True):
-        *expected, margin = algorithm_2(tree, request, kernel_uniforms(tree, request), lanes)
+        *expected, margin = expected_walk(tree, request, kernel_uniforms(tree, request), lanes)
         if margin > 1e-5:
             assert result == tuple(expected)
             compared += 1
@@ -370,7 +106,7 @@ def test_matching_walks_as_plain_python_does():
             request.target_tokens = rng.choice(3, own, p=[0.7, 0.2, 0.1]).tolist()
             request.mode = [GREEDY, GREEDY, MATCHED, MATCHED, SKIP][i % 5]
             requests.append(request)
-        expected = [match(tree, request) for request in requests]
+        expected = [expected_match(tree, request) for request in requests]
         assert run(tree, requests, columns=size + 2) == expected
         assert run(tree, requests, token_dtype=torch.int64) == expected
         deepest = max(deepest, *(len(path) for path, _ in expected))
@@ -616,22 +352,12 @@ def test_emits_by_the_targets_law(four_lanes, name, monkeypatch):
         if len(pair) == 1:
             pair.append(int(rng.choice(vocabulary, p=softmax(target(pair)))))
         counts[tuple(pair)] += 1
-    observed, expected = [], []
-    for pair in product(range(vocabulary), repeat=2):
-        law = softmax(target([]))[pair[0]] * softmax(target(pair[:1]))[pair[1]]
-        if law == 0:
-            assert counts[pair] == 0
-        else:
-            observed.append(counts[pair])
-            expected.append(law * samples)
-    assert sum(observed) == samples
-    statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
-    assert chi2.sf(statistic, len(expected) - 1) > FALSE_ALARM
-    first = np.array([sum(counts[t, u] for u in range(vocabulary)) for t in range(vocabulary)])
-    possible = np.array(probabilities) > 0
-    wanted = np.array(probabilities)[possible] * samples
-    statistic = ((first[possible] - wanted) ** 2 / wanted).sum()
-    assert chi2.sf(statistic, possible.sum() - 1) > FALSE_ALARM
+    pairs = list(product(range(vocabulary), repeat=2))
+    law = [softmax(target([]))[one] * softmax(target([one]))[other] for one, other in pairs]
+    assert counts.total() == samples
+    assert_same_law([counts[pair] for pair in pairs], law, FALSE_ALARM, fewest=0)
+    first = Counter(one for one, _ in counts.elements())
+    assert_same_law([first[token] for token in range(vocabulary)], probabilities, FALSE_ALARM, 0)
 
 
 # -- the batch -----------------------------------------------------------------------

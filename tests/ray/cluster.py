@@ -14,10 +14,10 @@ from typing import Any
 
 import psutil
 
-from tests.calling import call_in_process
 from tests.ray.environment import ray_environment
 from tests.ray.processes import END_DEADLINE
-from tests.server.serving import ROOT, has_ended, wait_for_end
+from tests.support.calling import call_in_process
+from tests.support.serving import ROOT, has_ended, wait_for_end
 
 SHIM = Path(__file__).parent / "shim"
 ACTOR = "RayWorkerOnCpu"  # the shim's class: Ray names processes after what they run

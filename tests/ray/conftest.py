@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engine.conftest import plain_outputs  # noqa: F401
 from tests.ray.cluster import Cluster
+from tests.support.engines import PlainOutputs
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +14,8 @@ def ray_cluster() -> Iterator[Cluster]:
     cluster = Cluster()
     yield cluster
     cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def plain_outputs() -> PlainOutputs:
+    return PlainOutputs()

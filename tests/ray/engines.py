@@ -8,8 +8,8 @@ import psutil
 from vllm import EngineArgs, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from tests.engine.models import DRAFT, TARGET
 from tests.ray.processes import footprint
+from tests.support.models import DRAFT, TARGET
 
 OPTIONS = {
     "model": TARGET,

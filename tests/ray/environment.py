@@ -2,7 +2,7 @@
 
 import secrets
 
-from tests.server.serving import environment
+from tests.support.serving import environment
 
 
 def ray_environment() -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import psutil
 
-from tests.server.serving import wait_for_end
+from tests.support.serving import wait_for_end
 
 END_DEADLINE = 60.0  # seconds; an idle two-core machine needs 2
 

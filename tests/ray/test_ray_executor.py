@@ -7,11 +7,11 @@ import pytest
 from vllm import SamplingParams
 
 from sequoia_vllm.tree import TokenTree
-from tests.cores import needs_two_cores
-from tests.engine.models import DRAFT, TARGET, prompts
 from tests.ray.engines import generate
 from tests.ray.processes import footprint, left_behind
-from tests.server.serving import Server
+from tests.support.cores import needs_two_cores
+from tests.support.models import DRAFT, TARGET, prompts
+from tests.support.serving import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

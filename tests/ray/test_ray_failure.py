@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cores import needs_two_cores
 from tests.ray.engines import kill_a_worker
 from tests.ray.processes import left_behind
+from tests.support.cores import needs_two_cores
 
 pytestmark = [
     pytest.mark.engine,

@@ -16,9 +16,9 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from tests.engine.models import prompts
 from tests.ray.environment import ray_environment
-from tests.server.serving import ROOT, free_port, has_ended
+from tests.support.models import prompts
+from tests.support.serving import ROOT, free_port, has_ended
 
 PROMPTS = prompts(12)
 MAX_TOKENS = 32

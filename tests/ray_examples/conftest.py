@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import running
 from tests.ray_examples.cluster import MAX_TOKENS, PROMPTS, Cluster
+from tests.support.engines import running
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.ray_examples.cluster import EXAMPLES
-from tests.server.serving import environment
+from tests.support.serving import environment
 
 CLUSTER = (EXAMPLES / "cluster.md").read_text(encoding="utf-8")
 COMMAND = re.compile(r"python examples/(ray_\w+\.py)((?:[^\n]*\\\n)*[^\n]*)")

@@ -6,7 +6,6 @@ import signal
 import psutil
 import pytest
 
-from tests.engine.models import DRAFT, TARGET
 from tests.ray_examples.cluster import (
     ENGINE,
     ENGINE_OPTIONS,
@@ -18,6 +17,7 @@ from tests.ray_examples.cluster import (
     named,
     wait_for,
 )
+from tests.support.models import DRAFT, TARGET
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -8,7 +8,6 @@ import httpx
 import pytest
 
 from sequoia_vllm.tree import TokenTree
-from tests.engine.models import DRAFT, TARGET
 from tests.ray_examples.cluster import (
     ENGINE,
     ENGINE_OPTIONS,
@@ -19,7 +18,8 @@ from tests.ray_examples.cluster import (
     Session,
     wait_for,
 )
-from tests.server.serving import free_port
+from tests.support.models import DRAFT, TARGET
+from tests.support.serving import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

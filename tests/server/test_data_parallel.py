@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import running, sequoia, tokens_of
-from tests.engine.models import prompts
-from tests.server.serving import Server
+from tests.support.engines import running, sequoia, tokens_of
+from tests.support.models import prompts
+from tests.support.serving import Server
 
 pytestmark = pytest.mark.engine
 

@@ -6,9 +6,9 @@ import subprocess
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.conftest import running
-from tests.engine.models import prompts
-from tests.server.serving import DRAFT, OPTIONS, ROOT, TARGET, VLLM, Server, environment
+from tests.support.engines import running
+from tests.support.models import prompts
+from tests.support.serving import DRAFT, OPTIONS, ROOT, TARGET, VLLM, Server, environment
 
 pytestmark = pytest.mark.engine
 

@@ -12,8 +12,8 @@ import numpy as np
 import openai
 import pytest
 
-from tests.engine.models import prompts
-from tests.server.serving import DRAFT, Server
+from tests.support.models import prompts
+from tests.support.serving import DRAFT, Server
 
 pytestmark = pytest.mark.engine
 

@@ -535,7 +535,7 @@ def test_wrong_options_are_refused_before_any_engine_starts(options, message):
     from typer.testing import CliRunner
 
     from sequoia_vllm.cli import app
-    from tests.engine.models import DRAFT, TARGET
+    from tests.support.models import DRAFT, TARGET
 
     command = ["bench", "--model", TARGET, "--draft-model", DRAFT, *options]
     done = CliRunner().invoke(app, command)

@@ -36,7 +36,7 @@ from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.measuring.provenance import model_hashes
 from sequoia_vllm.tree import Acceptance, TokenTree
-from tests.engine.models import DRAFT, TARGET
+from tests.support.models import DRAFT, TARGET
 
 
 def test_pure_parts_import_no_vllm():

@@ -25,8 +25,8 @@ from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.measuring.engines import token_windows
 from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.tree import Acceptance
-from tests.engine.models import DRAFT
-from tests.engine.models import TARGET as TARGET_MODEL
+from tests.support.models import DRAFT
+from tests.support.models import TARGET as TARGET_MODEL
 
 TARGET = {1: 0.010, 2: 0.020, 4: 0.021, 8: 0.024}
 GROWTH = {1: 0.0, 2: 0.0, 4: 0.001, 8: 0.002}  # preparing inputs of more nodes

@@ -8,7 +8,6 @@ import sys
 import xml.etree.ElementTree as ET
 
 import pytest
-from reference_trees import published
 from typer.testing import CliRunner
 
 from sequoia_vllm import __version__, cli
@@ -17,6 +16,7 @@ from sequoia_vllm.cli.tree import optimizer_cost
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
+from tests.support.reference_trees import published
 
 VECTOR = [0.6, 0.2, 0.1]
 

@@ -8,6 +8,7 @@ import torch
 from sequoia_vllm.attention import cpu_kernel
 from sequoia_vllm.attention.cpu_cache import keys_and_values
 from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernels
+from sequoia_vllm.testing.attention import dense_attention, gathered
 
 BLOCK = 32
 
@@ -34,14 +35,13 @@ def attend(shape, cache, table, contexts, sizes, ancestors, query):
 def dense(shape, cache, table, context, size, ancestors, query):
     """float64 attention of one request; query ``[Q, heads, head_size]``."""
     keys, values = (
-        torch.cat([tokens[block] for block in table.tolist()], dim=1)[:, : context + size].double()
+        gathered(tokens.transpose(1, 2), table, context + size).double()
         for tokens in keys_and_values(cache)
     )
-    group = shape.heads // shape.key_heads
-    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-    scores = torch.einsum("qhd,hkd->hqk", query.double(), keys) * shape.scale
-    scores[:, :, context:].masked_fill_(~ancestors[:, :size], float("-inf"))
-    return torch.einsum("hqk,hkd->qhd", scores.softmax(dim=-1), values)
+    hidden = torch.zeros(len(query), context + size, dtype=torch.bool)
+    hidden[:, context:] = ~ancestors[:, :size]
+    output, _ = dense_attention(query, keys, values, shape.scale, hidden)
+    return output
 
 
 @pytest.mark.parametrize("_threads", [1, 2], indirect=True)

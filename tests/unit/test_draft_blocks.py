@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sequoia_vllm.engine.draft_blocks import DraftBlocks
 from sequoia_vllm.engine.v1 import reading as v1_reading
 from sequoia_vllm.engine.v2 import reading
-from tests.unit.prefix_cache import (
+from tests.support.prefix_cache import (
     BLOCK,
     DEPTH,
     DRAFTS,

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sequoia_vllm.cli import app
-from tests.engine.models import DRAFT, TARGET
+from tests.support.models import DRAFT, TARGET
 
 PAIR = ["--model", TARGET, "--draft-model", DRAFT]
 

@@ -30,7 +30,7 @@ from sequoia_vllm.enlarge import (
     shape_for_parameters,
 )
 from sequoia_vllm.enlarge.check import check_growth
-from tests.engine.models import TARGET
+from tests.support.models import TARGET
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_trees import acceptances, published, trees
 
 from sequoia_vllm.hardware import (
     Assumptions,
@@ -26,6 +25,7 @@ from sequoia_vllm.hardware import (
 from sequoia_vllm.hardware.cost import Prefixes
 from sequoia_vllm.hardware.models import model_classes
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_frontier, optimize_tree
+from tests.support.reference_trees import acceptances, published, trees
 
 SHIPPED = Acceptance.of(published()["shipped"])
 

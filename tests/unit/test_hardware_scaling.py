@@ -7,7 +7,6 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_trees import published
 
 from sequoia_vllm.hardware import (
     Assumptions,
@@ -23,6 +22,7 @@ from sequoia_vllm.hardware.memory import fewest_devices
 from sequoia_vllm.hardware.models import model_classes
 from sequoia_vllm.hardware.scaling import scaling
 from sequoia_vllm.tree import Acceptance
+from tests.support.reference_trees import published
 
 SHIPPED = Acceptance.of(published()["shipped"])
 MIB = 2**20

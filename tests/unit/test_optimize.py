@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_trees import acceptances, brute_force, heap_optimum, published, simulate
 
 from sequoia_vllm.cli.tree.optimizer_cost import CASES, bench_case
 from sequoia_vllm.tree import (
@@ -21,6 +20,13 @@ from sequoia_vllm.tree import (
 )
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 from sequoia_vllm.tree.shapes import independent_sequences
+from tests.support.reference_trees import (
+    acceptances,
+    brute_force,
+    heap_optimum,
+    published,
+    simulate,
+)
 
 LIMITS = st.one_of(st.none(), st.integers(1, 9))
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_verifier import assert_same_law, plackett_luce
 from scipy.stats import kstest
 
+from sequoia_vllm.testing.laws import assert_same_law, plackett_luce
 from sequoia_vllm.verification import draft_distribution, sample_without_replacement
 from sequoia_vllm.verification.sampling import _exponential
 

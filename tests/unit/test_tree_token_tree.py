@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_trees import acceptances, trees
 
 from sequoia_vllm.tree import Acceptance, TokenTree, TreeError
 from sequoia_vllm.tree.shapes import independent_sequences
+from tests.support.reference_trees import acceptances, trees
 
 
 def shape(tree: TokenTree) -> tuple:

@@ -28,7 +28,7 @@ from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
 from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.measuring.provenance import grown_models
-from tests.engine.models import DRAFT, TARGET
+from tests.support.models import DRAFT, TARGET
 
 HERE = PairKey(current_cpu_name(), TARGET, DRAFT, "float32")
 BATCHES, CONTEXTS, SIZES = (1, 8), (256, 1024), (1, 2, 4, 8, 16, 32)

@@ -2,8 +2,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_verifier import children_of
 
+from sequoia_vllm.testing.verification import children_of
 from sequoia_vllm.verification import Topology
 
 
@@ -30,8 +30,7 @@ def test_look_ups_match_a_plain_reading_of_parents(trees):
 
     branches = [0] * 20
     for request, parents in enumerate(trees):
-        for node in range(len(parents)):
-            children = children_of(parents, node)
+        for node, children in enumerate(children_of(parents)):
             row = topology.children[request, node].tolist()
             assert row == children + [-1] * (len(row) - len(children))
             if parents[node] != -2:

@@ -10,8 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_verifier import Uniforms, algorithm_2, children_of, match, norm
 
+from sequoia_vllm.testing.verification import (
+    Uniforms,
+    acceptance_probability,
+    algorithm_2,
+    children_of,
+    match,
+    normalized,
+)
 from sequoia_vllm.verification import (
     Topology,
     draft_distribution,
@@ -73,7 +80,11 @@ class Problem:
 
     def reference(self, chance):
         return algorithm_2(
-            self.target.__getitem__, self.draft.__getitem__, self.tokens, self.parents, chance
+            self.target.__getitem__,
+            self.draft.__getitem__,
+            self.tokens,
+            children_of(self.parents),
+            chance,
         )
 
 
@@ -89,7 +100,7 @@ def random_problem(rng, max_nodes=8):
         top = rng.choice([1, 3, 9])
         weights = [rng.randint(0, top) for _ in range(vocabulary)]
         weights[rng.randrange(vocabulary)] += 1
-        return norm([Fraction(w) for w in weights])
+        return normalized([Fraction(w) for w in weights])
 
     def one_hot():
         hot = rng.randrange(vocabulary)
@@ -98,8 +109,7 @@ def random_problem(rng, max_nodes=8):
     target = [distribution() for _ in parents]
     draft = [rng.choice([distribution, distribution, one_hot, row.copy])() for row in target]
     tokens = [0] * len(parents)
-    for node in range(len(parents)):
-        children = children_of(parents, node)
+    for node, children in enumerate(children_of(parents)):
         order = rng.sample(range(vocabulary), vocabulary)
         if rng.random() < 0.7:  # as drafting does: what Q cannot draw comes last, and exhausts it
             order.sort(key=lambda token, q=draft[node]: q[token] == 0)
@@ -134,8 +144,8 @@ class Edges:
         self.taken += 1
         return outcome
 
-    def accepts(self, probability, node):
-        p = float(probability)
+    def accepts(self, target, draft, node):
+        p = float(acceptance_probability(target, draft))
         options = []
         if p > MARGIN:
             options.append((True, p - MARGIN))
@@ -143,7 +153,7 @@ class Edges:
             options.append((False, p + MARGIN))
         return self.choose(options, node)
 
-    def draw(self, distribution):
+    def draw(self, distribution, node):
         options, below = [], 0.0
         for token, p in enumerate(distribution):
             if p > 0:
@@ -173,12 +183,13 @@ class FarFromEdges(Uniforms):
 
     near = False
 
-    def accepts(self, probability, node):
-        self.near |= abs(self.values[node] - float(probability)) < 1e-3
-        return super().accepts(probability, node)
+    def accepts(self, target, draft, node):
+        probability = float(acceptance_probability(target, draft))
+        self.near |= abs(self.values[node] - probability) < 1e-3
+        return super().accepts(target, draft, node)
 
-    def draw(self, distribution):
-        token = super().draw(distribution)
+    def draw(self, distribution, node):
+        token = super().draw(distribution, node)
         below = float(sum(distribution[:token]))
         above = below + float(distribution[token])
         self.near |= min(self.values[0] - below, above - self.values[0]) < 1e-3
@@ -222,8 +233,8 @@ def test_what_is_emitted_is_always_possible_under_the_target(seed):
     else:
         draft = (torch.randn(shape, generator=noise) * scale).softmax(dim=1)
     tokens = torch.zeros(batch, len(parents), dtype=torch.int64)
-    for node in range(len(parents)):
-        children = children_of(parents, node)[:vocabulary]
+    for node, every_child in enumerate(children_of(parents)):
+        children = every_child[:vocabulary]
         logits = draft[node].log().expand(batch, -1)
         tokens[:, children] = sample_without_replacement(logits, len(children), 1.0, noise)
     result = verify_tree(
@@ -473,7 +484,11 @@ def test_match_tree_follows_the_target_as_the_reference_does(seed):
     )
 
     assert as_lists(result) == [
-        match(lambda n, depth, i=i: int(target[i, n, depth]), problem.tokens, problem.parents)
+        match(
+            lambda n, depth, i=i: int(target[i, n, depth]),
+            problem.tokens,
+            children_of(problem.parents),
+        )
         for i, problem in enumerate(mixed)
     ]
 

@@ -15,14 +15,9 @@ from itertools import product
 
 import pytest
 import torch
-from reference_verifier import (
-    assert_same_law,
-    autoregressive_law,
-    children_of,
-    exact_law,
-    norm,
-)
 
+from sequoia_vllm.testing.laws import assert_same_law, autoregressive_law, exact_law
+from sequoia_vllm.testing.verification import children_of, normalized
 from sequoia_vllm.verification import (
     Topology,
     draft_distribution,
@@ -105,7 +100,7 @@ def models(kind, vocabulary, seed=0):
     @cache
     def at(path):
         target, draft = KINDS[kind](random.Random(f"{kind} {seed} {path}"), vocabulary)
-        return tuple(norm([Fraction(w) for w in weights]) for weights in (target, draft))
+        return tuple(normalized([Fraction(w) for w in weights]) for weights in (target, draft))
 
     return lambda path: at(path)[0], lambda path: at(path)[1]
 
@@ -153,8 +148,7 @@ class Tables:
 def draft_trees(tables, parents, temperature, generator):
     states = torch.zeros(CHUNK, len(parents), dtype=torch.int64)
     tokens = torch.zeros_like(states)
-    for node in range(len(parents)):
-        children = children_of(parents, node)
+    for node, children in enumerate(children_of(parents)):
         if children:
             logits = tables.draft_logits[states[:, node]]
             drawn = sample_without_replacement(logits, len(children), temperature, generator)

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.conftest import running, sequoia
-from tests.v2.conftest import call_on_v2
-from tests.v2.generating import (
+from tests.support.engines import running, sequoia
+from tests.support.generating import (
     generate,
     generate_on,
     generate_with_trees,
     random_prompts,
     save_related_pair,
 )
+from tests.support.on_v2 import call_on_v2
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.models import DRAFT
-from tests.v2.conftest import call_on_v2
+from tests.support.models import DRAFT
+from tests.support.on_v2 import call_on_v2
 
 pytestmark = pytest.mark.engine
 
@@ -15,7 +15,7 @@ DRAFT_TOKENS = 3
 
 def generate_plain() -> dict[str, Any]:
     """Greedy tokens of each prompt alone and of all together; what ran them."""
-    from tests.engine.conftest import running
+    from tests.support.engines import running
 
     with running() as llm:
         return {"runner": _runner(llm), "scheduler": _scheduler(llm), **_generate(llm)}
@@ -23,7 +23,7 @@ def generate_plain() -> dict[str, Any]:
 
 def generate_with_chain(draft: str, **options: Any) -> dict[str, Any]:
     """As `generate_plain`, with vLLM's own chain of drafts, and what it accepted."""
-    from tests.engine.conftest import metric, running
+    from tests.support.engines import metric, running
 
     chain = {"method": "draft_model", "model": draft, "num_speculative_tokens": DRAFT_TOKENS}
     with running(chain, **options) as llm:
@@ -38,7 +38,7 @@ def generate_with_chain(draft: str, **options: Any) -> dict[str, Any]:
 def _generate(llm: Any) -> dict[str, list[list[int]]]:
     from vllm import SamplingParams
 
-    from tests.engine.conftest import tokens_of
+    from tests.support.engines import tokens_of
 
     greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     together = tokens_of(llm.generate(PROMPTS, greedy, use_tqdm=False))

@@ -5,15 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from tests.engine.conftest import running, sequoia
-from tests.engine.models import save_llama
-from tests.gpu_rehearsal.environment import call_on_gpu
-from tests.gpu_rehearsal.generating import generate_with_trees as rehearse
-from tests.gpu_rehearsal.generating import rehearsing
-from tests.v2.conftest import call_on_v2
-from tests.v2.generating import (
+from sequoia_vllm.testing.laws import assert_same_law
+from tests.support.engines import running, sequoia
+from tests.support.generating import (
     TINY,
     counted,
     generate,
@@ -22,6 +17,11 @@ from tests.v2.generating import (
     random_prompts,
     save_related_pair,
 )
+from tests.support.models import next_probabilities, save_llama
+from tests.support.on_gpu import call_on_gpu
+from tests.support.on_v2 import call_on_v2
+from tests.support.rehearsing import generate_with_trees as rehearse
+from tests.support.rehearsing import rehearsing
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -231,29 +231,13 @@ def generate_for_law(target: str, draft: str) -> dict[str, Any]:
         return {**rehearse(llm, requests, params), "processed": chunks}
 
 
-def next_probs(path: str, tokens: list[int], temperature: float, top_p: float) -> np.ndarray:
-    """Exact law of the token after each of these, ``[len(tokens), LAW_VOCAB]``."""
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens])).logits[0].double()
-    probs = torch.softmax(logits / temperature, dim=-1).numpy()
-    order = np.argsort(-probs, axis=-1)
-    ranked = np.take_along_axis(probs, order, axis=-1)
-    kept = np.cumsum(ranked, axis=-1) - ranked < top_p
-    probs = np.zeros_like(probs)
-    np.put_along_axis(probs, order, ranked * kept, axis=-1)
-    return probs / probs.sum(axis=-1, keepdims=True)
-
-
 def uniforms(
     prompt: list[int], generated: list[int], paths: tuple[str, str], setting: tuple[float, float],
     generator: np.random.Generator,
 ) -> np.ndarray:  # fmt: skip
     """One number per generated token; uniform if it follows the target's law."""
     tokens = prompt + generated
-    target, draft = (next_probs(path, tokens[:-1], *setting) for path in paths)
+    target, draft = (next_probabilities(path, [tokens[:-1]], *setting)[0] for path in paths)
     first = len(prompt) - 1
     numbers = []
     for p, q, token in zip(target[first:], draft[first:], generated, strict=True):
@@ -264,11 +248,9 @@ def uniforms(
     return np.array(numbers)
 
 
-def p_value(cells: np.ndarray) -> float:
+def assert_uniform(cells: np.ndarray) -> None:
     """Chi-square against equal probabilities of all cells."""
-    from scipy.stats import chisquare
-
-    return float(chisquare(cells.ravel()).pvalue)
+    assert_same_law(cells, np.full(cells.shape, 1 / cells.size), FALSE_ALARM, fewest=0)
 
 
 def test_unseeded_tokens_follow_the_targets_law(tmp_path):
@@ -296,11 +278,11 @@ def test_unseeded_tokens_follow_the_targets_law(tmp_path):
     ])  # fmt: skip
     assert answer["counts"]["tokens_per_tree"] > 1.3  # trees were at work
     assert answer["counts"]["depth_counts"][0] > 80  # with rejections among them
-    assert p_value(np.histogram(numbers, bins=8, range=(0, 1))[0]) > FALSE_ALARM
+    assert_uniform(np.histogram(numbers, bins=8, range=(0, 1))[0])
     for apart in (1, 2):
         first, second = numbers[:, :-apart].ravel(), numbers[:, apart:].ravel()
         pairs = np.histogram2d(first, second, bins=5, range=[(0, 1)] * 2)[0]
-        assert p_value(pairs) > FALSE_ALARM
+        assert_uniform(pairs)
     for neighbours in (numbers[:-2:2], numbers[2::2]), (numbers[:-1], numbers[1:]):
         pairs = np.histogram2d(*(part.ravel() for part in neighbours), bins=5, range=[(0, 1)] * 2)
-        assert p_value(pairs[0]) > FALSE_ALARM
+        assert_uniform(pairs[0])

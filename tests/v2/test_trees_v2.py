@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import metric, running, sequoia, tokens_of
-from tests.engine.models import DRAFT, prompts
-from tests.v2.conftest import call_on_v2
-from tests.v2.generating import (
+from tests.support.engines import metric, running, sequoia, tokens_of
+from tests.support.generating import (
     TINY,
     completions,
     counted,
@@ -25,6 +23,8 @@ from tests.v2.generating import (
     random_prompts,
     save_related_pair,
 )
+from tests.support.models import DRAFT, prompts
+from tests.support.on_v2 import call_on_v2
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu_stand_in import graphs
+from sequoia_vllm.testing.attention import dense_attention
 
 _VERSIONS = (2, 3)
 
@@ -90,17 +91,13 @@ def _attention(
     query: Tensor, keys: Tensor, values: Tensor, scale: float | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[rows, heads, size]`` and log-sum-exps ``[heads, rows]``."""
-    group = query.shape[1] // keys.shape[1]
-    keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
-    scale = query.shape[2] ** -0.5 if scale is None else scale
-    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
+    hidden = None
     if causal:
         place = torch.arange(len(keys) - len(query), len(keys))[:, None]
-        scores = scores.masked_fill(torch.arange(len(keys)) > place, float("-inf"))
-    # A row without any key sees nothing: zeros.
-    weights = scores.softmax(-1).nan_to_num(0.0)
-    output = torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
-    return output, scores.logsumexp(-1)
+        hidden = torch.arange(len(keys)) > place
+    scale = query.shape[2] ** -0.5 if scale is None else scale
+    output, lse = dense_attention(query, keys, values, scale, hidden)
+    return output.to(query.dtype), lse
 
 
 @graphs.device_function

@@ -161,7 +161,7 @@ def _change_the_plugin() -> None:
 
 def _check_memory() -> None:
     """Every access of an interpreted kernel; those of our kernels raise what is found."""
-    from tests.gpu_rehearsal.memory_checks import MemoryChecks, install, wanted
+    from tests.support.memory_checks import MemoryChecks, install, wanted
 
     if wanted():
         install(MemoryChecks())

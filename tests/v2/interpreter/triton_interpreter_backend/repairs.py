@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.quicker import (
+from tests.support.quicker import (
     interpret_quickly,
     leave_integers_unchecked,
     look_past_what_is_imported,

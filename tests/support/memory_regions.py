@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.quicker import unfreeze
+from tests.support.quicker import unfreeze
 
 
 @dataclass(frozen=True)

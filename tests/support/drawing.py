@@ -1,13 +1,20 @@
-"""Calls `draw_children` for one level of a tree, with buffers of known contents around it."""
+"""Calls `draw_children` for one level of a tree, with buffers of known contents around it.
+
+And what it should draw.
+"""
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sequoia_vllm.kernels.children import DrawWorkspace, draw_children
+from sequoia_vllm.testing.random_numbers import exponential, race_scores
 
 UNTOUCHED = -99
+DRAW = 0  # the purpose of the random numbers
+TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass
@@ -98,3 +105,21 @@ def draw(
     outside = [kept[0], kept[-1], kept_stats[0], kept_stats[-1]]
     drawn.around = torch.cat([rows.float().flatten() for rows in outside])
     return drawn
+
+
+def draft_distribution(logits, temperature):
+    """Q ``[V]`` of one row, float32 as the kernels define it."""
+    probability = torch.softmax(logits.float() / temperature, dim=0)
+    return torch.where(probability >= TINY, probability, 0.0)
+
+
+def sampled_reference(logits, temperature, seed, position, node, count):
+    """The race in float64: tokens in order of arrival."""
+    draft = draft_distribution(logits, temperature).double().numpy()
+    arrivals = exponential(seed, np.arange(len(draft)), position, node, DRAW)
+    return np.argsort(-race_scores(draft, arrivals), kind="stable")[:count].tolist()
+
+
+def greedy_reference(logits, count):
+    """The largest logits, of equal ones the first."""
+    return logits.float().sort(descending=True, stable=True).indices[:count].tolist()

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.calling import call_in_process
+from tests.support.calling import call_in_process
 
 ROOT = Path(__file__).parents[2]
-INTERPRETER = Path(__file__).parent / "interpreter"
-GPU_ATTENTION = Path(__file__).parent / "gpu_attention"
+INTERPRETER = ROOT / "tests" / "v2" / "interpreter"
+GPU_ATTENTION = ROOT / "tests" / "v2" / "gpu_attention"
 
 
 def v2_environment(gpu_attention: bool = False) -> dict[str, str]:

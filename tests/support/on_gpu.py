@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.calling import call_in_process
-from tests.v2.conftest import INTERPRETER, ROOT
+from tests.support.calling import call_in_process
+from tests.support.on_v2 import INTERPRETER, ROOT
 
-STAND_IN = Path(__file__).parent / "stand_in"
+STAND_IN = ROOT / "tests" / "gpu_rehearsal" / "stand_in"
 # Names a folder with another version of vLLM, see `tests.gpu_rehearsal.other_versions`.
 OTHER_VLLM = "SEQUOIA_REHEARSE_VLLM"
 

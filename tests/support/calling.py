@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from tests.server.serving import has_ended
+from tests.support.serving import has_ended
 
 
 def call_in_process(
@@ -31,7 +31,7 @@ def call_in_process(
     """
     result, log = directory / "result.json", directory / "log"
     result.unlink(missing_ok=True)
-    command = ["-m", "tests.called", function.__module__, function.__name__]
+    command = ["-m", "tests.support.called", function.__module__, function.__name__]
     with log.open("wb") as output:
         process = psutil.Popen(
             [sys.executable, *command, json.dumps(arguments), str(result)],

@@ -39,7 +39,7 @@ for name in ("vllm", "pydantic", "typer", "rich", "transformers", "matplotlib", 
 """
 
 
-QUICK = "from tests.quicker import interpret_quickly; interpret_quickly()\n"
+QUICK = "from tests.support.quicker import interpret_quickly; interpret_quickly()\n"
 
 
 def run_python(code, *arguments):

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.gpu_rehearsal.memory_conflicts import Conflict, LaunchConflicts
-from tests.gpu_rehearsal.memory_regions import LiveStorages, Region, Storage, tensors_in
+from tests.support.memory_conflicts import Conflict, LaunchConflicts
+from tests.support.memory_regions import LiveStorages, Region, Storage, tensors_in
 
 OWN = ("sequoia_vllm.",)
 # Kernels whose programs write the same value to the same place, with the reason.

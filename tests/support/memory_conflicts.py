@@ -11,7 +11,7 @@ from math import gcd
 
 import numpy as np
 
-from tests.gpu_rehearsal.memory_regions import Region, Storage
+from tests.support.memory_regions import Region, Storage
 
 # In place of a program: written by atomic operations, which several may do.
 _ATOMIC = -1

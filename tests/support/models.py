@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -49,3 +50,22 @@ def save_random_draft(path: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(TARGET) / name, path / name)
     return path
+
+
+def next_probabilities(
+    path: str | Path, tokens: list[list[int]], temperature: float, top_p: float
+) -> np.ndarray:
+    """Exact law of the token after each of ``tokens``, ``[rows, places, V]``.
+
+    Of each the likeliest tokens are kept that together hold ``top_p``.
+    """
+    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens)).logits.double()
+    law = torch.softmax(logits / temperature, dim=-1).numpy()
+    order = np.argsort(-law, axis=-1)
+    ranked = np.take_along_axis(law, order, axis=-1)
+    kept = np.cumsum(ranked, axis=-1) - ranked < top_p
+    truncated = np.zeros_like(law)
+    np.put_along_axis(truncated, order, ranked * kept, axis=-1)
+    return truncated / truncated.sum(axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""The other side of `tests.calling`: calls the function that it is told to call.
+"""The other side of `tests.support.calling`: calls the function that it is told to call.
 
 A module, not an argument of the interpreter: engines are spawned, and spawning
 runs the main module again.

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.gpu_rehearsal.memory_launch import (
+from tests.support.memory_launch import (
     ADDRESS_BITS,
     Finding,
     MemoryCheckError,

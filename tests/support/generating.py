@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tests.engine.conftest import metric, running, whole_trees
-from tests.engine.models import save_llama
+from tests.support.engines import metric, running, whole_trees
+from tests.support.models import save_llama
 
 VOCAB = 256
 SPEC_DECODE = ("drafts", "draft_tokens", "accepted_tokens")

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.engine.conftest import running
-from tests.v2.generating import completions, counted
+from tests.support.engines import running
+from tests.support.generating import completions, counted
 
 # float32, since tokens are compared; the rest is what the models need.
 DEFAULTS = {
@@ -19,7 +19,7 @@ DEFAULTS = {
 
 @contextmanager
 def rehearsing(config: dict | None, **options: Any) -> Iterator[Any]:
-    """An engine on the stand-in GPU (see `tests.engine.conftest.running`)."""
+    """An engine on the stand-in GPU (see `tests.support.engines.running`)."""
     with running(config, **{**DEFAULTS, **options}) as llm:
         yield llm
 

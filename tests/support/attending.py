@@ -1,0 +1,86 @@
+"""Calls `tree_attention` for batches of random requests in a paged cache."""
+
+import torch
+
+from sequoia_vllm.kernels.tree_attention import (
+    TreeAttentionWorkspace,
+    pack_ancestors,
+    tree_attention,
+)
+from sequoia_vllm.testing.attention import (
+    dense_attention,
+    gathered,
+    random_ancestors,
+    tree_attention_reference,
+)
+
+UNTOUCHED = 7.0
+
+
+class Batch:
+    """Random requests in a paged cache whose unused positions hold NaN."""
+
+    def __init__(
+        self, contexts, sizes, *, nodes=None, first_node=0, heads=(4, 2), head_size=64,
+        block_size=16, dtype=torch.float32, cache_dtype=None, seed=0, spare_blocks=2,
+    ):  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        nodes = nodes or max([*sizes, 1]) + first_node
+        self.ancestors = random_ancestors(nodes, generator)
+        self.first_node = first_node
+        self.contexts = torch.tensor(contexts, dtype=torch.int32)
+        self.starts = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+        ends = [c + first_node + q if q else 0 for c, q in zip(contexts, sizes, strict=True)]
+        columns = -(-max(ends) // block_size) + spare_blocks
+        blocks = torch.randperm(len(contexts) * columns + 1, generator=generator)[:-1]
+        self.table = blocks.view(len(contexts), columns).to(torch.int32)
+        shape = (len(blocks) + 1, heads[1], 2, block_size, head_size)
+        cache = torch.full(shape, float("nan"))
+        for row, end in zip(self.table.tolist(), ends, strict=True):
+            for position in range(end):
+                entry = torch.randn(heads[1], 2, head_size, generator=generator)
+                cache[row[position // block_size], :, :, position % block_size] = entry
+        # The layout is neither contiguous nor [blocks, block_size, heads, size] in memory.
+        cache = cache.to(cache_dtype or dtype)
+        self.keys, self.values = (cache[:, :, i].transpose(1, 2) for i in (0, 1))
+        tokens = int(self.starts[-1]) + 3
+        packed = torch.randn(tokens, heads[0] + 2, head_size, generator=generator)
+        self.query = packed.to(dtype)[:, :-2]
+        self.scale = head_size**-0.5
+
+    def attend_to_contexts(self):
+        """Attention over contexts alone, and its log-sum-exps ``[Hq, T]``, as of another kernel."""
+        output = torch.full_like(self.query, UNTOUCHED)
+        lse = torch.full((self.query.shape[1] + 1, len(output) + 2), float("nan"))[1:, :-2]
+        for request, context in enumerate(self.contexts.tolist()):
+            rows = slice(*self.starts[request : request + 2].tolist())
+            if rows.start == rows.stop:
+                continue
+            keys, values = (
+                gathered(cache, self.table[request], context) for cache in (self.keys, self.values)
+            )
+            attended, lse[:, rows] = dense_attention(self.query[rows], keys, values, self.scale)
+            output[rows] = attended.to(output.dtype)
+        return output, lse
+
+    def run(self, processors=1, ancestors=None, continued=False, **arguments):
+        output = torch.full_like(self.query, UNTOUCHED)
+        if continued:
+            output, arguments["context_lse"] = self.attend_to_contexts()
+        workspace = TreeAttentionWorkspace(self.query.shape[2], "cpu", processors)
+        workspace._memory.fill_(float("nan"))  # what no split wrote must not be read
+        packed = pack_ancestors(self.ancestors if ancestors is None else ancestors)
+        scales = {"key_scale": 1.0, "value_scale": 1.0}
+        tree_attention(
+            self.query, self.keys, self.values, self.table, self.contexts, self.starts, packed,
+            first_node=self.first_node, scale=self.scale, workspace=workspace, output=output,
+            **{**scales, **arguments},
+        )  # fmt: skip
+        return output.float()
+
+    def expected(self, **scales):
+        return tree_attention_reference(
+            self.query, self.keys, self.values, self.table, self.contexts.tolist(),
+            self.starts.tolist(), self.ancestors, self.first_node, self.scale,
+            elsewhere=UNTOUCHED, **scales,
+        )  # fmt: skip

@@ -1,0 +1,286 @@
+"""Calls `verify_trees` for batches of small trees, and the reference for each of them."""
+
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from sequoia_vllm.kernels import verify
+from sequoia_vllm.kernels.modes import SAMPLED, SKIP
+from sequoia_vllm.kernels.random import RESIDUAL, VERIFY, uniform64
+from sequoia_vllm.testing.verification import algorithm_2, draw_without_replacement, match
+
+STALE = 77
+INF = float("inf")
+
+
+# -- trees and requests --------------------------------------------------------------
+
+
+@dataclass
+class Tree:
+    parents: list
+
+    def __post_init__(self):
+        self.size = len(self.parents)
+        self.inner = sorted(set(self.parents) - {-1})
+        self.depths = [0]
+        for parent in self.parents[1:]:
+            self.depths.append(self.depths[parent] + 1)
+
+    def children_of(self, node, size=None):
+        size = self.size if size is None else size
+        return [child for child in range(1, size) if self.parents[child] == node]
+
+    def tables(self):
+        branches = max([1, *(len(self.children_of(node)) for node in range(self.size))])
+        children = torch.full((self.size, branches), -1, dtype=torch.int32)
+        inner_index = torch.full((self.size,), -1, dtype=torch.int32)
+        for node in range(self.size):
+            own = self.children_of(node)
+            children[node, : len(own)] = torch.tensor(own)
+            if own:
+                inner_index[node] = self.inner.index(node)
+        return children, inner_index
+
+
+def random_tree(rng, size, branches=4):
+    parents = [-1]
+    while len(parents) < size:
+        parent = int(rng.integers(max(0, len(parents) - 6), len(parents)))
+        if parents.count(parent) < branches:
+            parents.append(parent)
+    return Tree(parents)
+
+
+@dataclass
+class Request:
+    """One request of a batch: its nodes are the tree's first ``len(tokens)``."""
+
+    tokens: list
+    logits: np.ndarray  # [nodes, V]
+    draft_logits: np.ndarray = None  # [inner nodes of the tree, V]
+    target_tokens: list = None
+    mode: int = SAMPLED
+    temperature: float = 1.0  # of the draft
+    target_temperature: float = 1.0
+    seed: int = 1
+    position: int = 5
+    stats: dict = field(default_factory=dict)  # inner index -> statistics that are not Q's own
+
+    def draft_stats(self):
+        """float32 ``[inner, 2]``, as kernels/children_kernels.py writes them."""
+        scaled = self.draft_logits.astype(np.float32) / np.float32(self.temperature)
+        maximum = scaled.max(axis=1)
+        total = np.exp(scaled - maximum[:, None]).sum(axis=1)
+        stats = np.stack([maximum, total], axis=1)
+        for inner, values in self.stats.items():
+            stats[inner] = values
+        return stats
+
+
+def run(tree, requests, *, dtype=torch.float32, token_dtype=torch.int32, columns=None, **options):
+    """Each request's accepted nodes and emitted tokens, after checking the padding."""
+    inner = max(1, len(tree.inner))
+    vocabulary = max(request.logits.shape[1] for request in requests)
+    state_rows = [2 * i + 1 for i in range(len(requests))]  # rows between belong to nobody
+    # One token wider: rows of a state need not lie end to end.
+    draft_logits = torch.full((2 * len(requests) + 1, inner, vocabulary + 1), torch.nan)
+    draft_stats = torch.full((2 * len(requests) + 1, inner, 2), torch.nan)
+    for i, request in enumerate(requests):
+        if request.draft_logits is None:
+            state_rows[i] = 10**6 if i % 2 else -1  # must not be read
+        else:
+            draft_logits[state_rows[i], :, :-1] = torch.from_numpy(request.draft_logits)
+            draft_stats[state_rows[i]] = torch.from_numpy(request.draft_stats())
+    sizes = [len(request.tokens) for request in requests]
+    rows = sum(sizes)
+    targets = [token for r in requests for token in r.target_tokens or [-9] * len(r.tokens)]
+    children, inner_index = tree.tables()
+    depth = max(tree.depths)
+    width = columns or depth + 1
+    sampled = torch.full((len(requests), width), STALE)
+    accepted = torch.full((len(requests), max(depth, 1)), STALE, dtype=torch.int32)
+    accepted = accepted[:, :depth] if depth else accepted[:, :0]
+    num_sampled = torch.full((len(requests),), STALE, dtype=torch.int32)
+    logits = np.concatenate([request.logits for request in requests if len(request.tokens)])
+    verify.verify_trees(
+        logits=torch.from_numpy(logits).to(dtype),
+        target_temperatures=torch.tensor([r.target_temperature for r in requests]),
+        tokens=torch.tensor([t for r in requests for t in r.tokens], dtype=token_dtype),
+        target_tokens=torch.tensor(targets, dtype=torch.int64),
+        cu_num_logits=torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32),
+        modes=torch.tensor([r.mode for r in requests], dtype=torch.int32),
+        positions=torch.tensor([r.position for r in requests], dtype=torch.int32),
+        seeds=torch.tensor([r.seed for r in requests]),
+        children=children,
+        inner_index=inner_index,
+        draft_logits=draft_logits.to(dtype)[:, :, :-1],
+        draft_stats=draft_stats,
+        state_rows=torch.tensor(state_rows, dtype=token_dtype),
+        draft_temperatures=torch.tensor([r.temperature for r in requests]),
+        sampled_tokens=sampled,
+        num_sampled=num_sampled,
+        accepted=accepted,
+        **options,
+    )
+    assert rows == logits.shape[0]
+    results = []
+    for i, count in enumerate(num_sampled.tolist()):
+        path, emitted = accepted[i].tolist(), sampled[i].tolist()
+        assert emitted[count:] == [-1] * (width - count)
+        length = max(count - 1, 0)
+        assert path[length:] == [-1] * (depth - length)
+        results.append((path[:length], emitted[:count]))
+    return results
+
+
+# -- references ----------------------------------------------------------------------
+
+
+@triton.jit
+def uniforms_kernel(seed, position, depths, verifying, ending):
+    node = tl.program_id(0)
+    depth = tl.load(depths + node)
+    own = tl.load(seed)
+    tl.store(verifying + node, uniform64(own, 0, position + depth, node, VERIFY))
+    tl.store(ending + node, uniform64(own, 0, position + depth, node, RESIDUAL))
+
+
+def kernel_uniforms(tree, request):
+    """What decides each node, and what picks the token after it: two lists per node."""
+    verifying, ending = torch.empty(2, tree.size, dtype=torch.float64)
+    uniforms_kernel[(tree.size,)](
+        torch.tensor([request.seed]), request.position, torch.tensor(tree.depths), verifying, ending
+    )
+    return verifying.tolist(), ending.tolist()
+
+
+def softmax(logits):
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    return weights / weights.sum()
+
+
+def draft_probabilities(logits, temperature):
+    probabilities = softmax(logits.astype(np.float64) / temperature)
+    return np.where(probabilities < 2.0**-126, 0.0, probabilities)
+
+
+@dataclass
+class KernelChance:
+    """The kernel's numbers, and the least distance of a decision from its edge.
+
+    Attributes:
+        verifying: What decides each node.
+        ending: What picks the token after each node.
+        lanes: The kernel's: its order of the tokens.
+    """
+
+    verifying: list
+    ending: list
+    lanes: int
+    margin: float = 1.0
+
+    def accepts(self, target, draft, node):
+        threshold = self.verifying[node] * draft
+        self.margin = min(self.margin, abs(threshold - target))
+        return threshold < target
+
+    def draw(self, distribution, node):
+        """Inversion over the tokens in the kernel's order."""
+        tokens = range(len(distribution))
+        order = sorted(tokens, key=lambda token: (token % self.lanes, token // self.lanes))
+        cumulative = distribution[order].cumsum()
+        threshold = self.ending[node] * cumulative[-1]
+        self.margin = min(self.margin, np.abs(cumulative - threshold).min())
+        return order[int((cumulative > threshold).argmax())]
+
+
+def expected_walk(tree, request, uniforms, lanes):
+    """Accepted nodes, emitted tokens, and the least distance of a decision from its edge."""
+
+    def target(node):
+        return softmax(request.logits[node] / request.target_temperature)
+
+    def draft(node):
+        row = request.draft_logits[tree.inner.index(node)]
+        return draft_probabilities(row, request.temperature)
+
+    chance = KernelChance(*uniforms, lanes)
+    path, emitted = algorithm_2(
+        target, draft, request.tokens, drafted_children(tree, request), chance
+    )
+    return path, emitted, chance.margin
+
+
+def drafted_children(tree, request):
+    """Of each of the request's nodes: its children up to the first placeholder."""
+    size = len(request.tokens)
+    return [
+        list(takewhile(lambda child: request.tokens[child] >= 0, tree.children_of(node, size)))
+        for node in range(size)
+    ]
+
+
+def expected_match(tree, request):
+    """Accepted nodes and emitted tokens where the target's token is given."""
+    size = len(request.tokens)
+    children = [[] if request.mode == SKIP else tree.children_of(n, size) for n in range(size)]
+    return match(lambda node, _: request.target_tokens[node], request.tokens, children)
+
+
+# -- random problems -----------------------------------------------------------------
+
+
+def dense(rng, vocabulary):
+    return rng.integers(-16, 17, vocabulary) / 8  # exact in bfloat16
+
+
+def sparse(rng, vocabulary):
+    logits = np.where(rng.random(vocabulary) < 0.5, -INF, dense(rng, vocabulary))
+    logits[rng.integers(vocabulary)] = 1.0
+    return logits
+
+
+def one_hot(rng, vocabulary):
+    logits = np.full(vocabulary, -INF)
+    logits[rng.integers(vocabulary)] = 2.0
+    return logits
+
+
+def underflowing(rng, vocabulary):
+    """Differences of about a hundred: most of Q is below the smallest normal float32."""
+    return rng.integers(-3, 4, vocabulary) * 64.0
+
+
+KINDS = {"dense": dense, "sparse": sparse, "one-hot": one_hot, "underflowing": underflowing}
+
+
+def draw_children(rng, probabilities, count):
+    """Siblings by this law, drawn without replacement."""
+    return draw_without_replacement(
+        probabilities, count, lambda rest: int(rng.choice(len(rest), p=rest / rest.sum()))
+    )
+
+
+def random_request(rng, tree, vocabulary, target=dense, draft=dense, size=None, seed=1):
+    size = tree.size if size is None else size
+    logits = np.stack([target(rng, vocabulary) for _ in range(size)])
+    draft_logits = np.stack([draft(rng, vocabulary) for _ in range(max(1, len(tree.inner)))])
+    request = Request([0] * size, logits.astype(np.float32), draft_logits.astype(np.float32))
+    request.seed, request.position = seed, int(rng.integers(0, 1000))
+    request.temperature = float(rng.choice([0.5, 1.0, 1.25]))
+    for node in range(size):
+        children = tree.children_of(node, size)
+        if children:
+            probabilities = draft_probabilities(
+                request.draft_logits[tree.inner.index(node)], request.temperature
+            )
+            for child, token in zip(
+                children, draw_children(rng, probabilities, len(children)), strict=True
+            ):
+                request.tokens[child] = token
+    return request

@@ -1,0 +1,241 @@
+"""The oracles of `sequoia_vllm.testing`: against SciPy, published vectors, and plain loops."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from sequoia_vllm.testing.attention import (
+    commit_reference,
+    dense_attention,
+    random_ancestors,
+    tree_attention_reference,
+)
+from sequoia_vllm.testing.laws import (
+    ChiSquare,
+    assert_same_law,
+    chi_square,
+    outcomes,
+    plackett_luce,
+)
+from sequoia_vllm.testing.random_numbers import philox, race_scores
+from sequoia_vllm.testing.verification import (
+    Uniforms,
+    acceptance_probability,
+    algorithm_2,
+    children_of,
+    match,
+    normalized,
+    without,
+)
+
+# -- chi-square ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("freedom", [1, 4, 35, 1295])
+@pytest.mark.parametrize("share", [0.1, 0.9, 1.0, 1.3, 3.0])
+def test_p_values_are_scipys(freedom, share):
+    found = ChiSquare(share * freedom, freedom).p_value
+    assert found == pytest.approx(stats.chi2.sf(share * freedom, freedom), rel=1e-8, abs=1e-300)
+
+
+def test_all_cells_are_compared_where_none_is_too_rare():
+    counts, law = np.array([310, 480, 210]), np.array([0.3, 0.5, 0.2])
+    found = chi_square(counts, 1000 * law)
+    expected = stats.chisquare(counts, 1000 * law)
+    assert found.statistic == pytest.approx(expected.statistic)
+    assert found.p_value == pytest.approx(expected.pvalue)
+    assert found.deviations == pytest.approx((expected.statistic - 2) / 2)
+
+
+def test_rare_outcomes_are_taken_together():
+    found = chi_square([90, 4, 4, 2], [85, 5, 6, 4], fewest=10)
+    assert (found.statistic, found.freedom) == (pytest.approx(25 / 85 + 25 / 15), 1)
+    assert chi_square([90, 4, 4, 2], [85, 5, 6, 4], fewest=0).freedom == 3
+    # Together they are still too few: they join the rarest of the others.
+    found = chi_square([60, 31, 6, 3], [50, 41, 5, 4], fewest=10)
+    assert (found.statistic, found.freedom) == (pytest.approx(100 / 50 + 100 / 50), 1)
+
+
+def test_one_cell_says_nothing():
+    assert chi_square([3, 2], [2.5, 2.5]).p_value == 1.0
+    assert chi_square([], []).p_value == 1.0
+
+
+def test_what_is_impossible_must_not_come_up():
+    assert chi_square([99, 1, 0], [100, 0, 0]).p_value == 0.0
+    assert chi_square([99, 1], [100, 0]).deviations == float("inf")
+    assert chi_square([60, 40, 0], [50, 50, 0]).freedom == 1
+    with pytest.raises(AssertionError, match="probability 0 came up"):
+        assert_same_law([999, 1], [1.0, 0.0])
+
+
+def test_another_law_is_noticed():
+    assert_same_law([5050, 4950], [0.5, 0.5])
+    with pytest.raises(AssertionError, match=r"chi-square 100\.0 of 2 cells"):
+        assert_same_law([5500, 4500], [0.5, 0.5])
+
+
+def test_laws_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="sum to"):
+        assert_same_law([1, 2], [0.5, 0.6])
+    with pytest.raises(ValueError, match="were counted"):
+        chi_square([1, 2], [1, 1])
+    with pytest.raises(ValueError, match="are expected"):
+        chi_square([1, 2], [3])
+
+
+# -- drafting and verification -------------------------------------------------------
+
+
+def test_draws_without_replacement_in_fractions():
+    law = plackett_luce([Fraction(3), Fraction(2), Fraction(1), Fraction(0)], 2)
+    assert law[0, 1] == Fraction(3, 6) * Fraction(2, 3)
+    assert law[2, 0] == Fraction(1, 6) * Fraction(3, 5)
+    assert sum(law.values()) == 1
+    assert all(3 not in draw for draw in law)
+
+
+def test_what_is_left_of_a_distribution():
+    assert without([0.5, 0.25, 0.25], [0]).tolist() == [0, 0.5, 0.5]
+    assert without([0.0, 1.0, 0.0], [1]).tolist() == [0.5, 0, 0.5]  # uniform over the others
+    assert without([0.0, 0.0, 1.0], [0, 1, 2]).tolist() == [0, 0, 0]
+
+
+def test_acceptance():
+    assert acceptance_probability(Fraction(1, 4), Fraction(1, 2)) == Fraction(1, 2)
+    assert acceptance_probability(0.5, 0.25) == 1
+    assert acceptance_probability(0.5, 0.0) == 1
+    assert acceptance_probability(0.0, 0.0) == 0
+
+
+def test_a_walk_by_hand():
+    """P(a) = 1/4 and Q(a) = 1/2: accepted below 1/2. Else R is (0, 1/3, 2/3), and D (0, 1, 0)."""
+    target = {0: [0.25, 0.25, 0.5], 1: [0.0, 0.0, 1.0], 2: [1.0, 0.0, 0.0]}
+    draft = [0.5, 0.5, 0.0]
+    tokens, children = [0, 0, 1], children_of([-1, 0, 0])
+    assert children == [[1, 2], [], []]
+
+    def walk(*values):
+        return algorithm_2(target.get, lambda node: draft, tokens, children, Uniforms(values))
+
+    assert walk(0.9, 0.49, 0.0) == ([1], [0, 2])
+    assert walk(0.9, 0.51, 0.0) == ([], [2])  # R is (0, 0, 1): the second child is impossible
+
+
+def test_matching_takes_the_first_of_twins():
+    given = [5, 7, 8, 9]
+    children = children_of([-1, 0, 0, 2])
+    assert match(lambda node, depth: given[node], [0, 5, 5, 8], children) == ([1], [5, 7])
+    assert match(lambda node, depth: given[node], [0, 4, 5, 8], children) == ([2, 3], [5, 8, 9])
+
+
+def test_outcomes_follow_every_branch():
+    def experiment(chance):
+        first = chance.draw(normalized([Fraction(1), Fraction(2)]), 0)
+        return first, chance.accepts(Fraction(1), Fraction(4), 1) if first else None
+
+    law = outcomes(experiment)
+    assert law == {(0, None): Fraction(1, 3), (1, True): Fraction(1, 6), (1, False): Fraction(1, 2)}
+
+
+# -- random numbers ------------------------------------------------------------------
+
+
+def test_philox_is_philox():
+    """Known answers of the published test vectors (Random123, philox4x32, 10 rounds)."""
+    ones = 2**32 - 1
+    assert philox(0, [0], 0, 0, 0).tolist() == [[0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]]
+    assert philox(-1, [ones], ones, ones, ones).tolist() == [
+        [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    ]
+
+
+def test_races_draw_without_replacement():
+    draft = np.array([0.5, 0.3, 0.0, 0.2])
+    arrivals = np.random.default_rng(0).exponential(size=(40_000, 4))
+    order = np.argsort(-race_scores(draft, arrivals), axis=1)
+    assert (order[:, 3] == 2).all()
+    law = plackett_luce(draft, 2)
+    counts = np.bincount(4 * order[:, 0] + order[:, 1], minlength=16)
+    assert_same_law([counts[4 * one + other] for one, other in law], list(law.values()))
+
+
+# -- attention and commit ------------------------------------------------------------
+
+
+def paged(tokens, table, block_size, blocks):
+    """A cache ``[blocks, block_size, H, D]`` with ``tokens[r]`` of request r; NaN elsewhere."""
+    cache = torch.full((blocks, block_size, *tokens[0].shape[1:]), float("nan"))
+    for row, own in zip(table.tolist(), tokens, strict=True):
+        for position, token in enumerate(own):
+            cache[row[position // block_size], position % block_size] = token
+    return cache
+
+
+@pytest.mark.parametrize("first_node", [0, 2])
+def test_tree_attention_is_that_of_loops(first_node):
+    """Row by row and head by head over the keys that a node sees, which are put in a list."""
+    generator = torch.Generator().manual_seed(0)
+    contexts, starts, heads, scale = [5, 9, 0], [0, 3, 3, 7], (4, 2), 0.4
+    nodes = first_node + 4
+    ancestors = random_ancestors(nodes, generator)
+    lengths = [context + nodes for context in contexts]
+    keys, values = (
+        [torch.randn(length, heads[1], 8, generator=generator) for length in lengths] for _ in "kv"
+    )
+    table = torch.randperm(15, generator=generator).view(3, 5).int()
+    query = torch.randn(8, heads[0], 8, generator=generator)
+    found = tree_attention_reference(
+        query, paged(keys, table, 4, 15), paged(values, table, 4, 15), table, contexts, starts,
+        ancestors, first_node, scale, key_scale=2.0, value_scale=0.5,
+    )  # fmt: skip
+    assert found[7].isnan().all()  # no request's
+    for request, row in ((0, 0), (0, 2), (2, 3), (2, 6)):
+        node, context = first_node + row - starts[request], contexts[request]
+        seen = [*range(context), *(context + j for j in range(node + 1) if ancestors[node, j])]
+        for head in range(heads[0]):
+            key_head = head // 2
+            weights = [
+                float(2.0 * scale * (keys[request][k, key_head] @ query[row, head])) for k in seen
+            ]
+            shares = np.exp(weights) / np.exp(weights).sum()
+            expected = sum(
+                0.5 * share * values[request][k, key_head]
+                for share, k in zip(shares, seen, strict=True)
+            )
+            torch.testing.assert_close(found[row, head], expected.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_attention_to_nothing():
+    query, keys = torch.randn(2, 2, 4), torch.randn(3, 1, 4)
+    hidden = torch.tensor([[True, True, True], [False, True, True]])
+    output, lse = dense_attention(query, keys, keys, 1.0, hidden)
+    assert (output[0] == 0).all()
+    assert (lse[:, 0] == float("-inf")).all()
+    torch.testing.assert_close(output[1], keys[0].expand(2, -1))
+    output, lse = dense_attention(query, keys[:0], keys[:0], 1.0)
+    assert (output == 0).all()
+    assert (lse == float("-inf")).all()
+
+
+def test_a_hidden_key_that_is_not_a_number_is_not_seen_but_a_visible_one_is():
+    query, keys = torch.randn(1, 1, 4), torch.randn(2, 1, 4)
+    keys[1] = float("nan")
+    hidden = torch.tensor([[False, True]])
+    output, _ = dense_attention(query, keys, torch.ones(2, 1, 4), 1.0, hidden)
+    assert torch.equal(output, torch.ones(1, 1, 4))
+    output, _ = dense_attention(query, keys, torch.ones(2, 1, 4), 1.0)
+    assert output.isnan().all()
+
+
+def test_accepted_nodes_follow_the_root():
+    tokens = [torch.arange(12.0).view(12, 1, 1), 100 + torch.arange(12.0).view(12, 1, 1)]
+    table = torch.tensor([[2, 0, 4], [1, 5, 3]])
+    cache = paged(tokens, table, 4, 6).transpose(1, 2)
+    commit_reference([cache], table, [3, 6], torch.tensor([[2, 3, 7], [1, 4, -1]]))
+    read = [cache.transpose(1, 2)[row].flatten().tolist() for row in table]
+    assert read[0] == [0, 1, 2, 3, 5, 6, 10, 7, 8, 9, 10, 11]
+    assert read[1] == [100, 101, 102, 103, 104, 105, 106, 107, 110, 109, 110, 111]
