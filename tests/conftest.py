@@ -4,11 +4,17 @@ import os
 
 import pytest
 
+from tests import quick_start
+
 # One OpenMP thread: the tests' models are tiny, and two spinning threads on a
 # busy two-core machine are a hundred times slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Of all processes that tests start, unless they have another PYTHONPATH.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    path for path in (quick_start.FOLDER, os.environ.get("PYTHONPATH")) if path
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

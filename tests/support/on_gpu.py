@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests import quick_start
 from tests.support.calling import call_in_process
 from tests.support.on_v2 import INTERPRETER, ROOT
 
@@ -20,8 +21,9 @@ def gpu_environment(multiprocessing: bool = False) -> dict[str, str]:
     """
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     other = [os.environ[OTHER_VLLM]] if OTHER_VLLM in os.environ else []
+    path = (quick_start.FOLDER, *other, STAND_IN, INTERPRETER, ROOT)
     return inherited | {
-        "PYTHONPATH": os.pathsep.join(map(str, (*other, STAND_IN, INTERPRETER, ROOT))),
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
         "TRITON_INTERPRET": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)),
         "OMP_NUM_THREADS": "1",

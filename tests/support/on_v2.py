@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests import quick_start
 from tests.support.calling import call_in_process
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,7 @@ def v2_environment(gpu_attention: bool = False) -> dict[str, str]:
     `gpu_attention`: and to the attention, cache layout and commit of GPUs.
     """
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    path = [INTERPRETER, *[GPU_ATTENTION] * gpu_attention, ROOT]
+    path = [quick_start.FOLDER, INTERPRETER, *[GPU_ATTENTION] * gpu_attention, ROOT]
     return inherited | {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "TRITON_INTERPRET": "1",
