@@ -11,14 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from tests import quick_start
 from tests.ray.environment import ray_environment
 from tests.support.models import prompts
-from tests.support.serving import ROOT, free_port, has_ended
+from tests.support.serving import ROOT, free_port, has_ended, http_client
 
 PROMPTS = prompts(12)
 MAX_TOKENS = 32
@@ -36,13 +36,13 @@ START_DEADLINE = 300.0  # seconds; an idle two-core machine needs 40
 STOP_DEADLINE = 90.0
 
 
-def wait_for(what: str, found: Callable[[], Any], deadline: float) -> Any:
-    """The first result that is true, of calls in a loop."""
+def wait_for(what: str, found: Callable[[], Any], deadline: float, pause: float = 0.25) -> Any:
+    """The first result that is true, of calls with so many seconds between them."""
     end = time.monotonic() + deadline
     while time.monotonic() < end:
         if result := found():
             return result
-        time.sleep(0.05)
+        time.sleep(pause)
     raise AssertionError(f"{what} did not happen within {deadline:.0f} s")
 
 
@@ -120,11 +120,13 @@ class Cluster:
         self.address = f"127.0.0.1:{free_port()}"
         self.environment = ray_environment() | {
             "RAY_ADDRESS": self.address,
+            "RAY_metrics_report_interval_ms": "1000",  # 10000 otherwise
             "RAY_worker_niceness": "0",  # 15 otherwise: engines would wait for other tests
             "RAYLLM_VLLM_ENGINE_CLS": "tests.ray_examples.engine_as_on_gpus.VLLMEngine",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join((quick_start.FOLDER, str(ROOT))),
         }
         self.metrics_ports = [free_port(), free_port()]
+        self._http = http_client()
         self.nodes: list[Session] = []
         try:
             port = self.address.partition(":")[2]
@@ -162,7 +164,7 @@ class Cluster:
         """A metric as both nodes export it."""
         found = []
         for port in self.metrics_ports:
-            text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+            text = self._http.get(f"http://127.0.0.1:{port}/metrics").text
             families = text_string_to_metric_families(text)
             found += [s for family in families for s in family.samples if s.name == name]
         return found

@@ -77,6 +77,7 @@ def test_killed_runs_are_completed_without_loss_or_repetition(cluster, tmp_path,
                     or session.check_running()
                 ),
                 START_DEADLINE,
+                pause=0.05,
             )
             engine_of(replica).suspend()
             frozen[replica.pid] = replica

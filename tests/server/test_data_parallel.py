@@ -39,7 +39,7 @@ def test_two_replicas_answer_as_plain_vllm(tmp_path):
         found = [future.result().choices[0].token_ids for future in long]
         assert [future.result().usage.completion_tokens for future in short] == [1] * 4
         trees = server.metric("sequoia:trees_total")
-        server.stop(signal.SIGTERM)
+        server.stop(signal.SIGINT)
     finally:
         server.kill()
     assert found == expected

@@ -1,4 +1,7 @@
-"""``vllm serve`` with Sequoia, called with the openai client, answers as plain vLLM does."""
+"""``vllm serve`` with Sequoia, called with the openai client, answers as plain vLLM does.
+
+It is started from the shorthand, and the last test ends it.
+"""
 
 import json
 import re
@@ -71,16 +74,18 @@ def servers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
         # The embedded target would fill its answers with spaces where JSON allows them.
         '--structured-outputs-config={"backend": "xgrammar", "disable_any_whitespace": true}',
     )
-    config = json.dumps({"method": "sequoia", "model": DRAFT})
+    ending = (
+        "--shutdown-timeout=120",
+        "--distributed-executor-backend=mp",  # with a worker's process to be ended
+    )
     with ExitStack() as stack:
-        ours = Server(folder / "sequoia.log", *common, "--speculative-config", config)
+        ours = Server(folder / "sequoia.log", *common, *ending, "--speculative-config=sequoia")
         stack.callback(ours.kill)
         plain = Server(folder / "plain.log", *common)
         stack.callback(plain.kill)
         ours.wait_until_healthy()
         plain.wait_until_healthy()
         yield ours, plain
-        ours.stop(signal.SIGINT)
 
 
 @pytest.fixture(scope="module")
@@ -341,3 +346,26 @@ def test_log_names_the_draft_and_the_tree(server):
     [line] = [line for line in server.log.splitlines() if "Sequoia: draft model" in line]
     assert DRAFT in line
     assert re.search(r"tree of \d+ nodes, depth \d+", line)
+
+
+def test_sigterm_with_a_request_under_way(servers):
+    """The answer that is being streamed is still completed, token for token as plain vLLM's."""
+    server, plain = servers
+    request = {**REQUESTS["to_the_limit"], "max_tokens": 400}
+    [expected] = texts(answer(plain, request))
+    wait_until_idle(server)
+    family = server.process.children(recursive=True)
+    [accepted_before] = server.metric("vllm:spec_decode_num_accepted_tokens_total")
+    for _ in range(5):  # on a busy machine it may be done before this process looks
+        stream = server.complete(**request, stream=True)
+        text = "".join(next(stream).choices[0].text for _ in range(8))
+        running_now = server.metric("vllm:num_requests_running")
+        if running_now == [1]:
+            break
+    [accepted] = server.metric("vllm:spec_decode_num_accepted_tokens_total")
+    server.process.send_signal(signal.SIGTERM)
+    text += "".join(chunk.choices[0].text for chunk in stream)
+    server.check_clean_end(family)
+    assert text == expected
+    assert running_now == [1]  # it was under way, indeed
+    assert accepted > accepted_before
