@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from tests import quick_start
 from tests.ray.environment import ray_environment
 from tests.ray.processes import END_DEADLINE
 from tests.support.calling import call_in_process
@@ -47,7 +48,7 @@ class Cluster:
         # Short, because Ray's sockets lie in it: their paths may have 107 characters.
         self.directory = Path(tempfile.mkdtemp(prefix="ray-"))
         self.environment = ray_environment() | {
-            "PYTHONPATH": os.pathsep.join(map(str, (SHIM, ROOT)))
+            "PYTHONPATH": os.pathsep.join(map(str, (quick_start.FOLDER, SHIM, ROOT)))
         }
         log = self.directory / "owner.log"
         with log.open("wb") as errors:

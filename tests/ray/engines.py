@@ -27,30 +27,38 @@ def where_it_runs(worker: Any) -> tuple[int, str]:
     return os.getpid(), str(Path.cwd())
 
 
-def start(tree: str | dict | None, **options: Any) -> tuple[LLMEngine, list[psutil.Process]]:
-    """An engine as `LLM` makes it, in a process of its own, and its workers by rank.
+def start(tree: str) -> tuple[LLMEngine, list[psutil.Process]]:
+    """An engine of two ranks on Ray, as `LLM` makes it, and its workers by rank.
 
-    A tree file is removed as soon as the configuration is made, before any
+    The tree's file is removed as soon as the configuration is made, before any
     other process is started.
     """
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # to send workers a function
     sequoia = {"method": "sequoia", "model": DRAFT, "tree": tree}
-    arguments = EngineArgs(speculative_config=sequoia if tree else None, **OPTIONS, **options)
+    arguments = EngineArgs(
+        speculative_config=sequoia, tensor_parallel_size=2, distributed_executor_backend="ray",
+        **OPTIONS,
+    )  # fmt: skip
     config = arguments.create_engine_config()
-    if isinstance(tree, str):
-        Path(tree).unlink()
+    Path(tree).unlink()
     engine = LLMEngine.from_vllm_config(config)
     workers = [psutil.Process(number) for number, _ in engine.collective_rpc(where_it_runs)]
     return engine, workers
 
 
-def generate(
-    prompts: list[str], params: list[dict[str, Any]], tree: str, tensor_parallel_size: int
+def generate_then_kill_a_worker(
+    prompts: list[str], params: list[dict[str, Any]], tree: str
 ) -> dict[str, Any]:
+    """What each of the functions below gives, of one engine: it is long in starting."""
+    engine, workers = start(tree)
+    return {
+        "generated": generate(engine, prompts, params),
+        "killed": kill_a_worker(engine, workers),
+    }
+
+
+def generate(engine: LLMEngine, prompts: list[str], params: list[dict[str, Any]]) -> dict[str, Any]:
     """Tokens of every prompt on the Ray executor, and what every rank counted."""
-    engine, workers = start(
-        tree, tensor_parallel_size=tensor_parallel_size, distributed_executor_backend="ray"
-    )
     for number, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(str(number), prompt, SamplingParams(**settings))
     tokens = {}
@@ -61,15 +69,13 @@ def generate(
         "tokens": [tokens[str(number)] for number in range(len(prompts))],
         "ranks": engine.collective_rpc("sequoia_stats"),
         "directories": [directory for _, directory in engine.collective_rpc(where_it_runs)],
-        **footprint([psutil.Process(), *workers]),
     }
 
 
-def kill_a_worker(tree: dict | None) -> dict[str, Any]:
+def kill_a_worker(engine: LLMEngine, workers: list[psutil.Process]) -> dict[str, Any]:
     """Kills the second of two ranks amid a generation; the error that the caller then gets."""
-    engine, workers = start(tree, tensor_parallel_size=2, distributed_executor_backend="ray")
     params = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)
-    engine.add_request("0", "def fibonacci(n):", params)
+    engine.add_request("killed", "def fibonacci(n):", params)
     produced = 0
     while produced < 16:
         for output in engine.step():

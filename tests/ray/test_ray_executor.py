@@ -1,19 +1,30 @@
-"""On vLLM's Ray executor the workers draft the driver's tree, and tokens are plain vLLM's."""
+"""On vLLM's Ray executor the workers draft the driver's tree, and tokens are plain vLLM's.
+
+A worker that is killed ends the engine as it ends plain vLLM, and nothing more is left.
+"""
 
 import json
+import re
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
 from sequoia_vllm.tree import TokenTree
-from tests.ray.engines import generate
+from tests.ray.engines import generate_then_kill_a_worker
 from tests.ray.processes import footprint, left_behind
 from tests.support.cores import needs_two_cores
 from tests.support.models import DRAFT, TARGET, prompts
 from tests.support.serving import Server
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    needs_two_cores,
+]
 
 # Not one that anything would choose by itself: the second child has the longer branch.
 #
@@ -28,31 +39,48 @@ UNSEEDED = {"temperature": 1.0, "max_tokens": 32}  # busy, and not compared
 PARAMS = [GREEDY, GREEDY, GREEDY, *SEEDED, UNSEEDED, UNSEEDED]
 
 
-@needs_two_cores
+# What plain vLLM's caller gets when a rank is killed, and its files that are then left in
+# shared memory, of Ray's ranks.
+PLAIN_LEAVES = re.compile(r"psm_\w+|\d+-tp:.+-cpushm_\d+")
+ENGINE_DEAD = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. "
+
+
+@pytest.fixture(scope="module")
+def found(ray_cluster, tmp_path_factory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("ranks")
+    TREE.save(directory / "tree.json")
+    return ray_cluster.call(
+        generate_then_kill_a_worker, directory, timeout=500,
+        prompts=prompts(len(PARAMS)), params=PARAMS, tree="tree.json",
+    )  # fmt: skip
+
+
 def test_workers_draft_the_drivers_tree_and_tokens_are_those_of_plain_vllm(
-    ray_cluster, plain_outputs, tmp_path
+    ray_cluster, plain_outputs, found
 ):
     """The tree is in a file that is gone, and was in a directory that is not the workers'."""
-    texts = prompts(len(PARAMS))
-    expected = plain_outputs(texts[:6], [SamplingParams(**settings) for settings in PARAMS[:6]])
-    TREE.save(tmp_path / "tree.json")
-    found = ray_cluster.call(
-        generate, tmp_path, prompts=texts, params=PARAMS, tree="tree.json",
-        tensor_parallel_size=2,
-    )  # fmt: skip
-    running, _ = left_behind(found)
-    assert found["tokens"][:6] == expected
-    assert found["directories"] == [str(ray_cluster.directory)] * 2  # they are Ray's, indeed
-    for counted in found["ranks"]:
+    generated, compared = found["generated"], PARAMS[:6]
+    params = [SamplingParams(**settings) for settings in compared]
+    assert generated["tokens"][:6] == plain_outputs(prompts(len(compared)), params)
+    # They are Ray's, indeed.
+    assert generated["directories"] == [str(ray_cluster.directory)] * 2
+    for counted in generated["ranks"]:
         assert counted["tree"] == TREE.to_dict()
         assert counted["tokens"] > 1.2 * counted["tree_steps"] > 0
     counters = ("steps", "tree_steps", "tokens", "depth_counts", "offered", "accepted")
-    first, last = found["ranks"][0], found["ranks"][-1]
+    first, last = generated["ranks"]
     assert [first[name] for name in counters] == [last[name] for name in counters]
+
+
+def test_killed_worker_amid_a_generation(found):
+    killed = found["killed"]
+    running, files = left_behind(killed)
+    assert 16 <= killed["produced"] < 480  # it was amid one, indeed
+    assert killed["error"].startswith(ENGINE_DEAD)
     assert running == []
+    assert all(PLAIN_LEAVES.fullmatch(Path(file).name) for file in files), files
 
 
-@needs_two_cores
 def test_server_with_ray_answers_as_plain_vllm_and_ends_cleanly(
     ray_cluster, plain_outputs, monkeypatch, tmp_path
 ):
