@@ -1,4 +1,7 @@
-"""The engine as users run it: engine core and workers in processes of their own, compiled."""
+"""The engine as users run it: engine core and workers in processes of their own, compiled.
+
+Of a tiny pair, as compiling takes its time for every layer.
+"""
 
 import json
 import os
@@ -9,7 +12,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.support.engines import sequoia
-from tests.support.models import TARGET, prompts
+from tests.support.generating import random_prompts, save_related_pair
 
 pytestmark = pytest.mark.engine
 
@@ -20,8 +23,9 @@ from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     model, prompts, speculative_config = map(json.loads, sys.argv[1:])
     llm = LLM(model=model, dtype="float32", max_model_len=256, max_num_seqs=8, seed=0,
-              kv_cache_memory_bytes=64 << 20, speculative_config=speculative_config)
-    params = SamplingParams(temperature=0, max_tokens=32)
+              kv_cache_memory_bytes=64 << 20, speculative_config=speculative_config,
+              skip_tokenizer_init=True)
+    params = SamplingParams(temperature=0, max_tokens=32, detokenize=False)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     [stats] = llm.collective_rpc("sequoia_stats")
     print("RESULT" + json.dumps({
@@ -33,8 +37,11 @@ if __name__ == "__main__":
 """
 
 
-def test_same_tokens_from_a_compiled_engine_in_other_processes(plain_outputs):
-    expected = plain_outputs(prompts(4), SamplingParams(temperature=0, max_tokens=32))
+def test_same_tokens_from_a_compiled_engine_in_other_processes(plain_outputs, tmp_path):
+    target, draft = save_related_pair(tmp_path, num_hidden_layers=2)
+    requests = random_prompts([9, 20, 14, 31])
+    params = SamplingParams(temperature=0, max_tokens=32, detokenize=False)
+    expected = plain_outputs(requests, params, model=target, skip_tokenizer_init=True)
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("VLLM_")},
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -44,7 +51,7 @@ def test_same_tokens_from_a_compiled_engine_in_other_processes(plain_outputs):
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *map(json.dumps, (TARGET, prompts(4), sequoia()))],
+        [sys.executable, "-c", SCRIPT, *map(json.dumps, (target, requests, sequoia(draft=draft)))],
         env=environment, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]

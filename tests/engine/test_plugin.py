@@ -126,11 +126,27 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.engine
-def test_plain_vllm_is_untouched_when_the_plugin_is_unused():
-    """Same seed, same tokens (greedy and sampled), same worker, with and without the plugin."""
-    results = {}
-    for plugins in ("sequoia", "none"):
+# As a replica of Ray Serve, which gets a configuration that another process made.
+RECEIVE = """
+import pickle
+from pathlib import Path
+from sequoia_vllm.engine import hooks
+assert not hooks.is_patched()
+config = pickle.loads(Path(sys.argv[3]).read_bytes())
+assert hooks.is_patched()
+SamplingParams(min_p=0.1)._validate_spec_decode(config.speculative_config)
+print("PATCHED")
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory) -> dict[str, list[str]]:
+    """By `VLLM_PLUGINS`, what a process prints that runs plain vLLM, and then `RECEIVE`."""
+    file = tmp_path_factory.mktemp("received") / "config"
+    config = EngineArgs(model=TARGET, speculative_config=sequoia()).create_engine_config()
+    file.write_bytes(pickle.dumps(config))
+    lines = {}
+    for plugins, script in (("sequoia", PLAIN), ("none", PLAIN + RECEIVE)):
         env = {
             **os.environ,
             "VLLM_PLUGINS": plugins,
@@ -138,32 +154,26 @@ def test_plain_vllm_is_untouched_when_the_plugin_is_unused():
             "OMP_NUM_THREADS": "1",
         }
         done = subprocess.run(
-            [sys.executable, "-c", PLAIN, TARGET, json.dumps(prompts(3))],
-            env=env, capture_output=True, text=True, timeout=300, check=True,
+            [sys.executable, "-c", script, TARGET, json.dumps(prompts(3)), file],
+            env=env, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
-        [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+        assert "RESULT" in done.stdout, done.stderr[-3000:]
+        lines[plugins] = [*done.stdout.splitlines(), *done.stderr.splitlines()]
+    return lines
+
+
+@pytest.mark.engine
+def test_plain_vllm_is_untouched_when_the_plugin_is_unused(printed):
+    """Same seed, same tokens (greedy and sampled), same worker, with and without the plugin."""
+    results = {}
+    for plugins, lines in printed.items():
+        [line] = [line for line in lines if line.startswith("RESULT")]
         results[plugins] = json.loads(line.removeprefix("RESULT"))
     assert results["sequoia"].pop("registered") is True
     assert results["none"].pop("registered") is False
     assert results["sequoia"] == results["none"]
 
 
-def test_a_configuration_patches_the_process_that_receives_it(tmp_path):
-    """As a replica of Ray Serve, which gets a configuration that another process made."""
-    config = EngineArgs(model=TARGET, speculative_config=sequoia()).create_engine_config()
-    (tmp_path / "config").write_bytes(pickle.dumps(config))
-    script = """
-import pickle, sys
-from pathlib import Path
-from sequoia_vllm.engine import hooks
-from vllm import SamplingParams
-assert not hooks.is_patched()
-config = pickle.loads(Path(sys.argv[1]).read_bytes())
-assert hooks.is_patched()
-SamplingParams(min_p=0.1)._validate_spec_decode(config.speculative_config)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "config"],
-        env={**os.environ, "VLLM_PLUGINS": "none"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+@pytest.mark.engine
+def test_a_configuration_patches_the_process_that_receives_it(printed):
+    assert "PATCHED" in printed["none"], "\n".join(printed["none"][-40:])

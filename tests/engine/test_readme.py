@@ -1,14 +1,13 @@
 """The README and docs/ are true: their code runs, their commands work, links lead somewhere."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import vllm
 from typer.testing import CliRunner
 from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -53,16 +52,25 @@ def folder(tmp_path):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("code", blocks("python"))
-def test_python_examples_run(code, folder):
-    script = folder / "example.py"
-    script.write_text(code, encoding="utf-8")
-    # One process of three; test_multiprocess.py has all of them.
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(
-        [sys.executable, script], cwd=folder, env=env, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip()
+def test_python_examples_run(code, folder, monkeypatch, capsys):
+    """In this process and not compiled: test_multiprocess.py has an engine as users start it."""
+    start, started = vllm.LLM, []
+
+    def start_eagerly(**options):
+        started.append(start(**options, enforce_eager=True))
+        return started[-1]
+
+    monkeypatch.setattr(vllm, "LLM", start_eagerly)
+    monkeypatch.chdir(folder)
+    example = {"__name__": "__main__"}
+    try:
+        exec(compile(code, "example", "exec"), example)
+    finally:
+        for llm in started:
+            llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+    assert started
+    assert capsys.readouterr().out.strip()
 
 
 def _runs_engines(command: str) -> bool:

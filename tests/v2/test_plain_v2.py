@@ -55,6 +55,16 @@ def _scheduler(llm: Any) -> str:
     return type(llm.llm_engine.engine_core.engine_core.scheduler).__name__
 
 
+def generate_on_v2(draft: str) -> dict[str, Any]:
+    """Of plain vLLM, and with a chain."""
+    return {"plain": generate_plain(), "chain": generate_with_chain(draft)}
+
+
+@pytest.fixture(scope="module")
+def on_v2(tmp_path_factory) -> dict[str, Any]:
+    return call_on_v2(generate_on_v2, tmp_path_factory.mktemp("plain"), draft=DRAFT)
+
+
 @pytest.fixture(scope="module")
 def tokens_on_v1() -> list[list[int]]:
     plain = generate_plain()
@@ -63,17 +73,15 @@ def tokens_on_v1() -> list[list[int]]:
     return plain["together"]
 
 
-def test_plain_generation_is_v1s(tokens_on_v1, tmp_path):
-    plain = call_on_v2(generate_plain, tmp_path)
-
+def test_plain_generation_is_v1s(tokens_on_v1, on_v2):
+    plain = on_v2["plain"]
     assert plain["runner"] == "vllm.v1.worker.cpu.model_runner.CPUModelRunner"
     assert plain["scheduler"] == "AsyncScheduler"
     assert plain["together"] == plain["alone"] == tokens_on_v1
 
 
-def test_a_chain_generates_what_v1_does(tokens_on_v1, tmp_path):
-    chain = call_on_v2(generate_with_chain, tmp_path, draft=DRAFT)
-
+def test_a_chain_generates_what_v1_does(tokens_on_v1, on_v2):
+    chain = on_v2["chain"]
     assert chain["scheduler"] == "AsyncScheduler"
     assert chain["together"] == chain["alone"] == tokens_on_v1
     assert chain["draft_tokens"] == DRAFT_TOKENS * chain["drafts"]
