@@ -14,9 +14,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=96)
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_same_tokens_at_any_batch_size(batch, plain_outputs):
-    expected = plain_outputs(PROMPTS, GREEDY)[: 3 * batch]
+    expected = plain_outputs(PROMPTS[:16], GREEDY)[: 2 * batch]
     with running(sequoia(), max_num_seqs=batch) as llm:
-        found = tokens_of(llm.generate(PROMPTS[: 3 * batch], GREEDY, use_tqdm=False))
+        found = tokens_of(llm.generate(PROMPTS[: 2 * batch], GREEDY, use_tqdm=False))
         accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
         drafts = metric(llm, "vllm:spec_decode_num_drafts")
     assert found == expected
@@ -25,7 +25,7 @@ def test_same_tokens_at_any_batch_size(batch, plain_outputs):
 
 def test_same_tokens_with_prefix_caching(plain_outputs):
     """A second pass over the same prompts reads blocks that trees were committed to."""
-    long = [first + second for first, second in zip(PROMPTS[:8], PROMPTS[8:16], strict=True)]
+    long = [first + second for first, second in zip(PROMPTS[:4], PROMPTS[8:12], strict=True)]
     expected = plain_outputs(long, GREEDY)
     with running(sequoia(), block_size=32, enable_prefix_caching=True) as llm:
         first = llm.generate(long, GREEDY, use_tqdm=False)
@@ -37,7 +37,7 @@ def test_same_tokens_with_prefix_caching(plain_outputs):
         hits = metric(llm, "vllm:prefix_cache_hits")
     assert tokens_of(first) == expected
     assert tokens_of(second) == plain_outputs(continued, GREEDY)
-    assert hits > 8 * 224  # every second prompt hit the blocks of its first
+    assert hits > 4 * 224  # every second prompt hit the blocks of its first
 
 
 def test_a_prompt_cached_while_the_draft_rested_is_drafted_as_well_as_any(plain_outputs):
@@ -65,9 +65,9 @@ def test_a_prompt_cached_while_the_draft_rested_is_drafted_as_well_as_any(plain_
 
 def test_same_tokens_with_chunked_prefill_and_trimmed_trees(plain_outputs):
     """64 tokens per step: prompts come in chunks, and trees are cut to what is left."""
-    expected = plain_outputs(PROMPTS, GREEDY)
+    expected = plain_outputs(PROMPTS[:16], GREEDY)[:12]
     with running(whole_trees(size=24, depth=5), max_num_batched_tokens=64) as llm:
-        found = tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        found = tokens_of(llm.generate(PROMPTS[:12], GREEDY, use_tqdm=False))
         drafts = metric(llm, "vllm:spec_decode_num_drafts")
         drafted = metric(llm, "vllm:spec_decode_num_draft_tokens")
     assert found == expected
@@ -75,9 +75,9 @@ def test_same_tokens_with_chunked_prefill_and_trimmed_trees(plain_outputs):
 
 
 def test_same_tokens_with_preemption(plain_outputs):
-    expected = plain_outputs(PROMPTS, GREEDY)
+    expected = plain_outputs(PROMPTS[:16], GREEDY)
     with running(sequoia(), kv_cache_memory_bytes=7 << 20, block_size=32) as llm:
-        found = tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        found = tokens_of(llm.generate(PROMPTS[:16], GREEDY, use_tqdm=False))
         preemptions = metric(llm, "vllm:num_preemptions")
     assert preemptions > 0
     assert found == expected

@@ -47,7 +47,7 @@ def seeded_params(count: int, max_tokens: int) -> list[Any]:
 def generate_seeded(models: str) -> dict[str, Any]:
     """Of plain V2 and of trees."""
     target, draft = save_related_pair(Path(models))
-    tiny = random_prompts([12, 30, 5, 41, 8, 20]), seeded_params(6, 24)
+    tiny = random_prompts([12, 30, 5, 41, 8, 20]), seeded_params(6, 16)
     return {
         "plain": generate(None, *tiny, model=target, **TINY),
         "trees": generate_with_trees(draft, *tiny, model=target, **TINY),
@@ -103,7 +103,7 @@ def generate_beside(models: str) -> dict[str, Any]:
     target, draft = save_related_pair(Path(models))
     requests = random_prompts([9, 20])
     short, long = (
-        {"max_tokens": most, "ignore_eos": True, "detokenize": False} for most in (9, 30)
+        {"max_tokens": most, "ignore_eos": True, "detokenize": False} for most in (9, 22)
     )
     beside = {name: SamplingParams(**short, **settings) for name, settings in BESIDE.items()}
     answers = {}
@@ -201,9 +201,12 @@ def test_metrics_show_what_the_worker_counted(from_itself):
 # can be asked for. Tokens are lined up by how much likelier the target finds them
 # than the draft does; then a uniform number from the interval that a token takes up
 # is uniform over [0, 1), and independent of all others, exactly if the engine
-# follows the target's law. Too many drafts accepted show as small numbers.
+# follows the target's law. Too many drafts accepted show as small numbers: were 27 % of
+# all tokens by the draft's law, the 576 numbers would show it with probability 0.99, at
+# a false-alarm rate of 1e-6 (computed for these models and settings). Smaller errors are
+# for `tests/kernels`, and for the V1 engine's `tests/engine/test_sampled.py`.
 
-LAW_VOCAB, LAW_REQUESTS, LAW_TOKENS = 6, 24, 36
+LAW_VOCAB, LAW_REQUESTS, LAW_TOKENS = 6, 24, 24
 # Temperature and top_p; the second half of the requests needs nothing but temperatures.
 LAW_SETTINGS = [(1.0, 1.0), (0.7, 0.8)], [(0.6, 1.0), (1.3, 1.0)]
 FALSE_ALARM = 1e-6
@@ -265,9 +268,9 @@ def test_unseeded_tokens_follow_the_targets_law(tmp_path):
         for name, seed, scale in (("target", 3, 1.5), ("draft", 4, 1.0))
     )  # fmt: skip
     answer = call_on_gpu(generate_for_law, tmp_path, target=paths[0], draft=paths[1])
-    assert answer["graphs"]["DraftGraphs"] > 50
+    assert answer["graphs"]["DraftGraphs"] > 33
     assert answer["eager growth"] == []
-    assert min(answer["processed"].count(processed) for processed in (True, False)) > 20
+    assert min(answer["processed"].count(processed) for processed in (True, False)) > 13
 
     generator = np.random.default_rng(1)
     numbers = np.stack([
@@ -277,7 +280,7 @@ def test_unseeded_tokens_follow_the_targets_law(tmp_path):
         )
     ])  # fmt: skip
     assert answer["counts"]["tokens_per_tree"] > 1.3  # trees were at work
-    assert answer["counts"]["depth_counts"][0] > 80  # with rejections among them
+    assert answer["counts"]["depth_counts"][0] > 53  # with rejections among them
     assert_uniform(np.histogram(numbers, bins=8, range=(0, 1))[0])
     for apart in (1, 2):
         first, second = numbers[:, :-apart].ravel(), numbers[:, apart:].ravel()
