@@ -25,10 +25,11 @@ demo: setup
 	LD_PRELOAD="$(IOMP)" $(BIN)/sequoia-vllm demo
 
 # What Python compiles of this checkout is kept, whatever the environment says: the tests
-# start some eighty processes.
+# start some seventy processes. Three workers for two cores: one waits for Ray and servers
+# while others compute.
 test: export PYTHONDONTWRITEBYTECODE =
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
 # No engines: for every day.
 test-fast: export PYTHONDONTWRITEBYTECODE =

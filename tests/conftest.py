@@ -1,6 +1,7 @@
-"""Settings that must be in place before torch and vLLM are imported."""
+"""Settings that must be in place before torch and vLLM are imported; which tests come first."""
 
 import os
+from typing import Any
 
 import pytest
 
@@ -16,11 +17,34 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     path for path in (quick_start.FOLDER, os.environ.get("PYTHONPATH")) if path
 )
 
+RAY = "tests/ray"  # and tests/ray_examples
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first: workers take files in this order, and should end at the same time."""
+    """Long tests first: workers take files in this order, and should end at the same time.
 
-    def place(item: pytest.Item) -> int:
-        return 2 - bool(item.get_closest_marker("engine")) - bool(item.get_closest_marker("slow"))
+    Those on Ray are a worker's for half of the time.
+    """
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        marked = [item.get_closest_marker(name) is not None for name in ("engine", "slow")]
+        return not (item.nodeid.startswith(RAY) and all(marked)), -sum(marked)
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` one worker takes all that use Ray: they share clusters.
+
+    Two clusters with their engines at once would also take twice the memory.
+    """
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadFilesAndRay(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return RAY if nodeid.startswith(RAY) else super()._split_scope(nodeid)
+
+    return LoadFilesAndRay(config, log)

@@ -8,7 +8,7 @@ from tests.ray.cluster import Cluster
 from tests.support.engines import PlainOutputs
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[Cluster]:
     pytest.importorskip("ray")
     cluster = Cluster()

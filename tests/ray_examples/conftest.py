@@ -18,7 +18,7 @@ def plain_texts() -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path_factory.mktemp("cluster"))
     yield cluster

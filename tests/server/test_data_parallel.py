@@ -27,6 +27,7 @@ def test_two_replicas_answer_as_plain_vllm(tmp_path):
         tmp_path / "server.log",
         "--data-parallel-size=2",
         "--api-server-count=1",
+        "--distributed-executor-backend=uni",  # a process less for each
         "--speculative-config",
         config,
     )
