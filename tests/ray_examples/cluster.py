@@ -165,7 +165,9 @@ class Cluster:
         found = []
         for port in self.metrics_ports:
             text = self._http.get(f"http://127.0.0.1:{port}/metrics").text
-            families = text_string_to_metric_families(text)
+            # Ray has a thousand others, and the parser is slow.
+            lines = [line for line in text.splitlines() if line.startswith(name)]
+            families = text_string_to_metric_families("\n".join(lines) + "\n")
             found += [s for family in families for s in family.samples if s.name == name]
         return found
 
