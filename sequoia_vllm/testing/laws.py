@@ -38,6 +38,8 @@ from sequoia_vllm.testing.verification import (
 )
 
 Tokens = tuple[int, ...]
+Verifier = Callable[..., tuple[list[int], list[int]]]
+"""A rule of verification, called as `algorithm_2` is."""
 Outcome = TypeVar("Outcome", bound=Hashable)
 
 # -- every outcome -------------------------------------------------------------------
@@ -117,22 +119,20 @@ def autoregressive_law(target: Model, vocabulary: int, length: int) -> dict[Toke
     return law
 
 
-def exact_law(
-    target: Model, draft: Model, parents: list[int], vocabulary: int, length: int
+def emitted_law(
+    target: Model, draft: Model, parents: list[int], verifier: Verifier = algorithm_2
 ) -> dict[Tokens, Number]:
-    """Probability of each ``length`` tokens by drafting a tree, Algorithm 2, and the target.
+    """Probability of everything that a step can emit, by drafting a tree and verifying it.
 
     Args:
         target, draft: P and Q after each path.
         parents: Of the tree's nodes.
-        vocabulary: V.
-        length: At least one more than the tree is deep; what Algorithm 2 emits is
-            continued up to it by sampling the target.
+        verifier: The rule.
     """
 
     def experiment(chance: Chance) -> Tokens:
         tokens = draft_tree(draft, parents, chance)
-        _, emitted = algorithm_2(
+        _, emitted = verifier(
             lambda node: target(path_tokens(tokens, parents, node)),
             lambda node: draft(path_tokens(tokens, parents, node)),
             tokens,
@@ -141,10 +141,36 @@ def exact_law(
         )
         return tuple(emitted)
 
+    return outcomes(experiment)
+
+
+def expected_tokens(emitted: dict[Tokens, Number]) -> Number:
+    """Tokens per step, by such a law."""
+    return sum(probability * len(tokens) for tokens, probability in emitted.items())
+
+
+def exact_law(
+    target: Model,
+    draft: Model,
+    parents: list[int],
+    vocabulary: int,
+    length: int,
+    verifier: Verifier = algorithm_2,
+) -> dict[Tokens, Number]:
+    """Probability of each ``length`` tokens by a step with a tree, and then the target.
+
+    Args:
+        target, draft: P and Q after each path.
+        parents: Of the tree's nodes.
+        vocabulary: V.
+        length: At least one more than the tree is deep; what is emitted is continued up
+            to it by sampling the target.
+        verifier: The rule.
+    """
     law: dict[Tokens, Number] = dict.fromkeys(
         product(range(vocabulary), repeat=length), Fraction(0)
     )
-    for emitted, probability in outcomes(experiment).items():
+    for emitted, probability in emitted_law(target, draft, parents, verifier).items():
 
         def after(path: Tokens, emitted: Tokens = emitted) -> Weights:
             return target(emitted + path)

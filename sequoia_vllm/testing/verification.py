@@ -68,9 +68,8 @@ class Uniforms:
 
 def acceptance_probability(target: Number, draft: Number) -> Number:
     """``min(1, target / draft)``; without any draft probability 1, or 0 where both are 0."""
-    if draft == 0:
-        return 1 if target > 0 else 0
-    return min(target / draft, 1)
+    zero = 0 * draft  # of the numbers' own kind
+    return min(target / draft, zero + 1) if draft else zero + (target > 0)
 
 
 def normalized(weights: Weights) -> Distribution:
@@ -201,6 +200,68 @@ def algorithm_2(
         else:
             emitted.append(chance.draw(residual, node))
             return accepted, emitted
+
+
+def chance_after_rejection(
+    mass: Number, chance_of_path: Number, remaining: Distribution, token: int
+) -> Number:
+    """What traversal passes on to a node's later children, and to the node itself.
+
+    Args:
+        mass: What is left of P, scaled by the chance of the path, once Q is taken off.
+        chance_of_path: As it was when the rejected child was drawn.
+        remaining: What Q was then.
+        token: The rejected child's. Neither matters: they are for wrong rules.
+    """
+    return mass / (mass + 1 - chance_of_path) if mass else 0 * chance_of_path
+
+
+def traversal(
+    target: Callable[[int], Weights],
+    draft: Callable[[int], Weights],
+    tokens: Sequence[int],
+    children: Sequence[Sequence[int]],
+    chance: Chance,
+) -> tuple[list[int], list[int]]:
+    """Traversal verification (arXiv 2505.12398): all of a tree, leaves first.
+
+    A node is tried after the last of its children was rejected. What is passed down to a
+    child is the probability ``a`` that its path may be accepted: of the whole tree's path
+    at once, which is never less than one decision after another gives.
+
+    Args:
+        target, draft, tokens, children, chance: As of `algorithm_2`.
+
+    Returns:
+        As `algorithm_2`.
+    """
+
+    def visit(node: int, chance_of_path: Number) -> tuple[list[int], list[int]] | None:
+        """The path below ``node`` that is accepted, the node at its front; None: not even it."""
+        residual = np.array(target(node))  # M
+        remaining = np.array(draft(node)) if children[node] else residual  # D
+        rejected: list[int] = []
+        for child in children[node]:
+            token = tokens[child]
+            found = visit(
+                child, acceptance_probability(chance_of_path * residual[token], remaining[token])
+            )
+            if found is not None:
+                return [child, *found[0]], [token, *found[1]]
+            left = np.maximum(chance_of_path * residual - remaining, 0)
+            mass = left.sum()
+            # Nothing is left where no path through here may be accepted any more.
+            residual = left / mass if mass else residual
+            chance_of_path = chance_after_rejection(mass, chance_of_path, remaining, token)
+            rejected.append(token)
+            remaining = without(remaining, rejected)
+        if node > 0 and not chance.accepts(chance_of_path, 1, node):
+            return None
+        return [], [chance.draw(residual, node)]
+
+    found = visit(0, 1)
+    assert found is not None  # the root's chance stays 1
+    return found
 
 
 def match(

@@ -1,0 +1,107 @@
+"""Traversal verification is lossless, and never worse than Algorithm 2: exactly, in fractions."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from sequoia_vllm.testing import verification
+from sequoia_vllm.testing.laws import (
+    autoregressive_law,
+    emitted_law,
+    exact_law,
+    expected_tokens,
+    outcomes,
+)
+from sequoia_vllm.testing.verification import (
+    algorithm_2,
+    children_of,
+    draft_tree,
+    match,
+    path_tokens,
+    traversal,
+)
+from tests.unit.test_verifier_law import KINDS, TREES, depth_of, models
+
+# With four tokens, one node fewer keeps the outcomes few.
+UNBALANCED = [-1, 0, 0, 1, 3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tree", TREES)
+def test_traversal_is_lossless_exactly(tree, kind):
+    parents = TREES[tree]
+    target, draft = models(kind, vocabulary=3)
+    length = depth_of(parents) + 1
+    expected = autoregressive_law(target, 3, length)
+    assert exact_law(target, draft, parents, 3, length, traversal) == expected
+
+
+@pytest.mark.parametrize("kind", ["dense", "one-hot Q", "disjoint"])
+def test_traversal_is_lossless_with_four_tokens(kind):
+    target, draft = models(kind, vocabulary=4)
+    expected = autoregressive_law(target, 4, 4)
+    assert exact_law(target, draft, UNBALANCED, 4, 4, traversal) == expected
+
+
+def divided_by_what_the_draft_has_left(mass, chance_of_path, remaining, token):
+    """Found in a public implementation."""
+    left = 1 - remaining[token]
+    return min(mass / left, 1) if left else 0 * mass
+
+
+@pytest.mark.parametrize("tree", ["chain", "binary"])
+def test_a_wrong_update_is_not_lossless(tree, monkeypatch):
+    monkeypatch.setattr(verification, "chance_after_rejection", divided_by_what_the_draft_has_left)
+    parents = TREES[tree]
+    target, draft = models("dense", vocabulary=3)
+    length = depth_of(parents) + 1
+    expected = autoregressive_law(target, 3, length)
+    found = exact_law(target, draft, parents, 3, length, traversal)
+    error = sum(abs(found[tokens] - expected[tokens]) for tokens in expected)
+    assert error > 0.005
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tree", TREES)
+def test_traversal_accepts_no_fewer_tokens(tree, kind):
+    parents = TREES[tree]
+    for seed in range(3):
+        target, draft = models(kind, vocabulary=3, seed=seed)
+        each, all_at_once = (
+            expected_tokens(emitted_law(target, draft, parents, verifier))
+            for verifier in (algorithm_2, traversal)
+        )
+        assert all_at_once >= each
+        if depth_of(parents) < 2:
+            assert all_at_once == each
+
+
+def test_traversal_accepts_more_of_a_chain():
+    """Two likely tokens make up for an unlikely one before them."""
+    target, draft = models("dense", vocabulary=3)
+    each, all_at_once = (
+        expected_tokens(emitted_law(target, draft, TREES["chain"], verifier))
+        for verifier in (algorithm_2, traversal)
+    )
+    assert all_at_once > 1.01 * each
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_target_that_is_certain_is_matched(tree):
+    parents = TREES[tree]
+    target, draft = models("one-hot P", vocabulary=3)
+
+    def both(chance):
+        tokens = draft_tree(draft, parents, chance)
+        at = partial(path_tokens, tokens, parents)
+        found = traversal(
+            lambda node: target(at(node)), lambda node: draft(at(node)), tokens,
+            children_of(parents), chance,
+        )  # fmt: skip
+        certain = match(
+            lambda node, _: int(np.argmax(target(at(node)))), tokens, children_of(parents)
+        )
+        return found == certain
+
+    assert set(outcomes(both)) == {True}
