@@ -213,7 +213,10 @@ def chance_after_rejection(
         remaining: What Q was then.
         token: The rejected child's. Neither matters: they are for wrong rules.
     """
-    return mass / (mass + 1 - chance_of_path) if mass else 0 * chance_of_path
+    if mass:
+        return mass / (mass + 1 - chance_of_path)
+    # Impossible; or still certain, after a child that Q cannot have drawn.
+    return chance_of_path * (chance_of_path >= 1)
 
 
 def traversal(
@@ -250,7 +253,6 @@ def traversal(
                 return [child, *found[0]], [token, *found[1]]
             left = np.maximum(chance_of_path * residual - remaining, 0)
             mass = left.sum()
-            # Nothing is left where no path through here may be accepted any more.
             residual = left / mass if mass else residual
             chance_of_path = chance_after_rejection(mass, chance_of_path, remaining, token)
             rejected.append(token)

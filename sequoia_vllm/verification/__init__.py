@@ -1,6 +1,7 @@
 """Drafting without replacement and tree verification (pure PyTorch)."""
 
 from sequoia_vllm.verification.randomness import Generators
+from sequoia_vllm.verification.result import Method, VerifyResult
 from sequoia_vllm.verification.sampling import (
     GREEDY_BELOW,
     draft_distribution,
@@ -8,8 +9,8 @@ from sequoia_vllm.verification.sampling import (
     sample_without_replacement,
 )
 from sequoia_vllm.verification.topology import Topology
+from sequoia_vllm.verification.traversal import traverse_tree
 from sequoia_vllm.verification.verifier import (
-    VerifyResult,
     match_nodes,
     match_tree,
     verify_tree,
@@ -19,6 +20,7 @@ from sequoia_vllm.verification.verifier import (
 __all__ = [
     "GREEDY_BELOW",
     "Generators",
+    "Method",
     "Topology",
     "VerifyResult",
     "draft_distribution",
@@ -26,6 +28,7 @@ __all__ = [
     "match_nodes",
     "match_tree",
     "sample_without_replacement",
+    "traverse_tree",
     "verify_tree",
     "walk_tree",
 ]

@@ -9,37 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from sequoia_vllm.verification.randomness import Generators, fill_uniform_prefixes
+from sequoia_vllm.verification.result import DistributionAt, Method, VerifyResult, topology_of
+from sequoia_vllm.verification.rows import (
+    probability_of,
+    sample_rows,
+    take_rows,
+    true_indices,
+    without_token,
+)
 from sequoia_vllm.verification.topology import Topology
-
-DistributionAt = Callable[[Tensor, Tensor], Tensor]
-"""``(requests[A], nodes[A]) -> float32 [A, V]``, a fresh tensor: the caller writes in it."""
+from sequoia_vllm.verification.traversal import traverse_tree
 
 TokenAt = Callable[[Tensor, Tensor, int], Tensor]
 """``(requests[A], nodes[A], depth) -> int64 [A]``: the target's token after each node."""
 
 Choice = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class VerifyResult:
-    """What verification decided, for B requests whose deepest tree has depth D.
-
-    Attributes:
-        accepted_nodes: int64 ``[B, D]``: the accepted path below the root, then -1.
-        output_tokens: int64 ``[B, D + 1]``: the tokens of that path, the target's
-            own token after it, then -1.
-        num_accepted: int64 ``[B]``: length of the path, so a request emits
-            ``num_accepted + 1`` tokens.
-    """
-
-    accepted_nodes: Tensor
-    output_tokens: Tensor
-    num_accepted: Tensor
 
 
 def verify_tree(
@@ -48,8 +38,9 @@ def verify_tree(
     tokens: Tensor,
     parents: Tensor | Topology,
     generators: Generators = None,
+    method: Method = "sequoia",
 ) -> VerifyResult:
-    """Algorithm 2 on distributions already computed for every node.
+    """Verifies trees of which the distributions are already computed for every node.
 
     Args:
         target_probs: float32 ``[B, N+1, V]``, P at each node: after the
@@ -60,11 +51,16 @@ def verify_tree(
         tokens: See `walk_tree`, which also explains the rest.
         parents: See `walk_tree`.
         generators: See `walk_tree`.
+        method: "sequoia": Algorithm 2 (`walk_tree`); "traversal": `traverse_tree`, which
+            emits tokens of the same law, and never fewer of them.
 
     Raises:
-        ValueError: As `walk_tree`.
+        ValueError: As `walk_tree`; or there is no such method.
     """
-    return walk_tree(
+    if method not in (methods := get_args(Method)):
+        raise ValueError(f"there is no method {method!r}: give one of {', '.join(methods)}")
+    verify = walk_tree if method == "sequoia" else traverse_tree
+    return verify(
         lambda requests, nodes: target_probs[requests, nodes],
         lambda requests, nodes: draft_probs[requests, nodes],
         tokens,
@@ -109,7 +105,7 @@ def walk_tree(
             ``tokens`` in shape, or the list of generators has not one entry per
             request.
     """
-    topology = _topology_of(parents, tokens)
+    topology = topology_of(parents, tokens)
     uniforms = torch.empty(tokens.shape, dtype=torch.float64, device=tokens.device)
     fill_uniform_prefixes(uniforms, topology.sizes, generators)
 
@@ -117,7 +113,7 @@ def walk_tree(
         residual = target_at(requests, nodes)
         children = topology.children[requests, nodes, : topology.branches[depth]]
         accepted = torch.full_like(requests, -1)
-        inner = _true_indices((children >= 0).any(dim=1))
+        inner = true_indices((children >= 0).any(dim=1))
         if inner.numel():
             siblings = _Siblings(
                 nodes=children[inner],
@@ -129,7 +125,7 @@ def walk_tree(
         moving, stopped = _partition(accepted >= 0)
         emitted = tokens[requests, accepted]  # of no meaning yet for those that stopped
         if stopped.numel():
-            emitted[stopped] = _sample(residual[stopped], uniforms[requests[stopped], 0])
+            emitted[stopped] = sample_rows(residual[stopped], uniforms[requests[stopped], 0])
         return accepted, emitted, moving
 
     return _walk(choose, topology, tokens)
@@ -154,7 +150,7 @@ def match_tree(
         ValueError: If ``parents`` does not hold trees, or differs from
             ``tokens`` in shape.
     """
-    topology = _topology_of(parents, tokens)
+    topology = topology_of(parents, tokens)
 
     def choose(requests: Tensor, nodes: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         target = target_token_at(requests, nodes, depth)
@@ -163,7 +159,7 @@ def match_tree(
         # argmax of 0 and 1: the first match, or rank 0 where there is none.
         first = children.gather(1, matches.int().argmax(dim=1, keepdim=True)).squeeze(1)
         matched = matches.any(dim=1)
-        return torch.where(matched, first, -1), target, _true_indices(matched)
+        return torch.where(matched, first, -1), target, true_indices(matched)
 
     return _walk(choose, topology, tokens)
 
@@ -184,7 +180,7 @@ def match_nodes(target_tokens: Tensor, tokens: Tensor, parents: Tensor | Topolog
         ValueError: If ``parents`` does not hold trees, or differs from
             ``tokens`` in shape.
     """
-    topology = _topology_of(parents, tokens)
+    topology = topology_of(parents, tokens)
     above = topology.parents.clamp(min=0)
     accepted = (tokens == target_tokens.gather(1, above)) & (topology.parents >= 0)
     accepted[:, 0] = True
@@ -198,18 +194,6 @@ def match_nodes(target_tokens: Tensor, tokens: Tensor, parents: Tensor | Topolog
     path = tokens.new_full((tokens.shape[0], depth + 2), -1).scatter_(1, column, nodes)[:, :-1]
     emitted = torch.where(path >= 0, target_tokens.gather(1, path.clamp(min=0)), -1)
     return VerifyResult(path[:, 1:], emitted, accepted.sum(dim=1) - 1)
-
-
-def _topology_of(parents: Tensor | Topology, tokens: Tensor) -> Topology:
-    if isinstance(parents, Topology):
-        topology = parents.to(tokens.device)
-    else:
-        topology = Topology.from_parents(parents, tokens.device)
-    if topology.children.shape[:2] != tokens.shape:
-        raise ValueError(
-            f"tokens are {list(tokens.shape)} but parents {list(topology.children.shape[:2])}"
-        )
-    return topology
 
 
 def _walk(choose: Choice, topology: Topology, tokens: Tensor) -> VerifyResult:
@@ -261,23 +245,23 @@ def _accept_child(residual: Tensor, draft: Tensor, rows: Tensor, siblings: _Sibl
     # Positions in `rows`. `target` and `draft` keep the rows of the undecided
     # only, so that one request's rejections cost the others nothing.
     undecided = torch.arange(rows.numel(), device=rows.device)
-    target = _take(residual, rows)
+    target = take_rows(residual, rows)
     branches = siblings.nodes.shape[1]
     for rank in range(branches):
         child, token = siblings.nodes[undecided, rank], siblings.tokens[undecided, rank]
-        target_at_token = _at(target, token)
-        draft_at_token = _at(draft, token)
+        target_at_token = probability_of(target, token)
+        draft_at_token = probability_of(draft, token)
         waiting = (child >= 0) & (accepted[undecided] < 0)
         # u < R[x] / D[x], without dividing by zero: a u below 1 in float64 times a
         # float32 D[x] stays below D[x], so R[x] = D[x] > 0 always accepts.
         accept = waiting & (siblings.uniforms[undecided, rank] * draft_at_token < target_at_token)
         accepted[undecided] = torch.where(accept, child, accepted[undecided])
 
-        rejecting = _true_indices(waiting & ~accept)
+        rejecting = true_indices(waiting & ~accept)
         if not rejecting.numel():
             break
         undecided, child, token = undecided[rejecting], child[rejecting], token[rejecting]
-        target, draft = _take(target, rejecting), _take(draft, rejecting)
+        target, draft = take_rows(target, rejecting), take_rows(draft, rejecting)
 
         target, vanished = _subtract(target, draft)
         residual[rows[undecided]] = target
@@ -286,7 +270,7 @@ def _accept_child(residual: Tensor, draft: Tensor, rows: Tensor, siblings: _Sibl
         accepted[undecided] = torch.where(certain, child, accepted[undecided])
 
         if rank + 1 < branches:
-            draft = _remove(draft, token, siblings.tokens[undecided, : rank + 1])
+            draft = without_token(draft, token, siblings.tokens[undecided, : rank + 1])
     return accepted
 
 
@@ -296,43 +280,6 @@ def _subtract(target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
     mass = left.sum(dim=1, keepdim=True)
     vanished = mass == 0
     return torch.where(vanished, target, left.div_(mass)), vanished.squeeze(1)
-
-
-def _remove(draft: Tensor, token: Tensor, rejected: Tensor) -> Tensor:
-    """D without a token: D[x] = 0, D = norm(D); in place.
-
-    Where D has nothing left, it becomes uniform over the tokens not in
-    ``rejected`` (``[A, rank + 1]``, all children so far).
-    """
-    draft.scatter_(1, token[:, None], 0.0)
-    mass = draft.sum(dim=1, keepdim=True)
-    exhausted = mass == 0
-    uniform = exhausted.to(draft.dtype) / max(draft.shape[1] - rejected.shape[1], 1)
-    # One pass for both cases: D / mass + 0, or 0 / 1 + uniform.
-    torch.addcdiv(uniform, draft, mass + exhausted, out=draft)
-    return draft.scatter_(1, rejected, 0.0)
-
-
-def _sample(distribution: Tensor, uniform: Tensor) -> Tensor:
-    """One token per row of ``[A, V]`` by inversion, with ``uniform`` ``[A]`` in [0, 1)."""
-    # float64: in float32 the sums of a large vocabulary lose its rare tokens.
-    cumulative = distribution.cumsum(dim=1, dtype=torch.float64)
-    threshold = uniform[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
-    return index.clamp_(max=distribution.shape[1] - 1)
-
-
-def _at(distribution: Tensor, token: Tensor) -> Tensor:
-    return distribution.gather(1, token[:, None]).squeeze(1)
-
-
-def _take(values: Tensor, rows: Tensor) -> Tensor:
-    """``values[rows]`` for increasing rows; no copy where that is all of them."""
-    return values if rows.numel() == values.shape[0] else values.index_select(0, rows)
-
-
-def _true_indices(mask: Tensor) -> Tensor:
-    return mask.nonzero().squeeze(1)
 
 
 def _partition(mask: Tensor) -> tuple[Tensor, Tensor]:

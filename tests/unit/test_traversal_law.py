@@ -21,7 +21,7 @@ from sequoia_vllm.testing.verification import (
     path_tokens,
     traversal,
 )
-from tests.unit.test_verifier_law import KINDS, TREES, depth_of, models
+from tests.support.exact_models import KINDS, TREES, depth_of, models
 
 # With four tokens, one node fewer keeps the outcomes few.
 UNBALANCED = [-1, 0, 0, 1, 3]

@@ -1,0 +1,193 @@
+"""Small trees with exact distributions, and all that can become of them."""
+
+import math
+import random
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from fractions import Fraction
+from unittest.mock import patch
+
+import torch
+from hypothesis import strategies as st
+
+from sequoia_vllm.testing.verification import (
+    Uniforms,
+    acceptance_probability,
+    algorithm_2,
+    children_of,
+    normalized,
+)
+from sequoia_vllm.verification import traversal, verifier
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def with_uniforms(uniforms):
+    """Makes verifiers use these numbers: column i for node i, column 0 for the last token."""
+    stack = ExitStack()
+    for module in (verifier, traversal):
+        stack.enter_context(
+            patch.object(
+                module,
+                "fill_uniform_prefixes",
+                lambda values, sizes, generators: values.copy_(uniforms),
+            )
+        )
+    return stack
+
+
+def as_lists(result):
+    """Per request: accepted nodes and emitted tokens, after checking the padding."""
+    paths = []
+    for accepted, emitted, count in zip(
+        result.accepted_nodes.tolist(),
+        result.output_tokens.tolist(),
+        result.num_accepted.tolist(),
+        strict=True,
+    ):
+        assert accepted[count:] == [-1] * (len(accepted) - count)
+        assert emitted[count + 1 :] == [-1] * (len(emitted) - count - 1)
+        paths.append((accepted[:count], emitted[: count + 1]))
+    return paths
+
+
+@dataclass
+class Problem:
+    parents: list
+    tokens: list
+    target: list  # [nodes][vocabulary], exact
+    draft: list
+
+    def tensors(self, batch=1, dtype=torch.float32):
+        def rows(values):
+            return torch.tensor([[float(p) for p in row] for row in values], dtype=dtype)
+
+        return (
+            rows(self.target).expand(batch, -1, -1),
+            rows(self.draft).expand(batch, -1, -1),
+            torch.tensor(self.tokens).expand(batch, -1),
+            torch.tensor(self.parents).expand(batch, -1),
+        )
+
+    def reference(self, chance, rule=algorithm_2):
+        return rule(
+            self.target.__getitem__,
+            self.draft.__getitem__,
+            self.tokens,
+            children_of(self.parents),
+            chance,
+        )
+
+
+def random_problem(rng, max_nodes=8):
+    """Any tree, any distributions (zeros, equal, one-hot), any distinct siblings."""
+    vocabulary = rng.randint(2, 6)
+    parents = [-1]
+    for node in range(1, rng.randint(1, max_nodes)):
+        room = [p for p in range(node) if parents.count(p) < vocabulary]
+        parents.append(rng.choice(room))
+
+    def distribution():
+        top = rng.choice([1, 3, 9])
+        weights = [rng.randint(0, top) for _ in range(vocabulary)]
+        weights[rng.randrange(vocabulary)] += 1
+        return normalized([Fraction(w) for w in weights])
+
+    def one_hot():
+        hot = rng.randrange(vocabulary)
+        return [Fraction(int(token == hot)) for token in range(vocabulary)]
+
+    target = [distribution() for _ in parents]
+    draft = [rng.choice([distribution, distribution, one_hot, row.copy])() for row in target]
+    tokens = [0] * len(parents)
+    for node, children in enumerate(children_of(parents)):
+        order = rng.sample(range(vocabulary), vocabulary)
+        if rng.random() < 0.7:  # as drafting does: what Q cannot draw comes last, and exhausts it
+            order.sort(key=lambda token, q=draft[node]: q[token] == 0)
+        for child, token in zip(children, order, strict=False):
+            tokens[child] = token
+    return Problem(parents, tokens, target, draft)
+
+
+problems = st.integers(0, 2**32).map(lambda seed: random_problem(random.Random(seed)))
+
+MARGIN = 1e-9
+
+
+@dataclass
+class Edges:
+    """Takes each decision once from just below its threshold and once from just above.
+
+    Follows a list of choices, then takes the first; notes the others, and the
+    uniform number that must lead the fast verifier to each.
+    """
+
+    choices: list
+    uniforms: dict = field(default_factory=dict)
+    alternatives: list = field(default_factory=list)
+    taken: int = 0
+
+    def choose(self, options, node):
+        if self.taken == len(self.choices):
+            self.alternatives += [[*self.choices, i] for i in range(1, len(options))]
+            self.choices = [*self.choices, 0]
+        outcome, self.uniforms[node] = options[self.choices[self.taken]]
+        self.taken += 1
+        return outcome
+
+    def accepts(self, target, draft, node):
+        p = float(acceptance_probability(target, draft))
+        options = []
+        if p > MARGIN:
+            options.append((True, p - MARGIN))
+        if p < 1 - MARGIN:
+            options.append((False, p + MARGIN))
+        return self.choose(options, node)
+
+    def draw(self, distribution, node):
+        options, below = [], 0.0
+        for token, p in enumerate(distribution):
+            if p > 0:
+                options.append((token, below + MARGIN))
+                options.append((token, below + float(p) - MARGIN))
+            below += float(p)
+        return self.choose(options, 0)
+
+
+class FarFromEdges(Uniforms):
+    """Notes whether a number fell so near its threshold that float32 may differ."""
+
+    near = False
+
+    def accepts(self, target, draft, node):
+        probability = float(acceptance_probability(target, draft))
+        self.near |= abs(self.values[node] - probability) < 1e-3
+        return super().accepts(target, draft, node)
+
+    def draw(self, distribution, node):
+        token = super().draw(distribution, node)
+        below = float(sum(distribution[:token]))
+        above = below + float(distribution[token])
+        self.near |= min(self.values[0] - below, above - self.values[0]) < 1e-3
+        return token
+
+
+def batch_of(problems_, width):
+    """The problems as one batch, and what must not be read filled with NaN."""
+    vocabulary = max(len(p.target[0]) for p in problems_)
+    shape = (len(problems_), width, vocabulary)
+    target, draft = torch.full(shape, math.nan), torch.full(shape, math.nan)
+    tokens = torch.zeros(shape[:2], dtype=torch.int64)
+    parents = torch.full(shape[:2], -2)
+    for i, problem in enumerate(problems_):
+        one_target, one_draft, one_tokens, one_parents = problem.tensors()
+        size, own = len(problem.parents), len(problem.target[0])
+        target[i, :size] = 0.0
+        target[i, :size, :own] = one_target[0]
+        inner = sorted(set(problem.parents) - {-1})
+        draft[i, inner] = 0.0
+        draft[i, inner, :own] = one_draft[0, inner]
+        tokens[i, :size], parents[i, :size] = one_tokens[0], one_parents[0]
+    return target, draft, tokens, parents
