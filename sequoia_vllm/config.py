@@ -22,6 +22,8 @@ from sequoia_vllm.tree.token_tree import SCHEMA, TokenTree
 
 METHOD = "sequoia"
 ContextAttention = Literal["triton", "flash"]
+# As `sequoia_vllm.verification.Method`, which comes with torch.
+Verification = Literal["sequoia", "traversal"]
 
 
 class ConfigError(SequoiaError, ValueError):
@@ -99,6 +101,13 @@ class SequoiaConfig(_Strict):
         "the tree: a launch more, which may pay where contexts are long (`sequoia-vllm gpu-check` "
         "times both).",
     )
+    verification: Verification = Field(
+        default="sequoia",
+        description="How sampled trees are verified; output has the target's law by either. "
+        '"sequoia": by the paper\'s Algorithm 2, one decision after another. "traversal": whole '
+        "paths at once (arXiv 2505.12398), which accepts more tokens from the same drafts, on "
+        "vLLM's V1 model runner (CPUs).",
+    )
     quantization: str | None = Field(default=None, description="The draft's quantization.")
     revision: str | None = Field(default=None, description="The draft's revision.")
     code_revision: str | None = Field(default=None, description="The draft's code revision.")
@@ -136,6 +145,7 @@ class SequoiaConfig(_Strict):
         """The keys that are vLLM's own, as given."""
         ours = {
             "method", "model", "tree", "acceptance", "num_speculative_tokens", "context_attention",
+            "verification",
         }  # fmt: skip
         return self.model_dump(exclude=ours, exclude_none=True)
 

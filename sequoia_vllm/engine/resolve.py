@@ -64,5 +64,6 @@ def resolve(
         chosen_for=choice.device,
         versions=current_versions(),
         context_attention=config.context_attention,
+        verification=config.verification,
     )
     return Resolved(draft, choice, settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sequoia_vllm.config import ContextAttention
+from sequoia_vllm.config import ContextAttention, Verification
 from sequoia_vllm.tree import TokenTree
 
 KEY = "sequoia"
@@ -21,7 +21,7 @@ class SequoiaSettings:
         tree_source: Where it came from, for the log.
         chosen_for: The device that it was chosen for; None: it does not depend on one.
         versions: Of plugin and vLLM, where the engine was configured.
-        context_attention: See `SequoiaConfig`.
+        context_attention, verification: See `SequoiaConfig`.
     """
 
     tree: TokenTree
@@ -29,6 +29,7 @@ class SequoiaSettings:
     chosen_for: str | None
     versions: dict[str, str]
     context_attention: ContextAttention = "triton"
+    verification: Verification = "sequoia"
 
     @classmethod
     def enabled(cls, vllm_config: Any) -> bool:
@@ -53,6 +54,7 @@ class SequoiaSettings:
             data["chosen_for"],
             data["versions"],
             data["context_attention"],
+            data["verification"],
         )
 
     def store(self, additional_config: dict[str, Any] | None) -> dict[str, Any]:
@@ -63,5 +65,6 @@ class SequoiaSettings:
             "chosen_for": self.chosen_for,
             "versions": self.versions,
             "context_attention": self.context_attention,
+            "verification": self.verification,
         }
         return {**(additional_config or {}), KEY: own}

@@ -11,6 +11,7 @@ from sequoia_vllm.verification.sampling import (
 from sequoia_vllm.verification.topology import Topology
 from sequoia_vllm.verification.traversal import traverse_tree
 from sequoia_vllm.verification.verifier import (
+    METHODS,
     match_nodes,
     match_tree,
     verify_tree,
@@ -19,6 +20,7 @@ from sequoia_vllm.verification.verifier import (
 
 __all__ = [
     "GREEDY_BELOW",
+    "METHODS",
     "Generators",
     "Method",
     "Topology",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -57,10 +56,9 @@ def verify_tree(
     Raises:
         ValueError: As `walk_tree`; or there is no such method.
     """
-    if method not in (methods := get_args(Method)):
-        raise ValueError(f"there is no method {method!r}: give one of {', '.join(methods)}")
-    verify = walk_tree if method == "sequoia" else traverse_tree
-    return verify(
+    if method not in METHODS:
+        raise ValueError(f"there is no method {method!r}: give one of {', '.join(METHODS)}")
+    return METHODS[method](
         lambda requests, nodes: target_probs[requests, nodes],
         lambda requests, nodes: draft_probs[requests, nodes],
         tokens,
@@ -129,6 +127,13 @@ def walk_tree(
         return accepted, emitted, moving
 
     return _walk(choose, topology, tokens)
+
+
+METHODS: dict[Method, Callable[..., VerifyResult]] = {
+    "sequoia": walk_tree,
+    "traversal": traverse_tree,
+}
+"""What verifies sampled trees by each method; all are called as `walk_tree`."""
 
 
 def match_tree(

@@ -56,10 +56,17 @@ def count(outputs, length: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("length", "temperature", "top_p", "seeded"),
-    [(4, 1.0, 1.0, False), (3, 0.6, 0.8, False), (3, 1.0, 1.0, True)],
+    ("length", "temperature", "top_p", "seeded", "verification"),
+    [
+        (4, 1.0, 1.0, False, "sequoia"),
+        (3, 0.6, 0.8, False, "sequoia"),
+        (3, 1.0, 1.0, True, "sequoia"),
+        (4, 1.0, 1.0, False, "traversal"),
+    ],
 )
-def test_completions_follow_the_exact_law(tiny_pair, length, temperature, top_p, seeded):
+def test_completions_follow_the_exact_law(
+    tiny_pair, length, temperature, top_p, seeded, verification
+):
     target, draft = tiny_pair
     completions = COMPLETIONS[length]
     params = [
@@ -69,7 +76,8 @@ def test_completions_follow_the_exact_law(tiny_pair, length, temperature, top_p,
         )
         for index in range(completions)
     ]  # fmt: skip
-    with running(sequoia(size=12, depth=3, draft=draft), model=target, **TINY) as llm:
+    config = sequoia(size=12, depth=3, draft=draft, verification=verification)
+    with running(config, model=target, **TINY) as llm:
         requests = [{"prompt_token_ids": PROMPT}] * completions
         counts = count(llm.generate(requests, params, use_tqdm=False), length)
         accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")

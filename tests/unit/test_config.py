@@ -1,12 +1,14 @@
 """The configuration: what is accepted, and the error for each wrong thing."""
 
 import json
+from typing import get_args
 
 import pytest
 
-from sequoia_vllm.config import ConfigError, SequoiaConfig, TreeSpec
+from sequoia_vllm.config import ConfigError, SequoiaConfig, TreeSpec, Verification
 from sequoia_vllm.known_pairs import KNOWN_PAIRS, known_draft
 from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.verification import METHODS, Method
 
 ACCEPTED = [
     "sequoia",
@@ -126,3 +128,7 @@ def test_unknown_target_shows_the_json_to_write(target):
 
 def test_every_pair_says_why():
     assert all(pair.note for pair in KNOWN_PAIRS)
+
+
+def test_verification_names_the_verifiers_methods():
+    assert get_args(Verification) == get_args(Method) == tuple(METHODS)

@@ -61,12 +61,14 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         # them are served here, without drafts.
         with swapped(gpu_model_runner, "build_logitsprocs", build_all_logitsprocs):
             super().__init__(vllm_config, device)
-        self.tree = SequoiaSettings.of(vllm_config).tree
+        settings = SequoiaSettings.of(vllm_config)
+        self.tree = settings.tree
         self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
         self.drafter = TreeProposer(vllm_config, device, self)
         self.tree_verifier = TreeVerifier(
             greedy_argmax=self.sampler.greedy_sample,
             seeded_argmax=torch.ops._C.fused_gumbel_argmax,
+            method=settings.verification,
         )
         self.stats = StepStats(self.tree)
         self._tables = TreeTables(self.tree, device)

@@ -14,7 +14,14 @@ from torch import Tensor
 from sequoia_vllm.engine.v1.drafts import Draft, ScoringTrees
 from sequoia_vllm.engine.v1.seeded import consume_seeds, peek_seeds
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
-from sequoia_vllm.verification import Topology, VerifyResult, match_nodes, match_tree, walk_tree
+from sequoia_vllm.verification import (
+    METHODS,
+    Method,
+    Topology,
+    VerifyResult,
+    match_nodes,
+    match_tree,
+)
 
 
 @dataclass(frozen=True)
@@ -27,16 +34,18 @@ class TreeVerifier:
     requests.
 
     Greedy requests are matched against the target's argmax, seeded ones
-    against the token their seed gives (see `seeded`); the others run
-    Algorithm 2 on the stored draft distributions.
+    against the token their seed gives (see `seeded`); the others are verified
+    from the stored draft distributions by `method`.
 
     Attributes:
         greedy_argmax: ``logits [R, V] -> tokens [R]``: the engine's own argmax.
         seeded_argmax: ``(logits [R, V], seeds [R]) -> tokens [R]``: likewise.
+        method: How sampled requests are verified.
     """
 
     greedy_argmax: Callable[[Tensor], Tensor]
     seeded_argmax: Callable[[Tensor, Tensor], Tensor]
+    method: Method = "sequoia"
 
     def verify(
         self,
@@ -131,7 +140,7 @@ class TreeVerifier:
         def draft_at(requests: Tensor, nodes: Tensor) -> Tensor:
             return probs[probs_rows[requests, nodes]]
 
-        return walk_tree(
+        return METHODS[self.method](
             target_at,
             draft_at,
             trees.tokens[chosen],
