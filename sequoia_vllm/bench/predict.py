@@ -8,23 +8,15 @@ from pathlib import Path
 
 from sequoia_vllm.bench.measure import BenchSettings
 from sequoia_vllm.bench.report import Prediction
-from sequoia_vllm.calibration.acceptance import (
-    AcceptanceSettings,
-    AcceptanceTask,
-    measure_acceptance,
-)
-from sequoia_vllm.calibration.profiling import ProfileSettings, measure_profile
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.measuring.engines import Progress
+from sequoia_vllm.measuring.pair_to_measure import PairToMeasure
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _ROOT = TokenTree((-1,))
-# Largest tree that is timed for a prediction, root included.
-_LARGEST = 64
 _HERE = "measured by this command"
 
 
@@ -68,26 +60,10 @@ class Basis:
 
     @classmethod
     def measured(
-        cls, settings: BenchSettings, prompts: Path | None, raw_prompts: bool, progress: Progress
+        cls, profile: Profile, acceptances: Sequence[AcceptanceFile], context_length: int
     ) -> Basis:
-        """From measurements made now: acceptance on the prompts that are compared, and times.
-
-        Args:
-            settings: What will be compared.
-            prompts: File of its prompts; None: the built-in set.
-            raw_prompts: Whether bare prompts are given without the chat template.
-            progress: Called with (what is done, done, all).
-
-        Raises:
-            PromptError, CalibrationError: If something cannot be measured.
-            KeyboardInterrupt: If it is interrupted.
-        """
-        context = middle_context(settings.prompts, settings.max_tokens)
-        vectors = [
-            (_acceptance(settings, prompts, raw_prompts, temperature, progress), _HERE)
-            for temperature in settings.temperatures
-        ]
-        return cls(_profile(settings, prompts, context, progress), _HERE, vectors, context)
+        """From what was measured for this comparison."""
+        return cls(profile, _HERE, [(vector, _HERE) for vector in acceptances], context_length)
 
     def predict(
         self, tree: TokenTree | None, drafts: int, batch_size: int, temperature: float
@@ -110,36 +86,19 @@ class Basis:
         )
 
 
+def to_measure(settings: BenchSettings) -> PairToMeasure:
+    """What predictions of a comparison are made from."""
+    return PairToMeasure(
+        engine=settings.engine,
+        num_prompts=len(settings.prompts),
+        max_tokens=settings.max_tokens,
+        temperatures=settings.temperatures,
+        batch_sizes=settings.batch_sizes,
+        context_length=middle_context(settings.prompts, settings.max_tokens),
+        most_nodes=1 + max(method.most_drafts for method in settings.methods),
+    )
+
+
 def middle_context(prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
     """Tokens of context in the middle of a mean completion."""
     return round(sum(map(len, prompts)) / len(prompts)) + max_tokens // 2
-
-
-def _acceptance(
-    settings: BenchSettings,
-    prompts: Path | None,
-    raw_prompts: bool,
-    temperature: float,
-    progress: Progress,
-) -> AcceptanceFile:
-    how = AcceptanceSettings(
-        settings.engine, prompts=prompts, num_prompts=len(settings.prompts),
-        raw_prompts=raw_prompts, max_tokens=settings.max_tokens, temperature=temperature,
-        max_tokens_total=10_000,
-    )  # fmt: skip
-    measured = measure_acceptance(AcceptanceTask.prepare(how, "bench"), progress=progress)
-    if measured.calibration is not None and not measured.calibration.complete:
-        raise KeyboardInterrupt
-    return measured
-
-
-def _profile(
-    settings: BenchSettings, prompts: Path | None, context: int, progress: Progress
-) -> Profile:
-    largest = min(_LARGEST, 1 + max(method.most_drafts for method in settings.methods))
-    ladder = [size for size in (1, 2, 4, 8, 16, 32) if size < largest]
-    how = ProfileSettings(
-        settings.engine, prompts=prompts, batch_sizes=settings.batch_sizes,
-        tokens=(*ladder, max(4, largest)), contexts=(max(context, 32),),
-    )  # fmt: skip
-    return measure_profile(how, progress)

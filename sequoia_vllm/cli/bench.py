@@ -92,8 +92,9 @@ def bench(
     check_output("--output", output)
     if (profile is None) != (acceptance is None) or (predict and profile is not None):
         fail("give both --profile and --acceptance, or --predict to measure them, or neither")
-    from sequoia_vllm.bench.predict import Basis
+    from sequoia_vllm.bench.predict import Basis, to_measure
     from sequoia_vllm.bench.run import run_bench
+    from sequoia_vllm.calibration.pair import measure_pair
     from sequoia_vllm.figures import require_matplotlib
     from sequoia_vllm.prompts import load_prompts
 
@@ -105,7 +106,9 @@ def bench(
         basis = None if profile is None else _basis(settings, profile, acceptance)
         with engines_print_to_stderr(), progress_bar("bench:") as progress:
             if predict:
-                basis = Basis.measured(settings, prompts, raw_prompts, progress)
+                pair = to_measure(settings)
+                measured = measure_pair(pair, prompts, raw_prompts, progress)
+                basis = Basis.measured(*measured, pair.context_length)
             report = run_bench(settings, basis, _described(options, chosen), progress)
     if output is not None:
         write_file(output, report)

@@ -73,13 +73,15 @@ def _settings(target: str, draft: str) -> BenchSettings:
 
 
 def _compare(run: StageRun, settings: BenchSettings) -> None:
-    from sequoia_vllm.bench.predict import Basis
+    from sequoia_vllm.bench.predict import Basis, to_measure
     from sequoia_vllm.bench.run import run_bench
+    from sequoia_vllm.calibration.pair import measure_pair
 
     def progress(what: str, done: int, total: int) -> None:
         run.say(f"engine: {what} ({done} of {total})")
 
-    basis = Basis.measured(settings, None, False, progress)
+    pair = to_measure(settings)
+    basis = Basis.measured(*measure_pair(pair, None, False, progress), pair.context_length)
     described = {"max_tokens": settings.max_tokens, "rounds": settings.rounds}
     report = run_bench(settings, basis, described, progress)
     run.found.facts["bench"] = report.to_dict()

@@ -77,7 +77,7 @@ def test_bench_of_the_embedded_pair(tmp_path):
         assert (tree.predicted is None) == (temperature == 1)
         for result in (plain_, chain2, tree):
             # Of a busy machine parts need not add up: test_bench.py of unit/ has the sums.
-            assert 0 < result.split.target
+            assert result.split.target > 0
             assert (result.split.draft > 0) == (result.kind != "plain")
         assert tree.split.drawing > 0
     assert 1 < by_case[0, 1, "chain of 3"].tokens_per_step <= 4
