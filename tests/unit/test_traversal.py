@@ -27,7 +27,7 @@ from tests.support.tree_problems import (
 verify = {"method": "traversal"}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(problems)
 def test_every_decision_has_the_probability_of_the_plain_form(problem):
     """In float64, all outcomes: each threshold agrees with the exact one to 1e-9."""
