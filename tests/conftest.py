@@ -4,8 +4,13 @@ import os
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests import quick_start
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 # One OpenMP thread: the tests' models are tiny, and two spinning threads on a
 # busy two-core machine are a hundred times slower than one.
