@@ -31,6 +31,17 @@ class DraftBatch:
         self.modes = buffer(torch.int32, SKIP)
         self.temperature = buffer(torch.float32)
         self.seeds = buffer(torch.int64)
+        self._places = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
+        self._multiples: dict[int, Tensor] = {}
+
+    def multiples(self, step: int) -> Tensor:
+        """int32 ``[max_num_reqs + 1]``: 0, step, 2 * step, ...: where each request's rows start.
+
+        Made once per step: a graph's first run, before it is captured, does so.
+        """
+        if step not in self._multiples:
+            self._multiples[step] = self._places * step
+        return self._multiples[step]
 
     def begin(
         self,

@@ -33,7 +33,6 @@ class DraftedTrees:
     stats: Tensor
     tokens: Tensor
     _workspace: DrawWorkspace = field(default_factory=DrawWorkspace)
-    _first_rows: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def empty(
@@ -86,17 +85,7 @@ class DraftedTrees:
             tokens=self.tokens[:num_reqs],
             draft_logits=self.logits,
             draft_stats=self.stats,
-            state_rows=self.first_rows(levels.num_inner)[:num_reqs],
+            state_rows=batch.multiples(levels.num_inner)[:num_reqs],
             inner_rows=level.rows,
             workspace=self._workspace,
         )
-
-    def first_rows(self, num_inner: int) -> Tensor:
-        """int32 ``[max_num_reqs]``: of each tree of a batch, where all have as many inner nodes.
-
-        Made once for each number: a graph's first run, before it is captured, does so.
-        """
-        if num_inner not in self._first_rows:
-            places = torch.arange(len(self.tokens), dtype=torch.int32, device=self.tokens.device)
-            self._first_rows[num_inner] = places * num_inner
-        return self._first_rows[num_inner]

@@ -86,17 +86,15 @@ class TreeGrowth:
         max_lens: tuple[int, int],
         depth: int,
     ) -> None:
-        device, max_num_reqs = batch.slots.device, len(batch.slots)
         self._batch = batch
         self._drafted = drafted
         self._model = model
         self._inputs = inputs
         self._token_ids = token_ids
         self._max_model_len, self._draft_max_len = max_lens
-        self._places = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
-        self._row_starts: dict[int, Tensor] = {}
         # A few new tokens are a tree without branches below what the draft has read.
-        self._chain = torch.ones(depth + 1, depth + 1, dtype=torch.bool, device=device).tril_()
+        causal = torch.ones(depth + 1, depth + 1, dtype=torch.bool, device=batch.slots.device)
+        self._chain = causal.tril_()
 
     def read_and_grow(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> None:
         """A whole pass for requests with at most `chain_width` unread committed tokens.
@@ -172,7 +170,7 @@ class TreeGrowth:
         rows = num_reqs * width
         queries = DraftQueries(
             context_lens=context_lens,
-            query_start_loc=self._starts_of_rows(width)[: num_reqs + 1],
+            query_start_loc=self._batch.multiples(width)[: num_reqs + 1],
             first=first,
             width=width,
             ancestors=ancestors,
@@ -182,15 +180,6 @@ class TreeGrowth:
         return self._model.forward(
             inputs.token_ids[:rows], inputs.positions[:rows], inputs.slots[:, :rows], queries
         )
-
-    def _starts_of_rows(self, width: int) -> Tensor:
-        """int32 ``[max_num_reqs + 1]``: 0, width, 2 * width, ...; made once per width.
-
-        A graph's first run, before it is captured, makes it.
-        """
-        if width not in self._row_starts:
-            self._row_starts[width] = self._places * width
-        return self._row_starts[width]
 
 
 def chain_width(levels: DraftLevels) -> int:

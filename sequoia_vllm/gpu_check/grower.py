@@ -11,7 +11,7 @@ from sequoia_vllm.gpu_check.llama import Llama, Nodes
 from sequoia_vllm.gpu_check.paged import BLOCK_SIZE, PagedCache
 from sequoia_vllm.gpu_check.tree_batch import TreeBatch
 from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
-from sequoia_vllm.kernels.tree_attention import pack_ancestors
+from sequoia_vllm.kernels.tree_attention import PackedAncestors
 
 
 class LlamaDraft(DraftModel):
@@ -25,22 +25,18 @@ class LlamaDraft(DraftModel):
     def __init__(self, model: Llama, cache: PagedCache) -> None:
         self._model = model
         self._cache = cache
-        # By the identity of the matrix, which is kept alive: packing makes small tensors.
-        self._packed: dict[int, tuple[Tensor, Tensor]] = {}
+        self._packed = PackedAncestors()
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, queries: DraftQueries
     ) -> Tensor:
         """See `DraftModel.forward`."""
-        ancestors = queries.ancestors
-        if id(ancestors) not in self._packed:
-            self._packed[id(ancestors)] = ancestors, pack_ancestors(ancestors)
         nodes = Nodes(
             context_lens=queries.context_lens,
             query_start_loc=queries.query_start_loc,
             first=queries.first,
             width=queries.width,
-            ancestors=self._packed[id(ancestors)][1],
+            ancestors=self._packed.of(queries.ancestors),
         )
         return self._model.forward(token_ids, positions, slots[0], nodes, self._cache)
 

@@ -51,8 +51,6 @@ class TreeBatch:
         self.sampled = torch.full((requests, tree.depth + 1), -1, device=device)
         self.num_sampled = torch.zeros(requests, dtype=torch.int32, device=device)
         self.accepted = torch.full_like(self.sampled[:, 1:], -1, dtype=torch.int32)
-        places = torch.arange(requests + 1, dtype=torch.int32, device=device)
-        self._row_starts = places * tree.size
 
     @property
     def num_reqs(self) -> int:
@@ -81,7 +79,7 @@ class TreeBatch:
             target_temperatures=requests.temperature,
             tokens=drafted.tokens.view(-1),
             target_tokens=target_tokens,
-            cu_num_logits=self._row_starts,
+            cu_num_logits=requests.multiples(self.tables.tree.size),
             modes=requests.modes,
             positions=requests.roots,
             seeds=requests.seeds,
@@ -89,7 +87,7 @@ class TreeBatch:
             inner_index=self.tables.inner_rows,
             draft_logits=drafted.logits,
             draft_stats=drafted.stats,
-            state_rows=drafted.first_rows(self.tables.levels.num_inner),
+            state_rows=requests.multiples(self.tables.levels.num_inner)[: self.num_reqs],
             draft_temperatures=requests.temperature,
             sampled_tokens=self.sampled,
             num_sampled=self.num_sampled,

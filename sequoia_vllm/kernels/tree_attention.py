@@ -108,6 +108,20 @@ def pack_ancestors(ancestors: Tensor) -> Tensor:
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
+class PackedAncestors:
+    """`pack_ancestors` of the few matrices that an engine's trees have, each made once."""
+
+    def __init__(self) -> None:
+        # By identity; the matrix is kept alive, so that no other one gets its id.
+        self._packed: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, ancestors: Tensor) -> Tensor:
+        """int32 ``[N, ceil(N / 32)]``, of a bool ``[N, N]`` that does not change."""
+        if id(ancestors) not in self._packed:
+            self._packed[id(ancestors)] = ancestors, pack_ancestors(ancestors)
+        return self._packed[id(ancestors)][1]
+
+
 def tree_attention(
     query: Tensor,
     key_cache: Tensor,

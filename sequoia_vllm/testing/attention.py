@@ -81,10 +81,10 @@ def dense_attention(
     group = query.shape[1] // keys.shape[1]
     keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.to(keys.dtype), keys) * scale
-    weights = scores.softmax(dim=2)
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, float("-inf"))
-        weights = scores.softmax(dim=2).masked_fill(hidden.all(dim=1)[:, None], 0.0)
+    if hidden is None:
+        hidden = scores.new_zeros(scores.shape[1:], dtype=torch.bool)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    weights = scores.softmax(dim=2).masked_fill(hidden.all(dim=1)[:, None], 0.0)
     return torch.einsum("hqk,khd->qhd", weights, values), scores.logsumexp(dim=2)
 
 

@@ -9,6 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from sequoia_vllm.verification.topology import Topology
+
 Generators: TypeAlias = torch.Generator | Sequence[torch.Generator | None] | None
 """One generator for everything, one per row (None in the list: a row without a
 seed of its own), or None for torch's default generator. Generators live on the
@@ -58,6 +60,24 @@ def fill_uniform_prefixes(values: Tensor, lengths: Sequence[int], generators: Ge
         if generator is not None:
             values[row, :length].uniform_(generator=generator)
     return values
+
+
+def node_uniforms(shape: torch.Size, topology: Topology, generators: Generators) -> Tensor:
+    """The numbers that verifiers decide by, one per node of each request's tree.
+
+    Args:
+        shape: ``[B, N+1]``.
+        topology: The trees.
+        generators: As of `fill_uniform_prefixes`, of which a row takes its tree's size.
+
+    Returns:
+        float64 ``[B, N+1]``; beyond a request's tree anything.
+
+    Raises:
+        ValueError: If a list of generators has not one entry per request.
+    """
+    uniforms = torch.empty(shape, dtype=torch.float64, device=topology.children.device)
+    return fill_uniform_prefixes(uniforms, topology.sizes, generators)
 
 
 def _check_one_per_row(generators: Sequence[torch.Generator | None], rows: int) -> None:

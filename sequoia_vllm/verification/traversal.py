@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sequoia_vllm.verification.randomness import Generators, fill_uniform_prefixes
+from sequoia_vllm.verification.randomness import Generators, node_uniforms
 from sequoia_vllm.verification.result import DistributionAt, VerifyResult, topology_of
 from sequoia_vllm.verification.rows import (
     probability_of,
@@ -49,8 +49,7 @@ def traverse_tree(
         ValueError: As `walk_tree`.
     """
     topology = topology_of(parents, tokens)
-    uniforms = torch.empty(tokens.shape, dtype=torch.float64, device=tokens.device)
-    fill_uniform_prefixes(uniforms, topology.sizes, generators)
+    uniforms = node_uniforms(tokens.shape, topology, generators)
     batch, depths = tokens.shape[0], topology.max_depth + 1
     result = VerifyResult(
         accepted_nodes=tokens.new_full((batch, depths - 1), -1),

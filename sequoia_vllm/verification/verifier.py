@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sequoia_vllm.verification.randomness import Generators, fill_uniform_prefixes
+from sequoia_vllm.verification.randomness import Generators, node_uniforms
 from sequoia_vllm.verification.result import DistributionAt, Method, VerifyResult, topology_of
 from sequoia_vllm.verification.rows import (
     probability_of,
@@ -104,8 +104,7 @@ def walk_tree(
             request.
     """
     topology = topology_of(parents, tokens)
-    uniforms = torch.empty(tokens.shape, dtype=torch.float64, device=tokens.device)
-    fill_uniform_prefixes(uniforms, topology.sizes, generators)
+    uniforms = node_uniforms(tokens.shape, topology, generators)
 
     def choose(requests: Tensor, nodes: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         residual = target_at(requests, nodes)

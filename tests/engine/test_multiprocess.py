@@ -28,11 +28,17 @@ if __name__ == "__main__":
     params = SamplingParams(temperature=0, max_tokens=32, detokenize=False)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     [stats] = llm.collective_rpc("sequoia_stats")
+    sampled = SamplingParams(temperature=1, max_tokens=32, ignore_eos=True, detokenize=False)
+    sampled = llm.generate(prompts, sampled, use_tqdm=False)
+    [after] = llm.collective_rpc("sequoia_stats")
     print("RESULT" + json.dumps({
         "tokens": [list(o.outputs[0].token_ids) for o in outputs],
         "core": type(llm.llm_engine.engine_core).__name__,
         "mode": llm.llm_engine.vllm_config.compilation_config.mode.name,
+        "verification": llm.llm_engine.vllm_config.additional_config["sequoia"]["verification"],
         "stats": stats,
+        "sampled": [len(o.outputs[0].token_ids) for o in sampled],
+        "sampled trees": after["tree_steps"] - stats["tree_steps"],
     }))
 """
 
@@ -50,8 +56,9 @@ def test_same_tokens_from_a_compiled_engine_in_other_processes(plain_outputs, tm
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
     }
+    config = sequoia(draft=draft, verification="traversal")  # what is greedy is matched
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *map(json.dumps, (target, requests, sequoia(draft=draft)))],
+        [sys.executable, "-c", SCRIPT, *map(json.dumps, (target, requests, config))],
         env=environment, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
@@ -61,3 +68,6 @@ def test_same_tokens_from_a_compiled_engine_in_other_processes(plain_outputs, tm
     assert result["core"] == "SyncMPClient"
     assert result["mode"] != "NONE"  # it was compiled
     assert result["stats"]["tokens"] > 1.5 * result["stats"]["tree_steps"] > 0
+    assert result["verification"] == "traversal"
+    assert result["sampled"] == [32] * len(requests)
+    assert 0 < result["sampled trees"] < 32 * len(requests)

@@ -2,7 +2,6 @@
 
 import math
 import random
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
 from unittest.mock import patch
@@ -17,7 +16,7 @@ from sequoia_vllm.testing.verification import (
     children_of,
     normalized,
 )
-from sequoia_vllm.verification import traversal, verifier
+from sequoia_vllm.verification import randomness
 
 
 def generator(seed):
@@ -26,16 +25,11 @@ def generator(seed):
 
 def with_uniforms(uniforms):
     """Makes verifiers use these numbers: column i for node i, column 0 for the last token."""
-    stack = ExitStack()
-    for module in (verifier, traversal):
-        stack.enter_context(
-            patch.object(
-                module,
-                "fill_uniform_prefixes",
-                lambda values, sizes, generators: values.copy_(uniforms),
-            )
-        )
-    return stack
+    return patch.object(
+        randomness,
+        "fill_uniform_prefixes",
+        lambda values, sizes, generators: values.copy_(uniforms),
+    )
 
 
 def as_lists(result):

@@ -1,6 +1,5 @@
-"""The traversal of a batch takes the decisions of the plain form, from the same numbers."""
+"""What is the traversal's own; test_verifier.py compares its decisions with the plain form's."""
 
-import math
 import random
 from fractions import Fraction
 
@@ -8,77 +7,18 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from sequoia_vllm.testing.verification import match, traversal
+from sequoia_vllm.testing.verification import match
 from sequoia_vllm.verification import traverse_tree, verify_tree
 from tests.support.tree_problems import (
-    Edges,
-    FarFromEdges,
     Problem,
     as_lists,
-    batch_of,
     generator,
     problems,
     random_problem,
-    with_uniforms,
 )
 
 verify = {"method": "traversal"}
-
-
-@settings(deadline=None, max_examples=100)
-@given(problems)
-def test_every_decision_has_the_probability_of_the_plain_form(problem):
-    """In float64, all outcomes: each threshold agrees with the exact one to 1e-9."""
-    expected, uniforms, scripts = [], [], [[]]
-    while scripts:
-        edges = Edges(scripts.pop())
-        expected.append(problem.reference(edges, traversal))
-        scripts += edges.alternatives
-        uniforms.append([edges.uniforms.get(n, math.nan) for n in range(len(problem.parents))])
-    with with_uniforms(torch.tensor(uniforms, dtype=torch.float64)):
-        result = verify_tree(*problem.tensors(len(uniforms), torch.float64), **verify)
-    assert as_lists(result) == expected
-
-
-def test_a_request_uses_one_float64_uniform_per_node_in_node_order():
-    """The documented stream: with it the plain form repeats a float32 run."""
-    compared = 0
-    for seed in range(300):
-        problem = random_problem(random.Random(seed))
-        own = generator(seed)
-        result = verify_tree(*problem.tensors(), [own], **verify)
-        stream = generator(seed)
-        size = len(problem.parents)
-        chance = FarFromEdges(torch.rand(size, dtype=torch.float64, generator=stream).tolist())
-        expected = problem.reference(chance, traversal)
-        assert torch.equal(own.get_state(), stream.get_state())
-        if not chance.near:
-            compared += 1
-            assert as_lists(result) == [expected]
-    assert compared > 250
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(0, 2**32), st.integers(0, 3))
-def test_a_batch_is_its_requests_one_by_one(seed, extra):
-    """Trees of many shapes, some of them alike; nothing that is not theirs is read."""
-    rng = random.Random(seed)
-    mixed = [random_problem(rng) for _ in range(rng.randint(1, 6))]
-    mixed += rng.choices(mixed, k=2)
-    width = max(len(p.parents) for p in mixed) + extra
-    target, draft, tokens, parents = batch_of(mixed, width)
-    own = [generator(i) for i in range(len(mixed))]
-    together = as_lists(verify_tree(target, draft, tokens, parents, own, **verify))
-    for i, problem in enumerate(mixed):
-        size = len(problem.parents)
-        alone = verify_tree(
-            *(part[i : i + 1, :size] for part in (target, draft, tokens, parents)),
-            [generator(i)],
-            **verify,
-        )
-        assert as_lists(alone) == [together[i]]
 
 
 def test_nothing_is_asked_of_nodes_that_are_not_visited():

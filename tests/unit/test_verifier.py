@@ -8,10 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sequoia_vllm.testing.verification import (
-    children_of,
-    match,
-)
+from sequoia_vllm.testing.verification import algorithm_2, children_of, match, traversal
 from sequoia_vllm.verification import (
     Topology,
     draft_distribution,
@@ -32,35 +29,40 @@ from tests.support.tree_problems import (
     with_uniforms,
 )
 
+RULES = {"sequoia": algorithm_2, "traversal": traversal}
+both_methods = pytest.mark.parametrize("method", RULES)
+
 # -- every decision against the reference -------------------------------------------
 
 
+@both_methods
 @settings(deadline=None, max_examples=400)
-@given(problems)
-def test_every_decision_has_the_probability_of_algorithm_2(problem):
+@given(problem=problems)
+def test_every_decision_has_the_probability_of_the_reference(method, problem):
     """In float64, all outcomes: each threshold agrees with the exact one to 1e-9."""
     expected, uniforms, scripts = [], [], [[]]
     while scripts:
         edges = Edges(scripts.pop())
-        expected.append(problem.reference(edges))
+        expected.append(problem.reference(edges, RULES[method]))
         scripts += edges.alternatives
         uniforms.append([edges.uniforms.get(n, math.nan) for n in range(len(problem.parents))])
     with with_uniforms(torch.tensor(uniforms, dtype=torch.float64)):
-        result = verify_tree(*problem.tensors(len(uniforms), torch.float64))
+        result = verify_tree(*problem.tensors(len(uniforms), torch.float64), method=method)
     assert as_lists(result) == expected
 
 
-def test_a_request_uses_one_float64_uniform_per_node_in_node_order():
+@both_methods
+def test_a_request_uses_one_float64_uniform_per_node_in_node_order(method):
     """The documented stream: with it the reference repeats a float32 run."""
     compared = 0
     for seed in range(300):
         problem = random_problem(random.Random(seed))
         own = generator(seed)
-        result = verify_tree(*problem.tensors(), [own])
+        result = verify_tree(*problem.tensors(), [own], method)
         stream = generator(seed)
         size = len(problem.parents)
         chance = FarFromEdges(torch.rand(size, dtype=torch.float64, generator=stream).tolist())
-        expected = problem.reference(chance)
+        expected = problem.reference(chance, RULES[method])
         assert torch.equal(own.get_state(), stream.get_state())
         if not chance.near:
             compared += 1
@@ -68,9 +70,10 @@ def test_a_request_uses_one_float64_uniform_per_node_in_node_order():
     assert compared > 250
 
 
+@both_methods
 @settings(deadline=None, max_examples=100)
-@given(st.integers(0, 2**32))
-def test_what_is_emitted_is_always_possible_under_the_target(seed):
+@given(seed=st.integers(0, 2**32))
+def test_what_is_emitted_is_always_possible_under_the_target(method, seed):
     """With probabilities from 1 down to float32's smallest, in P, Q, or both."""
     rng = random.Random(seed)
     vocabulary, batch = rng.randint(2, 6), 64
@@ -97,6 +100,7 @@ def test_what_is_emitted_is_always_possible_under_the_target(seed):
         tokens,
         torch.tensor(parents).expand(batch, -1),
         noise,
+        method,
     )
     for accepted, emitted in as_lists(result):
         for node, token in zip([0, *accepted], emitted, strict=True):
@@ -164,15 +168,17 @@ def test_the_last_token_is_drawn_finely_enough_for_a_large_vocabulary():
 # -- batches, padding, trimming --------------------------------------------------------
 
 
+@both_methods
 @settings(deadline=None, max_examples=60)
-@given(st.integers(0, 2**32), st.integers(0, 3))
-def test_a_batch_is_its_requests_one_by_one(seed, extra):
+@given(seed=st.integers(0, 2**32), extra=st.integers(0, 3))
+def test_a_batch_is_its_requests_one_by_one(method, seed, extra):
     rng = random.Random(seed)
     mixed = [random_problem(rng) for _ in range(rng.randint(1, 6))]
+    mixed += rng.choices(mixed, k=2)  # some trees are alike
     width = max(len(p.parents) for p in mixed) + extra
     target, draft, tokens, parents = batch_of(mixed, width)
     own = [generator(i) for i in range(len(mixed))]
-    together = verify_tree(target, draft, tokens, parents, own)
+    together = verify_tree(target, draft, tokens, parents, own, method)
     max_depth = Topology.from_parents(parents).max_depth
     assert together.accepted_nodes.shape == (len(mixed), max_depth)
     assert together.output_tokens.shape == (len(mixed), max_depth + 1)
@@ -184,6 +190,7 @@ def test_a_batch_is_its_requests_one_by_one(seed, extra):
             tokens[i : i + 1, :size],
             parents[i : i + 1, :size],
             [alone_generator],
+            method,
         )
         assert as_lists(alone) == [path]
         assert torch.equal(own[i].get_state(), alone_generator.get_state())

@@ -25,7 +25,11 @@ from sequoia_vllm.engine.v2.attention_gpu import (
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.scoring import ScoringTrees
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
-from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, pack_ancestors
+from sequoia_vllm.kernels.tree_attention import (
+    PackedAncestors,
+    TreeAttentionWorkspace,
+    pack_ancestors,
+)
 
 _MODULE = "sequoia_vllm.engine.v2.attention_gpu"
 _CLASSES = {
@@ -41,7 +45,7 @@ class GPUTreeBackend(TreeBackend):
     def __init__(self, ancestors: Tensor, context_attention: ContextAttention) -> None:
         self._context_attention = context_attention
         self._ancestors = pack_ancestors(ancestors)
-        self._packed: dict[int, tuple[Tensor, Tensor]] = {}
+        self._packed = PackedAncestors()
         self._workspace = TreeAttentionWorkspace(_LARGEST_HEAD, ancestors.device)
         self._layers: list[tuple[str, CacheLayers]] = []
 
@@ -88,7 +92,7 @@ class GPUTreeBackend(TreeBackend):
                 query_start_loc=queries.query_start_loc,
                 context_lens=queries.context_lens,
                 block_table=block_table,
-                ancestors=self._pack(queries.ancestors),
+                ancestors=self._packed.of(queries.ancestors),
                 first_node=queries.first,
                 max_queries=queries.width,
                 workspace=self._workspace,
@@ -96,12 +100,6 @@ class GPUTreeBackend(TreeBackend):
             ),
             slot_mapping=slots,
         )
-
-    def _pack(self, ancestors: Tensor) -> Tensor:
-        """The packed matrix; made once, as trees are few. The key's tensor is kept alive."""
-        if id(ancestors) not in self._packed:
-            self._packed[id(ancestors)] = ancestors, pack_ancestors(ancestors)
-        return self._packed[id(ancestors)][1]
 
     def commit(
         self, caches: dict[str, Tensor], metadata: dict[str, Any], trees: ScoringTrees,
