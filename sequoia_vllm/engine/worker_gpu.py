@@ -17,3 +17,11 @@ class SequoiaGPUWorker(SequoiaWorker):
 
         check_contract(v2=True)
         return SequoiaGPUModelRunner(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """As vLLM's, after what its warm-up requests do not reach: see `TreeVerifier.warm_up`.
+
+        Before it, as at its end vLLM begins to warn of kernels that are compiled late.
+        """
+        self.model_runner.rejection_sampler.warm_up(self.model_config.dtype)
+        return super().compile_or_warm_up_model()

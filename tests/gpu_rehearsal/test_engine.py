@@ -11,6 +11,7 @@ from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import (
     generate,
     generate_with_trees,
+    recording_kernels,
     rehearsing,
     runner_of,
     since,
@@ -29,6 +30,14 @@ def greedy() -> Any:
     return SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
 
 
+def sampled(**options: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.8, max_tokens=TOKENS, ignore_eos=True, detokenize=False, **options
+    )
+
+
 def start_and_generate(models: str) -> dict[str, Any]:
     """Of plain vLLM and of trees: batches of every size, and one more with FlashAttention."""
     from gpu_stand_in import flash_attention, graphs
@@ -38,11 +47,20 @@ def start_and_generate(models: str) -> dict[str, Any]:
     with rehearsing(None, model=target) as llm:
         answers: dict[str, Any] = {"plain": generate(llm, requests, greedy())}
     before = graphs.report()
-    with rehearsing(sequoia(size=8, depth=3, draft=draft), model=target) as llm:
+    with (
+        recording_kernels() as kernels,
+        rehearsing(sequoia(size=8, depth=3, draft=draft), model=target) as llm,
+    ):
         answers["start"] = since(before)
+        started = set(kernels)
         answers["settings"] = settings(llm)
         for batch in (3, 2, 1):
             answers[str(batch)] = generate_with_trees(llm, requests[:batch], greedy())
+        for batch in (3, 1):
+            for params in (sampled(), sampled(top_k=20), sampled(seed=3)):
+                generate(llm, requests[:batch], params)
+        answers["late"] = sorted(kernels - started)
+        answers["in time"] = sorted(started)
     flash = sequoia(size=8, depth=3, draft=draft, context_attention="flash")
     flash_attention.attended.clear()
     with rehearsing(flash, model=target) as llm:
@@ -115,3 +133,9 @@ def test_start_captures_all_of_them(generated):
         generated["start"]["captured"][kind] > 0
         for kind in ("DraftGraphs", "TreeGraphManager", PIECE)
     )
+
+
+def test_no_request_is_the_first_to_need_a_kernel(generated):
+    """A GPU would compile it while the request waits."""
+    assert any(name == "target_statistics_kernel" for name, *_ in generated["in time"])
+    assert generated["late"] == []

@@ -58,6 +58,26 @@ def counting_eager_growth() -> Iterator[list[int]]:
         yield eager
 
 
+@contextmanager
+def recording_kernels() -> Iterator[set[tuple[str, ...]]]:
+    """Our kernels that are launched within the block: name, then its tensors' dtypes."""
+    from triton.runtime.interpreter import GridExecutor
+
+    from sequoia_vllm.engine.swap import swapped
+
+    original: Any = GridExecutor.__call__
+    found: set[tuple[str, ...]] = set()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.fn.__module__.startswith("sequoia_vllm"):
+            dtypes = [str(arg.dtype) for arg in args if hasattr(arg, "dtype")]
+            found.add((self.fn.__name__, *dtypes))
+        original(self, *args, **kwargs)
+
+    with swapped(GridExecutor, "__call__", call):
+        yield found
+
+
 def generate(llm: Any, requests: list[Any], params: Any) -> dict[str, Any]:
     """Tokens of all requests, and the graphs that were replayed for them."""
     from gpu_stand_in import graphs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from sequoia_vllm.engine.tensor_parallel import broadcast_from_rank0
 from sequoia_vllm.engine.v2.emitted_rows import emitted_rows
 from sequoia_vllm.engine.v2.logits_needs import LogitsNeeds
 from sequoia_vllm.engine.v2.proposer import TreeProposer
+from sequoia_vllm.kernels.modes import SAMPLED
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
 from sequoia_vllm.kernels.verify import verify_trees
 
@@ -111,6 +113,45 @@ class TreeVerifier(RejectionSampler):
             num_rejected=num_rejected,
             sampling_mask_tensors=None,
         )
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compiles what vLLM's warm-up does not reach, so that no request waits for it.
+
+        Its requests are greedy, or have penalties and so no trees. Sampled ones have the
+        target's statistics taken, of logits in the model's dtype where they need only
+        their temperatures, else of processed ones.
+
+        Args:
+            dtype: Of the target's logits.
+        """
+        drafted, tables = self._speculator.drafted, self._speculator.tables
+        device, depth = self._speculator.device, self._speculator.tree.depth
+        inputs = VerifierInputs.empty(1, 1, device)
+        for tensor in (inputs.tokens, inputs.root_positions, inputs.state_rows, inputs.seeds):
+            tensor.zero_()
+        inputs.modes.fill_(SAMPLED)
+        inputs.temperatures.fill_(1.0)
+        one = partial(torch.empty, 1, device=device)
+        for logits_dtype in {dtype, torch.float32}:
+            verify_trees(
+                logits=torch.zeros(1, drafted.logits.shape[2], dtype=logits_dtype, device=device),
+                target_temperatures=inputs.temperatures,
+                tokens=inputs.tokens,
+                target_tokens=inputs.tokens,
+                cu_num_logits=torch.arange(2, dtype=torch.int32, device=device),
+                modes=inputs.modes,
+                positions=inputs.root_positions,
+                seeds=inputs.seeds,
+                children=tables.children,
+                inner_index=tables.inner_rows,
+                draft_logits=drafted.logits,
+                draft_stats=drafted.stats,
+                state_rows=inputs.state_rows,
+                draft_temperatures=inputs.temperatures,
+                sampled_tokens=one(depth + 1, dtype=torch.int64),
+                num_sampled=one(dtype=torch.int32),
+                accepted=one(1 + depth, dtype=torch.int32)[:, 1:],
+            )
 
     def _verify_batch(self, logits: Tensor, batch: InputBatch, invalid: Tensor | None) -> Verified:
         depth, slots = self._speculator.tree.depth, batch.idx_mapping
