@@ -40,10 +40,10 @@ def random_words(seed, token, position, node, purpose):
     """
     return tl.philox(
         seed,
-        tl.to_tensor(token).to(tl.uint32),
-        tl.to_tensor(position).to(tl.uint32),
-        tl.to_tensor(node).to(tl.uint32),
-        tl.to_tensor(purpose).to(tl.uint32),
+        tl.cast(token, tl.uint32),
+        tl.cast(position, tl.uint32),
+        tl.cast(node, tl.uint32),
+        tl.cast(purpose, tl.uint32),
     )
 
 

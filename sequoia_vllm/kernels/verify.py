@@ -10,12 +10,13 @@ from sequoia_vllm.kernels.verify_kernels import verify_kernel
 
 # A lane's rejected tokens are bits of an int64.
 _TOKENS_PER_LANE = 64
-# Sixteen tokens per thread at a time: enough loads under way to occupy one
-# multiprocessor's path to the L2 cache. Twice the warps with half the tokens each would
-# have 128 registers per thread, which Triton 3.7 exceeds. More lanes, which only
-# vocabularies above 262,144 tokens get, spill some.
-_FEWEST_LANES = 4096
-_NUM_WARPS = 8
+# What one program reads a row with, measured on an H100 (see docs/benchmarks.md): of 4, 8
+# and 16 warps, 2048 and 4096 lanes, and 1 to 4 stages the quickest for vocabularies of
+# 32,000 and 128,256 tokens. More lanes, which only vocabularies above 131,072 tokens
+# get, are twice the registers; stages are slower with them.
+_FEWEST_LANES = 2048
+_NUM_WARPS = 16
+_STAGES, _STAGES_OF_MORE_LANES = 3, 1
 
 
 def verify_trees(
@@ -138,4 +139,5 @@ def _constants(vocabulary: int, branches: int, columns: int) -> dict[str, int]:
         "BRANCHES": triton.next_power_of_2(branches),
         "COLUMNS": triton.next_power_of_2(columns),
         "BLOCKS": statistics.padded_blocks(vocabulary),
+        "STAGES": _STAGES if lanes == _FEWEST_LANES else _STAGES_OF_MORE_LANES,
     }

@@ -63,7 +63,7 @@ def verify_kernel(
     draft_state_stride, draft_inner_stride, stats_state_stride, stats_inner_stride,
     columns, sampled_stride, path_columns, accepted_stride,
     LANES: tl.constexpr, STEPS: tl.constexpr, BRANCHES: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One request per program. Arguments as in `verify_trees`.
 
@@ -98,7 +98,7 @@ def verify_kernel(
                 draft_logits + state * draft_state_stride + inner * draft_inner_stride,
                 draft_stats + state * stats_state_stride + inner * stats_inner_stride,
                 tokens + first_row, node_children, branches, num_nodes, node, position + depth,
-                seed, temperature, vocabulary, LANES, STEPS, BLOCKS,
+                seed, temperature, vocabulary, LANES, STEPS, BLOCKS, STAGES,
             )  # fmt: skip
         else:
             child, token = _match_step(
@@ -139,6 +139,7 @@ def _sample_step(
     target_row, target_temperature, statistics, has_statistics, row,
     draft_row, draft_stats, tokens, children, branches, num_nodes, node, position,
     seed, temperature, vocabulary, LANES: tl.constexpr, STEPS: tl.constexpr, BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 2 at one node: the accepted child (-1: none), and the emitted token."""
     # Temperature: a product with this, of a difference of logits.
@@ -146,7 +147,7 @@ def _sample_step(
     has_weights = has_statistics == 0
     weights = tl.zeros([LANES], tl.float32)
     if has_weights:
-        weights, target_maximum = _target_lanes(target_row, inverse, vocabulary, LANES)
+        weights, target_maximum = _target_lanes(target_row, inverse, vocabulary, LANES, STAGES)
         target_total = _sum(weights)
     else:
         target_maximum, target_total = merge_statistics(
@@ -187,7 +188,7 @@ def _sample_step(
                 weights, drafts_left = _residual_lanes(
                     target_row, draft_row, inverse, target_maximum, target_scale, temperature,
                     draft_maximum, draft_total, a + more_a, k + more_k, rejected, vocabulary,
-                    LANES,
+                    LANES, STAGES,
                 )  # fmt: skip
                 has_weights = True
                 draft_mass, new_mass = _sum(drafts_left), _sum(weights)
@@ -204,7 +205,7 @@ def _sample_step(
                     weights, _ = _residual_lanes(
                         target_row, draft_row, inverse, target_maximum, target_scale,
                         temperature, draft_maximum, draft_total, a, k, rejected, vocabulary,
-                        LANES,
+                        LANES, STAGES,
                     )  # fmt: skip
             rank += 1
         else:
@@ -214,7 +215,7 @@ def _sample_step(
 
     if accepted < 0:
         if not has_weights:
-            weights, _ = _target_lanes(target_row, inverse, vocabulary, LANES)
+            weights, _ = _target_lanes(target_row, inverse, vocabulary, LANES, STAGES)
         uniform = uniform64(seed, 0, position, node, RESIDUAL)
         chosen, uniform = _invert(weights, uniform, LANES)
         step = tl.arange(0, STEPS)
@@ -231,13 +232,13 @@ def _sample_step(
 
 
 @triton.jit
-def _target_lanes(target_row, inverse, vocabulary, LANES: tl.constexpr):
+def _target_lanes(target_row, inverse, vocabulary, LANES: tl.constexpr, STAGES: tl.constexpr):
     """Sums of exp((logit - maximum) * inverse) by lanes, and the row's maximum."""
     lane = tl.arange(0, LANES)
     # From the lowest finite number instead of -inf, which minus itself is NaN.
     maximum = tl.full([LANES], LOWEST, tl.float32)
     total = tl.zeros([LANES], tl.float32)
-    for start in range(0, vocabulary, LANES):
+    for start in tl.range(0, vocabulary, LANES, num_stages=STAGES):
         token = start + lane
         logit = tl.load(target_row + token, mask=token < vocabulary, other=float("-inf"))
         logit = logit.to(tl.float32)
@@ -252,13 +253,13 @@ def _target_lanes(target_row, inverse, vocabulary, LANES: tl.constexpr):
 @triton.jit
 def _residual_lanes(
     target_row, draft_row, inverse, target_maximum, target_scale, temperature, draft_maximum,
-    draft_total, a, k, rejected, vocabulary, LANES: tl.constexpr,
+    draft_total, a, k, rejected, vocabulary, LANES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums by lanes of (P - a*Q - k)+ and of Q, over the tokens not rejected."""
     lane = tl.arange(0, LANES)
     weights = tl.zeros([LANES], tl.float32)
     drafts = tl.zeros([LANES], tl.float32)
-    for start in range(0, vocabulary, LANES):
+    for start in tl.range(0, vocabulary, LANES, num_stages=STAGES):
         token = start + lane
         kept = (token < vocabulary) & (((rejected >> (start // LANES)) & 1) == 0)
         p = _load_target(target_row, token, kept, inverse, target_maximum, target_scale)

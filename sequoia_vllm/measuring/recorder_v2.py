@@ -78,7 +78,7 @@ class RecordingV2:
             "passes": [(width * requests, share) for width in step.passes],
         }
 
-    def _begin(self, scheduler_output: Any) -> None:
+    def _begin(self, scheduler_output: Any, *unused: Any, **unused_too: Any) -> None:
         scheduled = list(scheduler_output.num_scheduled_tokens.values())
         self._steps.append(_Step(time.perf_counter(), scheduled, is_decoding(scheduler_output)))
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from sequoia_vllm.measuring.step_recorder import EXTENSION
 from tests.support.engines import sequoia
 from tests.support.generating import random_prompts, save_related_pair
 from tests.support.on_gpu import call_on_gpu
@@ -63,8 +64,10 @@ def start_and_generate(models: str) -> dict[str, Any]:
         answers["in time"] = sorted(started)
     flash = sequoia(size=8, depth=3, draft=draft, context_attention="flash")
     flash_attention.attended.clear()
-    with rehearsing(flash, model=target) as llm:
+    with rehearsing(flash, model=target, worker_extension_cls=EXTENSION) as llm:
+        llm.collective_rpc("sequoia_record_steps")
         answers["flash"] = generate_with_trees(llm, requests, greedy())
+        answers["steps"] = llm.collective_rpc("sequoia_take_steps", args=(len(requests),))[0]
     answers["flash"]["over contexts"] = flash_attention.attended[False]
     return answers
 
@@ -139,3 +142,11 @@ def test_no_request_is_the_first_to_need_a_kernel(generated):
     """A GPU would compile it while the request waits."""
     assert any(name == "target_statistics_kernel" for name, *_ in generated["in time"])
     assert generated["late"] == []
+
+
+def test_bench_and_profile_can_time_its_steps(generated):
+    """Of the batch of all requests; some of its last trees are cut short."""
+    full = [step for step in generated["steps"] if step["fewest"] == 8]
+    assert len(full) > 1
+    assert all(step["target"] > 0 and step["drafting"] > 0 for step in full)
+    assert all(len(step["passes"]) == 3 for step in full)

@@ -87,6 +87,10 @@ def test_the_interpreter_is_refused():
 
 # -- the pages -----------------------------------------------------------------------
 
+# Bytes at most. Its sixteen warps have 128 registers per thread; on an H100 they were
+# quicker than eight without spills, also where they spilled 80 bytes.
+SPILLED_BY_VERIFICATION = 160
+
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_pages_are_of_the_present_kernels(version):
@@ -100,7 +104,10 @@ def test_pages_have_every_variant_and_no_device_refuses_one(version):
     assert [(row.name, row.capability) for row in page.table] == names(all_tasks())
     limits = SHARED_MEMORY_LIMITS
     refused = [
-        row for row in page.table if row.spilled_bytes or row.shared_bytes > limits[row.capability]
+        row
+        for row in page.table
+        if row.spilled_bytes > (SPILLED_BY_VERIFICATION if row.name.startswith("verify") else 0)
+        or row.shared_bytes > limits[row.capability]
     ]
     assert refused == []
 
