@@ -28,7 +28,7 @@ from sequoia_vllm.tree.token_tree import TokenTree, TreeError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from sequoia_vllm.hardware.step_profile import Profile
+    from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
 
 Report = Callable[[str, int, int], None]
 _SEQUENCES = (1, 4, 16)
@@ -158,7 +158,7 @@ def _draw_speedup(axes: Axes, frontier: Frontier, profile: Profile) -> None:
     axes.set_ylim(bottom=0)
     _end_labels(axes, int(ladder[-1]), ends)
     axes.set_ylabel("speedup over plain decoding")
-    how = "measured" if profile.source == "measured" else "roofline, not measured"
+    how = HOW_TIMED[profile.source]
     _headline(axes, "Speedup by tree size, best depth", f"{profile.device} ({how}); dot: best size")
 
 
