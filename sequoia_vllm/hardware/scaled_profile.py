@@ -39,8 +39,11 @@ def scaled_profile(
         dtype: Weight type; a key of `BYTES_PER_VALUE`.
 
     Raises:
-        ValueError: If a type is not known.
+        ValueError: If a type is not known, or weights are quantized: they take less time to
+            read and as much to compute with, which measurements of others do not tell apart.
     """
+    if target.layer_weight_bytes or draft.layer_weight_bytes:
+        raise ValueError("times of quantized weights cannot be scaled from measured ones")
     passes = _Passes(measured)
     target_bytes, draft_bytes = (
         shape.matmul_bytes(_value_bytes(dtype)) for shape in (target, draft)

@@ -20,6 +20,7 @@ from sequoia_vllm.figures import (
     shades,
 )
 from sequoia_vllm.hardware.choose import TreeSearch
+from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
 from sequoia_vllm.tree.shapes import independent_sequences
@@ -28,7 +29,7 @@ from sequoia_vllm.tree.token_tree import TokenTree, TreeError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
+    from sequoia_vllm.hardware.step_profile import Profile
 
 Report = Callable[[str, int, int], None]
 _SEQUENCES = (1, 4, 16)
