@@ -18,7 +18,7 @@ _UNMODELLED = {
     "ssm_cfg": "it has state-space layers",
 }
 # Types whose configuration says nothing of it; every other type is taken to have a gate.
-_UNGATED = frozenset({"arcee", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2"})
+_UNGATED = frozenset({"apertus", "arcee", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2"})
 _BITS_BY_METHOD = {
     "fp8": 8, "fbgemm_fp8": 8, "ptpc_fp8": 8, "modelopt": 8,
     "mxfp8": 8, "modelopt_mxfp8": 8, "modelopt_fp4": 4, "mxfp4": 4, "nvfp4": 4,

@@ -121,8 +121,8 @@ class Profile(FileModel):
     datasheet: DeviceSpec | None = Field(
         default=None, description="The datasheet values used (roofline only)."
     )
-    target_shape: ModelShape | None = Field(default=None, description="Roofline only.")
-    draft_shape: ModelShape | None = Field(default=None, description="Roofline only.")
+    target_shape: ModelShape | None = Field(default=None, description="Computed profiles only.")
+    draft_shape: ModelShape | None = Field(default=None, description="Computed profiles only.")
     assumptions: dict[str, float] | None = Field(
         default=None, description="What the roofline assumed and nobody measured."
     )

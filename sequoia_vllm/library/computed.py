@@ -63,7 +63,9 @@ def computed_entry(
         vector,
         fastest_schedule(profile, vector),
     )
-    how = f"{pair.dtype}, TP size {pair.tensor_parallel_size}"
+    how = f"{pair.dtype}, TP size {profile.tensor_parallel_size}"
+    if profile.tensor_parallel_size != pair.tensor_parallel_size:
+        how += f" and not {pair.tensor_parallel_size}"
     if shapes.quantized:
         how += ", quantized weights"
     return entry, f"computed for {size_names(shapes)} ({how}); {why}"

@@ -101,8 +101,8 @@ class TreeLibrary:
     """Shipped and user trees.
 
     Raises:
-        LibraryError: From any method, if a file it needs is corrupt; names the
-            file and the field.
+        LibraryError, ProfileError, AcceptanceError: From any method, if a file it needs
+            is corrupt; names the file and the field.
     """
 
     def __init__(self, shipped: Path | None = None, user: Path | None = None) -> None:

@@ -235,6 +235,12 @@ def test_scaled_times_follow_the_bytes():
         update={"layers": 1}))[1] < plain(GROWN, DRAFT_8M)[1]  # fmt: skip
 
 
+def test_two_cpus_are_not_measured(library):
+    shapes = PairShapes(LARGER_GROWN, DRAFT_8M)
+    found = library.select(key(CPU, tensor_parallel_size=2), shapes=shapes)
+    assert "TP size 1 and not 2" in found.reason
+
+
 def test_quantized_weights_are_not_scaled(library):
     small = LARGER_GROWN.model_copy(update={"layer_weight_bytes": 0.5})
     found = library.select(key(CPU), shapes=PairShapes(small, DRAFT_8M))
