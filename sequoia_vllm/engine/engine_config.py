@@ -102,6 +102,7 @@ def create_speculative_config(
         dtype=str(target_model_config.dtype).removeprefix("torch."),
         tensor_parallel_size=target_parallel_config.tensor_parallel_size,
         read_shapes=lambda draft: pair_shapes(target_model_config, draft, config),
+        max_model_len=target_model_config.max_model_len,
     )
     tree, source = resolved.choice.tree, resolved.choice.source
     if not resolved.speculates:

@@ -43,6 +43,7 @@ def resolve(
     dtype: str,
     tensor_parallel_size: int,
     read_shapes: Callable[[str], PairShapes] | None = None,
+    max_model_len: int | None = None,
 ) -> Resolved:
     """Finds the draft and the tree that this configuration names or leaves to us.
 
@@ -54,6 +55,7 @@ def resolve(
         tensor_parallel_size: Devices per engine.
         read_shapes: Reads the shapes of the target and of this draft, if the choice
             depends on them; None: they are not known.
+        max_model_len: Longest request, in tokens; None: any.
 
     Raises:
         ConfigError: No draft is given, and none is known for this target.
@@ -69,7 +71,7 @@ def resolve(
         tensor_parallel_size=tensor_parallel_size,
     )
     shapes = partial(read_shapes, draft) if read_shapes else None
-    choice = choose_engine_tree(config, pair, shapes)
+    choice = choose_engine_tree(config, pair, shapes, max_model_len)
     settings = SequoiaSettings(
         tree=choice.tree,
         tree_source=choice.source,

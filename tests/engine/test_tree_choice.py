@@ -34,6 +34,19 @@ def test_auto_takes_device_and_pair_from_the_library():
     assert max(drafts for _, _, drafts in choice.schedule) == choice.tree.num_speculative_tokens
 
 
+def test_trees_that_we_choose_leave_room_for_tokens():
+    config = SequoiaConfig(tree="auto")
+    whole = choose_engine_tree(config, H200, max_model_len=4096)
+    assert whole == choose(tree="auto")
+    short = choose_engine_tree(config, H200, max_model_len=128)
+    assert short.tree == whole.tree.trim(32)
+    assert max(drafts for _, _, drafts in short.schedule) == 31
+    assert [entry[:2] for entry in short.schedule] == [entry[:2] for entry in whole.schedule]
+    assert "its first 32 nodes" in short.source
+    given = SequoiaConfig(tree={"size": 64})
+    assert choose_engine_tree(given, H200, max_model_len=128).tree.size == 64
+
+
 def test_nothing_given_is_auto_where_that_speculates():
     assert choose() == choose(tree="auto")
 

@@ -78,6 +78,7 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     ),
     *(Expected(f"vllm.config:ModelConfig.{field}") for field in (
         "hf_text_config", "hf_overrides", "config_format", "quantization", "trust_remote_code",
+        "max_model_len",
     )),
     # load.py
     *(Expected(f"vllm.config:SchedulerConfig.{field}") for field in (
