@@ -16,6 +16,7 @@ from sequoia_vllm.engine.contract import check_contract
 from sequoia_vllm.engine.device_name import current_device_name
 from sequoia_vllm.engine.load import plan_load
 from sequoia_vllm.engine.mark import mark
+from sequoia_vllm.engine.model_shapes import pair_shapes
 from sequoia_vllm.engine.refusals import refuse_unsupported
 from sequoia_vllm.engine.request import sequoia_request
 from sequoia_vllm.engine.resolve import Resolved, resolve
@@ -100,6 +101,8 @@ def create_speculative_config(
         target=target_model_config.model,
         dtype=str(target_model_config.dtype).removeprefix("torch."),
         tensor_parallel_size=target_parallel_config.tensor_parallel_size,
+        read_shapes=lambda draft: pair_shapes(target_model_config, draft, config),
+        max_model_len=target_model_config.max_model_len,
     )
     tree, source = resolved.choice.tree, resolved.choice.source
     if not resolved.speculates:

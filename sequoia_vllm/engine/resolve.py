@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.cluster import current_versions
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.tree_choice import TreeChoice, choose_engine_tree
+from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.known_pairs import known_draft
 from sequoia_vllm.library.pair_key import PairKey
 
@@ -33,7 +36,14 @@ class Resolved:
 
 
 def resolve(
-    config: SequoiaConfig, *, device: str, target: str, dtype: str, tensor_parallel_size: int
+    config: SequoiaConfig,
+    *,
+    device: str,
+    target: str,
+    dtype: str,
+    tensor_parallel_size: int,
+    read_shapes: Callable[[str], PairShapes] | None = None,
+    max_model_len: int | None = None,
 ) -> Resolved:
     """Finds the draft and the tree that this configuration names or leaves to us.
 
@@ -43,6 +53,9 @@ def resolve(
         target: Name or path of the target model.
         dtype: The target's, such as "bfloat16".
         tensor_parallel_size: Devices per engine.
+        read_shapes: Reads the shapes of the target and of this draft, if the choice
+            depends on them; None: they are not known.
+        max_model_len: Longest request, in tokens; None: any.
 
     Raises:
         ConfigError: No draft is given, and none is known for this target.
@@ -57,7 +70,8 @@ def resolve(
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
     )
-    choice = choose_engine_tree(config, pair)
+    shapes = partial(read_shapes, draft) if read_shapes else None
+    choice = choose_engine_tree(config, pair, shapes, max_model_len)
     settings = SequoiaSettings(
         tree=choice.tree,
         tree_source=choice.source,

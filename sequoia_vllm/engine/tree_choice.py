@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sequoia_vllm.config import SequoiaConfig, TreeSpec
+from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
@@ -14,6 +16,8 @@ from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
 AUTO = "auto"
 DEFAULT_TREE = TreeSpec(size=16, depth=4)
+# Requests draft less where they near their longest length: trees must be small beside it.
+_LENGTH_PER_NODE = 4
 
 
 @dataclass(frozen=True)
@@ -34,14 +38,32 @@ class TreeChoice:
     device: str | None = None
 
 
-def choose_engine_tree(config: SequoiaConfig, pair: PairKey) -> TreeChoice:
+ReadShapes = Callable[[], PairShapes]
+
+
+def choose_engine_tree(
+    config: SequoiaConfig,
+    pair: PairKey,
+    read_shapes: ReadShapes | None = None,
+    max_model_len: int | None = None,
+) -> TreeChoice:
     """Resolves the configuration's tree, with its bounds and schedule applied.
+
+    Args:
+        config: What the user gave.
+        pair: What the tree is for.
+        read_shapes: Reads the models' shapes; called only where the choice depends on them.
+            None: nothing is known of them.
+        max_model_len: Longest request, in tokens: a tree that we choose takes a quarter of
+            it at most. None: any.
 
     Raises:
         TreeError, AcceptanceError, LibraryError: Naming the file or entry and
             what is wrong with it.
     """
-    choice = _resolve(config, pair)
+    choice = _resolve(config, pair, read_shapes)
+    if max_model_len is not None and choice.device is not None:
+        choice = _within(choice, max(max_model_len // _LENGTH_PER_NODE, 1))
     if config.num_speculative_tokens is not None:
         choice = replace(choice, tree=choice.tree.trim(config.num_speculative_tokens + 1))
     if config.num_speculative_tokens_per_batch_size is not None:
@@ -49,7 +71,7 @@ def choose_engine_tree(config: SequoiaConfig, pair: PairKey) -> TreeChoice:
     return choice
 
 
-def _resolve(config: SequoiaConfig, pair: PairKey) -> TreeChoice:
+def _resolve(config: SequoiaConfig, pair: PairKey, read_shapes: ReadShapes | None) -> TreeChoice:
     if isinstance(config.tree, TreeSpec):
         return _optimal(config, config.tree, "optimal for the given size")
     if isinstance(config.tree, TokenTree):
@@ -61,7 +83,7 @@ def _resolve(config: SequoiaConfig, pair: PairKey) -> TreeChoice:
     if config.acceptance is not None:
         return _optimal(config, DEFAULT_TREE, "optimal for the given acceptance")
     try:
-        choice = _from_library(pair)
+        choice = _from_library(pair, read_shapes() if read_shapes else None)
     except LibraryError as error:
         return _optimal(config, DEFAULT_TREE, f"default size; {error}")
     if choice.tree.size == 1 and config.tree is None:
@@ -74,10 +96,23 @@ def _resolve(config: SequoiaConfig, pair: PairKey) -> TreeChoice:
     return choice
 
 
-def _from_library(pair: PairKey) -> TreeChoice:
-    selection = tree_library.select(pair)
+def _from_library(pair: PairKey, shapes: PairShapes | None) -> TreeChoice:
+    selection = tree_library.select(pair, shapes)
     schedule = selection.schedule
     return TreeChoice(schedule.tree, selection.reason, schedule.per_batch_size(), pair.device)
+
+
+def _within(choice: TreeChoice, most_nodes: int) -> TreeChoice:
+    """The first ``most_nodes`` nodes of a larger tree, at every batch size."""
+    if choice.tree.size <= most_nodes:
+        return choice
+    schedule = [
+        (first, last, min(drafts, most_nodes - 1)) for first, last, drafts in choice.schedule or ()
+    ]
+    source = f"{choice.source}; its first {most_nodes} nodes, as requests are short here"
+    return replace(
+        choice, tree=choice.tree.trim(most_nodes), schedule=schedule or None, source=source
+    )
 
 
 def _optimal(config: SequoiaConfig, spec: TreeSpec, why: str) -> TreeChoice:

@@ -124,7 +124,7 @@ def choose_schedule(
         for probe, tree in best.items()
     }
     estimates = [_estimate(full, ranges, probe, optimum[probe], cost) for probe in probes]
-    if any(entry.extrapolated for entry in estimates):
+    if profile.source == "measured" and any(entry.extrapolated for entry in estimates):
         logger.warning(
             "the schedule for %s uses times outside what its profile measured; see "
             "'extrapolated' in its estimates",

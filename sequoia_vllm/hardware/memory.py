@@ -77,7 +77,7 @@ def memory_fit(
     """
     value_bytes = BYTES_PER_VALUE[dtype]
     pair = target, draft
-    weights = sum(shape.parameters for shape in pair) * value_bytes / tensor_parallel_size
+    weights = sum(shape.weights_bytes(value_bytes) for shape in pair) / tensor_parallel_size
     kv_values = sum(
         shape.kv_values_per_token * shape.kv_copies(tensor_parallel_size) for shape in pair
     )

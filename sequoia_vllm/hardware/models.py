@@ -27,18 +27,43 @@ class ModelShape(FileModel):
     head_size: int = Field(ge=1)
     vocab: int = Field(ge=1)
     tied: bool = Field(default=False, description="Embedding and output matrix are one.")
+    gated: bool = Field(default=True, description="The MLP has a gate: three matrices, not two.")
+    layer_weight_bytes: float | None = Field(
+        default=None,
+        gt=0,
+        description="Bytes of a weight in the layers, where quantized; none: the model's type.",
+    )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of all layers, but the norms'."""
+        attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
+        mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
+        return self.layers * (attention + mlp)
 
     @property
     def matmul_parameters(self) -> int:
         """Parameters read, and multiplied with, in every forward pass."""
-        attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
-        mlp = 3 * self.hidden * self.intermediate
-        return self.layers * (attention + mlp) + self.hidden * self.vocab
+        return self.layer_parameters + self.hidden * self.vocab
 
     @property
     def parameters(self) -> int:
         """All parameters but the norms'."""
         return self.matmul_parameters + (0 if self.tied else self.hidden * self.vocab)
+
+    def matmul_bytes(self, value_bytes: float) -> float:
+        """Bytes of `matmul_parameters`: quantization leaves the output matrix as it is.
+
+        Args:
+            value_bytes: Bytes of a value in the model's type.
+        """
+        layers = self.layer_parameters * (self.layer_weight_bytes or value_bytes)
+        return layers + self.hidden * self.vocab * value_bytes
+
+    def weights_bytes(self, value_bytes: float) -> float:
+        """Bytes of all `parameters`; argument as of `matmul_bytes`."""
+        embedding = 0 if self.tied else self.hidden * self.vocab * value_bytes
+        return self.matmul_bytes(value_bytes) + embedding
 
     @property
     def kv_values_per_token(self) -> int:
@@ -69,6 +94,26 @@ class ModelShape(FileModel):
     def _splits(self, devices: int) -> bool:
         shared = self.kv_heads % devices == 0 or devices % self.kv_heads == 0
         return self.heads % devices == 0 and shared
+
+
+@dataclass(frozen=True)
+class PairShapes:
+    """What the configurations of two models say of their sizes.
+
+    Attributes:
+        target, draft: None: not to be had.
+        problem: Why one of them is None.
+    """
+
+    target: ModelShape | None
+    draft: ModelShape | None
+    problem: str | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether either model's weights are."""
+        shapes = self.target, self.draft
+        return any(shape is not None and shape.layer_weight_bytes for shape in shapes)
 
 
 class ModelClass(FileModel):

@@ -50,7 +50,8 @@ def roofline_profile(
         device: Datasheet values.
         target: Shape of the target, split over ``tensor_parallel_size`` devices.
         draft: Shape of the draft, split the same way (as vLLM requires).
-        dtype: Weight and KV cache type; a key of `BYTES_PER_VALUE`.
+        dtype: Weight and KV cache type; a key of `BYTES_PER_VALUE`. Shapes may say that their
+            layers' weights are smaller.
         tensor_parallel_size: Devices.
         context_length: Committed tokens of each request.
         assumptions: What the datasheet does not say; None: the defaults.
@@ -129,7 +130,7 @@ class _Forward:
         """Time for ``tokens`` tokens of each of ``batch`` requests."""
         rows = tokens * batch
         products = self._longer(
-            shape.matmul_parameters * self._value_bytes, 2 * shape.matmul_parameters * rows
+            shape.matmul_bytes(self._value_bytes), 2 * shape.matmul_parameters * rows
         )
         kv_bytes = batch * context * shape.kv_values_per_token * self._value_bytes
         attention = self._longer(

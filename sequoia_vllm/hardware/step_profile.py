@@ -1,8 +1,9 @@
 """Profiles: how long each part of a step takes on one device for one model pair.
 
 A profile is a JSON file (`Profile`), written by the measuring tool
-(``"source": "measured"``) or computed from datasheet values
-(``"source": "roofline"``, see `sequoia_vllm.hardware.roofline`). All times are
+(``"source": "measured"``) or computed, from datasheet values (``"source": "roofline"``,
+see `sequoia_vllm.hardware.roofline`) or from measurements of other models
+(``"source": "scaled"``, see `sequoia_vllm.hardware.scaled_profile`). All times are
 in seconds, per engine step, for the whole batch.
 """
 
@@ -21,6 +22,13 @@ from sequoia_vllm.json_file import FileModel, dump_json, read_model
 
 Seconds = Annotated[float, Field(gt=0, le=1e5)]
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
+ProfileSource = Literal["measured", "roofline", "scaled"]
+HOW_TIMED: dict[ProfileSource, str] = {
+    "measured": "measured",
+    "roofline": "roofline, not measured",
+    "scaled": "scaled from measurements of other models",
+}
+"""What to say of times by their source."""
 
 
 class ProfileError(SequoiaError, ValueError):
@@ -84,8 +92,9 @@ class Profile(FileModel):
     schema_: Literal["sequoia-vllm/profile/v1"] = Field(
         default="sequoia-vllm/profile/v1", alias="schema"
     )
-    source: Literal["measured", "roofline"] = Field(
-        description="Where the times come from: a running engine, or datasheet values."
+    source: ProfileSource = Field(
+        description="Where the times come from: a running engine, datasheet values, or the times "
+        "of models of other sizes on the same device."
     )
     date: datetime.date = Field(description="Day of the measurement, or of the datasheet values.")
     device: str = Field(min_length=1, description="Device name as the driver gives it.")
@@ -112,8 +121,8 @@ class Profile(FileModel):
     datasheet: DeviceSpec | None = Field(
         default=None, description="The datasheet values used (roofline only)."
     )
-    target_shape: ModelShape | None = Field(default=None, description="Roofline only.")
-    draft_shape: ModelShape | None = Field(default=None, description="Roofline only.")
+    target_shape: ModelShape | None = Field(default=None, description="Computed profiles only.")
+    draft_shape: ModelShape | None = Field(default=None, description="Computed profiles only.")
     assumptions: dict[str, float] | None = Field(
         default=None, description="What the roofline assumed and nobody measured."
     )

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate, ScheduleRange
+from sequoia_vllm.hardware.step_profile import ProfileSource
 from sequoia_vllm.json_file import FileModel, read_model
 from sequoia_vllm.tree.acceptance import Acceptance, AcceptanceError
 from sequoia_vllm.tree.token_tree import TokenTree
@@ -158,7 +159,7 @@ class StoredTree(FileModel):
 class ProfileReference(FileModel):
     """Which times a tree was chosen with."""
 
-    source: Literal["measured", "roofline"]
+    source: ProfileSource
     date: datetime.date
     device: str = Field(description="Device name in the profile.")
     context_length: int = Field(ge=1)

@@ -34,7 +34,6 @@ from sequoia_vllm.library.files import (
     StoredTree,
     TreeEntry,
 )
-from sequoia_vllm.library.pair_key import same_model
 
 COMMAND = "sequoia-vllm tree generate"
 _MEASURED_MAX_SIZE = 1024
@@ -143,13 +142,16 @@ def profile_reference(profile: Profile, file: str | None = None) -> ProfileRefer
     )
 
 
-def _entry(job: Job, vector: AcceptanceFile) -> TreeEntry:
-    measured = job.profile.source == "measured"
-    schedule = choose_schedule(
-        vector.vector,
-        job.profile,
-        max_size=_MEASURED_MAX_SIZE if measured else ROOFLINE_MAX_SIZE,
+def fastest_schedule(profile: Profile, vector: AcceptanceFile) -> Schedule:
+    """The tree and schedule of a library entry."""
+    computed = profile.source == "roofline"
+    return choose_schedule(
+        vector.vector, profile, max_size=ROOFLINE_MAX_SIZE if computed else _MEASURED_MAX_SIZE
     )
+
+
+def _entry(job: Job, vector: AcceptanceFile) -> TreeEntry:
+    schedule = fastest_schedule(job.profile, vector)
     name = f"{job.device}/{job.model_class}/{vector.name}"
     return make_entry(name, job.model_class, job.profile, job.reference, vector, schedule)
 
@@ -180,9 +182,7 @@ def _jobs(inputs: Path) -> Iterator[Job]:
 def _serves(vector: AcceptanceFile, profile: Profile) -> bool:
     if vector.source == "published":
         return True
-    return same_model(vector.target or "", profile.target) and same_model(
-        vector.draft or "", profile.draft
-    )
+    return (vector.target, vector.draft) == (profile.target, profile.draft)
 
 
 def _vectors(directory: Path) -> list[AcceptanceFile]:
@@ -219,9 +219,7 @@ def _measured(directory: Path) -> dict[tuple[str, str], tuple[Profile, ProfileRe
 def model_class_of(profile: Profile) -> str:
     """The model class of a measured profile; a new one if its models are in none."""
     for name, model_class in model_classes().items():
-        if same_model(model_class.target.name, profile.target) and same_model(
-            model_class.draft.name, profile.draft
-        ):
+        if (model_class.target.name, model_class.draft.name) == (profile.target, profile.draft):
             return name
     return f"{size_name(profile.target_parameters)}-{size_name(profile.draft_parameters)}"
 

@@ -1,4 +1,4 @@
-"""What a tree is chosen and tuned for, and when two model names mean the same model."""
+"""What a tree is chosen and tuned for."""
 
 from __future__ import annotations
 
@@ -47,14 +47,9 @@ def model_key(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model.rstrip("/")
 
 
-def same_model(stored: str, given: str) -> bool:
-    """Whether two model names mean the same model.
-
-    A stored relative path (``examples/models/target``) also means any absolute
-    path that ends in it.
-    """
-    stored, given = stored.strip("/"), given.rstrip("/")
-    return given.lstrip("/") == stored or given.endswith(f"/{stored}")
+def is_local(model: str) -> bool:
+    """Whether this is a path: its spelling then says nothing of the model."""
+    return Path(model).is_dir() or model.startswith(("/", "./", "../", "~"))
 
 
 def _slug(text: str) -> str:

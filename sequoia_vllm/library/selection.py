@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from functools import cache
 
-from sequoia_vllm.hardware.models import nearest_class
+from sequoia_vllm.hardware.device import Device
+from sequoia_vllm.hardware.models import (
+    ModelShape,
+    PairShapes,
+    nearest_class,
+    parameters_from_name,
+    size_name,
+)
 from sequoia_vllm.hardware.schedule import Schedule
-from sequoia_vllm.library.files import LibraryError, TreeEntry
-from sequoia_vllm.library.pair_key import PairKey, same_model
+from sequoia_vllm.hardware.step_profile import HOW_TIMED
+from sequoia_vllm.library.files import LibraryError, LibraryFile, Table, TreeEntry
+from sequoia_vllm.library.identity import KnownModels
+from sequoia_vllm.library.pair_key import PairKey, is_local
 from sequoia_vllm.tree.token_tree import TokenTree
 
 logger = logging.getLogger("vllm.sequoia.library")  # shown by vLLM's own handler
@@ -20,10 +30,11 @@ class Selection:
     """The tree to use, and why.
 
     Attributes:
-        name: Name of the entry; `load` takes it.
+        name: Name of the entry; `load` takes it, unless it was computed for this pair.
         schedule: The tree and its prefix by batch size.
         entry: Everything the tree was made from.
-        source: "user" (tuned here), "measured" or "roofline" (shipped).
+        source: "user" (tuned here), or how the times were had that it was chosen with, see
+            `Profile.source`.
         expected_tokens: Tokens per request and step at the batch size asked for.
         expected_speedup: Against plain decoding at that batch size.
         reason: One line: what was chosen and why.
@@ -43,18 +54,92 @@ class Selection:
         return self.schedule.tree
 
 
-def of_pair(
+# Sizes closer than this are the same: some count norms and biases, some do not.
+_SAME_SIZE = 1e-3
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a tree is looked for.
+
+    Attributes:
+        pair: Device, models, and how they run.
+        known: By what models are told to be the library's.
+        acceptance_class: Draft strength class; None: as is known of the pair.
+        temperature: Usual sampling temperature; None: unknown.
+    """
+
+    pair: PairKey
+    known: KnownModels
+    acceptance_class: str | None = None
+    temperature: float | None = None
+
+    def is_of(self, target: str | None, draft: str | None) -> bool:
+        """Whether this pair is the one that the library calls so."""
+        return self.known.same_pair(target, draft, self.pair)
+
+
+def made_for(entries: list[TreeEntry], request: Request) -> tuple[list[TreeEntry], str]:
+    """The entries for exactly this pair, none if there are none, and why."""
+    exact = [entry for entry in entries if request.is_of(entry.target, entry.draft)]
+    return exact, f"made for {exact[0].target} with {exact[0].draft}" if exact else ""
+
+
+def timed_at_size(entries: list[TreeEntry], shapes: PairShapes) -> tuple[list[TreeEntry], str]:
+    """The entries measured with other models of exactly these sizes, and why."""
+    if shapes.target is None or shapes.draft is None or shapes.quantized:
+        return [], ""
+    sizes = shapes.target.parameters, shapes.draft.parameters
+    found = [
+        entry
+        for entry in entries
+        if entry.profile.source == "measured"
+        and math.isclose(entry.target_parameters, sizes[0], rel_tol=_SAME_SIZE)
+        and math.isclose(entry.draft_parameters, sizes[1], rel_tol=_SAME_SIZE)
+    ]
+    return found, f"times measured with models of the same size, {size_names(shapes)}"
+
+
+def runs_as_here(
+    entry: TreeEntry, file: LibraryFile, device: Device, pair: PairKey, shapes: PairShapes
+) -> bool:
+    """Whether an entry is for models running as here; else computing says more.
+
+    Without a datasheet nothing better than what was measured can be computed.
+    """
+    if file.datasheet is None:
+        return True
+    runs = pair.tensor_parallel_size, pair.dtype
+    same_run = (entry.tensor_parallel_size, entry.dtype) == runs and not shapes.quantized
+    return same_run and device.id == file.device and device.mig is None
+
+
+def parameters_of(
+    pair: PairKey,
+    shapes: PairShapes | None,
+    target_parameters: float | None,
+    draft_parameters: float | None,
+) -> tuple[float | None, float | None]:
+    """Parameters of target and draft: given, or of the shape, or as a name on the Hub says."""
+
+    def size(model: str, given: float | None, shape: ModelShape | None) -> float | None:
+        if given or shape:
+            return given or (shape.parameters if shape else None)
+        return None if is_local(model) else parameters_from_name(model)
+
+    return (
+        size(pair.target, target_parameters, shapes.target if shapes else None),
+        size(pair.draft, draft_parameters, shapes.draft if shapes else None),
+    )
+
+
+def nearest_in_size(
     entries: list[TreeEntry],
     pair: PairKey,
     target_parameters: float | None,
     draft_parameters: float | None,
 ) -> tuple[list[TreeEntry], str]:
-    """The entries for a model pair, or for the class nearest to it in size, and why."""
-    exact = [
-        e for e in entries if same_model(e.target, pair.target) and same_model(e.draft, pair.draft)
-    ]
-    if exact:
-        return exact, f"made for {exact[0].target} with {exact[0].draft}"
+    """The entries of the model class nearest to a pair in size, and why."""
     sizes = {e.model_class: (e.target_parameters, e.draft_parameters) for e in entries}
     match = nearest_class(sizes, target_parameters, draft_parameters)
     if match is not None:
@@ -67,48 +152,70 @@ def of_pair(
     )
 
 
-def of_strength(
-    entries: list[TreeEntry],
-    pair: PairKey,
-    acceptance_class: str | None,
-    temperature: float | None,
-) -> tuple[list[TreeEntry], str]:
-    """The entries of one draft strength class, and why this one.
+def of_strength(entries: list[TreeEntry], request: Request) -> tuple[list[TreeEntry], str]:
+    """The entries of one draft strength class, and why this one; errors as `choose_strength`."""
+    strengths = [
+        Strength(
+            entry.acceptance_class, entry.acceptance_source, entry.acceptance_target,
+            entry.acceptance_draft, entry.temperature, entry.acceptance,
+        )
+        for entry in entries
+    ]  # fmt: skip
+    name, why = choose_strength(strengths, request)
+    return [entry for entry in entries if entry.acceptance_class == name], why
+
+
+@dataclass(frozen=True)
+class Strength:
+    """What is known of an acceptance vector; of fields see `AcceptanceFile`."""
+
+    name: str
+    source: str
+    target: str | None
+    draft: str | None
+    temperature: float | None
+    acceptance: Table
+
+    @property
+    def first(self) -> float:
+        """Acceptance of the root's first child."""
+        row = self.acceptance[0]
+        return row[0] if isinstance(row, list) else row
+
+
+def choose_strength(strengths: list[Strength], request: Request) -> tuple[str, str]:
+    """The name of the vector to assume for a pair, and why.
+
+    That asked for by name, or measured on the pair (at the nearest temperature), or
+    the weakest of those that were published.
 
     Raises:
-        LibraryError: If the class asked for is not there; lists those that are.
+        LibraryError: If the one asked for is not there; lists those that are.
     """
-    if acceptance_class is not None:
-        named = [e for e in entries if e.acceptance_class == acceptance_class]
-        if not named:
+    asked = request.acceptance_class
+    if asked is not None:
+        names = {strength.name for strength in strengths}
+        if asked not in names:
             raise LibraryError(
-                f"no acceptance class {acceptance_class!r} for model class "
-                f"{entries[0].model_class}; there are "
-                f"{', '.join(sorted({e.acceptance_class for e in entries}))}"
+                f"no acceptance class {asked!r} for this pair; there are {', '.join(sorted(names))}"
             )
-        return named, f"acceptance class {acceptance_class} as asked"
-    own = [
-        e
-        for e in entries
-        if same_model(e.acceptance_target or "", pair.target)
-        and same_model(e.acceptance_draft or "", pair.draft)
-    ]
+        return asked, f"acceptance class {asked} as asked"
+    own = [s for s in strengths if request.is_of(s.target, s.draft)]
     if own:
-        wanted = 0.0 if temperature is None else temperature
-        nearest_one = min(own, key=lambda e: abs((e.temperature or 0.0) - wanted))
-        name = nearest_one.acceptance_class
-        return [e for e in own if e.acceptance_class == name], (
-            f"acceptance {name} measured on this pair"
-        )
+        wanted = request.temperature or 0.0
+        name = min(own, key=lambda s: abs((s.temperature or 0.0) - wanted)).name
+        return name, f"acceptance {name} measured on this pair"
+    # One measured on another pair says nothing of this one.
+    others = [s for s in strengths if s.source == "published"] or strengths
+    weakest = min(others, key=lambda s: (s.first, s.name)).name
+    return weakest, f"acceptance of this pair not measured: the weakest class, {weakest}"
 
-    def strength(entry: TreeEntry) -> tuple[float, str]:
-        row = entry.acceptance[0]
-        return (row[0] if isinstance(row, list) else row), entry.acceptance_class
 
-    weakest = min(entries, key=strength).acceptance_class
-    return [e for e in entries if e.acceptance_class == weakest], (
-        f"acceptance of this pair not measured: the weakest class, {weakest}"
-    )
+def size_names(shapes: PairShapes) -> str:
+    """Sizes of a pair in words."""
+    sizes = (shape.parameters if shape else None for shape in (shapes.target, shapes.draft))
+    target, draft = map(size_name, sizes)
+    return f"a target of {target} and a draft of {draft} parameters"
 
 
 def selection(entry: TreeEntry, source: str, batch_size: int, reasons: list[str]) -> Selection:
@@ -118,8 +225,7 @@ def selection(entry: TreeEntry, source: str, batch_size: int, reasons: list[str]
     reason = (
         f"tree {entry.name}: {entry.tree.size} nodes, depth {entry.tree.depth}, expected "
         f"{estimate.speedup:.2f}x plain decoding at batch size {estimate.batch_size} "
-        f"({'measured' if entry.profile.source == 'measured' else 'roofline, not measured'}); "
-        + "; ".join(reasons)
+        f"({HOW_TIMED[entry.profile.source]}); " + "; ".join(reasons)
     )
     _log_once(reason)
     return Selection(

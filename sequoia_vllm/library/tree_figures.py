@@ -20,6 +20,7 @@ from sequoia_vllm.figures import (
     shades,
 )
 from sequoia_vllm.hardware.choose import TreeSearch
+from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
 from sequoia_vllm.tree.shapes import independent_sequences
@@ -158,7 +159,7 @@ def _draw_speedup(axes: Axes, frontier: Frontier, profile: Profile) -> None:
     axes.set_ylim(bottom=0)
     _end_labels(axes, int(ladder[-1]), ends)
     axes.set_ylabel("speedup over plain decoding")
-    how = "measured" if profile.source == "measured" else "roofline, not measured"
+    how = HOW_TIMED[profile.source]
     _headline(axes, "Speedup by tree size, best depth", f"{profile.device} ({how}); dot: best size")
 
 

@@ -15,11 +15,30 @@ from pathlib import Path
 import platformdirs
 
 from sequoia_vllm.hardware.device import X86_CPU, Device, DeviceHints, identify, nearest
-from sequoia_vllm.hardware.models import parameters_from_name
+from sequoia_vllm.hardware.models import PairShapes
+from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.json_file import dump_json, read_model
-from sequoia_vllm.library.files import LibraryError, LibraryFile, TreeEntry, UserTree
+from sequoia_vllm.library.computed import Basis, computed_entry
+from sequoia_vllm.library.files import (
+    AcceptanceFile,
+    LibraryError,
+    LibraryFile,
+    TreeEntry,
+    UserTree,
+)
+from sequoia_vllm.library.identity import KnownModels
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.selection import Selection, of_pair, of_strength, selection
+from sequoia_vllm.library.selection import (
+    Request,
+    Selection,
+    made_for,
+    nearest_in_size,
+    of_strength,
+    parameters_of,
+    runs_as_here,
+    selection,
+    timed_at_size,
+)
 from sequoia_vllm.tree.token_tree import TokenTree
 
 USER_DIRECTORY_VARIABLE = "SEQUOIA_VLLM_TREES"
@@ -82,8 +101,8 @@ class TreeLibrary:
     """Shipped and user trees.
 
     Raises:
-        LibraryError: From any method, if a file it needs is corrupt; names the
-            file and the field.
+        LibraryError, ProfileError, AcceptanceError: From any method, if a file it needs
+            is corrupt; names the file and the field.
     """
 
     def __init__(self, shipped: Path | None = None, user: Path | None = None) -> None:
@@ -189,6 +208,7 @@ class TreeLibrary:
         self,
         pair: PairKey,
         *,
+        shapes: PairShapes | None = None,
         target_parameters: float | None = None,
         draft_parameters: float | None = None,
         temperature: float | None = None,
@@ -199,15 +219,22 @@ class TreeLibrary:
         """The tree for this device, model pair and way of running.
 
         Looked for in this order: the user's own tree for exactly this device,
-        pair, dtype and TP size; then the shipped trees of the device, or of the
-        one nearest to it by roofline, for the pair itself or the nearest model
-        class, for the draft strength class asked for, or measured on the pair,
-        or else the weakest. One line is logged, once for each different choice.
+        pair, dtype and TP size; a shipped tree of the device for the pair itself, or
+        measured with models of its sizes; one computed here from the pair's shapes, on
+        the device's datasheet or from what was measured with other models on it.
+        Where shapes are not known: the shipped trees of the device, or of the one
+        nearest to it by roofline, for the nearest model class. Of these the draft
+        strength class asked for, or measured on the pair, or else the weakest. One
+        line is logged, once for each different choice.
+
+        A name is compared as it is; a directory by its files, not by its path.
 
         Args:
             pair: What the tree is for.
-            target_parameters: Parameters of the target; None: read off its name.
-            draft_parameters: Parameters of the draft; None: read off its name.
+            shapes: What the models' configurations say; None: nothing is known of them.
+            target_parameters: Parameters of the target; None: of its shape, or read off its
+                name on the Hub.
+            draft_parameters: Parameters of the draft, likewise.
             temperature: Usual sampling temperature, 0 for greedy; None: unknown.
             acceptance_class: Draft strength class; None: see above.
             batch_size: What the expectations in the result are for.
@@ -227,31 +254,54 @@ class TreeLibrary:
             return selection(entry, "user", batch_size, [f"tuned here ({path})"])
         device = identify(pair.device)
         file, reasons = self._file_for(device, hints or DeviceHints())
-        entries, why = of_pair(
-            file.entries,
-            pair,
-            target_parameters or parameters_from_name(pair.target),
-            draft_parameters or parameters_from_name(pair.draft),
-        )
+        request = Request(pair, self._known_models(), acceptance_class, temperature)
+        entries, why = made_for(file.entries, request)
+        if shapes is not None:
+            if not entries:
+                entries, why = timed_at_size(file.entries, shapes)
+            if not any(runs_as_here(entry, file, device, pair, shapes) for entry in entries):
+                found, reason = computed_entry(self._basis(file, device), shapes, request)
+                if found is not None:
+                    on = [_identified(device)] if device.id else reasons
+                    return selection(found, found.profile.source, batch_size, [*on, reason])
+                reasons.append(reason)
+        if not entries:
+            sizes = parameters_of(pair, shapes, target_parameters, draft_parameters)
+            entries, why = nearest_in_size(file.entries, pair, *sizes)
         reasons.append(why)
-        entries, why = of_strength(entries, pair, acceptance_class, temperature)
+        entries, why = of_strength(entries, request)
         reasons.append(why)
         entry = min(entries, key=lambda e: abs(e.tensor_parallel_size - pair.tensor_parallel_size))
-        for what, made_for, here in (
+        for what, stored, here in (
             ("TP size", entry.tensor_parallel_size, pair.tensor_parallel_size),
             ("dtype", entry.dtype, pair.dtype),
         ):
-            if made_for != here:
-                reasons.append(f"made for {what} {made_for}, not {here}")
+            if stored != here:
+                reasons.append(f"made for {what} {stored}, not {here}")
+        if device.mig:
+            reasons.append("the slice is treated as the whole device")
         return selection(entry, entry.profile.source, batch_size, reasons)
+
+    def _known_models(self) -> KnownModels:
+        paths = sorted((self.shipped / "profiles").glob("*.json"))
+        return KnownModels.of(_read_profile(path) for path in paths)
+
+    def _basis(self, file: LibraryFile, device: Device) -> Basis:
+        """What a pair's tree is computed from where this file's trees would be used."""
+        names = sorted({entry.profile.file for entry in file.entries if entry.profile.file})
+        paths = [self.shipped / name for name in names]
+        vectors = sorted((self.shipped / "acceptance").glob("*.json"))
+        return Basis(
+            device=device.id or file.device,
+            spec=device.spec or file.datasheet,
+            measured=[_read_profile(path) for path in paths if path.is_file()],
+            vectors=[AcceptanceFile.load(path) for path in vectors],
+        )
 
     def _file_for(self, device: Device, hints: DeviceHints) -> tuple[LibraryFile, list[str]]:
         devices = self.devices()
         if device.id in devices:
-            reason = f"device {device.name!r} is {device.id}"
-            if device.mig:
-                reason += f", MIG slice {device.mig}, treated as the whole device"
-            return self.file(device.id), [reason]
+            return self.file(device.id), [_identified(device)]
         files = [self.file(id_) for id_ in devices]
         specs = {file.device: file.datasheet for file in files if file.datasheet}
         if device.id == X86_CPU or not specs:
@@ -278,15 +328,20 @@ def load(name: str) -> TokenTree:
     return TreeLibrary().load(name)
 
 
-def select(pair: PairKey) -> Selection:
+def select(pair: PairKey, shapes: PairShapes | None = None) -> Selection:
     """`TreeLibrary.select` of the default library."""
-    return TreeLibrary().select(pair)
+    return TreeLibrary().select(pair, shapes=shapes)
 
 
 def tuned_measurements(pair: PairKey) -> Measurements | None:
     """What the tune command measured for this key, or None if it did not."""
     found = TreeLibrary().measurements(pair)
     return found if found.exist() else None
+
+
+def _identified(device: Device) -> str:
+    mig = f", MIG slice {device.mig}" if device.mig else ""
+    return f"device {device.name!r} is {device.id}{mig}"
 
 
 def _read_library_file(path: Path) -> LibraryFile:
@@ -296,3 +351,12 @@ def _read_library_file(path: Path) -> LibraryFile:
 @cache
 def _read_cached(path: Path, _mtime: int) -> LibraryFile:
     return read_model(path, LibraryFile, "library", LibraryError)
+
+
+def _read_profile(path: Path) -> Profile:
+    return _read_profile_cached(path, path.stat().st_mtime_ns)
+
+
+@cache
+def _read_profile_cached(path: Path, _mtime: int) -> Profile:
+    return Profile.load(path)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 
 import pytest
 from vllm.config import VllmConfig
@@ -9,13 +10,14 @@ from vllm.engine.arg_utils import EngineArgs
 
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine import engine_config, load, tree_choice
+from sequoia_vllm.engine.model_shapes import pair_shapes
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.tree_choice import choose_engine_tree
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.tree import AcceptanceError, TokenTree, TreeError
 from tests.support.engines import sequoia
-from tests.support.models import DRAFT, TARGET
+from tests.support.models import DRAFT, TARGET, save_random_draft
 
 H200 = PairKey("NVIDIA H200", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B", "bfloat16")
 
@@ -30,6 +32,19 @@ def test_auto_takes_device_and_pair_from_the_library():
     assert "h200/8b-1b" in choice.source
     assert choice.schedule[0][0] == 1
     assert max(drafts for _, _, drafts in choice.schedule) == choice.tree.num_speculative_tokens
+
+
+def test_trees_that_we_choose_leave_room_for_tokens():
+    config = SequoiaConfig(tree="auto")
+    whole = choose_engine_tree(config, H200, max_model_len=4096)
+    assert whole == choose(tree="auto")
+    short = choose_engine_tree(config, H200, max_model_len=128)
+    assert short.tree == whole.tree.trim(32)
+    assert max(drafts for _, _, drafts in short.schedule) == 31
+    assert [entry[:2] for entry in short.schedule] == [entry[:2] for entry in whole.schedule]
+    assert "its first 32 nodes" in short.source
+    given = SequoiaConfig(tree={"size": 64})
+    assert choose_engine_tree(given, H200, max_model_len=128).tree.size == 64
 
 
 def test_nothing_given_is_auto_where_that_speculates():
@@ -73,10 +88,67 @@ def test_bounds_apply_to_any_tree():
     assert choice.schedule == schedule
 
 
+def source(target: str, draft: str, **keys) -> str:
+    """What an engine of this pair says of its tree, on a device with trees on the CPU."""
+    asked = {"method": "sequoia", "model": draft, **keys}
+    args = EngineArgs(model=target, speculative_config=asked, max_model_len=256)
+    return SequoiaSettings.of(args.create_engine_config()).tree_source
+
+
+@pytest.fixture
+def epyc(monkeypatch, tmp_path):
+    """A CPU that the library knows, and no trees tuned on it."""
+    monkeypatch.setattr(engine_config, "current_device_name", lambda: "AMD EPYC")
+    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "trees"))
+
+
+@pytest.mark.usefixtures("epyc")
+def test_trees_are_computed_from_what_vllm_says_of_the_models(tmp_path):
+    """A draft that the library has nothing of: 64 wide, one layer, its own output matrix."""
+    draft = save_random_draft(tmp_path / "draft-7B")
+    found = source(TARGET, str(draft))
+    assert "computed for a target of 4.16m and a draft of 0.561m parameters" in found
+    assert "(bfloat16, TP size 1)" in found
+    assert "(scaled from measurements of other models)" in found
+
+
+@pytest.mark.usefixtures("epyc")
+def test_the_embedded_pair_is_known_by_its_files(tmp_path):
+    shutil.copytree(TARGET, tmp_path / "anything")
+    assert source(TARGET, DRAFT) == source(str(tmp_path / "anything"), DRAFT)
+    assert "tree x86-cpu/4.16m-1.67m/embedded-greedy" in source(TARGET, DRAFT)
+
+
+def test_shapes_of_both_models(tmp_path):
+    target = EngineArgs(model=TARGET).create_model_config()
+    shapes = pair_shapes(target, DRAFT, SequoiaConfig())
+    assert shapes.problem is None
+    assert (shapes.target.layers, shapes.draft.layers) == (4, 2)
+    assert shapes.target.hidden == 256
+    assert (shapes.draft.hidden, shapes.draft.head_size, shapes.draft.tied) == (192, 32, True)
+    assert not shapes.quantized
+    quantized = pair_shapes(target, DRAFT, SequoiaConfig(quantization="fp8"))
+    assert quantized.draft.layer_weight_bytes == 1.0
+    missing = pair_shapes(target, str(tmp_path / "nowhere"), SequoiaConfig())
+    assert missing.target == shapes.target
+    assert missing.draft is None
+    assert missing.problem.startswith("cannot read the configuration of")
+
+
+def test_shapes_are_read_only_where_the_tree_depends_on_them():
+    def read():
+        raise AssertionError("read")
+
+    config = SequoiaConfig(tree={"parents": [-1, 0]})
+    assert choose_engine_tree(config, H200, read).tree.size == 2
+    with pytest.raises(AssertionError, match="read"):
+        choose_engine_tree(SequoiaConfig(), H200, read)
+
+
 def declining(pair, monkeypatch):
     """As if the library's answer were: do not speculate."""
     none = tree_choice.TreeChoice(TokenTree((-1,)), "too slow here", [(1, 256, 0)])
-    monkeypatch.setattr(tree_choice, "_from_library", lambda pair: none)
+    monkeypatch.setattr(tree_choice, "_from_library", lambda pair, shapes: none)
 
 
 def test_auto_may_answer_no_speculation(monkeypatch):
@@ -128,7 +200,7 @@ def test_default_limits_have_room_for_prompts(caplog):
 
 def test_schedules_of_the_library_are_fitted_too(monkeypatch):
     found = tree_choice.TreeChoice(TokenTree.chain(9), "measured", [(1, 4, 9), (5, 256, 5)])
-    monkeypatch.setattr(tree_choice, "_resolve", lambda config, pair: found)
+    monkeypatch.setattr(tree_choice, "_resolve", lambda config, pair, shapes: found)
     assert scheduled(limited(max_num_seqs=64)) == [(1, 4, 9), (5, 256, 5)]
     fitted = [(1, 4, 9), (5, 21, 5), (22, 32, 3)]
     assert scheduled(limited(max_num_seqs=32, max_num_batched_tokens=256)) == fitted

@@ -43,7 +43,7 @@ from sequoia_vllm.cli.tree.view import (
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import InterconnectKind
-from sequoia_vllm.hardware.step_profile import Profile
+from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
 from sequoia_vllm.json_file import dump_json
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import optimize_tree
@@ -164,8 +164,7 @@ def show(
         out.print(level_table(found.tree, vector))
         if found.entry is not None:
             out.print()
-            source = found.entry.profile.source
-            shown = "measured" if source == "measured" else "roofline, not measured"
+            shown = HOW_TIMED[found.entry.profile.source]
             out.print(schedule_table(found.entry.to_schedule(), shown))
         if vector is None:
             note("the file holds no acceptance vector: give --acceptance to see values")

@@ -64,6 +64,22 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     ),
     Expected("vllm.config:SchedulerConfig.async_scheduling"),
     Expected("vllm.config:SchedulerConfig.scheduler_cls"),
+    # model_shapes.py
+    Expected(
+        "vllm.transformers_utils.config:get_config",
+        (
+            "model", "trust_remote_code", "revision", "code_revision", "config_format",
+            "hf_overrides_kw", "hf_overrides_fn", "kwargs",
+        ),
+        may_grow=True,
+    ),
+    Expected(
+        "vllm.transformers_utils.config:get_hf_text_config", ("config",), may_grow=True
+    ),
+    *(Expected(f"vllm.config:ModelConfig.{field}") for field in (
+        "hf_text_config", "hf_overrides", "config_format", "quantization", "trust_remote_code",
+        "max_model_len",
+    )),
     # load.py
     *(Expected(f"vllm.config:SchedulerConfig.{field}") for field in (
         "max_num_batched_tokens", "max_num_scheduled_tokens", "max_num_seqs",

@@ -1,0 +1,60 @@
+"""The shapes of an engine's two models, from the configurations that vLLM reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.transformers_utils.config import get_config, get_hf_text_config
+
+from sequoia_vllm.config import SequoiaConfig
+from sequoia_vllm.hardware.model_config import ShapeError, read_shape
+from sequoia_vllm.hardware.models import ModelShape, PairShapes
+
+
+def pair_shapes(target: Any, draft: str, config: SequoiaConfig) -> PairShapes:
+    """What vLLM's configuration of the target, and the draft's own, say of their sizes.
+
+    Args:
+        target: vLLM's configuration of the target.
+        draft: Name or path of the draft; vLLM makes its configuration of it only later,
+            when it must know the number of drafts.
+        config: What the user gave; its keys for the draft count.
+    """
+    problems: list[str] = []
+    keys = config.draft_keys()
+
+    def read(shape: Callable[[], ModelShape]) -> ModelShape | None:
+        try:
+            return shape()
+        except ShapeError as error:
+            problems.append(str(error))
+            return None
+
+    return PairShapes(
+        target=read(lambda: read_shape(target.hf_text_config, target.model, target.quantization)),
+        draft=read(
+            lambda: read_shape(_draft_config(target, draft, keys), draft, keys.get("quantization"))
+        ),
+        problem="; ".join(problems) or None,
+    )
+
+
+def _draft_config(target: Any, draft: str, keys: dict[str, Any]) -> Any:
+    """As vLLM's ``SpeculativeConfig`` will read it: much as the target's."""
+    overrides = target.hf_overrides
+    try:
+        found = get_config(
+            draft,
+            target.trust_remote_code,
+            keys.get("revision"),
+            keys.get("code_revision"),
+            target.config_format,
+            None,
+            overrides if callable(overrides) else None,
+        )
+        return get_hf_text_config(found)
+    except (OSError, ValueError, RuntimeError) as error:
+        # vLLM reads it again right after this, and then says what the user should do.
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ShapeError(f"cannot read the configuration of {draft}: {first}") from error

@@ -1,0 +1,120 @@
+"""A profile for models that nobody timed, from those of other sizes on the same device.
+
+For devices without a datasheet, such as CPUs. A pass over so many tokens takes what the
+measured passes over as many tokens take, those of the models nearest in bytes of weights
+below and above, linearly between them:
+
+- above the largest measured model time grows with the bytes;
+- below the smallest one it does not fall: what is left is launches.
+
+The rest of a step is that of the measured pair whose target is nearest. Not modelled: how many
+layers the bytes are spread over, contexts, and what a larger vocabulary costs outside the
+output matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from sequoia_vllm.hardware.cost import CostModel, Floats
+from sequoia_vllm.hardware.models import ModelShape
+from sequoia_vllm.hardware.roofline import BYTES_PER_VALUE
+from sequoia_vllm.hardware.step_profile import Curve, Profile
+
+Seconds = Callable[[list[int], int], Floats]
+
+
+def scaled_profile(
+    measured: Sequence[Profile], target: ModelShape, draft: ModelShape, dtype: str
+) -> Profile:
+    """The profile that measurements of other models suggest.
+
+    Args:
+        measured: Profiles of the device; at least one.
+        target, draft: What to estimate.
+        dtype: Weight type; a key of `BYTES_PER_VALUE`.
+
+    Raises:
+        ValueError: If a type is not known, or weights are quantized: they take less time to
+            read and as much to compute with, which measurements of others do not tell apart.
+    """
+    if target.layer_weight_bytes or draft.layer_weight_bytes:
+        raise ValueError("times of quantized weights cannot be scaled from measured ones")
+    passes = _Passes(measured)
+    target_bytes, draft_bytes = (
+        shape.matmul_bytes(_value_bytes(dtype)) for shape in (target, draft)
+    )
+    basis = min(
+        measured, key=lambda p: abs(math.log(target_bytes / _bytes(p.target_parameters, p)))
+    )
+    most = min(max(curve.tokens[-1] for curve in p.target_forward) for p in measured)
+
+    def curves(timed: list[Curve], size: float, most: int | None = None) -> list[Curve]:
+        return [
+            Curve(
+                batch_size=curve.batch_size,
+                context_length=curve.context_length,
+                tokens=(tokens := [count for count in curve.tokens if not most or count <= most]),
+                seconds=passes.seconds(size, tokens, curve.batch_size).tolist(),
+            )
+            for curve in timed
+        ]
+
+    return Profile(
+        source="scaled",
+        date=basis.date,
+        device=basis.device,
+        target=target.name,
+        draft=draft.name,
+        target_parameters=target.parameters,
+        draft_parameters=draft.parameters,
+        dtype=dtype,
+        tensor_parallel_size=basis.tensor_parallel_size,
+        target_forward=curves(basis.target_forward, target_bytes, most),
+        draft_level=curves(basis.draft_level, draft_bytes),
+        overhead=basis.overhead,
+        verification=basis.verification,
+        target_shape=target,
+        draft_shape=draft,
+        provenance={"scaled_from": [[p.target, p.draft] for p in measured]},
+    )
+
+
+class _Passes:
+    """Every measured forward pass, of targets and drafts, by bytes of weights."""
+
+    def __init__(self, measured: Sequence[Profile]) -> None:
+        found: list[tuple[float, Seconds]] = []
+        for profile in measured:
+            cost = CostModel(profile)
+            found.append((_bytes(profile.target_parameters, profile), cost.target_seconds))
+            found.append((_bytes(profile.draft_parameters, profile), cost.draft_seconds))
+        found.sort(key=lambda entry: entry[0])
+        self._sizes = [size for size, _ in found]
+        self._timed = [seconds for _, seconds in found]
+
+    def seconds(self, size: float, tokens: list[int], batch_size: int) -> Floats:
+        """One pass of a model of ``size`` bytes; never faster than a smaller model's."""
+        times = [np.asarray(seconds(tokens, batch_size)) for seconds in self._timed]
+        times = list(np.maximum.accumulate(times))
+        if size <= self._sizes[0]:
+            return times[0]
+        for (low, below), (high, above) in pairwise(zip(self._sizes, times, strict=True)):
+            if low < size <= high:
+                share = (size - low) / (high - low)
+                return (1 - share) * below + share * above
+        return times[-1] * (size / self._sizes[-1])
+
+
+def _bytes(parameters: float, profile: Profile) -> float:
+    return parameters * _value_bytes(profile.dtype)
+
+
+def _value_bytes(dtype: str) -> float:
+    if dtype not in BYTES_PER_VALUE:
+        raise ValueError(f"dtype {dtype!r}: known are {', '.join(BYTES_PER_VALUE)}")
+    return BYTES_PER_VALUE[dtype]

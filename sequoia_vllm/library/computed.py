@@ -1,0 +1,88 @@
+"""The entry of a pair that the library has none for, computed from its models' shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sequoia_vllm.hardware.device import DeviceSpec
+from sequoia_vllm.hardware.models import ModelShape, PairShapes, size_name
+from sequoia_vllm.hardware.roofline import roofline_profile
+from sequoia_vllm.hardware.scaled_profile import scaled_profile
+from sequoia_vllm.hardware.step_profile import Profile
+from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
+from sequoia_vllm.library.generate import fastest_schedule, make_entry, profile_reference
+from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.selection import Request, Strength, choose_strength, size_names
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What entries are computed from, besides shapes.
+
+    Attributes:
+        device: Its id, or that of the one whose values are used for it.
+        spec: Datasheet; None: the device has none, and the measurements are scaled.
+        measured: Profiles of other models on this kind of device.
+        vectors: Acceptance to choose from.
+    """
+
+    device: str
+    spec: DeviceSpec | None
+    measured: Sequence[Profile]
+    vectors: Sequence[AcceptanceFile]
+
+
+def computed_entry(
+    basis: Basis, shapes: PairShapes, request: Request
+) -> tuple[TreeEntry | None, str]:
+    """As ``sequoia-vllm tree generate`` would make it, had the library this model class.
+
+    Returns:
+        The entry, and what it was computed from; or None, and why it cannot be.
+
+    Raises:
+        LibraryError: If the acceptance class asked for is not there.
+    """
+    pair = request.pair
+    if shapes.target is None or shapes.draft is None:
+        return None, shapes.problem or "the models' shapes are not known"
+    try:
+        profile = _profile(basis, pair, shapes.target, shapes.draft)
+    except ValueError as error:
+        return None, str(error)
+    if profile is None:
+        return None, f"no times of {basis.device} to compute from"
+    vector, why = _vector(basis.vectors, request)
+    sizes = f"{size_name(profile.target_parameters)}-{size_name(profile.draft_parameters)}"
+    entry = make_entry(
+        f"computed/{basis.device}/{sizes}/{vector.name}",
+        sizes,
+        profile,
+        profile_reference(profile),
+        vector,
+        fastest_schedule(profile, vector),
+    )
+    how = f"{pair.dtype}, TP size {profile.tensor_parallel_size}"
+    if profile.tensor_parallel_size != pair.tensor_parallel_size:
+        how += f" and not {pair.tensor_parallel_size}"
+    if shapes.quantized:
+        how += ", quantized weights"
+    return entry, f"computed for {size_names(shapes)} ({how}); {why}"
+
+
+def _profile(basis: Basis, pair: PairKey, target: ModelShape, draft: ModelShape) -> Profile | None:
+    if basis.spec is not None:
+        size = pair.tensor_parallel_size
+        return roofline_profile(basis.spec, target, draft, pair.dtype, size)
+    if not basis.measured:
+        return None
+    return scaled_profile(basis.measured, target, draft, pair.dtype)
+
+
+def _vector(vectors: Sequence[AcceptanceFile], request: Request) -> tuple[AcceptanceFile, str]:
+    strengths = [
+        Strength(v.name, v.source, v.target, v.draft, v.temperature, v.acceptance) for v in vectors
+    ]
+    name, why = choose_strength(strengths, request)
+    return next(vector for vector in vectors if vector.name == name), why

@@ -1,0 +1,266 @@
+"""Trees computed from the shapes of a pair that the library has none for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sequoia_vllm.hardware import Profile, identify, roofline_profile
+from sequoia_vllm.hardware.model_config import read_shape
+from sequoia_vllm.hardware.models import ModelShape, PairShapes, model_classes
+from sequoia_vllm.hardware.scaled_profile import scaled_profile
+from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.tree_library import Selection, TreeLibrary, shipped_directory
+from tests.support.models import DRAFT, TARGET
+
+H100, L40S, CPU = "NVIDIA H100 80GB HBM3", "NVIDIA L40S", "AMD EPYC"
+SMALL = model_classes()["7b-68m"]
+SHAPES_7B = PairShapes(SMALL.target, SMALL.draft)
+
+
+def read(path: str) -> ModelShape:
+    return read_shape(json.loads((Path(path) / "config.json").read_text()), path)
+
+
+EMBEDDED = PairShapes(read(TARGET), read(DRAFT))
+GROWN = EMBEDDED.target.model_copy(update={"layers": 23, "intermediate": 44864})
+LARGER_GROWN = GROWN.model_copy(update={"layers": 24})
+DRAFT_8M = EMBEDDED.draft.model_copy(update={"layers": 16})
+
+
+@pytest.fixture
+def library(tmp_path) -> TreeLibrary:
+    """The shipped trees, and no trees of the user's own."""
+    return TreeLibrary(user=tmp_path / "user")
+
+
+def key(device: str, target: str = "/m/t", draft: str = "/m/d", **more) -> PairKey:
+    return PairKey(device, target, draft, **{"dtype": "bfloat16", **more})
+
+
+def profiles() -> list[Profile]:
+    return [Profile.load(path) for path in sorted((shipped_directory() / "profiles").glob("amd*"))]
+
+
+def content(selection: Selection):
+    return selection.tree, selection.schedule.per_batch_size(), selection.expected_speedup
+
+
+# -- on GPUs: the roofline ---------------------------------------------------------
+
+
+def test_a_path_gives_what_the_class_of_its_size_has(library):
+    stored = library.entry("l40s/7b-68m/shipped")
+    found = library.select(key(L40S), shapes=SHAPES_7B)
+    assert found.tree == stored.tree.tree
+    assert found.schedule.per_batch_size() == stored.schedule
+    assert found.entry.estimates == stored.estimates
+
+
+def test_one_line_says_what_was_chosen_from_what(library, caplog):
+    with caplog.at_level(logging.INFO, logger="vllm.sequoia"):
+        found = library.select(key(L40S, dtype="float16"), shapes=SHAPES_7B)
+    assert caplog.messages == [found.reason]
+    for part in (
+        f"{found.tree.size} nodes", f"expected {found.expected_speedup:.2f}x",
+        "roofline, not measured", f"device {L40S!r} is l40s",
+        "computed for a target of 6.74b and a draft of 68m parameters (float16, TP size 1)",
+        "acceptance of this pair not measured: the weakest class, shipped",
+    ):  # fmt: skip
+        assert part in found.reason
+
+
+def test_the_embedded_pair_on_a_gpu(library):
+    """Not the largest class of the library, as when only its path was looked at."""
+    found = library.select(key(H100, TARGET, DRAFT), shapes=EMBEDDED)
+    assert found.entry.target_parameters == pytest.approx(4.16e6, rel=0.01)
+    assert "acceptance embedded-greedy measured on this pair" in found.reason
+    large = library.select(key(H100), shapes=SHAPES_7B)
+    assert found.expected_speedup < large.expected_speedup
+
+
+@pytest.mark.parametrize("device", [H100, CPU])
+def test_the_spelling_of_a_path_does_not_matter(library, device, monkeypatch, tmp_path):
+    monkeypatch.chdir(Path(TARGET).parent)
+    moved = tmp_path / "Llama-2-7b-hf"
+    shutil.copytree(TARGET, moved)
+    found = [
+        library.select(key(device, target, DRAFT), shapes=EMBEDDED)
+        for target in (TARGET, "target", "./target/", os.path.relpath(TARGET, "/"), str(moved))
+        if Path(target).is_dir()
+    ]
+    assert len(found) >= 4
+    assert all(content(selection) == content(found[0]) for selection in found)
+    assert len({selection.reason for selection in found}) == 1
+
+
+def test_a_folder_that_contains_a_name_is_not_that_model(library, tmp_path):
+    folders = []
+    for name in ("meta-llama/Llama-2-7b-hf", "examples/models/draft"):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        folders.append(str(folder))
+    assert "are unknown: the most cautious" in library.select(key(L40S, *folders)).reason
+    found = library.select(key(CPU, *folders), shapes=EMBEDDED)
+    assert "times measured with models of the same size" in found.reason
+
+
+def test_other_weights_of_the_same_shape_are_another_model(library, tmp_path):
+    shutil.copytree(TARGET, tmp_path / "target")
+    with (tmp_path / "target" / "model.safetensors").open("ab") as file:
+        file.write(b"\0")
+    found = library.select(key(CPU, str(tmp_path / "target"), DRAFT), shapes=EMBEDDED)
+    assert "times measured with models of the same size" in found.reason
+    assert "acceptance of this pair not measured" in found.reason
+
+
+def test_names_on_the_hub_keep_their_entries(library):
+    names = SMALL.target.name, SMALL.draft.name
+    kept = library.select(key(L40S, *names), shapes=SHAPES_7B)
+    assert kept.name == "l40s/7b-68m/shipped"
+    for other in ({"tensor_parallel_size": 2}, {"dtype": "float32"}):
+        computed = library.select(key(L40S, *names, **other), shapes=SHAPES_7B)
+        assert computed.name.startswith("computed/l40s/")
+        assert computed.expected_speedup != kept.expected_speedup
+    quantized = SMALL.target.model_copy(update={"layer_weight_bytes": 0.5})
+    found = library.select(key(L40S, *names), shapes=PairShapes(quantized, SMALL.draft))
+    assert "quantized weights" in found.reason
+    assert found.expected_speedup < kept.expected_speedup
+
+
+def test_a_device_without_trees_has_a_datasheet(library):
+    found = library.select(key("NVIDIA A10G"), shapes=SHAPES_7B)
+    assert "device 'NVIDIA A10G' is a10g; computed for" in found.reason
+    unknown = library.select(key("NVIDIA Z9000"), shapes=SHAPES_7B)
+    assert "nothing but its name is known" in unknown.reason
+    assert "computed for" in unknown.reason
+
+
+def test_a_slice_is_a_smaller_device(library):
+    whole, part = (
+        library.select(key(f"NVIDIA A100-SXM4-80GB{mig}"), shapes=SHAPES_7B)
+        for mig in ("", " MIG 3g.40gb")
+    )
+    assert "MIG slice 3g.40gb; computed for" in part.reason
+    assert part.tree.size < whole.tree.size
+
+
+def test_acceptance_measured_on_the_pair_is_taken(library):
+    names = "meta-llama/Meta-Llama-3-70B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct"
+    large = model_classes()["70b-8b"]
+    shapes = PairShapes(large.target, large.draft)
+    found = library.select(key(L40S, *names, tensor_parallel_size=8), shapes=shapes)
+    assert found.name == "computed/l40s/70.6b-8.03b/appendix-e"
+
+
+def test_the_users_own_tree_comes_first(library):
+    pair = key(L40S, TARGET, DRAFT)
+    library.save_user_tree(pair, library.entry("h200/8b-1b/shipped"))
+    assert library.select(pair, shapes=EMBEDDED).source == "user"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "more", "reason"),
+    [
+        (PairShapes(None, SMALL.draft, "/m/t is a mixture of experts"), {}, "/m/t is a mixture"),
+        (SHAPES_7B, {"dtype": "float64"}, "dtype 'float64'"),
+        (SHAPES_7B, {"tensor_parallel_size": 3}, "cannot be split over 3 devices"),
+    ],
+)
+def test_what_cannot_be_computed_gets_the_nearest_class(library, shapes, more, reason):
+    found = library.select(key(L40S, **more), shapes=shapes)
+    assert reason in found.reason
+    assert "-68m/shipped" in found.name
+    assert "is the nearest to a target of" in found.reason
+
+
+# -- on CPUs: what was measured there, scaled --------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_embedded_pair_keeps_its_measured_entry(library, dtype):
+    found = library.select(key(CPU, TARGET, DRAFT, dtype=dtype), shapes=EMBEDDED)
+    assert found.name == "x86-cpu/4.16m-1.67m/embedded-greedy"
+    assert found.tree.size == 1
+
+
+def test_the_grown_pair_keeps_its_measured_entry(library):
+    found = library.select(key(CPU), shapes=PairShapes(GROWN, EMBEDDED.draft))
+    assert found.name == "x86-cpu/800m-1.67m/shipped"
+    assert found.source == "measured"
+
+
+def test_other_sizes_are_scaled(library, caplog):
+    caplog.set_level(logging.INFO, "vllm.sequoia")
+    shapes = PairShapes(LARGER_GROWN, DRAFT_8M)
+    found = library.select(key(CPU), shapes=shapes)
+    assert caplog.messages == [found.reason]
+    assert found.source == "scaled"
+    assert "most cautious" not in found.reason
+    assert "a target of 834m and a draft of 7.86m parameters" in found.reason
+    measured = library.entry("x86-cpu/800m-1.67m/shipped").to_schedule().estimate(1)
+    assert 1.5 < found.expected_speedup < measured.speedup
+    tiny = LARGER_GROWN.model_copy(update={"layers": 1})
+    assert library.select(key(CPU), shapes=PairShapes(tiny, DRAFT_8M)).tree.size == 1
+
+
+def test_scaling_gives_measured_models_their_own_times():
+    embedded, grown = profiles()
+    found = scaled_profile([embedded, grown], GROWN, EMBEDDED.draft, "bfloat16")
+    for curve, measured in zip(found.target_forward, grown.target_forward, strict=True):
+        assert curve.tokens == measured.tokens
+        highest = [max(measured.seconds[: n + 1]) for n in range(len(measured.tokens))]
+        assert curve.seconds == pytest.approx(highest, rel=1e-3)
+
+
+def test_scaled_times_follow_the_bytes():
+    def plain(target: ModelShape, draft: ModelShape = DRAFT_8M, dtype: str = "bfloat16"):
+        found = scaled_profile(profiles(), target, draft, dtype)
+        return found.target_forward[0].seconds[0], found.draft_level[0].seconds[0]
+
+    sizes = [GROWN.model_copy(update={"layers": n}) for n in (1, 4, 23, 46, 92)]
+    times = [plain(target)[0] for target in sizes]
+    assert times == sorted(times)
+    bytes_of = [target.matmul_bytes(2.0) for target in sizes]
+    assert times[4] / times[3] == pytest.approx(bytes_of[4] / bytes_of[3])
+    assert plain(GROWN, dtype="float32")[0] == pytest.approx(2 * times[2], rel=0.01)
+    # Launches are left, however small the model is.
+    assert plain(GROWN, EMBEDDED.draft)[1] == plain(GROWN, EMBEDDED.draft.model_copy(
+        update={"layers": 1}))[1] < plain(GROWN, DRAFT_8M)[1]  # fmt: skip
+
+
+def test_two_cpus_are_not_measured(library):
+    shapes = PairShapes(LARGER_GROWN, DRAFT_8M)
+    found = library.select(key(CPU, tensor_parallel_size=2), shapes=shapes)
+    assert "TP size 1 and not 2" in found.reason
+
+
+def test_quantized_weights_are_not_scaled(library):
+    small = LARGER_GROWN.model_copy(update={"layer_weight_bytes": 0.5})
+    found = library.select(key(CPU), shapes=PairShapes(small, DRAFT_8M))
+    assert "times of quantized weights cannot be scaled" in found.reason
+    assert found.name == "x86-cpu/800m-1.67m/shipped"
+
+
+def test_a_library_without_profiles_has_its_classes(tmp_path):
+    """A directory of trees alone: no times to scale, and no files to know models by."""
+    shutil.copy(shipped_directory() / "x86-cpu.json", tmp_path)
+    shutil.copytree(shipped_directory() / "acceptance", tmp_path / "acceptance")
+    library = TreeLibrary(tmp_path, tmp_path / "user")
+    found = library.select(key(CPU), shapes=PairShapes(LARGER_GROWN, DRAFT_8M))
+    assert "no times of x86-cpu to compute from" in found.reason
+    assert found.name == "x86-cpu/800m-1.67m/shipped"
+
+
+def test_computed_times_are_the_library_roofline(library):
+    spec = identify(L40S).spec
+    found = library.select(key(L40S, dtype="float16"), shapes=SHAPES_7B)
+    expected = roofline_profile(spec, SMALL.target, SMALL.draft, "float16")
+    assert found.entry.profile.assumptions == expected.assumptions
+    assert found.entry.profile.context_length == expected.target_forward[0].context_length
