@@ -206,6 +206,7 @@ def _reject(level: _Level, token: Tensor) -> None:
     kept = mass.squeeze(1).double()
     # Where nothing is left, a path is impossible; or it was certain, but for rounding.
     nothing = torch.where(level.chance < 1, 0.0, level.chance)
-    level.chance = torch.where(kept > 0, kept / (kept + 1 - level.chance), nothing)
+    # 1 - a first: a certain path stays certain to the bit.
+    level.chance = torch.where(kept > 0, kept / (kept + (1 - level.chance)), nothing)
     level.rejected = torch.cat([level.rejected, token[:, None]], dim=1)
     level.draft = without_token(level.draft, token, level.rejected)

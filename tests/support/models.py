@@ -69,3 +69,14 @@ def next_probabilities(
     truncated = np.zeros_like(law)
     np.put_along_axis(truncated, order, ranked * kept, axis=-1)
     return truncated / truncated.sum(axis=-1, keepdims=True)
+
+
+def save_word_tokenizer(path: Path) -> None:
+    """A tokenizer for the model in ``path``: word i is "wi", and all others are word 2."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    size = json.loads((path / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w2"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w2").save_pretrained(path)

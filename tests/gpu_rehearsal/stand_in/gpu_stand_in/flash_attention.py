@@ -110,7 +110,7 @@ def reshape_and_cache_flash(
     rows = (slot_mapping >= 0).nonzero().flatten()
     slots = slot_mapping[rows]
     assert (slots < block_size * len(key_cache)).all(), "a slot outside the cache"
-    assert len(slots.unique()) == len(slots), "two rows write the same slot"
+    assert len(slots.unique()) == len(slots), f"two rows write the same slot: {slots.tolist()}"
     key_cache[slots // block_size, slots % block_size] = key[rows].to(key_cache.dtype)
     value_cache[slots // block_size, slots % block_size] = value[rows].to(value_cache.dtype)
 

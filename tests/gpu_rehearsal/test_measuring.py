@@ -1,0 +1,61 @@
+"""The measuring tools on the GPU engine: what `bench` and `profile` run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.generating import save_related_pair
+from tests.support.models import save_word_tokenizer
+from tests.support.on_gpu import call_on_gpu
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+NODES = 4
+
+
+def measure_pair(models: str) -> dict[str, Any]:
+    """A comparison with plain vLLM, and times of steps, as small as they can be."""
+    from sequoia_vllm.bench.measure import BenchSettings, measure
+    from sequoia_vllm.bench.methods import methods
+    from sequoia_vllm.calibration.profiling import ProfileSettings, measure_profile
+    from sequoia_vllm.measuring.engines import EngineSpec
+
+    target, draft = save_related_pair(Path(models))
+    for model in (target, draft):
+        save_word_tokenizer(Path(model))
+    pair = EngineSpec(target, draft, dtype="float32", kv_cache_gib=0.02)
+    settings = BenchSettings(
+        pair, methods=tuple(methods(draft, [], [f"{NODES}x2"])), prompts=([5, 7, 9, 11],),
+        max_tokens=24, rounds=1,
+    )  # fmt: skip
+    [runs] = measure(settings).runs.values()
+    profile = measure_profile(
+        ProfileSettings(
+            pair, batch_sizes=(1,), tokens=(1, NODES), contexts=(32,), max_tokens=12, rounds=1
+        )
+    )
+    return {
+        "outputs": [run.rounds[0].token_ids for run in runs],
+        "parts": [run.rounds[0].parts for run in runs],
+        "profile": profile.to_dict(),
+    }
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("measured")
+    return call_on_gpu(measure_pair, directory, models=str(directory))
+
+
+def test_bench_times_the_parts_of_steps_and_outputs_are_plain(measured):
+    plain, trees = measured["outputs"]
+    assert plain == trees
+    assert all(parts["target"] > 0 for parts in measured["parts"])
+    assert measured["parts"][1]["draft"] > 0
+
+
+def test_profile_times_both_models(measured):
+    [target], [draft] = (measured["profile"][name] for name in ("target_forward", "draft_level"))
+    assert target["tokens"] == [1, NODES]
+    assert min(target["seconds"] + draft["seconds"]) > 0
