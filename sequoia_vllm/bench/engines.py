@@ -19,6 +19,7 @@ from typing import Any
 from sequoia_vllm.bench.decode_rate import Arrival
 from sequoia_vllm.bench.methods import AUTO, BenchError, Kind, Method
 from sequoia_vllm.bench.parts import part_seconds
+from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.measuring.engines import EngineSpec, Progress, open_engine
 from sequoia_vllm.measuring.step_recorder import EXTENSION, StepTimes
 from sequoia_vllm.tree.token_tree import TokenTree
@@ -42,6 +43,7 @@ class Limits:
     def for_vllm(self, most_drafts: int) -> dict[str, Any]:
         """Arguments of ``vllm.LLM``, with room for this many drafts of every request."""
         longest = self.max_model_len + most_drafts  # trees are never trimmed
+        longest = max(longest, warm_up_length(most_drafts + 1))
         return {
             "max_model_len": longest,
             "max_num_seqs": self.max_num_seqs,

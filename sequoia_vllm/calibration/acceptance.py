@@ -14,6 +14,7 @@ from typing import Any
 from sequoia_vllm.calibration.counts import estimate_acceptance, probing_tree
 from sequoia_vllm.calibration.probing import Budget, Checkpoint, Counters, Probe, StoppedBy
 from sequoia_vllm.calibration.workload import Workload
+from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
 from sequoia_vllm.measuring.engines import (
     EngineSpec,
@@ -295,6 +296,7 @@ def _tree(settings: AcceptanceSettings) -> TokenTree:
 def _engine(task: AcceptanceTask, seed: int) -> Iterator[Any]:
     settings, tree = task.settings, _tree(task.settings)
     longest = max(map(len, task.prompts)) + task.most_tokens + tree.size
+    longest = max(longest, warm_up_length(tree.size))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tree.json"
         tree.save(path)

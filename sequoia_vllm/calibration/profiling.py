@@ -20,6 +20,7 @@ from sequoia_vllm.calibration.step_curves import (
     pays_to_go_on,
     steady_steps,
 )
+from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.measuring.engines import (
@@ -186,6 +187,7 @@ def _engines(settings: ProfileSettings, report: Progress) -> Iterator[tuple[Any,
     largest = settings.tokens[-1]
     half = settings.max_tokens // 2
     length = settings.contexts[-1] + settings.max_tokens - half + largest
+    length = max(length, warm_up_length(largest))
     most_requests = settings.batch_sizes[-1]
     options: dict[str, Any] = {
         "max_model_len": length,

@@ -8,6 +8,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.hardware.budget import warm_up_length
 
 _PIPELINE = (
     "pipeline parallelism is not supported, as accepted paths would have to reach every stage "
@@ -173,5 +174,9 @@ def _size_reasons(vllm_config: Any) -> list[str]:
             "smaller tree or a larger budget": nodes >= budget,
             f"a tree of {nodes} nodes does not fit in max_model_len={length}: choose a smaller "
             "tree": nodes >= length,
+            f"on GPUs vLLM warms up with requests of {warm_up_length(nodes)} tokens for a tree of "
+            f"{nodes} nodes, and max_model_len={length} has no room for them: choose a smaller "
+            "tree, or longer requests": nodes < length < warm_up_length(nodes)
+            and current_platform.is_cuda(),
         }
     )

@@ -99,3 +99,13 @@ def beyond_budget(
         if count and tokens > budget:
             return batch, tokens
     return None
+
+
+def warm_up_length(nodes: int) -> int:
+    """The shortest ``max_model_len`` with which vLLM's GPU worker may warm up, in tokens.
+
+    Its requests have prompts one token longer than a tree, then a tree, then two single
+    tokens; past ``max_model_len`` they would read and write what follows their row of the
+    block table. (The first of them goes further still, into the second's row.)
+    """
+    return (nodes + 1) + nodes + 2

@@ -192,6 +192,16 @@ def test_engine_options(message, options):
     refused(message, **options)
 
 
+@pytest.mark.parametrize(("length", "is_refused"), [(34, True), (35, False)])
+def test_gpu_engines_have_room_for_vllms_warm_up(length, is_refused, monkeypatch):
+    """Its requests outgrow their rows of the block table; on CPUs there are none."""
+    config = engine_config(speculative_config=sequoia(size=16), max_model_len=length)
+    monkeypatch.setattr(type(refusals.current_platform), "is_cuda", lambda self: True)
+    found = [reason for reason in refusals._size_reasons(config) if "warms up" in reason]
+    assert len(found) == is_refused
+    assert all("requests of 35 tokens" in reason for reason in found)
+
+
 def test_replicas_in_lock_step(monkeypatch):
     """Dense models' replicas are independent; those of mixtures of experts are not."""
     assert engine_config(data_parallel_size=2).parallel_config.data_parallel_size == 2
