@@ -61,12 +61,11 @@ def roofline_profile(
     Raises:
         ValueError: If ``dtype`` is not known, or a model cannot be split over so many devices.
     """
-    if dtype not in BYTES_PER_VALUE:
-        raise ValueError(f"dtype {dtype!r}: the roofline knows {', '.join(BYTES_PER_VALUE)}")
+    value_bytes = bytes_per_value(dtype)
     for shape in (target, draft):
         shape.check_split(tensor_parallel_size)
     assumptions = assumptions or Assumptions()
-    forward = _Forward(device, BYTES_PER_VALUE[dtype], tensor_parallel_size, assumptions)
+    forward = _Forward(device, value_bytes, tensor_parallel_size, assumptions)
 
     def curves(shape: ModelShape, kernels: float = 0) -> list[Curve]:
         return [
@@ -109,6 +108,17 @@ def roofline_profile(
         draft_shape=draft,
         assumptions=assumptions.to_dict(),
     )
+
+
+def bytes_per_value(dtype: str) -> float:
+    """Bytes of a weight or key of this type.
+
+    Raises:
+        ValueError: If it is not known; lists those that are.
+    """
+    if dtype not in BYTES_PER_VALUE:
+        raise ValueError(f"dtype {dtype!r}: known are {', '.join(BYTES_PER_VALUE)}")
+    return BYTES_PER_VALUE[dtype]
 
 
 class _Forward:

@@ -22,7 +22,7 @@ import numpy as np
 
 from sequoia_vllm.hardware.cost import CostModel, Floats
 from sequoia_vllm.hardware.models import ModelShape
-from sequoia_vllm.hardware.roofline import BYTES_PER_VALUE
+from sequoia_vllm.hardware.roofline import bytes_per_value
 from sequoia_vllm.hardware.step_profile import Curve, Profile
 
 Seconds = Callable[[list[int], int], Floats]
@@ -36,7 +36,7 @@ def scaled_profile(
     Args:
         measured: Profiles of the device; at least one.
         target, draft: What to estimate.
-        dtype: Weight type; a key of `BYTES_PER_VALUE`.
+        dtype: Weight type; as of `bytes_per_value`.
 
     Raises:
         ValueError: If a type is not known, or weights are quantized: they take less time to
@@ -46,7 +46,7 @@ def scaled_profile(
         raise ValueError("times of quantized weights cannot be scaled from measured ones")
     passes = _Passes(measured)
     target_bytes, draft_bytes = (
-        shape.matmul_bytes(_value_bytes(dtype)) for shape in (target, draft)
+        shape.matmul_bytes(bytes_per_value(dtype)) for shape in (target, draft)
     )
     basis = min(
         measured, key=lambda p: abs(math.log(target_bytes / _bytes(p.target_parameters, p)))
@@ -111,10 +111,4 @@ class _Passes:
 
 
 def _bytes(parameters: float, profile: Profile) -> float:
-    return parameters * _value_bytes(profile.dtype)
-
-
-def _value_bytes(dtype: str) -> float:
-    if dtype not in BYTES_PER_VALUE:
-        raise ValueError(f"dtype {dtype!r}: known are {', '.join(BYTES_PER_VALUE)}")
-    return BYTES_PER_VALUE[dtype]
+    return parameters * bytes_per_value(profile.dtype)

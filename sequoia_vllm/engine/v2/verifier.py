@@ -47,6 +47,20 @@ class Verified:
     num_sampled: Tensor
     paths: Tensor
 
+    @classmethod
+    def empty(cls, num_reqs: int, depth: int, device: torch.device) -> Verified:
+        """Memory for R requests and a tree of depth D."""
+        empty = partial(torch.empty, device=device)
+        return cls(
+            tokens=empty(num_reqs, depth + 1, dtype=torch.int64),
+            num_sampled=empty(num_reqs, dtype=torch.int32),
+            paths=empty(num_reqs, 1 + depth, dtype=torch.int32),
+        )
+
+    def part(self, requests: slice) -> Verified:
+        """That of these requests: a view."""
+        return Verified(self.tokens[requests], self.num_sampled[requests], self.paths[requests])
+
     @property
     def accepted(self) -> Tensor:
         """int32 ``[R, D]``: accepted nodes by depth, then -1."""
@@ -124,42 +138,22 @@ class TreeVerifier(RejectionSampler):
         Args:
             dtype: Of the target's logits.
         """
-        drafted, tables = self._speculator.drafted, self._speculator.tables
-        device, depth = self._speculator.device, self._speculator.tree.depth
+        device = self._speculator.device
         inputs = VerifierInputs.empty(1, 1, device)
         for tensor in (inputs.tokens, inputs.root_positions, inputs.state_rows, inputs.seeds):
             tensor.zero_()
         inputs.modes.fill_(SAMPLED)
         inputs.temperatures.fill_(1.0)
-        one = partial(torch.empty, 1, device=device)
+        verified = Verified.empty(1, self._speculator.tree.depth, device)
+        one_row = torch.arange(2, dtype=torch.int32, device=device)
+        vocabulary = self._speculator.drafted.logits.shape[2]
         for logits_dtype in {dtype, torch.float32}:
-            verify_trees(
-                logits=torch.zeros(1, drafted.logits.shape[2], dtype=logits_dtype, device=device),
-                target_temperatures=inputs.temperatures,
-                tokens=inputs.tokens,
-                target_tokens=inputs.tokens,
-                cu_num_logits=torch.arange(2, dtype=torch.int32, device=device),
-                modes=inputs.modes,
-                positions=inputs.root_positions,
-                seeds=inputs.seeds,
-                children=tables.children,
-                inner_index=tables.inner_rows,
-                draft_logits=drafted.logits,
-                draft_stats=drafted.stats,
-                state_rows=inputs.state_rows,
-                draft_temperatures=inputs.temperatures,
-                sampled_tokens=one(depth + 1, dtype=torch.int64),
-                num_sampled=one(dtype=torch.int32),
-                accepted=one(1 + depth, dtype=torch.int32)[:, 1:],
-            )
+            logits = torch.zeros(1, vocabulary, dtype=logits_dtype, device=device)
+            self._walk(logits, inputs.temperatures, inputs.tokens, one_row, inputs, verified)
 
     def _verify_batch(self, logits: Tensor, batch: InputBatch, invalid: Tensor | None) -> Verified:
-        depth, slots = self._speculator.tree.depth, batch.idx_mapping
-        verified = Verified(
-            tokens=slots.new_empty(batch.num_reqs, depth + 1, dtype=torch.int64),
-            num_sampled=slots.new_empty(batch.num_reqs, dtype=torch.int32),
-            paths=slots.new_empty(batch.num_reqs, 1 + depth, dtype=torch.int32),
-        )
+        depth, device = self._speculator.tree.depth, batch.idx_mapping.device
+        verified = Verified.empty(batch.num_reqs, depth, device)
         inputs = self._inputs(batch, invalid, scored=verified.paths[:, 0])
         # As vLLM's: sampling parameters are applied to a float32 copy of limited size.
         most = get_max_chunk_logits(logits.shape[1])
@@ -215,7 +209,33 @@ class TreeVerifier(RejectionSampler):
         own_tokens = inputs.tokens  # not read where all are sampled
         if not sampled.all():
             own_tokens = self._target_tokens(logits, inputs, batch, rows)
-        drafted = speculator.drafted
+        self._walk(
+            logits, temperatures, own_tokens, cu_num_logits, inputs, verified.part(requests),
+            any_sampled=bool(sampled.any()),
+        )  # fmt: skip
+
+    def _walk(
+        self,
+        logits: Tensor,
+        temperatures: Tensor,
+        own_tokens: Tensor,
+        cu_num_logits: Tensor,
+        inputs: VerifierInputs,
+        verified: Verified,
+        any_sampled: bool = True,
+    ) -> None:
+        """Launches the kernels that verify these requests' trees; see `verify_trees`.
+
+        Args:
+            logits: ``[rows, V]``, final but for...
+            temperatures: float32 ``[R]``: what they are to be divided by.
+            own_tokens: int64 ``[rows]``: the target's token after each node.
+            cu_num_logits: int32 ``[R + 1]``.
+            inputs: Of these requests and rows.
+            verified: Gets what becomes of them.
+            any_sampled: Whether a request is sampled.
+        """
+        drafted, tables = self._speculator.drafted, self._speculator.tables
         verify_trees(
             logits=logits,
             target_temperatures=temperatures,
@@ -225,16 +245,16 @@ class TreeVerifier(RejectionSampler):
             modes=inputs.modes,
             positions=inputs.root_positions,
             seeds=inputs.seeds,
-            children=self._speculator.tables.children,
-            inner_index=self._speculator.tables.inner_rows,
+            children=tables.children,
+            inner_index=tables.inner_rows,
             draft_logits=drafted.logits,
             draft_stats=drafted.stats,
             state_rows=inputs.state_rows,
             draft_temperatures=inputs.temperatures,
-            sampled_tokens=verified.tokens[requests],
-            num_sampled=verified.num_sampled[requests],
-            accepted=verified.accepted[requests],
-            any_sampled=bool(sampled.any()),
+            sampled_tokens=verified.tokens,
+            num_sampled=verified.num_sampled,
+            accepted=verified.accepted,
+            any_sampled=any_sampled,
         )
 
     def _leaves_temperatures(self, slots: NDArray[np.intp], sampled: NDArray[np.bool_]) -> bool:
