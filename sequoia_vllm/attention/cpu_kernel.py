@@ -1,15 +1,12 @@
 """The compiled CPU kernels for tree attention and commit: see ``tree_attention.cpp``.
 
-It is compiled once per machine by the toolchain that torch.compile uses, and
-kept in that one's cache. Where there is no C++ compiler `load_kernels` gives
-None, and callers use torch instead, which copies the context of every request
-for every layer.
+Where there is no C++ compiler `load_kernels` gives None, and callers use torch
+instead, which copies the context of every request for every layer.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +17,7 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.attention.cpu_cache import move_tokens
-
-logger = logging.getLogger("vllm.sequoia.attention")  # shown by vLLM's own handler
+from sequoia_vllm.cpp_library import load_library
 
 _SOURCE = Path(__file__).with_name("tree_attention.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -180,18 +176,11 @@ class Kernels:
 @cache
 def load_kernels() -> Kernels | None:
     """The kernels, compiled if need be; None where they cannot be (logged once)."""
-    from torch._inductor.codecache import CppCodeCache
-    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
-
-    source = _SOURCE.read_text(encoding="utf-8")
-    try:
-        library = CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",), needs_vec_isa=True)
-    except (CppCompileError, InvalidCxxCompiler, OSError) as error:
-        logger.warning(
-            "Sequoia's tree attention runs without its compiled kernel, slower at long "
-            "contexts: install a C++ compiler (g++), as torch.compile needs one too. %s",
-            str(error).strip().splitlines()[-1],
-        )
+    library = load_library(
+        _SOURCE,
+        "Sequoia's tree attention runs without its compiled kernel, slower at long contexts",
+    )
+    if library is None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     attend, move = library.sequoia_tree_attention, library.sequoia_move_tokens

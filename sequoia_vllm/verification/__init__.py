@@ -1,4 +1,4 @@
-"""Drafting without replacement and tree verification (pure PyTorch)."""
+"""Drafting without replacement and tree verification, without vLLM."""
 
 from sequoia_vllm.verification.randomness import Generators
 from sequoia_vllm.verification.result import Method, VerifyResult
@@ -10,6 +10,7 @@ from sequoia_vllm.verification.sampling import (
 )
 from sequoia_vllm.verification.topology import Topology
 from sequoia_vllm.verification.traversal import traverse_tree
+from sequoia_vllm.verification.traversal_compiled import load_traversal
 from sequoia_vllm.verification.verifier import (
     METHODS,
     match_nodes,
@@ -27,6 +28,7 @@ __all__ = [
     "VerifyResult",
     "draft_distribution",
     "draw_without_replacement",
+    "load_traversal",
     "match_nodes",
     "match_tree",
     "sample_without_replacement",

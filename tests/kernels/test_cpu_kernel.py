@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from sequoia_vllm.attention import cpu_kernel
+from sequoia_vllm import cpp_library
 from sequoia_vllm.attention.cpu_cache import keys_and_values
 from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernels
 from sequoia_vllm.testing.attention import dense_attention, gathered
@@ -115,7 +115,7 @@ def test_padding_rows_are_not_written():
     assert (output[2] != 7).all()
 
 
-def test_without_a_compiler_there_is_no_kernel(monkeypatch, caplog):
+def test_without_a_compiler_there_is_no_kernel(monkeypatch, caplog, tmp_path):
     from torch._inductor.codecache import CppCodeCache
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -123,7 +123,9 @@ def test_without_a_compiler_there_is_no_kernel(monkeypatch, caplog):
         raise InvalidCxxCompiler
 
     monkeypatch.setattr(CppCodeCache, "load", fail)
-    monkeypatch.setattr(cpu_kernel.logger, "propagate", True)
-    with caplog.at_level(logging.WARNING, cpu_kernel.logger.name):
-        assert load_kernels.__wrapped__() is None
-    assert "install a C++ compiler" in caplog.text
+    monkeypatch.setattr(cpp_library.logger, "propagate", True)
+    source = tmp_path / "other.cpp"  # not loaded already
+    source.touch()
+    with caplog.at_level(logging.WARNING, cpp_library.logger.name):
+        assert cpp_library.load_library(source, "It is slower") is None
+    assert "It is slower: install a C++ compiler" in caplog.text

@@ -1,15 +1,19 @@
 """What is the traversal's own; test_verifier.py compares its decisions with the plain form's."""
 
 import random
+from collections import Counter
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sequoia_vllm.testing.verification import match
-from sequoia_vllm.verification import traverse_tree, verify_tree
+from sequoia_vllm.verification import Topology, traversal, traverse_tree, verify_tree
+from sequoia_vllm.verification.randomness import node_uniforms
+from sequoia_vllm.verification.traversal_in_torch import visit_nodes
 from tests.support.tree_problems import (
     Problem,
     as_lists,
@@ -21,8 +25,13 @@ from tests.support.tree_problems import (
 verify = {"method": "traversal"}
 
 
-def test_nothing_is_asked_of_nodes_that_are_not_visited():
-    """A draft that is the target: the first leaf is accepted, at the end of its path."""
+@pytest.fixture
+def without_compiler(monkeypatch):
+    monkeypatch.setattr(traversal, "load_traversal", lambda: None)
+
+
+def what_is_asked_for():
+    """By a draft that is the target: the first leaf is accepted, at the end of its path."""
     half = [Fraction(1, 2), Fraction(1, 2)]
     problem = Problem([-1, 0, 0, 1, 1], [0, 0, 1, 0, 1], [half] * 5, [half] * 5)
     target, draft, tokens, parents = problem.tensors(20)
@@ -30,16 +39,70 @@ def test_nothing_is_asked_of_nodes_that_are_not_visited():
 
     def at(name, values):
         def found(requests, nodes):
-            asked[name].append((requests.tolist(), nodes.unique().tolist()))
+            assert sorted(set(requests.tolist())) == list(range(20))
+            asked[name].append(sorted(set(nodes.tolist())))
             return values[requests, nodes]
 
         return found
 
     found = traverse_tree(at("target", target), at("draft", draft), tokens, parents, generator(1))
     assert found.accepted_nodes.tolist() == [[1, 3]] * 20
-    everyone = list(range(20))
-    assert asked["target"] == [(everyone, [node]) for node in (0, 1, 3)]
-    assert asked["draft"] == [(everyone, [node]) for node in (0, 1)]
+    return asked
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_torch_asks_for_nothing_of_nodes_that_are_not_visited():
+    assert what_is_asked_for() == {"target": [[0], [1], [3]], "draft": [[0], [1]]}
+
+
+def test_compiled_code_asks_at_once_for_nodes_with_children():
+    assert what_is_asked_for() == {"target": [[0, 1], [3]], "draft": [[0, 1]]}
+
+
+@settings(deadline=None, max_examples=200)
+@given(problem=problems, seed=st.integers(0, 2**32))
+def test_torch_decides_as_compiled_code(problem, seed):
+    """In float64: test_verifier.py compares the compiled code with the plain form."""
+    target, draft, tokens, parents = problem.tensors(20, torch.float64)
+    topology = Topology.from_parents(parents)
+    uniforms = node_uniforms(tokens.shape, topology, generator(seed))
+    in_torch = visit_nodes(
+        lambda requests, nodes: target[requests, nodes],
+        lambda requests, nodes: draft[requests, nodes],
+        tokens, topology, uniforms,
+    )  # fmt: skip
+    compiled = verify_tree(target, draft, tokens, topology, generator(seed), **verify)
+    assert as_lists(in_torch) == as_lists(compiled)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_vocabularies(dtype, threads, monkeypatch):
+    """More tokens than lanes, than a block of sums, and as many requests as make threads pay."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    # The torch form takes its sums in the dtype itself.
+    compared = Counter()
+    for vocabulary, batch in ((15, 3), (16, 3), (40, 3), (4096, 3), (9001, 40)):
+        stream = generator(vocabulary)
+        parents = torch.tensor([-1, 0, 0, 0, 1, 1, 4, 2]).expand(batch, -1)
+        shape = (batch, parents.shape[1], vocabulary)
+        target, draft = (torch.rand(shape, dtype=dtype, generator=stream).pow_(8) for _ in range(2))
+        target, draft = (values / values.sum(2, keepdim=True) for values in (target, draft))
+        tokens = torch.stack(
+            [torch.randperm(vocabulary, generator=stream)[: shape[1]] for _ in range(batch)]
+        )
+        # Some children that Q likes less than P.
+        tokens[:, 1:3] = (target[:, 0] / draft[:, 0]).topk(2).indices
+        topology = Topology.from_parents(parents)
+        compiled = verify_tree(target, draft, tokens, topology, generator(7), **verify)
+        in_torch = visit_nodes(
+            lambda requests, nodes, values=target.clone(): values[requests, nodes],
+            lambda requests, nodes, values=draft.clone(): values[requests, nodes],
+            tokens, topology, node_uniforms(tokens.shape, topology, generator(7)),
+        )  # fmt: skip
+        assert as_lists(in_torch) == as_lists(compiled)
+        compared.update(compiled.num_accepted.tolist())
+    assert len(compared) > 2
 
 
 @settings(deadline=None, max_examples=100)

@@ -37,7 +37,7 @@ from sequoia_vllm.engine.v1.sampler_output import SamplerRows, combine_outputs, 
 from sequoia_vllm.engine.v1.seeded import peek_seeds
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
 from sequoia_vllm.engine.v1.verifier import TreeVerifier
-from sequoia_vllm.verification import GREEDY_BELOW, VerifyResult
+from sequoia_vllm.verification import GREEDY_BELOW, VerifyResult, load_traversal
 
 
 def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
@@ -70,6 +70,8 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             seeded_argmax=torch.ops._C.fused_gumbel_argmax,
             method=settings.verification,
         )
+        if settings.verification == "traversal":
+            load_traversal()  # compiled now, not in the first step
         self.stats = StepStats(self.tree)
         self._tables = TreeTables(self.tree, device)
         self._drafts: dict[str, Draft] = {}

@@ -1,0 +1,39 @@
+"""C++ that belongs to the package, compiled on the machine it runs on."""
+
+from __future__ import annotations
+
+import logging
+from ctypes import CDLL
+from functools import cache
+from pathlib import Path
+
+logger = logging.getLogger("vllm.sequoia.cpp")  # shown by vLLM's own handler
+
+
+@cache
+def load_library(source: Path, without: str) -> CDLL | None:
+    """A source file's library, compiled if need be; None where it cannot be (logged once).
+
+    It is compiled once per machine by the toolchain that torch.compile uses, and kept in
+    that one's cache.
+
+    Args:
+        source: A file that needs no other of ours.
+        without: What happens where there is no compiler, for the log: a sentence, no period.
+    """
+    from torch._inductor.codecache import CppCodeCache
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    code = source.read_text(encoding="utf-8")
+    try:
+        library: CDLL = CppCodeCache.load(
+            code, extra_flags=("-ffp-contract=fast",), needs_vec_isa=True
+        )
+    except (CppCompileError, InvalidCxxCompiler, OSError) as error:
+        logger.warning(
+            "%s: install a C++ compiler (g++), as torch.compile needs one too. %s",
+            without,
+            str(error).strip().splitlines()[-1],
+        )
+        return None
+    return library
