@@ -105,8 +105,7 @@ class SequoiaConfig(_Strict):
         default="sequoia",
         description="How sampled trees are verified; output has the target's law by either. "
         '"sequoia": by the paper\'s Algorithm 2, one decision after another. "traversal": whole '
-        "paths at once (arXiv 2505.12398), which accepts more tokens from the same drafts, on "
-        "vLLM's V1 model runner (CPUs).",
+        "paths at once (arXiv 2505.12398), which accepts more tokens from the same drafts.",
     )
     quantization: str | None = Field(default=None, description="The draft's quantization.")
     revision: str | None = Field(default=None, description="The draft's revision.")

@@ -17,6 +17,7 @@ from benchmarks.compiled.verification_variants import (
     commit_variants,
     scoring_input_variants,
     target_statistics_variants,
+    traversal_variants,
     verify_variants,
 )
 
@@ -37,6 +38,7 @@ def all_variants() -> tuple[Variant, ...]:
         *commit_variants(),
         *target_statistics_variants(),
         *verify_variants(),
+        *traversal_variants(),
         *begin_drafting_variants(),
         *draft_input_variants(),
         *scoring_input_variants(),

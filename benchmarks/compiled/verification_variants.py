@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from benchmarks.compiled.variant import Variant
-from sequoia_vllm.kernels import scoring_inputs, target_statistics, verify
+from sequoia_vllm.kernels import scoring_inputs, target_statistics, traversal, verify
 from sequoia_vllm.kernels.commit import commit_kernel
+from sequoia_vllm.kernels.traversal_kernels import path_kernel, wave_kernel
 from sequoia_vllm.kernels.verify_kernels import verify_kernel
 
 
@@ -64,7 +66,7 @@ def verify_variants() -> list[Variant]:
             f"verify {target} target, {draft} draft, {vocabulary} tokens",
             verify_kernel,
             _verify_signature(target, draft),
-            verify._constants(vocabulary, branches=16, columns=16),
+            {"BRANCHES": 16, **verify._constants(vocabulary, columns=16)},
             num_warps=verify._NUM_WARPS,
         )
         for target, draft, vocabulary in (
@@ -77,6 +79,34 @@ def verify_variants() -> list[Variant]:
             ("fp32", "fp16", 262144),
         )
     ]
+
+
+def traversal_variants() -> list[Variant]:
+    """A wave of nodes, and the token after the accepted path."""
+    variants = []
+    for target, draft, vocabulary in (
+        ("fp32", "bf16", 32000), ("bf16", "bf16", 128256), ("fp32", "fp16", 262144),
+    ):  # fmt: skip
+        name = f"{target} target, {draft} draft, {vocabulary} tokens"
+        constants = {"BRANCHES": 16, **verify._constants(vocabulary, columns=16)}
+        shared = {
+            "PARTS": triton.next_power_of_2(triton.cdiv(vocabulary, traversal._PART)),
+            "BLOCKS": constants["BLOCKS"],
+            "NODES": 64,
+        }
+        lanes = {name: constants[name] for name in ("LANES", "STEPS", "COLUMNS", "STAGES")}
+        signature = _traversal_signature(target, draft)
+        variants += [
+            Variant(
+                f"traversal wave {name}", wave_kernel, signature,
+                {"PART": traversal._PART, **shared}, num_warps=traversal._NUM_WARPS,
+            ),
+            Variant(
+                f"verify by traversal {name}", path_kernel, signature, {**shared, **lanes},
+                num_warps=verify._NUM_WARPS,
+            ),
+        ]  # fmt: skip
+    return variants
 
 
 def commit_variants() -> list[Variant]:
@@ -103,6 +133,18 @@ def commit_variants() -> list[Variant]:
     ]
 
 
+def _traversal_signature(target: str, draft: str) -> dict[str, str]:
+    integers = ("visits", "node_table", "decided_in", "decisions")
+    numbers = ("num_visits", "wave", "num_nodes_launched", "nodes", "num_parts")
+    return {
+        **_verify_signature(target, draft),
+        **dict.fromkeys(integers, "*i32"),
+        **dict.fromkeys(numbers, "i32"),
+        "states": "*fp64",
+        "partials": "*fp32",
+    }
+
+
 def _verify_signature(target: str, draft: str) -> dict[str, str]:
     floats = ("target_temperatures", "statistics", "draft_stats", "draft_temperatures")
     integers = (
@@ -110,8 +152,9 @@ def _verify_signature(target: str, draft: str) -> dict[str, str]:
         "num_sampled", "accepted",
     )  # fmt: skip
     numbers = (
-        "has_statistics", "num_states", "branches", "children_stride", "stats_state_stride",
-        "stats_inner_stride", "columns", "sampled_stride", "path_columns", "accepted_stride",
+        "has_statistics", "walks_sampled", "num_states", "branches", "children_stride",
+        "stats_state_stride", "stats_inner_stride", "columns", "sampled_stride", "path_columns",
+        "accepted_stride",
     )  # fmt: skip
     multiples = ("vocabulary", "logits_stride", "draft_state_stride", "draft_inner_stride")
     return {

@@ -32,7 +32,6 @@ def unsupported_reasons(vllm_config: Any) -> list[str]:
     draft = vllm_config.speculative_config.draft_model_config
     return [
         *_platform_reasons(vllm_config),
-        *_verification_reasons(vllm_config),
         *_parallel_reasons(vllm_config),
         *_model_reasons(vllm_config.model_config, "target"),
         *_model_reasons(draft, "draft"),
@@ -68,16 +67,6 @@ def _platform_reasons(vllm_config: Any) -> list[str]:
             "--enable-batch-sharded-sampling": bool(
                 getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False)
             ),
-        }
-    )
-
-
-def _verification_reasons(vllm_config: Any) -> list[str]:
-    traverses = SequoiaSettings.of(vllm_config).verification == "traversal"
-    return _present(
-        {
-            "verification 'traversal' runs on vLLM's V1 model runner only, so far: leave it out "
-            "on GPUs": traverses and bool(vllm_config.use_v2_model_runner)
         }
     )
 

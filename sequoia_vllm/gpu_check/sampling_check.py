@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,9 +27,18 @@ from sequoia_vllm.testing.random_numbers import (
     target_noise,
     uniform_of,
 )
-from sequoia_vllm.testing.verification import algorithm_2, match
+from sequoia_vllm.testing.verification import algorithm_2, match, traversal
 from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.verification import Method
 
+_RULES: dict[Method, Callable[..., tuple[list[int], list[int]]]] = {
+    "sequoia": algorithm_2,
+    "traversal": traversal,
+}
+_NAMES: dict[Method, str] = {
+    "sequoia": "verification sampled",
+    "traversal": "verification by traversal",
+}
 _MODES = {"greedy": GREEDY, "sampled": SAMPLED, "matched": MATCHED}
 # Shares of a score by which float32 may prefer another token than float64.
 _SCORE_ERROR = 1e-4
@@ -49,8 +58,9 @@ def check_sampling(run: StageRun) -> None:
     for vocabulary in (50,) if run.tiny else (32000, 128256):
         with run.attempt(f"verification {vocabulary}"):
             _check_walks(run, vocabulary)
-    with run.attempt("emitted law"):
-        _check_law(run)
+    for method in _RULES:
+        with run.attempt(f"emitted law, {_NAMES[method]}"):
+            _check_law(run, method)
     for dtype in (torch.float32,) if run.tiny else (torch.bfloat16, torch.float8_e4m3fn):
         with run.attempt(f"commit {dtype}"):
             _check_commit(run, dtype)
@@ -178,18 +188,30 @@ class _KernelChance:
 
 
 def _check_walks(run: StageRun, vocabulary: int) -> None:
-    """Accepted paths against Algorithm 2 in float64, and the last token's place in the residual."""
+    """Accepted paths against the plain form in float64, and the last token's place in the residual.
+
+    By Algorithm 2, then by traversal, of the same drafts.
+    """
     requests = 4 if run.tiny else 12
     tables = TreeTables(best_tree(16 if run.tiny else 64, 6), run.machine.device)
     batch = TreeBatch(tables, requests, vocabulary, torch.float32, SAMPLED)
     batch.requests.roots.fill_(77)
     target = _draft_and_target(run, batch, vocabulary)
     unused = torch.zeros(len(target), dtype=torch.int64, device=target.device)
-    batch.verify(target, unused)
     target_p = _softmax(target).reshape(requests, tables.tree.size, vocabulary)
+    for method in _RULES:
+        batch.verify(target, unused, method)
+        _check_paths(run, batch, target_p, method)
+    _check_matched_walks(run, batch, target)
+
+
+def _check_paths(
+    run: StageRun, batch: TreeBatch, target: NDArray[np.float64], method: Method
+) -> None:
+    requests, _, vocabulary = target.shape
     wrong = decided = accepted = 0
     for request in range(requests):
-        expected, chance = _walk(batch, request, target_p[request])
+        expected, chance = _walk(batch, request, target[request], method)
         if chance.closest < _NEAR:
             continue
         path = [node for node in batch.accepted[request].tolist() if node >= 0]
@@ -202,24 +224,21 @@ def _check_walks(run: StageRun, vocabulary: int) -> None:
         wrong += not right
         decided += 1
         accepted += len(path)
-    name = f"verification sampled, vocabulary {vocabulary}: {accepted} nodes accepted, wrong paths"
-    run.check(name, wrong, 0)
-    run.check(
-        f"verification, vocabulary {vocabulary}: paths too close to call", requests - decided, 2
-    )
-    _check_matched_walks(run, batch, target)
+    by = f"{_NAMES[method]}, vocabulary {vocabulary}"
+    run.check(f"{by}: {accepted} nodes accepted, wrong paths", wrong, 0)
+    run.check(f"{by}: paths too close to call", requests - decided, 2)
 
 
 def _walk(
-    batch: TreeBatch, request: int, target: NDArray[np.float64]
+    batch: TreeBatch, request: int, target: NDArray[np.float64], method: Method
 ) -> tuple[list[int], _KernelChance]:
-    """The nodes that Algorithm 2 accepts of one request, whose P is ``target``, ``[N, V]``."""
+    """The nodes that the plain form accepts of one request, whose P is ``target``, ``[N, V]``."""
     tree, row = batch.tables.tree, batch.tables.inner_rows.tolist()
     draft = _softmax(batch.draft_logits[request])
     chance = _KernelChance(
         int(batch.requests.seeds[request]), int(batch.requests.roots[request]), tree.depths.tolist()
     )
-    path, _ = algorithm_2(
+    path, _ = _RULES[method](
         target.__getitem__,
         lambda node: draft[row[node]],
         batch.drafted.tokens[request].tolist(),
@@ -274,8 +293,12 @@ def _matched(tree: TokenTree, mode: int, drafted: list[int], given: list[int]) -
     return emitted
 
 
-def _check_law(run: StageRun) -> None:
-    """Drawing and verification together: first tokens have the target's law."""
+def _check_law(run: StageRun, method: Method) -> None:
+    """Drawing and verification together: first tokens have the target's law.
+
+    The second, too; where a tree emits one token only, it is drawn here: by traversal the
+    number of tokens depends on what they are.
+    """
     vocabulary, temperature = 17, 0.7
     requests = 64 if run.tiny else 200_000
     tables = TreeTables(TokenTree((-1, 0, 0, 1, 0, 1, 2)), run.machine.device)
@@ -286,18 +309,19 @@ def _check_law(run: StageRun) -> None:
     for level in tables.levels.levels:
         batch.draw(level, draft.expand(requests * level.width, -1).contiguous())
     logits = target.expand(requests * tables.tree.size, -1).contiguous()
-    batch.verify(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
+    unused = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    batch.verify(logits, unused, method)
     law = _softmax(target / temperature)[0]
-    both = batch.sampled[:, 1] >= 0  # the first was accepted: then the second has the law, too
-    first = batch.sampled[:, 0].cpu().numpy()
-    pairs = batch.sampled[both, :2].cpu().numpy() @ np.array([vocabulary, 1])
-    given_first = np.outer(np.bincount(pairs // vocabulary, minlength=vocabulary), law).ravel()
+    first, second = batch.sampled[:, :2].T.cpu().numpy()
+    drawn = np.random.default_rng(9).choice(vocabulary, len(second), p=law)
+    pairs = first * vocabulary + np.where(second >= 0, second, drawn)
+    given_first = np.outer(np.bincount(first, minlength=vocabulary), law).ravel()
     run.check(
-        f"first emitted token of {requests} trees against the target's law",
+        f"{_NAMES[method]}: first token of {requests} trees against the target's law",
         _deviations(np.bincount(first, minlength=vocabulary), requests * law), _LAW_DEVIATIONS,
     )  # fmt: skip
     run.check(
-        f"second emitted token of {int(both.sum())} trees, given the first",
+        f"{_NAMES[method]}: second token, given the first; {int((second >= 0).sum())} emitted",
         _deviations(np.bincount(pairs, minlength=vocabulary**2), given_first), _LAW_DEVIATIONS,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.tree_tables import Level, TreeTables
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
 from sequoia_vllm.kernels.verify import verify_trees
+from sequoia_vllm.verification import Method
 
 
 class TreeBatch:
@@ -71,7 +72,7 @@ class TreeBatch:
         """Draws the children of one level's nodes; ``logits`` are ``[R * m, V]``."""
         self.drafted.draw(self.requests, self.num_reqs, self.tables.levels, level, logits)
 
-    def verify(self, logits: Tensor, target_tokens: Tensor) -> None:
+    def verify(self, logits: Tensor, target_tokens: Tensor, method: Method = "sequoia") -> None:
         """Verifies all trees; ``[R * N, V]`` before temperature, and int64 ``[R * N]``."""
         requests, drafted = self.requests, self.drafted
         verify_trees(
@@ -92,6 +93,7 @@ class TreeBatch:
             sampled_tokens=self.sampled,
             num_sampled=self.num_sampled,
             accepted=self.accepted,
+            traversal=self.tables.traversal_order if method == "traversal" else None,
         )
 
     def commit(self, layers: CacheLayers, block_table: Tensor) -> None:

@@ -18,6 +18,7 @@ from sequoia_vllm.tree import TokenTree
 
 ACCEPTED = "verification, drafts accepted"
 REJECTED = "verification, drafts rejected"
+TRAVERSED = {"accepted": "traversal, drafts accepted", "rejected": "traversal, drafts rejected"}
 DRAWING = "drawing"
 COMMIT_ALONE = "commit of 32 layers"
 _TREE_SIZE, _TREE_DEPTH = 64, 8
@@ -83,12 +84,15 @@ def _time_one(run: StageRun, tables: TreeTables, requests: int, vocabulary: int)
     # What was drawn above is from other logits.
     logits, unused = accepted_drafts(batch, torch.Generator(run.machine.device).manual_seed(41))
     verify = partial(batch.verify, logits, unused)
+    traverse = partial(batch.verify, logits, unused, "traversal")
+    time(TRAVERSED["accepted"], [traverse], tokens=tables.tree.size)
     time(ACCEPTED, [verify], tokens=tables.tree.size)
     run.check(
         f"verification of the draft itself, vocabulary {vocabulary}, batch {requests}: paths cut",
         int((batch.num_sampled < 1 + first_path_depth(tables.tree)).sum()), 0,
     )  # fmt: skip
     reject_drafts(batch, logits)
+    time(TRAVERSED["rejected"], [traverse], tokens=tables.tree.size)
     time(REJECTED, [verify], tokens=tables.tree.size)
     run.check(
         f"verification of impossible drafts, vocabulary {vocabulary}, batch {requests}: accepted",

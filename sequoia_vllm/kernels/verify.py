@@ -6,6 +6,7 @@ import triton
 from torch import Tensor
 
 from sequoia_vllm.kernels import target_statistics as statistics
+from sequoia_vllm.kernels.traversal import TraversalOrder, traverse_trees
 from sequoia_vllm.kernels.verify_kernels import verify_kernel
 
 # A lane's rejected tokens are bits of an int64.
@@ -39,6 +40,9 @@ def verify_trees(
     num_sampled: Tensor,
     accepted: Tensor,
     any_sampled: bool = True,
+    any_matched: bool = True,
+    traversal: TraversalOrder | None = None,
+    most_nodes: int | None = None,
 ) -> None:
     """Walks every request's tree, and writes what it accepts and emits.
 
@@ -46,7 +50,8 @@ def verify_trees(
     ``cu_num_logits[r]`` to ``cu_num_logits[r + 1]``, one per node, the root first.
     With one row it has no drafts and emits one token; with none, it emits nothing.
 
-    A request in mode SAMPLED goes by Algorithm 2. Its emitted tokens have the law of
+    A request in mode SAMPLED goes by Algorithm 2, or by traversal, whose decisions are
+    those of `sequoia_vllm.testing.verification`. Its emitted tokens have the law of
     sampling the target one token at a time, if the children of each node are the
     ordered draws without replacement that `sequoia_vllm.kernels.children` makes. In
     the other modes the target's token after each node is given: it is emitted, and
@@ -86,7 +91,10 @@ def verify_trees(
         num_sampled: int32 ``[R]``; written: how many those are.
         accepted: int32 ``[R, D]``, D at least the tree's depth; written: the accepted
             path below the root, then -1.
-        any_sampled: False saves a launch, where no request is in mode SAMPLED.
+        any_sampled, any_matched: False saves launches, where no request is in mode SAMPLED,
+            or all are.
+        traversal: Of the tree, to verify those in mode SAMPLED by traversal.
+        most_nodes: What no request has more rows than; saves traversal launches.
 
     Raises:
         ValueError: If the vocabularies of target and draft differ, a row of logits
@@ -96,25 +104,38 @@ def verify_trees(
     requests, vocabulary = len(num_sampled), logits.shape[1]
     if requests == 0:
         return
-    few = any_sampled and statistics.pays_off(len(logits), logits.device)
+    constants = _constants(vocabulary, sampled_tokens.shape[1])
+    few = any_sampled and traversal is None and statistics.pays_off(len(logits), logits.device)
     found = draft_stats  # not read
     if few:
         found = statistics.target_statistics(
             logits, target_temperatures, modes, cu_num_logits, len(children)
         )
-    verify_kernel[(requests,)](
-        logits, target_temperatures, found, int(few),
-        tokens, target_tokens, cu_num_logits, modes, positions, seeds, children,
-        inner_index, draft_logits, draft_stats, state_rows, draft_temperatures,
-        sampled_tokens, num_sampled, accepted,
-        vocabulary, len(draft_logits), logits.stride(0), children.shape[1], children.stride(0),
-        draft_logits.stride(0), draft_logits.stride(1),
-        draft_stats.stride(0), draft_stats.stride(1),
-        sampled_tokens.shape[1], sampled_tokens.stride(0),
-        accepted.shape[1], accepted.stride(0),
-        **_constants(vocabulary, children.shape[1], sampled_tokens.shape[1]),
-        num_warps=_NUM_WARPS,
-    )  # fmt: skip
+    if any_matched or traversal is None:
+        verify_kernel[(requests,)](
+            logits, target_temperatures, found, int(few), int(traversal is None),
+            tokens, target_tokens, cu_num_logits, modes, positions, seeds, children,
+            inner_index, draft_logits, draft_stats, state_rows, draft_temperatures,
+            sampled_tokens, num_sampled, accepted,
+            vocabulary, len(draft_logits), logits.stride(0), children.shape[1],
+            children.stride(0), draft_logits.stride(0), draft_logits.stride(1),
+            draft_stats.stride(0), draft_stats.stride(1),
+            sampled_tokens.shape[1], sampled_tokens.stride(0),
+            accepted.shape[1], accepted.stride(0),
+            BRANCHES=triton.next_power_of_2(children.shape[1]),
+            **constants, num_warps=_NUM_WARPS,
+        )  # fmt: skip
+    if any_sampled and traversal is not None:
+        traverse_trees(
+            order=traversal, most_nodes=min(most_nodes or len(children), len(children)),
+            logits=logits, target_temperatures=target_temperatures, tokens=tokens,
+            cu_num_logits=cu_num_logits, modes=modes, positions=positions, seeds=seeds,
+            children=children, inner_index=inner_index, draft_logits=draft_logits,
+            draft_stats=draft_stats, state_rows=state_rows,
+            draft_temperatures=draft_temperatures, sampled_tokens=sampled_tokens,
+            num_sampled=num_sampled, accepted=accepted,
+            lanes={**constants, "num_warps": _NUM_WARPS},
+        )  # fmt: skip
 
 
 def _check(logits: Tensor, draft_logits: Tensor, sampled_tokens: Tensor, accepted: Tensor) -> None:
@@ -131,12 +152,11 @@ def _check(logits: Tensor, draft_logits: Tensor, sampled_tokens: Tensor, accepte
         )
 
 
-def _constants(vocabulary: int, branches: int, columns: int) -> dict[str, int]:
+def _constants(vocabulary: int, columns: int) -> dict[str, int]:
     lanes = max(_FEWEST_LANES, triton.next_power_of_2(-(-vocabulary // _TOKENS_PER_LANE)))
     return {
         "LANES": lanes,
         "STEPS": triton.next_power_of_2(-(-vocabulary // lanes)),
-        "BRANCHES": triton.next_power_of_2(branches),
         "COLUMNS": triton.next_power_of_2(columns),
         "BLOCKS": statistics.padded_blocks(vocabulary),
         "STAGES": _STAGES if lanes == _FEWEST_LANES else _STAGES_OF_MORE_LANES,

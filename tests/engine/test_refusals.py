@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from vllm import LLM, SamplingParams
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -138,14 +138,6 @@ def test_draft_longer_than_allowed():
     refused(
         "greater than the derived max_model_len", speculative_config=sequoia(max_model_len=100_000)
     )
-
-
-def test_traversal_is_refused_where_it_does_not_run(monkeypatch):
-    config = engine_config(speculative_config=sequoia(verification="traversal"))
-    assert SequoiaSettings.of(config).verification == "traversal"
-    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: True))
-    with pytest.raises(ConfigError, match="leave it out on GPUs"):
-        refusals.refuse_unsupported(config)
 
 
 @pytest.mark.parametrize(

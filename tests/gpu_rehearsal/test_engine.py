@@ -62,12 +62,22 @@ def start_and_generate(models: str) -> dict[str, Any]:
                 generate(llm, requests[:batch], params)
         answers["late"] = sorted(kernels - started)
         answers["in time"] = sorted(started)
-    flash = sequoia(size=8, depth=3, draft=draft, context_attention="flash")
+    flash = sequoia(
+        size=8, depth=3, draft=draft, context_attention="flash", verification="traversal"
+    )
     flash_attention.attended.clear()
-    with rehearsing(flash, model=target, worker_extension_cls=EXTENSION) as llm:
+    with (
+        recording_kernels() as kernels,
+        rehearsing(flash, model=target, worker_extension_cls=EXTENSION) as llm,
+    ):
+        started = set(kernels)
         llm.collective_rpc("sequoia_record_steps")
         answers["flash"] = generate_with_trees(llm, requests, greedy())
         answers["steps"] = llm.collective_rpc("sequoia_take_steps", args=(len(requests),))[0]
+        generate(llm, requests[:2], sampled())
+        generate(llm, requests[:1], sampled(top_k=20))
+        answers["late by traversal"] = sorted(kernels - started)
+        answers["in time by traversal"] = sorted(started)
     answers["flash"]["over contexts"] = flash_attention.attended[False]
     return answers
 
@@ -141,7 +151,8 @@ def test_start_captures_all_of_them(generated):
 def test_no_request_is_the_first_to_need_a_kernel(generated):
     """A GPU would compile it while the request waits."""
     assert any(name == "target_statistics_kernel" for name, *_ in generated["in time"])
-    assert generated["late"] == []
+    assert any(name == "wave_kernel" for name, *_ in generated["in time by traversal"])
+    assert generated["late"] == generated["late by traversal"] == []
 
 
 def test_bench_and_profile_can_time_its_steps(generated):

@@ -18,10 +18,12 @@ from sequoia_vllm.kernels import (  # noqa: E402
     children,
     commit,
     target_statistics,
+    traversal,
     tree_attention,
     verify,
 )
 from sequoia_vllm.kernels.modes import SAMPLED  # noqa: E402
+from sequoia_vllm.kernels.traversal import TraversalOrder  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     triton.knobs.runtime.interpret, reason="interpreted kernels are not compiled"
@@ -85,7 +87,13 @@ def test_the_key_tells_what_is_recorded():
 
 @pytest.mark.parametrize("columns", [2, 5, 17])
 def test_chunks_of_a_batch_verify_with_one_version(record, columns):
+    """By either method, whatever waves a traversal has."""
     kernel = record(verify, "verify_kernel")
+    wave_kernel, path_kernel = (record(traversal, name) for name in ("wave_kernel", "path_kernel"))
+    orders = [
+        TraversalOrder.of(parents, torch.device("cpu"))
+        for parents in ([-1, 0, 1, 2, 3, 4, 5], [-1, 0, 0, 0, 1, 1, 2])
+    ]
     statistics = record(target_statistics, "target_statistics_kernel")
     vocabulary, requests = 128, max(BATCHES)
     nodes = 7
@@ -99,29 +107,33 @@ def test_chunks_of_a_batch_verify_with_one_version(record, columns):
     for start in range(requests):
         for stop in range(start + 1, requests + 1):
             chunk, rows = slice(start, stop), slice(start * nodes, stop * nodes)
-            verify.verify_trees(
-                logits=logits[rows],
-                target_temperatures=torch.ones(requests)[chunk],
-                tokens=ids[rows],
-                target_tokens=ids[rows].long(),
-                cu_num_logits=torch.arange(stop - start + 1, dtype=torch.int32) * nodes,
-                modes=per_request[chunk],
-                positions=per_request[chunk],
-                seeds=per_request.long()[chunk],
-                children=torch.zeros(nodes, 3, dtype=torch.int32),
-                inner_index=torch.zeros(nodes, dtype=torch.int32),
-                draft_logits=torch.zeros(requests, 2, vocabulary),
-                draft_stats=torch.zeros(requests, 2, 2),
-                state_rows=per_request[chunk],
-                draft_temperatures=torch.ones(requests)[chunk],
-                sampled_tokens=sampled[chunk],
-                num_sampled=counts[chunk],
-                accepted=accepted[chunk],
-            )
+            given = {
+                "logits": logits[rows],
+                "target_temperatures": torch.ones(requests)[chunk],
+                "tokens": ids[rows],
+                "target_tokens": ids[rows].long(),
+                "cu_num_logits": torch.arange(stop - start + 1, dtype=torch.int32) * nodes,
+                "modes": per_request[chunk],
+                "positions": per_request[chunk],
+                "seeds": per_request.long()[chunk],
+                "children": torch.zeros(nodes, 3, dtype=torch.int32),
+                "inner_index": torch.zeros(nodes, dtype=torch.int32),
+                "draft_logits": torch.zeros(requests, 2, vocabulary),
+                "draft_stats": torch.zeros(requests, 2, 2),
+                "state_rows": per_request[chunk],
+                "draft_temperatures": torch.ones(requests)[chunk],
+                "sampled_tokens": sampled[chunk],
+                "num_sampled": counts[chunk],
+                "accepted": accepted[chunk],
+            }
+            verify.verify_trees(**given)
+            for order in orders:
+                verify.verify_trees(**given, traversal=order)
             pays = target_statistics.pays_off((stop - start) * nodes, logits.device)
             few_and_many.add(pays)
     assert few_and_many == {True, False}
-    assert (kernel.versions(), statistics.versions()) == (1, 1)
+    recorders = (kernel, statistics, wave_kernel, path_kernel)
+    assert [recorder.versions() for recorder in recorders] == [1] * 4
 
 
 @pytest.mark.parametrize("blocks", [1, 16, 37])

@@ -53,28 +53,6 @@ def four_lanes(monkeypatch):
     return 4
 
 
-@pytest.fixture(autouse=True)
-def _quick_calls(monkeypatch):
-    """Has the interpreter prepare a device function once per launch, not once per call."""
-    from triton.runtime import interpreter
-
-    prepared = set()
-    launch = interpreter.GridExecutor.__call__
-
-    def call(self, *args, **kwargs):
-        if self.fn not in prepared:
-            prepared.add(self.fn)
-            interpreter._patch_lang(self.fn)
-        return self.rewrite()(*args, **kwargs)
-
-    def launch_anew(self, *args, **kwargs):
-        prepared.clear()
-        return launch(self, *args, **kwargs)
-
-    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
-
-
 def assert_as_reference(tree, requests, lanes, **options):
     """Every decision is that of the reference; those at its edge are left out."""
     results = run(tree, requests, **options)

@@ -199,7 +199,7 @@ class KernelChance:
         return order[int((cumulative > threshold).argmax())]
 
 
-def expected_walk(tree, request, uniforms, lanes):
+def expected_walk(tree, request, uniforms, lanes, rule=algorithm_2):
     """Accepted nodes, emitted tokens, and the least distance of a decision from its edge."""
 
     def target(node):
@@ -210,9 +210,7 @@ def expected_walk(tree, request, uniforms, lanes):
         return draft_probabilities(row, request.temperature)
 
     chance = KernelChance(*uniforms, lanes)
-    path, emitted = algorithm_2(
-        target, draft, request.tokens, drafted_children(tree, request), chance
-    )
+    path, emitted = rule(target, draft, request.tokens, drafted_children(tree, request), chance)
     return path, emitted, chance.margin
 
 

@@ -83,7 +83,9 @@ class TreeRunner(GPUModelRunner):
         self._target_layers = [
             name for name in layers if name not in self.speculator.draft_attn_layer_names
         ]
-        self.rejection_sampler = TreeVerifier(self.sampler, self.speculator)
+        self.rejection_sampler = TreeVerifier(
+            self.sampler, self.speculator, SequoiaSettings.of(self.vllm_config).verification
+        )
         if any(_is_custom(processor) for processor in self.sampler.logits_processors):
             self.speculator.modes.give_no_drafts()
         self._plain_prepare_attn = self.model_state.prepare_attn

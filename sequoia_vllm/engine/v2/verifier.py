@@ -30,6 +30,7 @@ from sequoia_vllm.engine.v2.proposer import TreeProposer
 from sequoia_vllm.kernels.modes import SAMPLED
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
 from sequoia_vllm.kernels.verify import verify_trees
+from sequoia_vllm.verification import Method
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,13 @@ class TreeVerifier(RejectionSampler):
     Args:
         sampler: vLLM's sampler, whose sampling parameters, noise and logprobs are used.
         speculator: The proposer that drew the drafts.
+        method: How sampled requests are verified.
     """
 
-    def __init__(self, sampler: Sampler, speculator: TreeProposer) -> None:
+    def __init__(self, sampler: Sampler, speculator: TreeProposer, method: Method) -> None:
         super().__init__(sampler, speculator.speculative_config, speculator.device)
         self._speculator = speculator
+        self._traverses = method == "traversal"
         self._needs = LogitsNeeds(sampler)
         self.sampler.add_request = self._needs.add_request
         self.sampler.sampling_states.add_request = self._needs.add_to_states
@@ -212,6 +215,8 @@ class TreeVerifier(RejectionSampler):
         self._walk(
             logits, temperatures, own_tokens, cu_num_logits, inputs, verified.part(requests),
             any_sampled=bool(sampled.any()),
+            any_matched=not sampled.all(),
+            most_nodes=int(np.diff(batch.cu_num_logits_np)[requests].max()),
         )  # fmt: skip
 
     def _walk(
@@ -223,6 +228,8 @@ class TreeVerifier(RejectionSampler):
         inputs: VerifierInputs,
         verified: Verified,
         any_sampled: bool = True,
+        any_matched: bool = True,
+        most_nodes: int | None = None,
     ) -> None:
         """Launches the kernels that verify these requests' trees; see `verify_trees`.
 
@@ -233,7 +240,8 @@ class TreeVerifier(RejectionSampler):
             cu_num_logits: int32 ``[R + 1]``.
             inputs: Of these requests and rows.
             verified: Gets what becomes of them.
-            any_sampled: Whether a request is sampled.
+            any_sampled, any_matched: Whether a request is sampled, or is not.
+            most_nodes: Of any request's tree; None: those of the engine's.
         """
         drafted, tables = self._speculator.drafted, self._speculator.tables
         verify_trees(
@@ -255,6 +263,9 @@ class TreeVerifier(RejectionSampler):
             num_sampled=verified.num_sampled,
             accepted=verified.accepted,
             any_sampled=any_sampled,
+            any_matched=any_matched,
+            traversal=tables.traversal_order if self._traverses else None,
+            most_nodes=most_nodes,
         )
 
     def _leaves_temperatures(self, slots: NDArray[np.intp], sampled: NDArray[np.bool_]) -> bool:

@@ -1,0 +1,162 @@
+"""Traversal verification on the GPU: a launch per wave of nodes, and nothing waits for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sequoia_vllm.kernels import target_statistics as statistics
+from sequoia_vllm.kernels.traversal_kernels import NEVER, NUM_STATES, path_kernel, wave_kernel
+
+# Of a vocabulary, what one program of a wave reads.
+_PART = 4096
+_NUM_WARPS = 4
+
+
+@dataclass(frozen=True)
+class TraversalOrder:
+    """When each node of a tree is visited; requests have the tree or its first nodes.
+
+    The k-th child (from 0) of a node has its turn k + 1 waves after the node's own: then its
+    earlier siblings are rejected. A node is closed in the wave after its last child's turn.
+
+    Attributes:
+        nodes: int32 ``[N, 6]``: parent, rank, previous sibling (-1: none), depth; and places in
+            the order in which paths are tried, of the first leaf at or below the node, and of
+            the node itself.
+        decided_in: int32 ``[2, N]``: the wave of a node's turn, and the one that closes it.
+        waves: For each: int32 ``[n]``, nodes whose turn it is; or -node: it is closed. Nodes
+            ascending.
+        sizes: For each: the nodes of ``waves`` on the host.
+    """
+
+    nodes: Tensor
+    decided_in: Tensor
+    waves: Sequence[Tensor]
+    sizes: Sequence[NDArray[np.int64]]
+
+    @classmethod
+    def of(cls, parents: Sequence[int], device: torch.device) -> TraversalOrder:
+        """The order of one tree.
+
+        Args:
+            parents: Of each node, -1 for the root; below the node's own index.
+            device: Where tensors go.
+        """
+        count = len(parents)
+        children: list[list[int]] = [[] for _ in parents]
+        for node in range(1, count):
+            children[parents[node]].append(node)
+        nodes = np.full((count, 6), -1, dtype=np.int32)
+        turns = np.full((2, count), NEVER.value, dtype=np.int32)
+        begins, sizes = [0] * count, _subtree_sizes(parents)
+        turns[0, 0] = -1
+        for node, own in enumerate(children):
+            begin = begins[node]
+            for rank, child in enumerate(own):
+                turns[0, child] = turns[0, node] + 1 + rank
+                turns[1, node] = turns[0, child] + 1
+                begins[child] = begin
+                begin += sizes[child]
+                nodes[child, :3] = node, rank, own[rank - 1] if rank else -1
+                nodes[child, 3] = nodes[node, 3] + 1
+        nodes[:, 3] += 1
+        nodes[:, 4] = begins
+        nodes[:, 5] = np.add(begins, sizes) - 1
+        # The root has no turn, and is accepted where nothing else is.
+        turns[:, 0] = NEVER.value
+        visits: dict[int, list[int]] = {}
+        for node in range(1, count):
+            visits.setdefault(int(turns[0, node]), []).append(node)
+            if children[node]:
+                visits.setdefault(int(turns[1, node]), []).append(-node)
+        waves = [np.array(sorted(visits[wave], key=abs)) for wave in sorted(visits)]
+        return cls(
+            nodes=torch.from_numpy(nodes).to(device),
+            decided_in=torch.from_numpy(turns).to(device),
+            waves=[torch.from_numpy(wave).to(device, torch.int32) for wave in waves],
+            sizes=[np.abs(wave) for wave in waves],
+        )
+
+
+def _subtree_sizes(parents: Sequence[int]) -> list[int]:
+    sizes = [1] * len(parents)
+    for node in range(len(parents) - 1, 0, -1):
+        sizes[parents[node]] += sizes[node]
+    return sizes
+
+
+def traverse_trees(
+    *,
+    order: TraversalOrder,
+    most_nodes: int,
+    lanes: dict[str, int],
+    logits: Tensor,
+    target_temperatures: Tensor,
+    tokens: Tensor,
+    cu_num_logits: Tensor,
+    modes: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    children: Tensor,
+    inner_index: Tensor,
+    draft_logits: Tensor,
+    draft_stats: Tensor,
+    state_rows: Tensor,
+    draft_temperatures: Tensor,
+    sampled_tokens: Tensor,
+    num_sampled: Tensor,
+    accepted: Tensor,
+) -> None:
+    """Verifies requests in mode SAMPLED by traversal; of others nothing is read or written.
+
+    Args:
+        order: Of the tree of ``children``.
+        most_nodes: What no request has more of.
+        lanes: How the last token's row is read: compile-time constants of `path_kernel`.
+        others: As of `verify_trees`, which checks them.
+    """
+    requests, vocabulary = len(num_sampled), logits.shape[1]
+    nodes, num_parts = len(order.nodes), triton.cdiv(vocabulary, _PART)
+    device = logits.device
+    found = statistics.target_statistics(
+        logits, target_temperatures, modes, cu_num_logits, most_nodes
+    )
+    states = torch.empty(requests, nodes, NUM_STATES.value, dtype=torch.float64, device=device)
+    partials = torch.empty(requests, nodes, num_parts, 2, dtype=torch.float32, device=device)
+    decisions = torch.empty(requests, 2, nodes, dtype=torch.int32, device=device)
+    shape = (
+        vocabulary, len(draft_logits), logits.stride(0), children.shape[1], children.stride(0),
+        draft_logits.stride(0), draft_logits.stride(1),
+        draft_stats.stride(0), draft_stats.stride(1), num_parts,
+    )  # fmt: skip
+    constants = {
+        "PARTS": triton.next_power_of_2(num_parts),
+        "NODES": triton.next_power_of_2(nodes),
+    }
+    wave = 0
+    for visits, sizes in zip(order.waves, order.sizes, strict=True):
+        if num_visits := int(np.searchsorted(sizes, most_nodes)):
+            wave_kernel[(requests * num_visits, num_parts)](
+                logits, target_temperatures, found, tokens, cu_num_logits, modes, positions,
+                seeds, visits, num_visits, wave, most_nodes, order.nodes, order.decided_in, nodes,
+                children, inner_index, draft_logits, draft_stats, state_rows, draft_temperatures,
+                states, partials, decisions, *shape,
+                PART=_PART, BLOCKS=lanes["BLOCKS"], **constants, num_warps=_NUM_WARPS,
+            )  # fmt: skip
+        wave += 1
+    path_kernel[(requests,)](
+        logits, target_temperatures, found, tokens, cu_num_logits, modes, positions, seeds,
+        wave, most_nodes, order.nodes, order.decided_in, nodes,
+        children, inner_index, draft_logits, draft_stats, state_rows, draft_temperatures,
+        states, partials, decisions, sampled_tokens, num_sampled, accepted, *shape,
+        sampled_tokens.shape[1], sampled_tokens.stride(0),
+        accepted.shape[1], accepted.stride(0),
+        **constants, **lanes,
+    )  # fmt: skip

@@ -1,0 +1,179 @@
+"""The kernels of traversal, run by Triton's interpreter, against plain Python."""
+
+import numpy as np
+import pytest
+import torch
+
+from sequoia_vllm.kernels import traversal as launching
+from sequoia_vllm.kernels import verify
+from sequoia_vllm.kernels.modes import GREEDY, MATCHED
+from sequoia_vllm.kernels.traversal import TraversalOrder
+from sequoia_vllm.testing.verification import traversal
+from tests.support.verifying import (
+    KINDS,
+    Request,
+    Tree,
+    expected_match,
+    expected_walk,
+    kernel_uniforms,
+    random_request,
+    random_tree,
+    run,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def part(request, monkeypatch):
+    """Tokens per program, and lanes: rows of several parts, or of one."""
+    size = getattr(request, "param", 4)
+    monkeypatch.setattr(launching, "_PART", size)
+    monkeypatch.setattr(verify, "_FEWEST_LANES", size)
+    return size
+
+
+def traverse(tree, requests, **options):
+    return run(tree, requests, traversal=TraversalOrder.of(tree.parents, CPU), **options)
+
+
+def assert_as_reference(tree, requests, lanes, **options):
+    """Every decision is that of the plain form; those at its edge are left out."""
+    results = traverse(tree, requests, **options)
+    compared, lengths = 0, set()
+    for request, result in zip(requests, results, strict=True):
+        *expected, margin = expected_walk(
+            tree, request, kernel_uniforms(tree, request), lanes, traversal
+        )
+        if margin > 1e-5:
+            assert result == tuple(expected)
+            compared += 1
+            lengths.add(len(expected[0]))
+    assert compared >= 0.9 * len(requests)
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "part"),
+    [*zip(["dense", "sparse"] * 2, KINDS, [4, 16, 16, 4], strict=True), ("sparse", "dense", 4)],
+    indirect=["part"],
+)
+def test_decides_as_the_plain_form(part, target, draft):
+    rng = np.random.default_rng([part, *map(ord, target + draft)])
+    tree = random_tree(rng, 10)
+    requests = [
+        random_request(rng, tree, 9, KINDS[target], KINDS[draft], seed=seed) for seed in range(5)
+    ]
+    assert_as_reference(tree, requests, part)
+
+
+def test_paths_of_every_length(part):
+    """Drafts that the target likes: at the end of the first path, and all the way back."""
+    rng = np.random.default_rng(21)
+    tree = Tree([-1, 0, 0, 1, 1, 3])
+    requests = []
+    for seed in range(16):
+        request = random_request(rng, tree, 7, seed=seed)
+        request.temperature = 1.0
+        noise = rng.normal(size=request.draft_logits.shape) * 0.5
+        request.logits[tree.inner] = request.draft_logits + noise
+        requests.append(request)
+    assert assert_as_reference(tree, requests, part, dtype=torch.float32) == {0, 1, 2, 3}
+
+
+def test_a_tree_may_be_cut_short(part):
+    """Inner nodes become leaves; visits of nodes that no request has are not launched."""
+    rng = np.random.default_rng(4)
+    tree = Tree([-1, 0, 1, 0, 1, 0, 2, 2])
+    requests = [
+        random_request(rng, tree, 6, size=size, seed=size) for size in range(1, tree.size + 1)
+    ]
+    assert_as_reference(tree, requests, part, token_dtype=torch.int64)
+    short = [request for request in requests if len(request.tokens) <= 4]
+    assert traverse(tree, short, most_nodes=4) == traverse(tree, short)
+    alone = random_request(rng, tree, 6, size=1)
+    alone.draft_logits = None
+    assert [path for path, _ in traverse(tree, [alone, alone], most_nodes=1)] == [[], []]
+
+
+def test_a_placeholder_ends_its_nodes_children(part):
+    rng = np.random.default_rng(5)
+    tree = Tree([-1, 0, 0, 0, 1, 1, 2])
+    requests = [random_request(rng, tree, 5, seed=seed) for seed in range(10)]
+    for i, request in enumerate(requests):
+        request.tokens[1 + i % 5] = -1
+    assert_as_reference(tree, requests, part)
+
+
+def test_other_modes_and_requests_without_rows(part):
+    """Theirs is the walk; in one batch, and a launch less where all are of one kind."""
+    rng = np.random.default_rng(2)
+    tree = Tree([-1, 0, 0, 1, 1, 3])
+    requests = [random_request(rng, tree, 9, seed=seed) for seed in range(6)]
+    for request, mode in zip(requests[::2], (GREEDY, MATCHED, GREEDY), strict=True):
+        request.mode, request.target_tokens = mode, [3] * len(request.tokens)
+    nothing = Request([], np.zeros((0, 9), np.float32), target_tokens=[])
+    together = traverse(tree, [*requests, nothing])
+    assert together[0::2][:3] == [expected_match(tree, request) for request in requests[::2]]
+    sampled = [*requests[1::2], nothing]
+    alone = traverse(tree, sampled, any_matched=False)
+    assert alone == [*together[1::2], ([], [])]
+    assert alone == traverse(tree, sampled)
+    assert traverse(tree, requests[::2], any_sampled=False) == together[0:6:2]
+    assert_as_reference(tree, requests[1::2], part)
+
+
+def test_temperature_and_sixteen_bits(part):
+    rng = np.random.default_rng(11)
+    tree = Tree([-1, 0, 0, 1, 2])
+    requests = [random_request(rng, tree, 9, seed=seed) for seed in range(8)]
+    for request, temperature in zip(requests, [0.3, 1.0, 1.7, 0.5] * 2, strict=True):
+        request.target_temperature = temperature
+    assert_as_reference(tree, requests, part, dtype=torch.bfloat16)
+
+
+def test_a_row_without_any_draft_probability_counts_as_uniform(part):
+    tree = Tree([-1, 0, 0])
+    rng = np.random.default_rng(8)
+    requests, uniform = [], []
+    for seed in range(8):
+        logits = np.stack([rng.normal(size=6)] * 3).astype(np.float32)
+        tokens = [0, *(int(token) for token in rng.permutation(6)[:2])]
+        requests.append(Request(tokens, logits, np.full((1, 6), np.nan, np.float32), seed=seed))
+        uniform.append(Request(tokens, logits, np.zeros((1, 6), np.float32), seed=seed))
+    results = traverse(tree, requests)
+    assert results == traverse(tree, uniform)
+    assert 0 < sum(path == [] for path, _ in results) < len(results)
+
+
+# -- the order -----------------------------------------------------------------------
+
+
+def test_every_node_has_its_turn_after_its_parent_and_earlier_siblings():
+    rng = np.random.default_rng(30)
+    for size in (2, 9, 40):
+        tree = random_tree(rng, size)
+        order = TraversalOrder.of(tree.parents, CPU)
+        turns, closings = order.decided_in.tolist()
+        visits = [visit for wave in order.waves for visit in wave.tolist()]
+        assert sorted(visits) == sorted([*(-node for node in tree.inner if node), *range(1, size)])
+        for number, wave in enumerate(order.waves):
+            assert all((turns if visit > 0 else closings)[abs(visit)] == number for visit in wave)
+        for node in range(1, size):
+            parent, siblings = tree.parents[node], tree.children_of(tree.parents[node])
+            before = siblings[: siblings.index(node)]
+            assert turns[node] > max([turns[parent] if parent else -1, *(turns[b] for b in before)])
+            if own := tree.children_of(node):
+                assert closings[node] > max(turns[child] for child in own)
+
+
+def test_paths_are_tried_depth_first_leaves_before_the_nodes_above():
+    tree = Tree([-1, 0, 0, 1, 1, 3, 2])
+    begins, ends = TraversalOrder.of(tree.parents, CPU).nodes[:, 4:].T.tolist()
+    assert sorted(range(tree.size), key=ends.__getitem__) == [5, 3, 4, 1, 6, 2, 0]
+    assert begins == [0, 0, 4, 0, 2, 0, 4]
+
+
+def test_waves_are_far_fewer_than_nodes():
+    star_of_chains = [-1, *[0] * 8, *range(1, 9), *range(9, 17)]
+    assert len(TraversalOrder.of(star_of_chains, CPU).waves) == 11
