@@ -101,11 +101,12 @@ class SequoiaConfig(_Strict):
         "the tree: a launch more, which may pay where contexts are long (`sequoia-vllm gpu-check` "
         "times both).",
     )
-    verification: Verification = Field(
-        default="sequoia",
+    verification: Verification | None = Field(
+        default=None,
         description="How sampled trees are verified; output has the target's law by either. "
         '"sequoia": by the paper\'s Algorithm 2, one decision after another. "traversal": whole '
-        "paths at once (arXiv 2505.12398), which accepts more tokens from the same drafts.",
+        "paths at once (arXiv 2505.12398), which accepts more tokens from the same drafts. None: "
+        'what `sequoia-vllm tune` found better for this pair, and else "sequoia".',
     )
     quantization: str | None = Field(default=None, description="The draft's quantization.")
     revision: str | None = Field(default=None, description="The draft's revision.")

@@ -78,6 +78,6 @@ def resolve(
         chosen_for=choice.device,
         versions=current_versions(),
         context_attention=config.context_attention,
-        verification=config.verification,
+        verification=config.verification or choice.verification,
     )
     return Resolved(draft, choice, settings)

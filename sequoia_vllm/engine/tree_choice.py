@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sequoia_vllm.config import SequoiaConfig, TreeSpec
+from sequoia_vllm.config import SequoiaConfig, TreeSpec, Verification
 from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import LibraryError
@@ -30,12 +30,14 @@ class TreeChoice:
         schedule: Drafts by batch size, (first, last, drafts); None: the whole
             tree at every batch size.
         device: The device whose measurements or datasheet chose it; None: none did.
+        verification: What the tree was found better with, see `SequoiaConfig`.
     """
 
     tree: TokenTree
     source: str
     schedule: list[tuple[int, int, int]] | None = None
     device: str | None = None
+    verification: Verification = "sequoia"
 
 
 ReadShapes = Callable[[], PairShapes]
@@ -99,7 +101,13 @@ def _resolve(config: SequoiaConfig, pair: PairKey, read_shapes: ReadShapes | Non
 def _from_library(pair: PairKey, shapes: PairShapes | None) -> TreeChoice:
     selection = tree_library.select(pair, shapes)
     schedule = selection.schedule
-    return TreeChoice(schedule.tree, selection.reason, schedule.per_batch_size(), pair.device)
+    return TreeChoice(
+        schedule.tree,
+        selection.reason,
+        schedule.per_batch_size(),
+        pair.device,
+        selection.entry.verification or "sequoia",
+    )
 
 
 def _within(choice: TreeChoice, most_nodes: int) -> TreeChoice:

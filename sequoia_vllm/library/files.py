@@ -197,6 +197,9 @@ class TreeEntry(FileModel):
         "each request drafts that prefix of the tree; 0: no speculation.",
     )
     estimates: list[ScheduleEstimate] = Field(min_length=1)
+    verification: Literal["sequoia", "traversal"] | None = Field(
+        default=None, description='What it was measured to be better with; none: "sequoia".'
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> TreeEntry:
