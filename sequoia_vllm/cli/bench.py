@@ -13,7 +13,6 @@ from sequoia_vllm.cli.common import (
     friendly_errors,
     note,
     print_json,
-    progress_bar,
 )
 from sequoia_vllm.cli.measuring import (
     CacheOption,
@@ -29,6 +28,7 @@ from sequoia_vllm.cli.measuring import (
     quiet_engines,
     write_file,
 )
+from sequoia_vllm.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from sequoia_vllm.bench.measure import BenchSettings

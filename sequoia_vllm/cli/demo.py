@@ -16,9 +16,9 @@ from sequoia_vllm.cli.common import (
     fail,
     friendly_errors,
     print_json,
-    progress_bar,
 )
 from sequoia_vllm.cli.measuring import quiet_engines
+from sequoia_vllm.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from sequoia_vllm.bench.measure import BenchSettings, MethodRuns

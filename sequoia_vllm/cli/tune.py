@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,7 +53,7 @@ class Budget:
 
 
 FULL = Budget(0.02, 100_000, 10, 5, "1,2,4,8", "1,2,4,8,16,32,64", 512, 3)
-QUICK = Budget(0.05, 4_000, 6, 3, "1,4", "1,2,4,8,16,32", 256, 2)
+QUICK = Budget(0.07, 4_000, 5, 3, "1,4", "1,2,4,8,16,32", 256, 2)
 
 
 def _default(field: str) -> str:
@@ -136,7 +137,9 @@ def tune(
         enforce_eager=eager, kv_cache_gib=kv_cache_gib,
     )  # fmt: skip
     how_to_calibrate = AcceptanceSettings(
-        engine, prompts=prompts, raw_prompts=raw_prompts, temperature=temperature, top_p=top_p,
+        # Compiling changes no acceptance, and may take longer than all the counting.
+        replace(engine, enforce_eager=eager or quick),
+        prompts=prompts, raw_prompts=raw_prompts, temperature=temperature, top_p=top_p,
         branch=budget.branch, depth=budget.depth, precision=precision or budget.precision,
         max_tokens_total=max_tokens_total or budget.max_tokens_total,
     )  # fmt: skip
@@ -151,10 +154,13 @@ def tune(
         files = library.measurements(pair)
         files.directory.mkdir(parents=True, exist_ok=True)
         vector, times = _given(pair, acceptance, profile)
+        stages = _stages(("acceptance", vector), ("profile", times))
         if vector is None:
-            vector = _calibrated(files.acceptance, how_to_calibrate, restart)
+            vector = _calibrated(files.acceptance, how_to_calibrate, restart, next(stages))
         if times is None:
-            times = profile_command.measure_into(files.profile, how_to_profile)
+            times = profile_command.measure_into(
+                files.profile, how_to_profile, vectors=[vector.vector], stage=next(stages)
+            )
         write_file(files.acceptance, vector)  # the same bytes, unless it was given
         write_file(files.profile, times)
         entry = choose(vector, times, usual_context, max(sizes))
@@ -182,12 +188,20 @@ def _given(pair: PairKey, acceptance: Path | None, profile: Path | None) -> tupl
     return vector, times
 
 
-def _calibrated(path: Path, settings: Any, restart: bool) -> Any:
+def _stages(*measurements: tuple[str, Any]) -> Iterator[str]:
+    """How progress names each measurement that is not given: "1 of 2, then profile: "."""
+    names = [name for name, given in measurements if given is None]
+    for number, following in enumerate([*names[1:], None], start=1):
+        then = f", then {following}" if following else ""
+        yield f"{number} of {len(names)}{then}: "
+
+
+def _calibrated(path: Path, settings: Any, restart: bool, stage: str) -> Any:
     """Measures acceptance into ``path``; the program ends there if it is interrupted."""
     from sequoia_vllm.calibration.acceptance import AcceptanceTask
 
     task = AcceptanceTask.prepare(settings, f"tuned-t{settings.temperature:g}")
-    measured = calibrate_command.measure_into(path, task, restart)
+    measured = calibrate_command.measure_into(path, task, restart, stage=stage)
     calibrate_command.finish(measured, path)
     return measured
 
