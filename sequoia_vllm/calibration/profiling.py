@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import random
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
@@ -67,6 +68,8 @@ class ProfileSettings:
         max_tokens: Tokens per completion.
         rounds: Times everything is measured; the middle one counts.
         temperature: Sampling of every request; 0 is greedy.
+        enough_seconds: Once measuring took so long, no other round begins: steps that
+            slow vary little. None: all rounds, always.
     """
 
     engine: EngineSpec
@@ -78,6 +81,7 @@ class ProfileSettings:
     max_tokens: int = 32
     rounds: int = 3
     temperature: float = 0.0
+    enough_seconds: float | None = None
 
     @property
     def trees(self) -> list[int]:
@@ -259,20 +263,23 @@ class _Measuring:
             for batch in settings.batch_sizes
             for context in settings.contexts
         ]
-        self._total = settings.rounds * len(self.times) * len(settings.tokens)
+        self._in_round = len(self.times) * len(settings.tokens)
+        self._start = 0.0
 
     def run(self) -> None:
         """All rounds: the first climbs the ladders, the others repeat it in other orders."""
         for engine in (self._plain, self._sequoia):
             engine.collective_rpc("sequoia_record_steps")
+        self._start = time.monotonic()
         for number in range(self._settings.rounds):
+            if number >= self._rounds():
+                break
             plain = [(times, 1) for times in self.times]
             self._shuffle(plain)
             self._run_all(self._plain, plain)
             if number == 0:
                 self._climb()
-                sizes = sum(1 + len(times.trees) for times in self.times)
-                self._total = self._settings.rounds * sizes
+                self._in_round = sum(1 + len(times.trees) for times in self.times)
                 continue
             trees = [(times, size) for times in self.times for size in times.trees]
             self._shuffle(trees)
@@ -282,6 +289,13 @@ class _Measuring:
         wait_for_quiet()
         for times, size in runs:
             self._run(engine, times, size)
+
+    def _rounds(self) -> int:
+        """Rounds in all, as far as can be told now."""
+        enough = self._settings.enough_seconds
+        if enough is None or time.monotonic() - self._start < enough:
+            return self._settings.rounds
+        return -(-max(self._done, 1) // self._in_round)
 
     def _climb(self) -> None:
         wait_for_quiet()
@@ -294,7 +308,8 @@ class _Measuring:
     def _run(self, engine: Any, times: BatchTimes, size: int) -> None:
         """One batch of completions; keeps its steady steps as one round."""
         batch, context = times.batch_size, times.context_length
-        self._report(f"batch {batch}, context {context}, {size} tokens", self._done, self._total)
+        total = max(self._done + 1, self._rounds() * self._in_round)
+        self._report(f"batch {batch}, context {context}, {size} tokens", self._done, total)
         if size > 1:
             engine.collective_rpc("sequoia_limit_drafts", args=(size - 1,))
         length = context - self._settings.max_tokens // 2

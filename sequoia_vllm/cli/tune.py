@@ -49,11 +49,13 @@ class Budget:
     batch_sizes: str
     tokens: str
     context: int
+    completion: int
     rounds: int
+    enough_seconds: float | None
 
 
-FULL = Budget(0.02, 100_000, 10, 5, "1,2,4,8", "1,2,4,8,16,32,64", 512, 3)
-QUICK = Budget(0.07, 4_000, 5, 3, "1,4", "1,2,4,8,16,32", 256, 2)
+FULL = Budget(0.02, 100_000, 10, 5, "1,2,4,8", "1,2,4,8,16,32,64", 512, 32, 3, None)
+QUICK = Budget(0.07, 4_000, 4, 3, "1,4", "1,2,4,8,16,32", 128, 24, 2, 60)
 
 
 def _default(field: str) -> str:
@@ -122,7 +124,12 @@ def tune(
     """
     from sequoia_vllm.calibration.acceptance import AcceptanceSettings
     from sequoia_vllm.calibration.profiling import ProfileSettings
-    from sequoia_vllm.calibration.tune import best_tree_at_any_price, pair_here, save_tuned
+    from sequoia_vllm.calibration.tune import (
+        best_tree_at_any_price,
+        pair_here,
+        quick_engine,
+        save_tuned,
+    )
     from sequoia_vllm.calibration.tune import tuned_entry as choose
     from sequoia_vllm.library.tree_library import TreeLibrary
     from sequoia_vllm.measuring.engines import EngineSpec
@@ -146,7 +153,8 @@ def tune(
     how_to_profile = ProfileSettings(
         engine, prompts=prompts, tokens=sizes, contexts=(usual_context,),
         batch_sizes=numbers("--batch-sizes", batch_sizes or budget.batch_sizes),
-        rounds=budget.rounds, temperature=temperature,
+        max_tokens=budget.completion, rounds=budget.rounds, temperature=temperature,
+        enough_seconds=budget.enough_seconds,
     )  # fmt: skip
     with friendly_errors():
         library = TreeLibrary()
@@ -158,6 +166,8 @@ def tune(
         if vector is None:
             vector = _calibrated(files.acceptance, how_to_calibrate, restart, next(stages))
         if times is None:
+            if quick:
+                how_to_profile = replace(how_to_profile, engine=quick_engine(engine))
             times = profile_command.measure_into(
                 files.profile, how_to_profile, vectors=[vector.vector], stage=next(stages)
             )

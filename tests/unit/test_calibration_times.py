@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from sequoia_vllm.calibration import profiling
 from sequoia_vllm.calibration.ladder import Ladder
 from sequoia_vllm.calibration.profile_figure import plot_profile
 from sequoia_vllm.calibration.step_curves import (
@@ -22,7 +24,7 @@ from sequoia_vllm.cli.profile import print_profile
 from sequoia_vllm.figures import FigureFormatError
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.step_profile import Profile
-from sequoia_vllm.measuring.engines import token_windows
+from sequoia_vllm.measuring.engines import EngineSpec, token_windows
 from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.measuring.step_recorder import StepTimes
 from sequoia_vllm.tree import Acceptance
@@ -303,3 +305,65 @@ def test_friendly_errors(tmp_path, monkeypatch, arguments, message):
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
     assert not list(tmp_path.iterdir())
+
+
+# -- rounds ----------------------------------------------------------------------
+
+
+class FakeEngine:
+    """Answers what `profiling` asks of an engine; a run takes ``seconds`` of its clock."""
+
+    def __init__(self, clock, seconds):
+        self._clock, self._seconds = clock, seconds
+        self._size = 1
+        self.ran = []
+
+    def collective_rpc(self, name, args=()):
+        if name == "sequoia_limit_drafts":
+            self._size = args[0] + 1
+        if name == "sequoia_take_steps":
+            return [records(self._batch, self._size)]
+        return None
+
+    def generate(self, requests, params, use_tqdm):
+        assert params.max_tokens == 24
+        self._batch = len(requests)
+        self.ran.append((self._batch, self._size))
+        self._clock.now += self._seconds
+
+
+@pytest.mark.parametrize(("seconds", "enough", "rounds"), [(1, 60, 3), (9, 60, 2), (9, None, 3)])
+def test_no_round_begins_when_measuring_took_long_enough(monkeypatch, seconds, enough, rounds):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(profiling.time, "monotonic", lambda: clock.now)
+    settings = profiling.ProfileSettings(
+        EngineSpec("t", "d"), batch_sizes=(1,), tokens=(1, 2, 4, 8), contexts=(64,),
+        max_tokens=24, rounds=3, enough_seconds=enough,
+    )  # fmt: skip
+    plain, sequoia = (FakeEngine(clock, seconds) for _ in range(2))
+    reports = []
+    measuring = profiling._Measuring(
+        settings, [[1, 2, 3]], Ladder(), (plain, sequoia), lambda *report: reports.append(report)
+    )
+    measuring.run()
+    assert plain.ran == [(1, 1)] * rounds
+    assert sorted(sequoia.ran) == sorted([(1, 2), (1, 4), (1, 8)] * rounds)
+    assert len(reports) == 4 * rounds
+    assert batch_curves(measuring.times[0]).target.tokens == [1, 2, 4, 8]
+
+
+def test_sizes_that_cannot_win_are_left_out_of_all_rounds(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    settings = profiling.ProfileSettings(
+        EngineSpec("t", "d"), batch_sizes=(1,), tokens=(1, 2, 4, 8), contexts=(64,),
+        max_tokens=24, rounds=2,
+    )  # fmt: skip
+    plain, sequoia = (FakeEngine(SimpleNamespace(now=0.0), 1) for _ in range(2))
+    poor = Ladder.of([Acceptance.of([0.1, 0.02])], 8)  # a step of 4 takes twice a plain one
+    reports = []
+    profiling._Measuring(
+        settings, [[1, 2, 3]], poor, (plain, sequoia), lambda *report: reports.append(report)
+    ).run()
+    assert sorted(sequoia.ran) == [(1, 2), (1, 2), (1, 4), (1, 4)]
+    assert reports[-1][1:] == (5, 6)
