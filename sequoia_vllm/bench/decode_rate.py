@@ -64,6 +64,29 @@ def steady_part(arrivals: Sequence[Arrival]) -> Steady:
     Raises:
         BenchError: If there are none.
     """
+    start, inside = _steady(arrivals)
+    # A step that brought no tokens (its requests were preempted) still took its time.
+    if start is None or not any(sum(arrival.tokens) for arrival in inside):
+        raise BenchError(
+            "no step had all requests decoding: completions are too short (--max-tokens), or the "
+            "KV cache is too small for the batch (--kv-cache-gib)"
+        )
+    return Steady(
+        tokens=sum(sum(arrival.tokens) for arrival in inside),
+        steps=len(inside),
+        seconds=inside[-1].seconds - start,
+        batch_size=len(arrivals[0].tokens),
+    )
+
+
+def tokens_of_steps(arrivals: Sequence[Arrival]) -> list[int]:
+    """What each request got in each steady step in which it got anything."""
+    _, inside = _steady(arrivals)
+    return [tokens for arrival in inside for tokens in arrival.tokens if tokens]
+
+
+def _steady(arrivals: Sequence[Arrival]) -> tuple[float | None, list[Arrival]]:
+    """When every request had its first token (None: never), and the steps of `steady_part`."""
     received = [0] * len(arrivals[0].tokens) if arrivals else []
     start = None
     inside: list[Arrival] = []
@@ -75,18 +98,7 @@ def steady_part(arrivals: Sequence[Arrival]) -> Steady:
         received = [a + b for a, b in zip(received, arrival.tokens, strict=True)]
         if start is None and min(received) > 0:
             start = arrival.seconds
-    # A step that brought no tokens (its requests were preempted) still took its time.
-    if start is None or not any(sum(arrival.tokens) for arrival in inside):
-        raise BenchError(
-            "no step had all requests decoding: completions are too short (--max-tokens), or the "
-            "KV cache is too small for the batch (--kv-cache-gib)"
-        )
-    return Steady(
-        tokens=sum(sum(arrival.tokens) for arrival in inside),
-        steps=len(inside),
-        seconds=inside[-1].seconds - start,
-        batch_size=len(received),
-    )
+    return start, inside
 
 
 def pooled(parts: Sequence[Steady]) -> Steady:

@@ -35,21 +35,24 @@ class Limits:
     Attributes:
         max_model_len: Longest prompt with its completion.
         max_num_seqs: Largest batch.
+        most_drafts: Of every request and step, whatever the method: all engines are alike.
     """
 
     max_model_len: int
     max_num_seqs: int
+    most_drafts: int
 
-    def for_vllm(self, most_drafts: int) -> dict[str, Any]:
-        """Arguments of ``vllm.LLM``, with room for this many drafts of every request."""
-        longest = self.max_model_len + most_drafts  # trees are never trimmed
-        longest = max(longest, warm_up_length(most_drafts + 1))
+    def for_vllm(self) -> dict[str, Any]:
+        """Arguments of ``vllm.LLM``."""
+        longest = self.max_model_len + self.most_drafts  # trees are never trimmed
+        longest = max(longest, warm_up_length(self.most_drafts + 1))
+        scheduled = self.max_num_seqs * (self.most_drafts + 1)
         return {
             "max_model_len": longest,
             "max_num_seqs": self.max_num_seqs,
             # Trees take at most half of it. Not more than needed: engines start
             # with a forward pass over so many tokens.
-            "max_num_batched_tokens": max(512, longest, 2 * self.max_num_seqs * (most_drafts + 1)),
+            "max_num_batched_tokens": max(512, longest, 2 * scheduled),
             # Every round reads its prompts anew, in the same chunks.
             "enable_prefix_caching": False,
             "worker_extension_cls": EXTENSION,
@@ -90,6 +93,11 @@ class BenchEngine:
     def dtype(self) -> str:
         """Of weights and activations."""
         return str(self._config.model_config.dtype).removeprefix("torch.")
+
+    @property
+    def uses_v2(self) -> bool:
+        """Whether vLLM's Model Runner V2 runs it."""
+        return bool(self._config.use_v2_model_runner)
 
     @property
     def tree(self) -> TokenTree | None:
@@ -192,10 +200,10 @@ def open_engines(
 
     Raises:
         CalibrationError: If vLLM cannot start one.
-        BenchError: If there is not enough memory for all of them.
+        BenchError: If there is not enough memory for all of them, or vLLM would
+            not do what a method names.
     """
     check_memory(engine, len(methods))
-    most_drafts = max(method.most_drafts for method in methods)
     order = sorted(methods, key=_start_order)
     engines = {}
     with ExitStack() as stack:
@@ -205,10 +213,11 @@ def open_engines(
                 open_engine(
                     engine,
                     speculative_config=method.speculative_config,
-                    **limits.for_vllm(most_drafts),
+                    **limits.for_vllm(),
                 )
             )
             engines[method.name] = BenchEngine(method, llm)
+            check_runner(engines[method.name])
         yield engines
 
 
@@ -222,6 +231,25 @@ def _start_order(method: Method) -> tuple[bool, bool]:
     return method.kind is not Kind.SEQUOIA, is_auto
 
 
+def check_runner(engine: BenchEngine) -> None:
+    """Whether the engine does what its method's name says.
+
+    Raises:
+        BenchError: If vLLM ignores how its chain shall sample.
+    """
+    if engine.method.sampling.needs_v2 and not engine.uses_v2:
+        raise BenchError(
+            f"{engine.method.name}: vLLM's Model Runner V1 runs here, which has no block "
+            "verification and falls back without a word: leave :block out of --chain"
+        )
+
+
+def most_engines(engine: EngineSpec) -> int | None:
+    """How many engines the machine has memory for; None: that cannot be told."""
+    available = _available_gib()
+    return None if available is None else int(available / _needed_gib(engine))
+
+
 def check_memory(engine: EngineSpec, count: int) -> None:
     """Whether the machine has memory for so many engines, where that can be told.
 
@@ -229,13 +257,17 @@ def check_memory(engine: EngineSpec, count: int) -> None:
         BenchError: If not.
     """
     available = _available_gib()
-    weights = sum(_weights_gib(model) for model in (engine.target, engine.draft))
-    needed = count * (weights + engine.kv_cache_gib + _PROCESS_GIB)
+    needed = count * _needed_gib(engine)
     if available is not None and needed > available:
         raise BenchError(
             f"{count} engines need about {needed:.0f} GiB together, and {available:.0f} GiB are "
             "free: compare fewer (--chain, --trees), or give them less (--kv-cache-gib)"
         )
+
+
+def _needed_gib(engine: EngineSpec) -> float:
+    weights = sum(_weights_gib(model) for model in (engine.target, engine.draft))
+    return weights + engine.kv_cache_gib + _PROCESS_GIB
 
 
 def _available_gib() -> float | None:

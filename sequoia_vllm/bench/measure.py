@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import cycle, islice
-from typing import Any
 
-from sequoia_vllm.bench.decode_rate import Steady, pooled, steady_part
-from sequoia_vllm.bench.engines import BenchEngine, Limits, open_engines
+from sequoia_vllm.bench.chain_probe import ChainProbe, ChainSearch
+from sequoia_vllm.bench.chain_search import MOST_DRAFTS
+from sequoia_vllm.bench.engines import (
+    BenchEngine,
+    Limits,
+    check_memory,
+    most_engines,
+    open_engines,
+)
 from sequoia_vllm.bench.methods import Method
 from sequoia_vllm.bench.outputs import NEAR_TIE, Difference, first_difference, is_near_tie
 from sequoia_vllm.bench.report import GreedyCheck, Mismatch
-from sequoia_vllm.measuring.engines import EngineSpec, Progress, wait_for_quiet
+from sequoia_vllm.bench.rounds import Case, RoundRun, run_round, warm_up
+from sequoia_vllm.measuring.engines import EngineSpec, Progress
 from sequoia_vllm.tree.token_tree import TokenTree
 
-_WARM_UP_TOKENS = 16
+# Chains that a search chooses at most: each is an engine, alive with all others.
+_MOST_CHAINS = 6
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,7 @@ class BenchSettings:
     Attributes:
         engine: Models, and how all engines run them.
         methods: The first is plain vLLM.
+        search_chains: Look for vLLM's best chain in each case, and run it with the methods.
         prompts: Token ids; every round completes all of them.
         batch_sizes: Requests at once; prompts are repeated to fill a batch.
         temperatures: Of every request; 0 is greedy.
@@ -35,6 +44,7 @@ class BenchSettings:
     engine: EngineSpec
     _: KW_ONLY
     methods: tuple[Method, ...]
+    search_chains: bool = False
     prompts: tuple[list[int], ...]
     batch_sizes: tuple[int, ...] = (1,)
     temperatures: tuple[float, ...] = (0.0,)
@@ -46,35 +56,16 @@ class BenchSettings:
         return Limits(
             max_model_len=max(map(len, self.prompts)) + self.max_tokens + 1,
             max_num_seqs=max(self.batch_sizes),
+            most_drafts=max(
+                MOST_DRAFTS if self.search_chains else 0,
+                *(method.most_drafts for method in self.methods),
+            ),
         )
 
-
-@dataclass(frozen=True)
-class Case:
-    """How the engines are used: requests at once, and their temperature."""
-
-    batch_size: int
-    temperature: float
-
-
-@dataclass(frozen=True)
-class RoundRun:
-    """All prompts through one engine, once.
-
-    Attributes:
-        steady: The steps in which whole batches were decoding.
-        request_seconds: Mean time of a batch from its start to its end.
-        token_ids, texts: Completions, one for each prompt.
-        parts: `part_seconds`.
-        counters: Sequoia's (`StepStats.to_dict`); None: another method.
-    """
-
-    steady: Steady
-    request_seconds: float
-    token_ids: list[list[int]]
-    texts: list[str]
-    parts: dict[str, float]
-    counters: dict[str, Any] | None
+    @property
+    def cases(self) -> list[Case]:
+        """Every temperature with every batch size."""
+        return [Case(b, t) for t in self.temperatures for b in self.batch_sizes]
 
 
 @dataclass(frozen=True)
@@ -100,12 +91,15 @@ class Measurements:
 
     Attributes:
         dtype: Of weights and activations, as vLLM resolved it.
-        runs: By case, in the order of the settings' methods.
+        runs: By case, in the order of the settings' methods; chains that were
+            searched for come after plain vLLM.
+        search: What the search for chains found; None: there was none.
         greedy: Greedy outputs against plain vLLM's; None: there were none.
     """
 
     dtype: str
     runs: dict[Case, list[MethodRuns]] = field(default_factory=dict)
+    search: ChainSearch | None = None
     greedy: GreedyCheck | None = None
 
 
@@ -121,23 +115,61 @@ def measure(settings: BenchSettings, progress: Progress | None = None) -> Measur
             nothing to measure.
     """
     report = progress or (lambda what, done, total: None)
-    with open_engines(settings.methods, settings.engine, settings.limits(), report) as engines:
+    with ExitStack() as stack:
+        room = _room_for_chains(settings)
+        engines = stack.enter_context(_opened(settings, settings.methods, report))
         plain = engines[settings.methods[0].name]
         found = Measurements(plain.dtype)
-        cases = [Case(b, t) for t in settings.temperatures for b in settings.batch_sizes]
-        for case in cases:
-            found.runs[case] = _measure_case(settings, case, engines, report)
+        if settings.search_chains:
+            found.search = _probe(settings, report).search(plain, room)
+            chains = found.search.methods(settings.engine.draft)
+            engines |= stack.enter_context(_opened(settings, chains, report))
+        for case in settings.cases:
+            methods = _methods_of(settings, found.search, case)
+            found.runs[case] = _measure_case(settings, case, methods, engines, report)
             if case.temperature == 0:
                 check = _check_outputs(settings, case, found, plain)
                 found.greedy = check if found.greedy is None else _joined(found.greedy, check)
     return found
 
 
-def batches(prompts: Sequence[list[int]], batch_size: int) -> list[list[list[int]]]:
-    """All prompts, in full batches; the first ones are repeated to fill the last."""
-    count = -(-len(prompts) // batch_size)
-    endless = cycle(prompts)
-    return [list(islice(endless, batch_size)) for _ in range(count)]
+def _room_for_chains(settings: BenchSettings) -> int:
+    """How many chains may be searched for.
+
+    Raises:
+        BenchError: If there is no memory for one beside the other engines.
+    """
+    if not settings.search_chains:
+        return 0
+    check_memory(settings.engine, len(settings.methods) + 1)
+    room = most_engines(settings.engine)
+    return _MOST_CHAINS if room is None else min(_MOST_CHAINS, room - len(settings.methods))
+
+
+@contextmanager
+def _opened(
+    settings: BenchSettings, methods: Sequence[Method], report: Progress
+) -> Iterator[dict[str, BenchEngine]]:
+    with open_engines(methods, settings.engine, settings.limits(), report) as engines:
+        yield engines
+
+
+def _probe(settings: BenchSettings, report: Progress) -> ChainProbe:
+    @contextmanager
+    def open_engine(method: Method) -> Iterator[BenchEngine]:
+        with _opened(settings, [method], report) as engines:
+            yield engines[method.name]
+
+    return ChainProbe(
+        settings.engine.draft, settings.cases, settings.prompts, settings.max_tokens, open_engine,
+        report,
+    )  # fmt: skip
+
+
+def _methods_of(settings: BenchSettings, search: ChainSearch | None, case: Case) -> list[Method]:
+    plain, *others = settings.methods
+    chains = [] if search is None else search.methods(settings.engine.draft, case)
+    return [plain, *chains, *others]
 
 
 def rotated(methods: Sequence[Method], turn: int) -> list[Method]:
@@ -147,48 +179,33 @@ def rotated(methods: Sequence[Method], turn: int) -> list[Method]:
 
 
 def _measure_case(
-    settings: BenchSettings, case: Case, engines: dict[str, BenchEngine], report: Progress
+    settings: BenchSettings,
+    case: Case,
+    methods: Sequence[Method],
+    engines: Mapping[str, BenchEngine],
+    report: Progress,
 ) -> list[MethodRuns]:
-    work = batches(settings.prompts, case.batch_size)
     where = f"T={case.temperature:g}, batch {case.batch_size}"
-    for number, engine in enumerate(engines.values()):
-        report(f"{where}: warming up {engine.method.name}", number, len(engines))
-        engine.generate(work[0], case.temperature, min(_WARM_UP_TOKENS, settings.max_tokens))
-    runs: dict[str, list[RoundRun]] = {method.name: [] for method in settings.methods}
+    for number, method in enumerate(methods):
+        report(f"{where}: warming up {method.name}", number, len(methods))
+        warm_up(engines[method.name], settings.prompts, case, settings.max_tokens)
+    runs: dict[str, list[RoundRun]] = {method.name: [] for method in methods}
     for number in range(settings.rounds):
-        for turn, method in enumerate(rotated(settings.methods, number)):
+        for turn, method in enumerate(rotated(methods, number)):
             report(
                 f"{where}: round {number + 1}, {method.name}",
-                number * len(engines) + turn,
-                settings.rounds * len(engines),
+                number * len(methods) + turn,
+                settings.rounds * len(methods),
             )
-            one = _run_round(engines[method.name], work, case, settings)
+            one = run_round(engines[method.name], settings.prompts, case, settings.max_tokens)
             runs[method.name].append(one)
     return [
         MethodRuns(
             method, engines[method.name].tree, engines[method.name].drafts(case.batch_size),
             runs[method.name],
         )
-        for method in settings.methods
+        for method in methods
     ]  # fmt: skip
-
-
-def _run_round(
-    engine: BenchEngine, work: Sequence[list[list[int]]], case: Case, settings: BenchSettings
-) -> RoundRun:
-    engine.take_part_seconds(case.batch_size)  # forgets what was before
-    engine.take_counters()
-    wait_for_quiet()
-    found = [engine.generate(batch, case.temperature, settings.max_tokens) for batch in work]
-    count = len(settings.prompts)
-    return RoundRun(
-        steady=pooled([steady_part(one.arrivals) for one in found]),
-        request_seconds=sum(one.seconds for one in found) / len(found),
-        token_ids=[ids for one in found for ids in one.token_ids][:count],
-        texts=[text for one in found for text in one.texts][:count],
-        parts=engine.take_part_seconds(case.batch_size),
-        counters=engine.take_counters(),
-    )
 
 
 def _check_outputs(

@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from sequoia_vllm.bench.chain_sampling import DEFAULT, ChainSampling, is_known
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.tree.token_tree import TokenTree
@@ -39,12 +40,14 @@ class Method:
         kind: Its family.
         speculative_config: For ``vllm.LLM``; None: plain decoding.
         most_drafts: Drafts of a request and step, at most.
+        sampling: Of a chain.
     """
 
     name: str
     kind: Kind
     speculative_config: dict[str, Any] | None
     most_drafts: int
+    sampling: ChainSampling = DEFAULT
 
 
 def plain() -> Method:
@@ -52,10 +55,31 @@ def plain() -> Method:
     return Method("plain vLLM", Kind.PLAIN, None, 0)
 
 
-def chain(draft: str, drafts: int) -> Method:
+def chain(draft: str, drafts: int, sampling: ChainSampling = DEFAULT) -> Method:
     """vLLM's own speculation with a draft model: a chain of ``drafts`` tokens."""
-    config = {"method": "draft_model", "model": draft, "num_speculative_tokens": drafts}
-    return Method(f"chain of {drafts}", Kind.CHAIN, config, drafts)
+    config: dict[str, Any] = {
+        "method": "draft_model", "model": draft, "num_speculative_tokens": drafts, **sampling.keys,
+    }  # fmt: skip
+    name = ", ".join([f"chain of {drafts}", *sampling.words])
+    return Method(name, Kind.CHAIN, config, drafts, sampling)
+
+
+def chain_of_words(draft: str, text: str) -> Method:
+    """A chain as it is written in options: ``4``, ``4:probabilistic``, ``4:probabilistic:block``.
+
+    Raises:
+        BenchError: If there is no such chain, or the installed vLLM has no such sampling.
+    """
+    length, *words = text.strip().split(":")
+    sampling = ChainSampling.of_words(words)
+    if not length.isdecimal() or int(length) < 1 or sampling is None:
+        raise BenchError(
+            f"chain {text!r}: give its length, from 1 up, and vLLM's sampling if it is not the "
+            "default, like 4, 4:probabilistic or 4:probabilistic:block"
+        )
+    if not is_known(sampling):
+        raise BenchError(f"chain {text!r}: the installed vLLM has no such sampling; give {length}")
+    return chain(draft, int(length), sampling)
 
 
 def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
@@ -88,16 +112,14 @@ def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
 
 
 def methods(
-    draft: str, chains: list[int], trees: list[str], acceptance: Path | None = None
+    draft: str, chains: list[str], trees: list[str], acceptance: Path | None = None
 ) -> list[Method]:
-    """Plain decoding, then chains of these lengths, then these trees.
+    """Plain decoding, then these chains (`chain_of_words`), then these trees.
 
     Raises:
         BenchError, TreeError, LibraryError: If one of them cannot be, or two are alike.
     """
-    if any(drafts < 1 for drafts in chains):
-        raise BenchError(f"chains of {chains}: a chain has at least one draft")
-    found = [plain(), *(chain(draft, drafts) for drafts in chains)]
+    found = [plain(), *(chain_of_words(draft, text) for text in chains)]
     found += [sequoia(draft, tree, acceptance) for tree in trees]
     names = [method.name for method in found]
     for name in names:

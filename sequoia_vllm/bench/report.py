@@ -80,6 +80,19 @@ class Result(FileModel):
     note: str | None = Field(default=None, description="What must be said beside this number.")
 
 
+class SearchedChain(FileModel):
+    """One of vLLM's chains in the search for the best: a prediction, never a result."""
+
+    method: str
+    batch_size: int = Field(ge=1)
+    temperature: float = Field(ge=0)
+    drafts: int = Field(ge=1, description="Its length.")
+    sampling: list[str] = Field(description="How it samples, where that is not vLLM's default.")
+    tokens_per_step: float = Field(ge=1, description="Predicted; of a request.")
+    tokens_per_second: float = Field(gt=0, description="Predicted; of the whole batch.")
+    run: bool = Field(description="Whether it was chosen to be run: then it has a result.")
+
+
 class Mismatch(FileModel):
     """A greedy output that differs from plain vLLM's."""
 
@@ -136,6 +149,10 @@ class BenchReport(FileModel):
     dtype: str
     settings: dict[str, Any] = Field(description="As given, with the prompts' name and hash.")
     results: list[Result] = Field(min_length=1)
+    searched: list[SearchedChain] | None = Field(
+        default=None,
+        description="vLLM's chains as predicted from one of 8 drafts; none: they were given.",
+    )
     greedy: GreedyCheck | None = Field(
         default=None, description="None: no greedy outputs were asked for."
     )

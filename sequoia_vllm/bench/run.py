@@ -8,11 +8,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from sequoia_vllm.bench.measure import BenchSettings, Case, MethodRuns, measure
+from sequoia_vllm.bench.measure import BenchSettings, MethodRuns, measure
 from sequoia_vllm.bench.methods import Kind
 from sequoia_vllm.bench.predict import Basis, middle_context
 from sequoia_vllm.bench.report import BenchModel, BenchReport, Prediction
-from sequoia_vllm.bench.summary import results
+from sequoia_vllm.bench.rounds import Case
+from sequoia_vllm.bench.summary import results, searched
 from sequoia_vllm.enlarge.mark import grown_from
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.measuring.engines import Progress
@@ -69,6 +70,7 @@ def run_bench(
         dtype=found.dtype,
         settings=described,
         results=results(found, predict, chain_is_wrong=_chain_samples_wrongly()),
+        searched=None if found.search is None else searched(found.search, settings.engine.draft),
         greedy=found.greedy,
         notes=[note for model in models if (note := grown_note(model)) is not None],
         provenance=stated,

@@ -6,16 +6,19 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+from sequoia_vllm.bench.chain_probe import ChainSearch
 from sequoia_vllm.bench.decode_rate import pooled
-from sequoia_vllm.bench.measure import Case, Measurements, MethodRuns, RoundRun
-from sequoia_vllm.bench.methods import AUTO, Kind
+from sequoia_vllm.bench.measure import Measurements, MethodRuns
+from sequoia_vllm.bench.methods import AUTO, Kind, chain
 from sequoia_vllm.bench.parts import PARTS
-from sequoia_vllm.bench.report import Prediction, Result, Spread, StepSplit
+from sequoia_vllm.bench.report import Prediction, Result, SearchedChain, Spread, StepSplit
+from sequoia_vllm.bench.rounds import Case, RoundRun
 
 Predict = Callable[[MethodRuns, Case], Prediction | None]
 CHAIN_SAMPLES_WRONGLY = (
     "vLLM's chain samples wrongly at temperatures above 0 on CPUs without Triton "
-    "(vllm-project/vllm#55005): its tokens are not the target's"
+    "(vllm-project/vllm#55005): its tokens are not the target's, and it accepts fewer drafts than "
+    "it should, so that its speed there says nothing of vLLM's chain elsewhere"
 )
 DECLINED = '"auto" does not speculate here'
 
@@ -72,6 +75,24 @@ def _result(
         measured_over_predicted=speedup.median / predicted.speedup if predicted else None,
         note=note,
     )
+
+
+def searched(search: ChainSearch, draft: str) -> list[SearchedChain]:
+    """What was predicted of every chain in every case."""
+    return [
+        SearchedChain(
+            method=chain(draft, one.chain.drafts, one.chain.sampling).name,
+            batch_size=case.batch_size,
+            temperature=case.temperature,
+            drafts=one.chain.drafts,
+            sampling=one.chain.sampling.words,
+            tokens_per_step=round(one.tokens_per_step, 4),
+            tokens_per_second=round(one.tokens_per_second, 4),
+            run=one.chain in search.chosen[case],
+        )
+        for case, predicted in search.predicted.items()
+        for one in predicted
+    ]
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -195,7 +195,7 @@ def measure_acceptance(
         trees, reached = checkpoint.counters.trees, checkpoint.counters.precision()
         if reached is None:
             return
-        needed = round(trees * max(1.0, (reached / settings.precision) ** 2))
+        needed = _trees_needed(checkpoint.counters, reached, budget)
         report(f"within {reached:.3f}, to be {settings.precision:g}", trees, needed)
         if save is not None:
             save(_file(task, checkpoint, "interrupt"))
@@ -209,6 +209,13 @@ def measure_acceptance(
     if stopped_by == "interrupt" and probe.checkpoint.counters.trees == 0:
         raise KeyboardInterrupt
     return _file(task, probe.checkpoint, stopped_by)
+
+
+def _trees_needed(counters: Counters, reached: float, budget: Budget) -> int:
+    """Trees until the precision wanted is reached or all tokens are spent, as it seems now."""
+    by_precision = (reached / budget.precision) ** 2
+    by_tokens = budget.tokens / max(1, counters.tokens)
+    return round(counters.trees * max(1.0, min(by_precision, by_tokens)))
 
 
 def class_name(text: str) -> str:
@@ -308,8 +315,8 @@ def _engine(task: AcceptanceTask, seed: int) -> Iterator[Any]:
             },
             "max_model_len": longest,
             "max_num_seqs": settings.batch_size,
-            # vLLM keeps one slot of each request free for drafting.
-            "max_num_batched_tokens": max(2048, longest, settings.batch_size * (tree.size + 1)),
+            # As when profiling: trees take at most half, and starting takes longer with more.
+            "max_num_batched_tokens": max(512, longest, 2 * settings.batch_size * (tree.size + 1)),
             "enable_prefix_caching": False,
         }  # fmt: skip
         with open_engine(settings.engine, seed=seed, **options) as llm:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import datetime
 import random
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sequoia_vllm.calibration.ladder import Ladder
 from sequoia_vllm.calibration.step_curves import (
     BatchCurves,
     BatchTimes,
     batch_curves,
     check_steady,
     measuring_tree,
-    pays_to_go_on,
     steady_steps,
 )
 from sequoia_vllm.hardware.budget import warm_up_length
@@ -47,6 +48,7 @@ from sequoia_vllm.prompts import (
     prompts_sha256,
     source_name,
 )
+from sequoia_vllm.tree.acceptance import Acceptance
 
 _SMALLEST_TREE = 4  # with a second level: its draft pass can be timed
 
@@ -61,11 +63,13 @@ class ProfileSettings:
             None: the built-in set.
         batch_sizes: Requests at once.
         tokens: Tree sizes, root included; 1 is plain decoding. At each batch
-            size and context the ladder ends where `pays_to_go_on` says so.
+            size and context the ladder ends where `Ladder.goes_on` says so.
         contexts: Tokens of each request in the middle of its completion.
         max_tokens: Tokens per completion.
         rounds: Times everything is measured; the middle one counts.
         temperature: Sampling of every request; 0 is greedy.
+        enough_seconds: Once measuring took so long, no other round begins: steps that
+            slow vary little. None: all rounds, always.
     """
 
     engine: EngineSpec
@@ -77,6 +81,7 @@ class ProfileSettings:
     max_tokens: int = 32
     rounds: int = 3
     temperature: float = 0.0
+    enough_seconds: float | None = None
 
     @property
     def trees(self) -> list[int]:
@@ -84,12 +89,18 @@ class ProfileSettings:
         return [size for size in self.tokens if size > 1]
 
 
-def measure_profile(settings: ProfileSettings, progress: Progress | None = None) -> Profile:
+def measure_profile(
+    settings: ProfileSettings,
+    progress: Progress | None = None,
+    vectors: Sequence[Acceptance] = (),
+) -> Profile:
     """Times a plain and a Sequoia engine in turns, at every batch size, context and tree size.
 
     Args:
         settings: What to measure.
         progress: Called with (what is done, runs done, runs in all).
+        vectors: Acceptance that trees will be chosen for: sizes that cannot win with
+            any of these are not timed. Empty: not known.
 
     Raises:
         PromptError, CalibrationError, ProfileError: If the settings, prompts or
@@ -100,7 +111,8 @@ def measure_profile(settings: ProfileSettings, progress: Progress | None = None)
     encoded = encode_prompts(prompts, load_tokenizer(settings.engine.target), raw=True)
     report = progress or (lambda what, done, total: None)
     with _engines(settings, report) as (plain, sequoia):
-        measuring = _Measuring(settings, encoded, plain, sequoia, report)
+        ladder = Ladder.of(vectors, settings.tokens[-1])
+        measuring = _Measuring(settings, encoded, ladder, (plain, sequoia), report)
         measuring.run()
         dtype = plain.llm_engine.vllm_config.model_config.dtype
     curves = [batch_curves(times) for times in measuring.times]
@@ -189,12 +201,14 @@ def _engines(settings: ProfileSettings, report: Progress) -> Iterator[tuple[Any,
     length = settings.contexts[-1] + settings.max_tokens - half + largest
     length = max(length, warm_up_length(largest))
     most_requests = settings.batch_sizes[-1]
+    # Larger batches never come; the schedule below needs them.
+    most_scheduled = most_requests + len(settings.trees)
     options: dict[str, Any] = {
         "max_model_len": length,
-        # Larger batches never come; the schedule below needs them.
-        "max_num_seqs": most_requests + len(settings.trees),
-        # vLLM keeps one slot of each request free for drafting.
-        "max_num_batched_tokens": max(2048, length, most_requests * (largest + 1)),
+        "max_num_seqs": most_scheduled,
+        # Trees take at most half of it, and vLLM keeps a slot of each request free for
+        # drafting. Not more: engines start with a forward pass over so many tokens.
+        "max_num_batched_tokens": max(512, length, 2 * most_scheduled * (largest + 1)),
         "enable_prefix_caching": True,  # prompts are read in the first round only
         "worker_extension_cls": EXTENSION,
     }
@@ -233,14 +247,14 @@ class _Measuring:
         self,
         settings: ProfileSettings,
         encoded: list[list[int]],
-        plain: Any,
-        sequoia: Any,
+        ladder: Ladder,
+        engines: tuple[Any, Any],
         report: Progress,
     ) -> None:
         self._settings = settings
         self._encoded = encoded
-        self._plain = plain
-        self._sequoia = sequoia
+        self._ladder = ladder
+        self._plain, self._sequoia = engines
         self._report = report
         self._done = 0
         self._shuffle = random.Random(0).shuffle
@@ -249,20 +263,23 @@ class _Measuring:
             for batch in settings.batch_sizes
             for context in settings.contexts
         ]
-        self._total = settings.rounds * len(self.times) * len(settings.tokens)
+        self._in_round = len(self.times) * len(settings.tokens)
+        self._start = 0.0
 
     def run(self) -> None:
         """All rounds: the first climbs the ladders, the others repeat it in other orders."""
         for engine in (self._plain, self._sequoia):
             engine.collective_rpc("sequoia_record_steps")
+        self._start = time.monotonic()
         for number in range(self._settings.rounds):
+            if number >= self._rounds():
+                break
             plain = [(times, 1) for times in self.times]
             self._shuffle(plain)
             self._run_all(self._plain, plain)
             if number == 0:
                 self._climb()
-                sizes = sum(1 + len(times.trees) for times in self.times)
-                self._total = self._settings.rounds * sizes
+                self._in_round = sum(1 + len(times.trees) for times in self.times)
                 continue
             trees = [(times, size) for times in self.times for size in times.trees]
             self._shuffle(trees)
@@ -273,18 +290,26 @@ class _Measuring:
         for times, size in runs:
             self._run(engine, times, size)
 
+    def _rounds(self) -> int:
+        """Rounds in all, as far as can be told now."""
+        enough = self._settings.enough_seconds
+        if enough is None or time.monotonic() - self._start < enough:
+            return self._settings.rounds
+        return -(-max(self._done, 1) // self._in_round)
+
     def _climb(self) -> None:
         wait_for_quiet()
         for times in self.times:
             for size in self._settings.trees:
                 self._run(self._sequoia, times, size)
-                if size >= _SMALLEST_TREE and not pays_to_go_on(times, size):
+                if size >= _SMALLEST_TREE and not self._ladder.goes_on(times, size):
                     break
 
     def _run(self, engine: Any, times: BatchTimes, size: int) -> None:
         """One batch of completions; keeps its steady steps as one round."""
         batch, context = times.batch_size, times.context_length
-        self._report(f"batch {batch}, context {context}, {size} tokens", self._done, self._total)
+        total = max(self._done + 1, self._rounds() * self._in_round)
+        self._report(f"batch {batch}, context {context}, {size} tokens", self._done, total)
         if size > 1:
             engine.collective_rpc("sequoia_limit_drafts", args=(size - 1,))
         length = context - self._settings.max_tokens // 2

@@ -30,7 +30,6 @@ from sequoia_vllm.measuring.step_recorder import StepTimes
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _DIGITS = 7  # a tenth of a microsecond
-_MOST_PLAIN_STEPS = 12.0
 
 
 @dataclass(frozen=True)
@@ -119,16 +118,13 @@ def check_steady(rounds: Rounds, batch_size: int, size: int) -> None:
         )
 
 
-def pays_to_go_on(times: BatchTimes, size: int) -> bool:
-    """Whether a tree larger than ``size`` might be worth timing.
-
-    Not when a step with this one already takes as long as 12 plain steps: no
-    draft gets so many tokens accepted that a larger tree would win, and the
-    largest trees at the largest batches take most of the measuring time.
-    """
-    plain = _median(timed.seconds for timed in _middle(times.plain))
-    tree = _median(timed.seconds for timed in _middle(times.trees[size]))
-    return tree < _MOST_PLAIN_STEPS * plain
+def middle_round(rounds: Rounds) -> list[TimedStep]:
+    """The round in the middle by its median step (of an even number, the faster)."""
+    by_time = sorted(
+        (steps for steps in rounds if steps),
+        key=lambda steps: _median(timed.seconds for timed in steps),
+    )
+    return by_time[(len(by_time) - 1) // 2]
 
 
 def batch_curves(times: BatchTimes) -> BatchCurves:
@@ -140,8 +136,8 @@ def batch_curves(times: BatchTimes) -> BatchCurves:
     for size, rounds in {1: times.plain, **times.trees}.items():
         check_steady(rounds, times.batch_size, size)
     levels = _level_times(times)
-    plain = _middle(times.plain)
-    middle = {size: _middle(rounds) for size, rounds in sorted(times.trees.items())}
+    plain = middle_round(times.plain)
+    middle = {size: middle_round(rounds) for size, rounds in sorted(times.trees.items())}
     forward = _medians({1: plain, **middle}, lambda timed: timed.step.target)
     step = _medians({1: plain, **middle}, lambda timed: timed.seconds)
     verify = _medians(middle, lambda timed: timed.step.verify)
@@ -212,15 +208,6 @@ def _level_times(times: BatchTimes) -> _Levels:
         [round(_median(map(_median, found[width].values())), _DIGITS) for width in widths],
         [_range_of([v for values in found[width].values() for v in values]) for width in widths],
     )
-
-
-def _middle(rounds: Rounds) -> list[TimedStep]:
-    """The round in the middle by its median step (of an even number, the faster)."""
-    by_time = sorted(
-        (steps for steps in rounds if steps),
-        key=lambda steps: _median(timed.seconds for timed in steps),
-    )
-    return by_time[(len(by_time) - 1) // 2]
 
 
 def _medians(

@@ -12,9 +12,11 @@ from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
 from sequoia_vllm.library.generate import make_entry, model_class_of, profile_reference
 from sequoia_vllm.library.pair_key import PairKey, model_key
 from sequoia_vllm.library.tree_library import TreeLibrary
-from sequoia_vllm.measuring.engines import EngineSpec
+from sequoia_vllm.measuring.engines import EngineSpec, count_parameters
 from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.tree.optimize import Frontier
+
+_LARGE_ON_CPU = 2e8  # parameters
 
 
 def pair_here(engine: EngineSpec) -> PairKey:
@@ -35,6 +37,21 @@ def pair_here(engine: EngineSpec) -> PairKey:
     return PairKey(
         current_device_name(), engine.target, engine.draft, dtype, engine.tensor_parallel_size
     )
+
+
+def quick_engine(engine: EngineSpec) -> EngineSpec:
+    """The same, without compilation where that changes step times by little.
+
+    That is on CPUs with a large target, whose steps are spent on reading weights,
+    while compiling them takes minutes.
+
+    Raises:
+        CalibrationError: If transformers does not know the target.
+    """
+    from vllm.platforms import current_platform
+
+    is_large = current_platform.is_cpu() and count_parameters(engine.target) >= _LARGE_ON_CPU
+    return replace(engine, enforce_eager=engine.enforce_eager or is_large)
 
 
 def tuned_entry(

@@ -13,7 +13,6 @@ from sequoia_vllm.cli.common import (
     friendly_errors,
     note,
     print_json,
-    progress_bar,
 )
 from sequoia_vllm.cli.measuring import (
     CacheOption,
@@ -29,6 +28,7 @@ from sequoia_vllm.cli.measuring import (
     quiet_engines,
     write_file,
 )
+from sequoia_vllm.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from sequoia_vllm.bench.measure import BenchSettings
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from sequoia_vllm.prompts import Prompt
 
 MISMATCH = 1  # exit code
+BEST, NONE = "best", "none"  # of --chain
 
 
 def bench(
@@ -55,8 +56,13 @@ def bench(
         ),
     ] = "auto",
     chain: Annotated[
-        str, typer.Option(help='Lengths of vLLM\'s own chain to try; "none": leave it out.')
-    ] = "2,3,4,5",
+        str,
+        typer.Option(
+            help="vLLM's own chain. best: the fastest of 1 to 8 drafts and of what the installed "
+            "vLLM has to draw and verify them; 2,4: of 2 and of 4 drafts with vLLM's defaults; "
+            "4:probabilistic or 4:probabilistic:block: with these; none: leave it out."
+        ),
+    ] = BEST,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of every completion.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Times everything is measured.")] = 3,
     profile: Annotated[
@@ -81,6 +87,8 @@ def bench(
 ) -> None:
     """Compare plain vLLM, its own chain speculation, and Sequoia, in alternating rounds.
 
+    vLLM's best chain is looked for first: one of 8 drafts shows how often drafts are accepted
+    and what steps take, and the two or three that promise most are run with the others.
     Rates are of steps in which the whole batch decodes. Greedy outputs must be
     plain vLLM's: in float32 every difference is an error (exit code 1); in half
     precision only one that rounding cannot explain, that is where from the
@@ -129,7 +137,7 @@ def _settings(options: dict[str, Any], prompts: list[Prompt]) -> BenchSettings:
 
     sizes = list(numbers("--batch-sizes", options["batch_sizes"]))
     chain = options["chain"]
-    chains = [] if chain == "none" else list(numbers("--chain", chain))
+    chains = [] if chain in (BEST, NONE) else chain.split(",")
     trees = [tree.strip() for tree in options["trees"].split(",")]
     acceptance = _paths(options["acceptance"])
     tokenizer = load_tokenizer(options["target"])
@@ -140,6 +148,7 @@ def _settings(options: dict[str, Any], prompts: list[Prompt]) -> BenchSettings:
     return BenchSettings(
         engine,
         methods=tuple(methods(options["draft"], chains, trees, next(iter(acceptance), None))),
+        search_chains=chain == BEST,
         prompts=tuple(encode_prompts(prompts, tokenizer, raw=options["raw_prompts"])),
         batch_sizes=tuple(check_batch_sizes(sizes)),
         temperatures=_temperatures(options["temperature"]),

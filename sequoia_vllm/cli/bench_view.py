@@ -13,7 +13,7 @@ from sequoia_vllm.cli.common import console, note
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sequoia_vllm.bench.report import BenchReport, GreedyCheck, Mismatch, Result
+    from sequoia_vllm.bench.report import BenchReport, GreedyCheck, Mismatch, Result, SearchedChain
 
 
 def print_report(report: BenchReport) -> None:
@@ -24,6 +24,8 @@ def print_report(report: BenchReport) -> None:
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     _print_speeds(out, report.results)
+    if report.searched is not None:
+        _print_search(out, report.searched)
     _print_splits(out, report.results)
     if report.greedy is not None:
         _print_greedy(out, report.greedy)
@@ -71,6 +73,31 @@ def _prediction(result: Result) -> tuple[str, str]:
         return "not predicted" if result.kind == "sequoia" else "", ""
     mark = " (extrapolated)" if result.predicted.extrapolated else ""
     return f"{result.predicted.speedup:.2f}x{mark}", f"{result.measured_over_predicted:.2f}"
+
+
+def _print_search(out: Console, searched: list[SearchedChain]) -> None:
+    lengths = sorted({one.drafts for one in searched})
+    table = Table(
+        title="The search for vLLM's best chain: predicted tokens/s",
+        caption="by drafts; predicted from a chain of "
+        f"{lengths[-1]}, only to choose: those in brackets were run, and are measured above",
+        box=None, pad_edge=False, header_style="bold",
+    )  # fmt: skip
+    for column in ("T", "batch"):
+        table.add_column(column, justify="right")
+    table.add_column("sampling")
+    for length in lengths:
+        table.add_column(str(length), justify="right")
+    for (temperature, batch, words), group in groupby(
+        searched, key=lambda one: (one.temperature, one.batch_size, one.sampling)
+    ):
+        cells = [
+            f"({one.tokens_per_second:.1f})" if one.run else f"{one.tokens_per_second:.1f}"
+            for one in group
+        ]
+        sampling = ", ".join(words) or "vLLM's default"
+        table.add_row(f"{temperature:g}", str(batch), sampling, *cells)
+    out.print(table)
 
 
 def _print_splits(out: Console, results: list[Result]) -> None:

@@ -107,10 +107,13 @@ def calibrate(
     finish(measured, output)
 
 
-def measure_into(path: Path, task: AcceptanceTask, restart: bool) -> AcceptanceFile:
+def measure_into(
+    path: Path, task: AcceptanceTask, restart: bool, *, stage: str = ""
+) -> AcceptanceFile:
     """Measures, goes on from what ``path`` holds of the same measurement, and writes it there.
 
-    An interrupted measurement comes back marked incomplete, and is on disk.
+    An interrupted measurement comes back marked incomplete, and is on disk. Progress
+    is said to be of this ``stage`` of a command.
     """
     from sequoia_vllm.calibration.acceptance import measure_acceptance
 
@@ -122,7 +125,7 @@ def measure_into(path: Path, task: AcceptanceTask, restart: bool) -> AcceptanceF
     if previous is not None and task.can_go_on(state := _state(previous)):
         note(f"going on from {path}: {covered(state)}")
         start = state
-    with measuring("acceptance", "interrupted before anything was measured") as report:
+    with measuring(f"{stage}acceptance:", "interrupted before anything was measured") as report:
         measured = measure_acceptance(task, start, report, save=lambda file: write_file(path, file))
     write_file(path, measured)
     return measured

@@ -1,10 +1,10 @@
-"""What all commands share: errors without traceback, JSON output, progress bars."""
+"""What all commands share: errors without traceback, JSON output."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
@@ -72,26 +72,3 @@ def engines_print_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(ours, 1)
         os.close(ours)
-
-
-@contextmanager
-def progress_bar(description: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on standard error, gone when done; not shown where there is no terminal.
-
-    Yields:
-        A function of (what is being done, steps done, steps in all).
-    """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    )  # fmt: skip
-    errors = error_console()
-    hidden = not errors.is_terminal
-    with Progress(*columns, console=errors, transient=True, disable=hidden) as bar:
-        task = bar.add_task(description, total=None)
-
-        def report(what: str, done: int, total: int) -> None:
-            bar.update(task, description=f"{description} {what}", completed=done, total=total)
-
-        yield report

@@ -16,12 +16,13 @@ from sequoia_vllm.cli.common import (
     fail,
     friendly_errors,
     print_json,
-    progress_bar,
 )
 from sequoia_vllm.cli.measuring import quiet_engines
+from sequoia_vllm.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from sequoia_vllm.bench.measure import BenchSettings, MethodRuns, RoundRun
+    from sequoia_vllm.bench.measure import BenchSettings, MethodRuns
+    from sequoia_vllm.bench.rounds import RoundRun
 
 COMPLETION_LINES = 12
 MODELS = Path(__file__).parents[2] / "examples" / "models"
@@ -37,7 +38,12 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens per completion.")] = 96,
     tree_size: Annotated[int, typer.Option(min=2, help="Nodes of the tree, with the root.")] = 16,
     tree_depth: Annotated[int, typer.Option(min=1, help="Depth of the tree, in edges.")] = 4,
-    chain_length: Annotated[int, typer.Option(min=1, help="Drafts of vLLM's chain.")] = 4,
+    chain_length: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Drafts of vLLM's chain: as given, not its best; bench looks for that."
+        ),
+    ] = 4,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 1,
     dtype: Annotated[str, typer.Option(help="float32 makes identical output certain.")] = "float32",
     grow: Annotated[
@@ -144,7 +150,10 @@ def _print(
             title="prompt 1 (end), and its completion with Sequoia",
         )
     )
-    table = Table(title="Greedy, the same prompts")
+    table = Table(
+        title="Greedy, the same prompts",
+        caption="the chain's length is given: bench finds vLLM's best",
+    )
     for column in ("engine", "identical to plain", "tokens per step", "tokens/s", "speed"):
         table.add_column(column, justify="left" if column == "engine" else "right")
     for one, run, same in zip(runs, rounds, identical, strict=True):

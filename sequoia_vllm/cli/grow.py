@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sequoia_vllm.cli.common import console, fail, friendly_errors, print_json, progress_bar
+from sequoia_vllm.cli.common import console, fail, friendly_errors, print_json
+from sequoia_vllm.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from sequoia_vllm.enlarge.check import Agreement

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sequoia_vllm.cli.common import engines_print_to_stderr, fail, note, progress_bar
+from sequoia_vllm.cli.common import engines_print_to_stderr, fail, note
+from sequoia_vllm.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from sequoia_vllm.json_file import FileModel

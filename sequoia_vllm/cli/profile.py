@@ -30,6 +30,7 @@ from sequoia_vllm.cli.measuring import (
 if TYPE_CHECKING:
     from sequoia_vllm.calibration.profiling import ProfileSettings
     from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
+    from sequoia_vllm.tree.acceptance import Acceptance
 
 
 def profile(
@@ -97,12 +98,17 @@ def profile(
     note(f"written to {output}" + (f", drawn to {plot}" if plot else ""))
 
 
-def measure_into(path: Path, settings: ProfileSettings) -> Profile:
-    """Measures, and writes the profile."""
+def measure_into(
+    path: Path, settings: ProfileSettings, *, vectors: Sequence[Acceptance] = (), stage: str = ""
+) -> Profile:
+    """Measures (`measure_profile`), and writes the profile.
+
+    Progress is said to be of this ``stage`` of a command.
+    """
     from sequoia_vllm.calibration.profiling import measure_profile
 
-    with measuring("profile:", "interrupted: no profile was written") as report:
-        measured = measure_profile(settings, report)
+    with measuring(f"{stage}profile:", "interrupted: no profile was written") as report:
+        measured = measure_profile(settings, report, vectors)
     write_file(path, measured)
     return measured
 

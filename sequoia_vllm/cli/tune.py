@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,11 +49,13 @@ class Budget:
     batch_sizes: str
     tokens: str
     context: int
+    completion: int
     rounds: int
+    enough_seconds: float | None
 
 
-FULL = Budget(0.02, 100_000, 10, 5, "1,2,4,8", "1,2,4,8,16,32,64", 512, 3)
-QUICK = Budget(0.05, 4_000, 6, 3, "1,4", "1,2,4,8,16,32", 256, 2)
+FULL = Budget(0.02, 100_000, 10, 5, "1,2,4,8", "1,2,4,8,16,32,64", 512, 32, 3, None)
+QUICK = Budget(0.07, 4_000, 4, 3, "1,4", "1,2,4,8,16,32", 128, 24, 2, 60)
 
 
 def _default(field: str) -> str:
@@ -121,7 +124,12 @@ def tune(
     """
     from sequoia_vllm.calibration.acceptance import AcceptanceSettings
     from sequoia_vllm.calibration.profiling import ProfileSettings
-    from sequoia_vllm.calibration.tune import best_tree_at_any_price, pair_here, save_tuned
+    from sequoia_vllm.calibration.tune import (
+        best_tree_at_any_price,
+        pair_here,
+        quick_engine,
+        save_tuned,
+    )
     from sequoia_vllm.calibration.tune import tuned_entry as choose
     from sequoia_vllm.library.tree_library import TreeLibrary
     from sequoia_vllm.measuring.engines import EngineSpec
@@ -136,14 +144,17 @@ def tune(
         enforce_eager=eager, kv_cache_gib=kv_cache_gib,
     )  # fmt: skip
     how_to_calibrate = AcceptanceSettings(
-        engine, prompts=prompts, raw_prompts=raw_prompts, temperature=temperature, top_p=top_p,
+        # Compiling changes no acceptance, and may take longer than all the counting.
+        replace(engine, enforce_eager=eager or quick),
+        prompts=prompts, raw_prompts=raw_prompts, temperature=temperature, top_p=top_p,
         branch=budget.branch, depth=budget.depth, precision=precision or budget.precision,
         max_tokens_total=max_tokens_total or budget.max_tokens_total,
     )  # fmt: skip
     how_to_profile = ProfileSettings(
         engine, prompts=prompts, tokens=sizes, contexts=(usual_context,),
         batch_sizes=numbers("--batch-sizes", batch_sizes or budget.batch_sizes),
-        rounds=budget.rounds, temperature=temperature,
+        max_tokens=budget.completion, rounds=budget.rounds, temperature=temperature,
+        enough_seconds=budget.enough_seconds,
     )  # fmt: skip
     with friendly_errors():
         library = TreeLibrary()
@@ -151,10 +162,15 @@ def tune(
         files = library.measurements(pair)
         files.directory.mkdir(parents=True, exist_ok=True)
         vector, times = _given(pair, acceptance, profile)
+        stages = _stages(("acceptance", vector), ("profile", times))
         if vector is None:
-            vector = _calibrated(files.acceptance, how_to_calibrate, restart)
+            vector = _calibrated(files.acceptance, how_to_calibrate, restart, next(stages))
         if times is None:
-            times = profile_command.measure_into(files.profile, how_to_profile)
+            if quick:
+                how_to_profile = replace(how_to_profile, engine=quick_engine(engine))
+            times = profile_command.measure_into(
+                files.profile, how_to_profile, vectors=[vector.vector], stage=next(stages)
+            )
         write_file(files.acceptance, vector)  # the same bytes, unless it was given
         write_file(files.profile, times)
         entry = choose(vector, times, usual_context, max(sizes))
@@ -182,12 +198,20 @@ def _given(pair: PairKey, acceptance: Path | None, profile: Path | None) -> tupl
     return vector, times
 
 
-def _calibrated(path: Path, settings: Any, restart: bool) -> Any:
+def _stages(*measurements: tuple[str, Any]) -> Iterator[str]:
+    """How progress names each measurement that is not given: "1 of 2, then profile: "."""
+    names = [name for name, given in measurements if given is None]
+    for number, following in enumerate([*names[1:], None], start=1):
+        then = f", then {following}" if following else ""
+        yield f"{number} of {len(names)}{then}: "
+
+
+def _calibrated(path: Path, settings: Any, restart: bool, stage: str) -> Any:
     """Measures acceptance into ``path``; the program ends there if it is interrupted."""
     from sequoia_vllm.calibration.acceptance import AcceptanceTask
 
     task = AcceptanceTask.prepare(settings, f"tuned-t{settings.temperature:g}")
-    measured = calibrate_command.measure_into(path, task, restart)
+    measured = calibrate_command.measure_into(path, task, restart, stage=stage)
     calibrate_command.finish(measured, path)
     return measured
 

@@ -5,6 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from sequoia_vllm.bench import chain_search
 from sequoia_vllm.bench.engines import open_engines
 from sequoia_vllm.bench.measure import BenchSettings
 from sequoia_vllm.bench.methods import plain
@@ -121,6 +122,27 @@ def test_the_target_scores_its_own_greedy_output_best():
         gaps = engine.gaps_to_best(prompts[0], other)
     assert gaps[:7] == [0.0] * 7
     assert gaps[7] > 0.01
+
+
+def test_the_best_chain_is_looked_for_and_run(monkeypatch):
+    monkeypatch.setattr(chain_search, "_SURELY_RUN", 1)  # fewer engines to start
+    monkeypatch.setattr(chain_search, "_CLOSE", 1.0)
+    done = bench(
+        "--dtype", "float32", "--batch-sizes", "1", "--temperature", "0", "--trees", "8x3",
+        "--rounds", "1", "--num-prompts", "2", "--max-tokens", "32",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    found = BenchReport.model_validate(json.loads(done.stdout))
+    [chain] = [result for result in found.results if result.kind == "chain"]
+    assert found.searched is not None
+    assert [row.drafts for row in found.searched] == list(range(1, 9))
+    [chosen] = [row for row in found.searched if row.run]
+    assert chain.best_chain
+    assert (chain.method, chain.drafts) == (chosen.method, chosen.drafts)
+    # The longer chain's first drafts are those of the shorter one, but for where steps begin.
+    assert chain.tokens_per_step == pytest.approx(chosen.tokens_per_step, rel=0.2)
+    assert found.greedy is not None
+    assert (found.greedy.compared, found.greedy.identical) == (6, 6)
 
 
 def test_demo_with_a_grown_target():

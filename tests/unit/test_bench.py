@@ -13,13 +13,20 @@ from pydantic import ValidationError
 from sequoia_vllm.bench import engines, run
 from sequoia_vllm.bench.decode_rate import Arrival, Steady, steady_part
 from sequoia_vllm.bench.engines import Limits, check_memory
-from sequoia_vllm.bench.measure import Case, Measurements, MethodRuns, RoundRun, batches, rotated
+from sequoia_vllm.bench.measure import Measurements, MethodRuns, rotated
 from sequoia_vllm.bench.methods import BenchError, Kind, chain, methods, plain, sequoia
 from sequoia_vllm.bench.outputs import NEAR_TIE, Difference, first_difference, is_near_tie
 from sequoia_vllm.bench.parts import part_seconds
 from sequoia_vllm.bench.predict import Basis
-from sequoia_vllm.bench.report import BenchModel, BenchReport, GreedyCheck, Mismatch
+from sequoia_vllm.bench.report import (
+    BenchModel,
+    BenchReport,
+    GreedyCheck,
+    Mismatch,
+    SearchedChain,
+)
 from sequoia_vllm.bench.report_figures import plot_report, shown
+from sequoia_vllm.bench.rounds import Case, RoundRun, batches
 from sequoia_vllm.bench.summary import CHAIN_SAMPLES_WRONGLY, DECLINED, results
 from sequoia_vllm.cli.bench_view import print_report
 from sequoia_vllm.hardware import CostModel, Curve, Overhead, Profile
@@ -32,7 +39,7 @@ from sequoia_vllm.tree import TokenTree, TreeError
 
 
 def test_methods_in_order():
-    found = methods("d", [2, 3], ["auto", "16x4"])
+    found = methods("d", ["2", "3"], ["auto", "16x4"])
     assert [method.name for method in found] == [
         "plain vLLM", "chain of 2", "chain of 3", "Sequoia auto", "Sequoia 16x4",
     ]  # fmt: skip
@@ -61,12 +68,13 @@ def test_shapes_are_optimised_for_the_acceptance_given(tmp_path):
 @pytest.mark.parametrize(
     ("chains", "trees", "error"),
     [
-        ([0], ["auto"], BenchError),
-        ([2, 2], ["auto"], BenchError),
-        ([2], ["16x4", "16x4"], BenchError),
-        ([2], ["1x4"], BenchError),
-        ([2], ["h200/no-such-tree"], LibraryError),
-        ([2], ["no-such-file.json"], TreeError),
+        (["0"], ["auto"], BenchError),
+        (["2", "2"], ["auto"], BenchError),
+        (["2:fly"], ["auto"], BenchError),
+        (["2"], ["16x4", "16x4"], BenchError),
+        (["2"], ["1x4"], BenchError),
+        (["2"], ["h200/no-such-tree"], LibraryError),
+        (["2"], ["no-such-file.json"], TreeError),
     ],
 )
 def test_wrong_methods(chains, trees, error):
@@ -127,7 +135,7 @@ def test_batches_are_full_and_hold_every_prompt(count, batch_size):
 
 
 def test_every_method_takes_every_place():
-    everyone = methods("d", [1, 2], ["auto"])
+    everyone = methods("d", ["1", "2"], ["auto"])
     turns = [rotated(everyone, turn) for turn in range(8)]
     names = {method.name for method in everyone}
     for place in range(4):
@@ -309,6 +317,7 @@ def round_run(rate, tokens_per_step=1.0, counters=None):
     tokens = round(steps * tokens_per_step)
     return RoundRun(
         steady=Steady(tokens, steps, tokens / rate, 1),
+        step_tokens=[round(tokens_per_step)] * steps,
         request_seconds=tokens / rate + 1,
         token_ids=[[0] * tokens],
         texts=[""],
@@ -471,6 +480,19 @@ def test_tables_say_everything_that_must_be_said(capsys, monkeypatch):
     assert "vllm-project/vllm#55005" in printed.err
 
 
+def test_the_search_for_the_best_chain_is_shown_as_a_prediction(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    rows = [
+        SearchedChain(method="m", batch_size=4, temperature=1, drafts=drafts, sampling=sampling,
+                      tokens_per_step=2, tokens_per_second=10 * drafts, run=drafts == 2)
+        for sampling in ([], ["probabilistic", "block"]) for drafts in (1, 2, 3)
+    ]  # fmt: skip
+    print_report(report().model_copy(update={"searched": rows}))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["1", "4", "vLLM's", "default", "10.0", "(20.0)", "30.0"] in lines
+    assert ["1", "4", "probabilistic,", "block", "10.0", "(20.0)", "30.0"] in lines
+
+
 def test_plots(tmp_path):
     names = {path.name for path in plot_report(report(), tmp_path / "plots")}
     assert names == {"speedup.png", "tokens_per_step.png", "step_time.png"}
@@ -514,7 +536,7 @@ def test_too_many_engines_for_the_memory(monkeypatch):
 
 
 def test_room_for_whole_trees():
-    options = Limits(1000, 64).for_vllm(63)
+    options = Limits(1000, 64, most_drafts=63).for_vllm()
     assert options["max_model_len"] == 1063
     assert options["max_num_batched_tokens"] >= 64 * 65
 
@@ -527,6 +549,7 @@ def test_room_for_whole_trees():
         (["--temperature", "warm"], "numbers from 0 up"),
         (["--trees", "h200/none"], "no tree named"),
         (["--chain", "2,2"], "given twice"),
+        (["--chain", "4:blok"], "4:probabilistic:block"),
         (["--profile", "p.json"], "both --profile and --acceptance"),
         (["--output", "no/such/folder/b.json"], "no directory"),
     ],

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from sequoia_vllm.calibration import profiling
+from sequoia_vllm.calibration.ladder import Ladder
 from sequoia_vllm.calibration.profile_figure import plot_profile
 from sequoia_vllm.calibration.step_curves import (
     BatchTimes,
     TimedStep,
     batch_curves,
     measuring_tree,
-    pays_to_go_on,
     steady_steps,
 )
 from sequoia_vllm.cli import app
@@ -22,9 +24,11 @@ from sequoia_vllm.cli.profile import print_profile
 from sequoia_vllm.figures import FigureFormatError
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.step_profile import Profile
-from sequoia_vllm.measuring.engines import token_windows
+from sequoia_vllm.measuring.engines import EngineSpec, token_windows
 from sequoia_vllm.measuring.errors import CalibrationError
+from sequoia_vllm.measuring.step_recorder import StepTimes
 from sequoia_vllm.tree import Acceptance
+from sequoia_vllm.tree.optimize import Frontier
 from tests.support.models import DRAFT
 from tests.support.models import TARGET as TARGET_MODEL
 
@@ -150,14 +154,82 @@ def test_missing_steps():
 
 def test_the_ladder_ends_where_a_step_is_as_long_as_many_plain_ones():
     times = measured(1)
+    goes_on = Ladder().goes_on
     plain_step = TARGET[1] + PLAIN_REST
-    assert pays_to_go_on(times, 8)
+    assert goes_on(times, 8)
     usual = times.trees[8][1]
     slow = [TimedStep(timed.step, 12.5 * plain_step) for timed in usual]
-    assert not pays_to_go_on(replace(times, trees={**times.trees, 8: [slow]}), 8)
+    assert not goes_on(replace(times, trees={**times.trees, 8: [slow]}), 8)
     # One slow round does not end it.
     rounds = [usual, slow, usual]
-    assert pays_to_go_on(replace(times, trees={**times.trees, 8: rounds}), 8)
+    assert goes_on(replace(times, trees={**times.trees, 8: rounds}), 8)
+
+
+def climbed(ladder, target_of, plain=0.1):
+    """The sizes that are timed where a target pass over n tokens takes ``target_of(n)``."""
+
+    def timed(target, passes=()):
+        drafting = 0.002 * len(passes)
+        step = StepTimes(
+            start=0.0, requests=1, fewest=1, most=1, target=target, verify=0.001,
+            drafting=drafting, passes=[(width, 0.002) for width in passes],
+        )  # fmt: skip
+        return TimedStep(step, target + drafting + 0.003)
+
+    times = BatchTimes(1, 64, [[timed(plain)] * 8], {})
+    for size in (2, 4, 8, 16, 32, 64):
+        levels = [1] * measuring_tree(size).depth
+        times.trees[size] = [[timed(target_of(size), levels)] * 8]
+        if size >= 4 and not ladder.goes_on(times, size):
+            break
+    return list(times.trees)
+
+
+USUAL = Acceptance.of([[0.6, 0.12, 0.06, 0.03]])
+
+
+def test_the_ladder_ends_where_no_larger_tree_can_win():
+    ladder = Ladder.of([USUAL], 64)
+    assert climbed(ladder, lambda n: 0.1)[-1] == 64  # another token costs nothing
+    assert climbed(ladder, lambda n: 0.1 + 0.01 * n)[-1] == 16
+    assert climbed(ladder, lambda n: 0.1 * n) == [2, 4]
+    # Without acceptance it is the 12 plain steps that end it.
+    assert climbed(Ladder(), lambda n: 0.1 * n) == [2, 4, 8, 16]
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.0003, 0.001, 0.003, 0.01, 0.03])
+def test_what_is_not_timed_was_not_the_answer(slope):
+    """The best tree up to the ladder's end is the best of all sizes."""
+    frontier = Frontier.of(USUAL, 64, 24)
+
+    def speed(size):
+        depths = range(1, 25)
+        seconds = 0.1 + slope * size + 0.004
+        return max(frontier.expected_tokens[size, d] / (seconds + 0.002 * d) for d in depths)
+
+    last = climbed(Ladder.of([USUAL], 64), lambda n: 0.1 + slope * n)[-1]
+    best = max(range(2, 65), key=speed)
+    assert best <= last or speed(best) < 1 / 0.103
+
+
+def test_any_vector_may_need_larger_trees():
+    poor = Acceptance.of([[0.1, 0.02]])
+    slow = lambda n: 0.1 + 0.003 * n  # noqa: E731
+    alone = [climbed(Ladder.of([one], 64), slow)[-1] for one in (poor, USUAL)]
+    assert alone[0] < alone[1]
+    assert climbed(Ladder.of([poor, USUAL], 64), slow)[-1] == alone[1]
+
+
+def test_a_slow_moment_does_not_end_the_ladder():
+    ladder = Ladder.of([USUAL], 64)
+    timed = TimedStep(
+        StepTimes(start=0.0, requests=1, fewest=8, most=8, target=0.1, verify=0.001,
+                  drafting=0.006, passes=[(1, 0.002)] * 3), 0.11,
+    )  # fmt: skip
+    slow = TimedStep(replace(timed.step, target=5.0), 5.01)
+    plain = TimedStep(StepTimes(start=0.0, requests=1, fewest=1, most=1, target=0.1), 0.1)
+    times = BatchTimes(1, 64, [[plain] * 5], {8: [[timed, timed, timed, slow, slow]]})
+    assert ladder.goes_on(times, 8)
 
 
 def test_token_windows():
@@ -233,3 +305,65 @@ def test_friendly_errors(tmp_path, monkeypatch, arguments, message):
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
     assert not list(tmp_path.iterdir())
+
+
+# -- rounds ----------------------------------------------------------------------
+
+
+class FakeEngine:
+    """Answers what `profiling` asks of an engine; a run takes ``seconds`` of its clock."""
+
+    def __init__(self, clock, seconds):
+        self._clock, self._seconds = clock, seconds
+        self._size = 1
+        self.ran = []
+
+    def collective_rpc(self, name, args=()):
+        if name == "sequoia_limit_drafts":
+            self._size = args[0] + 1
+        if name == "sequoia_take_steps":
+            return [records(self._batch, self._size)]
+        return None
+
+    def generate(self, requests, params, use_tqdm):
+        assert params.max_tokens == 24
+        self._batch = len(requests)
+        self.ran.append((self._batch, self._size))
+        self._clock.now += self._seconds
+
+
+@pytest.mark.parametrize(("seconds", "enough", "rounds"), [(1, 60, 3), (9, 60, 2), (9, None, 3)])
+def test_no_round_begins_when_measuring_took_long_enough(monkeypatch, seconds, enough, rounds):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(profiling.time, "monotonic", lambda: clock.now)
+    settings = profiling.ProfileSettings(
+        EngineSpec("t", "d"), batch_sizes=(1,), tokens=(1, 2, 4, 8), contexts=(64,),
+        max_tokens=24, rounds=3, enough_seconds=enough,
+    )  # fmt: skip
+    plain, sequoia = (FakeEngine(clock, seconds) for _ in range(2))
+    reports = []
+    measuring = profiling._Measuring(
+        settings, [[1, 2, 3]], Ladder(), (plain, sequoia), lambda *report: reports.append(report)
+    )
+    measuring.run()
+    assert plain.ran == [(1, 1)] * rounds
+    assert sorted(sequoia.ran) == sorted([(1, 2), (1, 4), (1, 8)] * rounds)
+    assert len(reports) == 4 * rounds
+    assert batch_curves(measuring.times[0]).target.tokens == [1, 2, 4, 8]
+
+
+def test_sizes_that_cannot_win_are_left_out_of_all_rounds(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    settings = profiling.ProfileSettings(
+        EngineSpec("t", "d"), batch_sizes=(1,), tokens=(1, 2, 4, 8), contexts=(64,),
+        max_tokens=24, rounds=2,
+    )  # fmt: skip
+    plain, sequoia = (FakeEngine(SimpleNamespace(now=0.0), 1) for _ in range(2))
+    poor = Ladder.of([Acceptance.of([0.1, 0.02])], 8)  # a step of 4 takes twice a plain one
+    reports = []
+    profiling._Measuring(
+        settings, [[1, 2, 3]], poor, (plain, sequoia), lambda *report: reports.append(report)
+    ).run()
+    assert sorted(sequoia.ran) == [(1, 2), (1, 2), (1, 4), (1, 4)]
+    assert reports[-1][1:] == (5, 6)

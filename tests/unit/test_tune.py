@@ -15,6 +15,7 @@ from sequoia_vllm.calibration.tune import (
     best_tree_at_any_price,
     check_profile,
     check_vector,
+    quick_engine,
     save_tuned,
     tuned_entry,
 )
@@ -26,6 +27,7 @@ from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
+from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.measuring.provenance import grown_models
 from tests.support.models import DRAFT, TARGET
@@ -266,3 +268,19 @@ def test_tune_refuses_an_interrupted_calibration(library, files, tmp_path):
     assert result.exit_code == 2
     assert "interrupted measurement: finish it first" in " ".join(result.output.split())
     assert tuned_measurements(HERE) is None
+
+
+@pytest.mark.parametrize(
+    ("parameters", "is_cpu", "eager", "expected"),
+    [(8e8, True, False, True), (4e6, True, False, False), (8e8, False, False, False),
+     (4e6, True, True, True)],
+)  # fmt: skip
+def test_quick_does_not_compile_a_large_target_for_a_cpu(
+    monkeypatch, parameters, is_cpu, eager, expected
+):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: is_cpu)
+    monkeypatch.setattr("sequoia_vllm.calibration.tune.count_parameters", lambda model: parameters)
+    engine = quick_engine(EngineSpec("t", "d", dtype="float32", enforce_eager=eager))
+    assert engine == EngineSpec("t", "d", dtype="float32", enforce_eager=expected)

@@ -13,8 +13,8 @@ from sequoia_vllm.cli.common import (
     friendly_errors,
     note,
     print_json,
-    progress_bar,
 )
+from sequoia_vllm.cli.progress import progress_bar
 from sequoia_vllm.cli.tree.roofline import (
     ClassOption,
     ContextOption,

@@ -1,0 +1,100 @@
+"""How far a long command is: a bar on a terminal, elsewhere a line every half minute."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from sequoia_vllm.cli.common import error_console
+
+Report = Callable[[str, int, int], None]
+"""Called with (what is being done, steps done, steps in all)."""
+
+LINE_SECONDS = 30.0
+
+
+@contextmanager
+def progress_bar(description: str) -> Iterator[Report]:
+    """Progress on standard error: a bar that is gone when done, or lines where no terminal is."""
+    if error_console().is_terminal:
+        with _bar(description) as report:
+            yield report
+    else:
+        with _lines(ProgressLines(description)) as report:
+            yield report
+
+
+class ProgressLines:
+    """What is done and what is left, in a line; of any thread.
+
+    Time left is judged by the steps since the last phase began: where the count
+    of steps done starts anew, or another number of steps is announced before any
+    was done.
+    """
+
+    def __init__(self, description: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._description = description
+        self._clock = clock
+        self._start = self._phase_start = clock()
+        self._state = ("starting", 0, 0)
+
+    def report(self, what: str, done: int, total: int) -> None:
+        """As `Report`."""
+        _, before, announced = self._state
+        if done < before or (done == 0 and total != announced):
+            self._phase_start = self._clock()
+        self._state = (what, done, total)
+
+    def line(self) -> str:
+        """For example ``profile: batch 4; 1:40 so far, 12 of 48 done, about 5:00 left``."""
+        what, done, total = self._state
+        now = self._clock()
+        parts = [f"{self._description} {what}; {minutes(now - self._start)} so far"]
+        if 0 < done <= total:
+            left = (now - self._phase_start) / done * (total - done)
+            parts += [f"{done} of {total} done", f"about {minutes(left)} left"]
+        elif total > 1:
+            parts.append(f"{done} of {total} done")
+        return ", ".join(parts)
+
+
+def minutes(seconds: float) -> str:
+    """As ``1:05``, minutes and seconds."""
+    return f"{round(seconds) // 60}:{round(seconds) % 60:02d}"
+
+
+@contextmanager
+def _lines(lines: ProgressLines) -> Iterator[Report]:
+    """Prints a line whenever so much time has passed, however long a step takes."""
+    ended = threading.Event()
+    errors = error_console()
+
+    def run() -> None:
+        while not ended.wait(LINE_SECONDS):
+            errors.print(lines.line(), soft_wrap=True, markup=False, highlight=False)
+
+    thread = threading.Thread(target=run, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield lines.report
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def _bar(description: str) -> Iterator[Report]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    )  # fmt: skip
+    with Progress(*columns, console=error_console(), transient=True) as bar:
+        task = bar.add_task(description, total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            bar.update(task, description=f"{description} {what}", completed=done, total=total)
+
+        yield report

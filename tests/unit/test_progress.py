@@ -1,0 +1,122 @@
+"""How far long commands are, where no terminal shows a bar."""
+
+import io
+import re
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+from sequoia_vllm.cli import progress
+from sequoia_vllm.cli.measuring import measuring
+from sequoia_vllm.cli.progress import ProgressLines, minutes, progress_bar
+from sequoia_vllm.cli.tune import _stages
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+    def after(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def lines():
+    clock = Clock()
+    return ProgressLines("profile:", clock), clock
+
+
+def test_a_line_says_what_is_done_and_what_is_left(lines):
+    lines, clock = lines
+    clock.after(40)
+    lines.report("starting the engine", 0, 1)
+    assert lines.line() == "profile: starting the engine; 0:40 so far"
+    clock.after(20)
+    lines.report("batch 1, 4 tokens", 0, 24)
+    assert lines.line() == "profile: batch 1, 4 tokens; 1:00 so far, 0 of 24 done"
+    clock.after(25)
+    lines.report("batch 4, 8 tokens", 5, 24)
+    # Starting the engine is not counted: 5 seconds a run.
+    assert lines.line() == (
+        "profile: batch 4, 8 tokens; 1:25 so far, 5 of 24 done, about 1:35 left"
+    )
+    clock.after(15)  # a long step: what is left is judged by the time until now
+    assert lines.line().endswith("about 2:32 left")
+
+
+def test_time_left_when_fewer_steps_are_needed_after_all(lines):
+    lines, clock = lines
+    lines.report("trees", 0, 400)
+    clock.after(100)
+    lines.report("trees", 50, 200)
+    assert lines.line().endswith("50 of 200 done, about 5:00 left")
+
+
+def test_every_phase_is_judged_by_itself(lines):
+    lines, clock = lines
+    lines.report("first", 0, 10)
+    clock.after(100)
+    lines.report("first", 9, 10)
+    lines.report("second", 0, 10)
+    clock.after(8)
+    lines.report("second", 4, 10)
+    assert lines.line().endswith("4 of 10 done, about 0:12 left")
+
+
+def test_minutes():
+    assert [minutes(s) for s in (0, 59.4, 59.6, 754)] == ["0:00", "0:59", "1:00", "12:34"]
+
+
+def printed_after(text, count, capfd, seconds=10.0):
+    """What lies in standard error once ``text`` was there so often."""
+    found, end = "", time.monotonic() + seconds
+    while found.count(text) < count and time.monotonic() < end:
+        time.sleep(0.005)
+        found += capfd.readouterr().err
+    return found
+
+
+def test_lines_go_to_standard_error_while_a_step_takes_long(capfd, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.01)
+    with measuring("acceptance:", "interrupted") as report:
+        report("starting the engine", 0, 1)
+        assert "acceptance: starting the engine" in printed_after("starting the engine", 2, capfd)
+        report("within 0.2, to be 0.05", 30, 60)
+        found = printed_after("30 of 60 done", 1, capfd)
+    assert re.search(r"acceptance: within 0.2, to be 0.05; \d:\d\d so far, 30 of 60 done", found)
+    assert "progress" not in {thread.name for thread in threading.enumerate()}
+    capfd.readouterr()
+    time.sleep(0.05)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_lines_end_with_an_error(monkeypatch):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.01)
+    with pytest.raises(RuntimeError, match="broken"), progress_bar("bench:"):
+        raise RuntimeError("broken")
+    assert "progress" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_terminal_gets_a_bar_and_no_lines(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(
+        progress, "error_console", lambda: Console(file=terminal, force_terminal=True, width=100)
+    )
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.01)
+    with progress_bar("bench:") as report:
+        report("round 1", 3, 8)
+        time.sleep(0.05)
+        assert "progress" not in {thread.name for thread in threading.enumerate()}
+    assert "3/8" in terminal.getvalue()
+    assert "so far" not in terminal.getvalue()
+
+
+def test_tune_names_its_stages():
+    assert list(_stages(("acceptance", None), ("profile", None))) == [
+        "1 of 2, then profile: ", "2 of 2: ",
+    ]  # fmt: skip
+    assert list(_stages(("acceptance", "given"), ("profile", None))) == ["1 of 1: "]
