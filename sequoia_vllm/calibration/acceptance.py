@@ -14,6 +14,7 @@ from typing import Any
 from sequoia_vllm.calibration.counts import estimate_acceptance, probing_tree
 from sequoia_vllm.calibration.probing import Budget, Checkpoint, Counters, Probe, StoppedBy
 from sequoia_vllm.calibration.workload import Workload
+from sequoia_vllm.config import Verification
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
 from sequoia_vllm.measuring.engines import (
@@ -62,6 +63,9 @@ class AcceptanceSettings:
         precision: Stop when the vector is known this well (`counts.precision`).
         max_tokens_total: Stop when so many tokens were generated.
         batch_size: Requests at once.
+        tree: Counts the children of this tree instead of those of a probing tree, which has
+            ``branch`` and ``depth``.
+        verification: How sampled trees are verified, see `SequoiaConfig`.
     """
 
     engine: EngineSpec
@@ -77,6 +81,8 @@ class AcceptanceSettings:
     precision: float = 0.02
     max_tokens_total: int = 100_000
     batch_size: int = 8
+    tree: TokenTree | None = None
+    verification: Verification = "sequoia"
 
 
 @dataclass(frozen=True)
@@ -135,6 +141,10 @@ class AcceptanceTask:
             "depth": settings.depth,
             "dtype": engine.dtype,
         }
+        if settings.tree is not None:
+            measures |= {
+                "tree": list(settings.tree.parents), "verification": settings.verification
+            }  # fmt: skip
         return cls(settings, fitting, most, measures, name)
 
     def differences(self, state: CalibrationState) -> list[str]:
@@ -232,6 +242,8 @@ def _file(task: AcceptanceTask, checkpoint: Checkpoint, stopped_by: StoppedBy) -
     how = "greedy" if settings.temperature == 0 else f"temperature {settings.temperature:g}"
     if settings.temperature > 0 and settings.top_p < 1:
         how += f", top-p {settings.top_p:g}"
+    if settings.tree is not None:
+        how += f", {settings.verification} on a tree of {settings.tree.size} nodes"
     unfinished = "" if state.complete else " (interrupted)"
     return AcceptanceFile(
         name=task.name,
@@ -249,7 +261,11 @@ def _file(task: AcceptanceTask, checkpoint: Checkpoint, stopped_by: StoppedBy) -
         high=estimate.high[shape],
         calibration=state,
         provenance=provenance(
-            settings=settings_as_data(settings, prompts=task.measures["prompts"]),
+            settings=settings_as_data(
+                settings,
+                prompts=task.measures["prompts"],
+                **({} if settings.tree is None else {"tree": list(settings.tree.parents)}),
+            ),
             grown=grown_models(engine.target, engine.draft),
         ),
     )
@@ -296,7 +312,7 @@ def _workload(task: AcceptanceTask, previous: CalibrationState | None) -> Worklo
 
 
 def _tree(settings: AcceptanceSettings) -> TokenTree:
-    return probing_tree(settings.branch, settings.depth)
+    return settings.tree or probing_tree(settings.branch, settings.depth)
 
 
 @contextmanager
@@ -310,6 +326,7 @@ def _engine(task: AcceptanceTask, seed: int) -> Iterator[Any]:
         options = {
             "speculative_config": {
                 "method": "sequoia", "model": settings.engine.draft, "tree": str(path),
+                "verification": settings.verification,
                 # Whole trees are counted, at every batch size.
                 "num_speculative_tokens_per_batch_size": [(1, 1, tree.num_speculative_tokens)],
             },

@@ -33,9 +33,12 @@ from sequoia_vllm.cli.measuring import (
 )
 
 if TYPE_CHECKING:
+    from sequoia_vllm.calibration.acceptance import AcceptanceSettings
+    from sequoia_vllm.config import Verification
     from sequoia_vllm.hardware.cost import Estimate
-    from sequoia_vllm.library.files import TreeEntry
+    from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
     from sequoia_vllm.library.pair_key import PairKey
+    from sequoia_vllm.library.tree_library import Measurements
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,11 @@ def tune(
         write_file(files.acceptance, vector)  # the same bytes, unless it was given
         write_file(files.profile, times)
         entry = choose(vector, times, usual_context, max(sizes))
+        if temperature > 0 and acceptance is None and entry.tree.size > 1:
+            method, vector_of_method = _compared(how_to_calibrate, entry, vector, files, restart)
+            if method != "sequoia":
+                entry = choose(vector_of_method, times, usual_context, max(sizes))
+                entry = entry.model_copy(update={"verification": method})
         path = save_tuned(library, pair, entry)
         best = best_tree_at_any_price(vector, times, usual_context)
         now_used = _now_used(pair)
@@ -216,6 +224,35 @@ def _calibrated(path: Path, settings: Any, restart: bool, stage: str) -> Any:
     return measured
 
 
+def _compared(
+    settings: AcceptanceSettings,
+    entry: TreeEntry,
+    vector: AcceptanceFile,
+    files: Measurements,
+    restart: bool,
+) -> tuple[Verification, AcceptanceFile]:
+    """The verification that emits more from this tree, and its acceptance there.
+
+    With half of the tokens each that acceptance was measured with.
+    """
+    from sequoia_vllm.calibration.methods import better_method, refined, tokens_per_step
+
+    tree = entry.tree.tree
+    methods: tuple[Verification, ...] = ("sequoia", "traversal")
+    measured: dict[Verification, AcceptanceFile] = {}
+    for number, method in enumerate(methods, start=1):
+        how = replace(
+            settings, tree=tree, verification=method,
+            max_tokens_total=max(1, settings.max_tokens_total // 2),
+        )  # fmt: skip
+        stage = f"verification {number} of {len(methods)} ({method}), "
+        measured[method] = _calibrated(files.directory / f"{method}.json", how, restart, stage)
+    found = " and ".join(f"{tokens_per_step(measured[m]):.2f} with {m}" for m in methods)
+    note(f"tokens per step from the tree of {tree.size} nodes: {found}")
+    method = better_method(measured)
+    return method, refined(vector, measured[method])
+
+
 def _now_used(pair: PairKey) -> str:
     """What an engine of this pair answers to "tree": "auto", asked as it asks."""
     from sequoia_vllm.config import SequoiaConfig
@@ -240,6 +277,7 @@ def _report(
         "tensor_parallel_size": pair.tensor_parallel_size,
         "speculates": entry.tree.size > 1,
         "tree": {"size": entry.tree.size, "depth": entry.tree.depth},
+        "verification": entry.verification or "sequoia",
         "schedule": [list(row) for row in entry.schedule],
         "estimates": [estimate.to_dict() for estimate in entry.estimates],
         "best_tree_at_batch_1": {

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from sequoia_vllm.calibration.methods import refined
 from sequoia_vllm.calibration.tune import (
     best_tree_at_any_price,
     check_profile,
@@ -20,11 +21,12 @@ from sequoia_vllm.calibration.tune import (
     tuned_entry,
 )
 from sequoia_vllm.cli import app
+from sequoia_vllm.cli import tune as tune_command
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.tree_choice import choose_engine_tree
 from sequoia_vllm.hardware import CostModel, choose_schedule, current_cpu_name
 from sequoia_vllm.hardware.step_profile import Profile
-from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
 from sequoia_vllm.measuring.engines import EngineSpec
@@ -104,6 +106,72 @@ def test_auto_picks_the_tuned_tree(library):
     assert f"tuned here ({path})" in choice.source
     assert choice.schedule == entry.schedule
     assert library.entries()[0].profile.file == f"measurements/{path.stem}/profile.json"
+
+
+def counted(method: str, tokens: int) -> AcceptanceFile:
+    """1,000 trees with two rows of counts; only the first children's were tried often."""
+    return vector(
+        temperature=1.0, acceptance=[[0.7, 0.1], [0.5, 0.0]], trials=[[1000, 1000], [700, 50]],
+        calibration=CalibrationState(
+            complete=True, stopped_by="tokens", wanted_precision=0.02, most_tokens=5000,
+            trees=1000, tokens=tokens, offered=[], accepted=[], started=1,
+            measures={"verification": method},
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chosen"),
+    [
+        ({"sequoia": 2500, "traversal": 2700}, "traversal"),
+        ({"sequoia": 2500, "traversal": 2400}, None),
+    ],
+)
+def test_the_better_verification_is_kept_for_sampled_requests(
+    tokens, chosen, library, tmp_path, monkeypatch
+):
+    measured = []
+
+    def calibrated(path, settings, restart, stage):
+        measured.append((path.name, settings.tree, settings.max_tokens_total))
+        if settings.tree is None:
+            return vector(temperature=1.0)
+        return counted(settings.verification, tokens[settings.verification])
+
+    monkeypatch.setattr(tune_command, "_calibrated", calibrated)
+    profile = tmp_path / "profile.json"
+    PAYS.save(profile)
+    answer = CliRunner().invoke(
+        app,
+        [
+            "tune", "--model", TARGET, "--draft-model", DRAFT, "--temperature", "1", "--profile",
+            str(profile), "--dtype", "float32", "--json", "--max-tokens-total", "5000",
+        ],
+    )  # fmt: skip
+    assert answer.exit_code == 0, answer.output
+    first = tuned_entry(vector(), PAYS, 512, 64).tree.tree
+    assert measured == [
+        ("acceptance.json", None, 5000), ("sequoia.json", first, 2500),
+        ("traversal.json", first, 2500),
+    ]  # fmt: skip
+    entry = library.entries()[0]
+    assert entry.verification == chosen
+    assert json.loads(answer.stdout)["verification"] == (chosen or "sequoia")
+    assert auto().verification == (chosen or "sequoia")
+    # The tree is chosen again by what was counted with the other verification.
+    assert (entry.tree.tree == first) == (chosen is None)
+    assert (entry.acceptance == vector().acceptance) == (chosen is None)
+
+
+def test_what_was_not_counted_on_the_tree_is_taken_from_the_vector():
+    table = refined(vector(), counted("traversal", 2700)).vector.table
+    others = 1 - 0.7 - 0.1, 1 - 0.6 - 0.12
+    assert table[0].tolist() == pytest.approx(
+        [0.7, 0.1, *(p * others[0] / others[1] for p in (0.06, 0.03, 0.01))], abs=1e-6
+    )
+    assert table[1].tolist() == pytest.approx(
+        [0.5, *(p * 0.5 / 0.4 for p in (0.12, 0.06, 0.03, 0.01))], abs=1e-6
+    )
 
 
 def test_no_speculation_is_an_answer(library):
