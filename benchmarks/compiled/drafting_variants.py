@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 
 from benchmarks.compiled.variant import Variant
-from sequoia_vllm.kernels import begin_drafting, children, draft_inputs
+from sequoia_vllm.kernels import begin_drafting, children, draft_inputs, truncation
 from sequoia_vllm.kernels.children_kernels import (
     block_best_kernel,
     merge_best_kernel,
@@ -17,14 +17,15 @@ def begin_drafting_variants() -> list[Variant]:
     """As an engine launches it."""
     int32 = (
         "requests", "computed", "num_sampled", "bounds", "all_modes", "read", "num_nodes", "rows",
-        "starts", "counts", "roots", "modes",
+        "starts", "counts", "roots", "modes", "all_top_k", "top_k",
     )  # fmt: skip
+    floats = ("all_temperatures", "temperatures", "all_top_p", "top_p", "all_min_p", "min_p")
     numbers = (
         "num_requests", "max_requests", "tree_size", "inner_nodes", "longest", "max_trees",
     )  # fmt: skip
     signature = {
         **dict.fromkeys(int32, "*i32"),
-        **dict.fromkeys(("all_temperatures", "temperatures"), "*fp32"),
+        **dict.fromkeys(floats, "*fp32"),
         **dict.fromkeys(("all_seeds", "slots", "seeds"), "*i64"),
         **dict.fromkeys(numbers, "i32"),
     }
@@ -60,6 +61,23 @@ def draft_input_variants() -> list[Variant]:
     ]
 
 
+def truncation_variants() -> list[Variant]:
+    """What finds where a row's nucleus ends."""
+    constexprs = {
+        "BLOCK": truncation._BLOCK, "PIVOTS": truncation._PIVOTS, "PASSES": truncation._PASSES,
+    }  # fmt: skip
+    return [
+        Variant(
+            f"nucleus {dtype}",
+            truncation.lowest_inside_kernel,
+            _draw_signature(dtype),
+            constexprs,
+            num_warps=truncation._NUM_WARPS,
+        )
+        for dtype in ("bf16", "fp32")
+    ]
+
+
 def children_variants() -> list[Variant]:
     """What engines with large vocabularies compile to draw children."""
     return [
@@ -76,7 +94,7 @@ def children_variants() -> list[Variant]:
 
 
 def _draw(dtype: str, branch: int, vocabulary: int) -> list[Variant]:
-    """The three launches of a level, of nodes with up to ``branch`` children."""
+    """The launches of a level, of nodes with up to ``branch`` children."""
     block, num_blocks = children._blocks(vocabulary, branch)
     sizes = {"BLOCKS": triton.next_power_of_2(num_blocks), "BRANCH": branch}
     return [
@@ -97,9 +115,9 @@ def _draw(dtype: str, branch: int, vocabulary: int) -> list[Variant]:
 
 def _draw_signature(dtype: str) -> dict[str, str]:
     numbers = ("width", "depth", "vocabulary", "num_state_rows", "num_blocks", "max_children")
-    floats = ("temperature", "partials", "draft_stats")
+    floats = ("temperature", "top_p", "min_p", "lowest", "found", "partials", "draft_stats")
     integers = (
-        "modes", "positions", "nodes", "counts", "columns", "state_rows", "inner_rows",
+        "top_k", "modes", "positions", "nodes", "counts", "columns", "state_rows", "inner_rows",
     )  # fmt: skip
     multiples = ("logits_stride", "draft_state_stride", "draft_inner_stride")
     strides = ("stats_state_stride", "stats_inner_stride", "tokens_stride")

@@ -11,6 +11,7 @@ from benchmarks.compiled.drafting_variants import (
     begin_drafting_variants,
     children_variants,
     draft_input_variants,
+    truncation_variants,
 )
 from benchmarks.compiled.variant import CAPABILITIES, Variant
 from benchmarks.compiled.verification_variants import (
@@ -40,6 +41,7 @@ def all_variants() -> tuple[Variant, ...]:
         *verify_variants(),
         *traversal_variants(),
         *begin_drafting_variants(),
+        *truncation_variants(),
         *draft_input_variants(),
         *scoring_input_variants(),
     )

@@ -19,17 +19,21 @@ class DraftBatch:
         roots: int32: position of the last committed token.
         modes: int32: see `kernels.modes`; SKIP beyond the batch.
         temperature: float32.
+        top_k, top_p, min_p: int32, float32, float32.
         seeds: int64.
     """
 
     def __init__(self, max_num_reqs: int, device: torch.device) -> None:
-        def buffer(dtype: torch.dtype, value: int = 0) -> Tensor:
+        def buffer(dtype: torch.dtype, value: float = 0) -> Tensor:
             return torch.full((max_num_reqs,), value, dtype=dtype, device=device)
 
         self.slots = buffer(torch.int64, -1)
         self.starts, self.counts, self.roots = (buffer(torch.int32) for _ in range(3))
         self.modes = buffer(torch.int32, SKIP)
         self.temperature = buffer(torch.float32)
+        self.top_k = buffer(torch.int32, torch.iinfo(torch.int32).max)
+        self.top_p = buffer(torch.float32, 1.0)
+        self.min_p = buffer(torch.float32)
         self.seeds = buffer(torch.int64)
         self._places = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
         self._multiples: dict[int, Tensor] = {}
@@ -53,6 +57,9 @@ class DraftBatch:
         read: Tensor,
         modes: Tensor,
         temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
         seeds: Tensor,
         drafted_nodes: Tensor,
         drafted_rows: Tensor,
@@ -71,6 +78,7 @@ class DraftBatch:
             computed, read, modes, drafted_nodes, drafted_rows: int32 ``[slots]``;
                 ``read`` and the last two are written.
             temperature, seeds: float32 and int64 ``[slots]``.
+            top_k, top_p, min_p: int32, float32 and float32 ``[slots]``, as vLLM keeps them.
             tree_size, inner_nodes, longest, max_trees: What the trees may be.
         """
         begin_drafting(
@@ -80,6 +88,9 @@ class DraftBatch:
             bounds=bounds,
             all_modes=modes,
             all_temperatures=temperature,
+            all_top_k=top_k,
+            all_top_p=top_p,
+            all_min_p=min_p,
             all_seeds=seeds,
             read=read,
             num_nodes=drafted_nodes,
@@ -94,5 +105,8 @@ class DraftBatch:
             roots=self.roots,
             modes=self.modes,
             temperatures=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
             seeds=self.seeds,
         )

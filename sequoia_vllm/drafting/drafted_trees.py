@@ -75,6 +75,9 @@ class DraftedTrees:
         draw_children(
             logits=logits,
             temperature=batch.temperature[:num_reqs],
+            top_k=batch.top_k[:num_reqs],
+            top_p=batch.top_p[:num_reqs],
+            min_p=batch.min_p[:num_reqs],
             seeds=batch.seeds[:num_reqs],
             modes=batch.modes[:num_reqs],
             positions=batch.roots[:num_reqs],

@@ -21,6 +21,9 @@ def begin_drafting(
     bounds: Tensor,
     all_modes: Tensor,
     all_temperatures: Tensor,
+    all_top_k: Tensor,
+    all_top_p: Tensor,
+    all_min_p: Tensor,
     all_seeds: Tensor,
     read: Tensor,
     num_nodes: Tensor,
@@ -35,6 +38,9 @@ def begin_drafting(
     roots: Tensor,
     modes: Tensor,
     temperatures: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
     seeds: Tensor,
 ) -> None:
     """Takes R requests from tables of S request slots into a batch of M >= R rows.
@@ -54,6 +60,7 @@ def begin_drafting(
         bounds: int32 ``[R]``: most tokens to read.
         all_modes: int32 ``[S]``, of `sequoia_vllm.kernels.modes`.
         all_temperatures: float32 ``[S]``.
+        all_top_k, all_top_p, all_min_p: int32, float32 and float32 ``[S]``.
         all_seeds: int64 ``[S]``.
         read: int32 ``[S]``, read and written: tokens that the draft has read.
         num_nodes: int32 ``[S]``, written: nodes of the request's tree, root included,
@@ -68,14 +75,15 @@ def begin_drafting(
         starts, counts: int32 ``[M]``, written: first position to read, and how many.
         roots: int32 ``[M]``, written: position of the last committed token.
         modes: int32 ``[M]``, written.
-        temperatures, seeds: float32 and int64 ``[M]``, written for the R requests.
+        temperatures, top_k, top_p, min_p, seeds: float32, int32, float32, float32 and int64
+            ``[M]``, written for the R requests.
     """
     num_nodes.zero_()
     begin_drafting_kernel[(triton.cdiv(len(slots), _BLOCK),)](
-        requests, computed, num_sampled, bounds, all_modes, all_temperatures, all_seeds,
-        read, num_nodes, rows, len(requests), len(slots), tree_size, inner_nodes, longest,
-        max_trees, slots, starts, counts, roots, modes, temperatures, seeds,
-        BLOCK=_BLOCK, num_warps=4,
+        requests, computed, num_sampled, bounds, all_modes, all_temperatures, all_top_k,
+        all_top_p, all_min_p, all_seeds, read, num_nodes, rows, len(requests), len(slots),
+        tree_size, inner_nodes, longest, max_trees, slots, starts, counts, roots, modes,
+        temperatures, top_k, top_p, min_p, seeds, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
 
 
@@ -90,9 +98,10 @@ def begin_drafting(
     ]
 )
 def begin_drafting_kernel(
-    requests, computed, num_sampled, bounds, all_modes, all_temperatures, all_seeds,
-    read, num_nodes, rows, num_requests, max_requests, tree_size, inner_nodes, longest, max_trees,
-    slots, starts, counts, roots, modes, temperatures, seeds, BLOCK: tl.constexpr,
+    requests, computed, num_sampled, bounds, all_modes, all_temperatures, all_top_k, all_top_p,
+    all_min_p, all_seeds, read, num_nodes, rows, num_requests, max_requests, tree_size,
+    inner_nodes, longest, max_trees, slots, starts, counts, roots, modes, temperatures, top_k,
+    top_p, min_p, seeds, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row of the batch per lane. Arguments as in `begin_drafting`."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -113,6 +122,9 @@ def begin_drafting_kernel(
     tl.store(modes + row, mode, mask=exists)
     temperature = tl.load(all_temperatures + slot, mask=is_request)
     tl.store(temperatures + row, temperature, mask=is_request)
+    tl.store(top_k + row, tl.load(all_top_k + slot, mask=is_request), mask=is_request)
+    tl.store(top_p + row, tl.load(all_top_p + slot, mask=is_request), mask=is_request)
+    tl.store(min_p + row, tl.load(all_min_p + slot, mask=is_request), mask=is_request)
     tl.store(seeds + row, tl.load(all_seeds + slot, mask=is_request), mask=is_request)
 
     tl.store(read + slot, start + count, mask=is_request)

@@ -1,4 +1,4 @@
-"""Drafting in Triton: the children of all nodes of a level, drawn in three launches.
+"""Drafting in Triton: the children of all nodes of a level, drawn in four launches.
 
 What they are drawn from, and how, is said in `sequoia_vllm.kernels.children_kernels`.
 """
@@ -14,6 +14,7 @@ from sequoia_vllm.kernels.children_kernels import (
     merge_best_kernel,
     row_statistics_kernel,
 )
+from sequoia_vllm.kernels.truncation import lowest_inside
 
 _MIN_BLOCK = 1024
 # Four tokens per thread: with eight Triton 3.8 spills on some devices.
@@ -52,6 +53,9 @@ def draw_children(
     *,
     logits: Tensor,
     temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
     seeds: Tensor,
     modes: Tensor,
     positions: Tensor,
@@ -78,6 +82,8 @@ def draw_children(
         logits: ``[R * m, V]``, float32, bfloat16 or float16, contiguous in its
             rows; the m rows of a request follow one another.
         temperature: float32 ``[R]``; above 0 where SAMPLED or MATCHED.
+        top_k, top_p, min_p: int32, float32 and float32 ``[R]``; V or more, 1 and 0 where
+            not used. What they exclude of SAMPLED and MATCHED rows is lowered.
         seeds: int64 ``[R]``.
         modes: int32 ``[R]``.
         positions: int32 ``[R]``: position of each root.
@@ -86,8 +92,8 @@ def draw_children(
         counts: int32 ``[m]``: children of each, at most b.
         columns: int32 ``[m, b]``: column of each child in ``tokens``, in draft order.
         tokens: int64 or int32 ``[R, >= N]``: written, at these columns only.
-        draft_logits: ``[S, I, >= V]``, dtype of ``logits``: gets the raw logits of
-            SAMPLED rows.
+        draft_logits: ``[S, I, >= V]``, dtype of ``logits``: gets the logits of
+            SAMPLED rows, lowered outside the nucleus.
         draft_stats: float32 ``[S, I, 2]``: gets their maximum and sum, see
             `draft_probability`.
         state_rows: int32 or int64 ``[R]``: row of each request in these two; where
@@ -104,19 +110,21 @@ def draw_children(
     branch = triton.next_power_of_2(max_children)
     block, num_blocks = _blocks(vocabulary, branch)
     padded_blocks = triton.next_power_of_2(num_blocks)
-    scratch = workspace.take(rows * num_blocks * (1 + branch), logits.device)
+    scratch = workspace.take(rows * (num_blocks * (1 + branch) + 1), logits.device)
     partials = scratch[: rows * num_blocks].view(torch.float32)
-    candidates = scratch[rows * num_blocks :]
+    candidates = scratch[rows * num_blocks : -rows]
+    lowest = scratch[-rows:].view(torch.float32)
     num_state_rows = draft_logits.shape[0]
     grid = (rows, num_blocks)
+    lowest_inside(logits, temperature, top_k, top_p, min_p, modes, lowest)
     row_statistics_kernel[grid](
-        logits, logits.stride(0), temperature, modes, width, vocabulary, partials,
+        logits, logits.stride(0), lowest, temperature, modes, width, vocabulary, partials,
         draft_logits, draft_logits.stride(0), draft_logits.stride(1), num_state_rows,
         state_rows, inner_rows, BLOCK=block, num_warps=4,
     )  # fmt: skip
     block_best_kernel[grid](
-        logits, logits.stride(0), temperature, seeds, modes, positions, depth, nodes, counts,
-        width, vocabulary, partials, candidates,
+        logits, logits.stride(0), lowest, temperature, seeds, modes, positions, depth, nodes,
+        counts, width, vocabulary, partials, candidates,
         draft_stats, draft_stats.stride(0), draft_stats.stride(1), num_state_rows,
         state_rows, inner_rows, BLOCK=block, BLOCKS=padded_blocks, BRANCH=branch,
         num_warps=_BEST_WARPS,

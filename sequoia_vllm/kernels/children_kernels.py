@@ -3,7 +3,8 @@
 
 `draft_probability` is the one definition of Q: it serves the draws and, from the
 statistics kept here, the verifier. A draw is a race: every token of a row gets a
-score, and the highest are its children (arXiv 2402.12374, section 3.2.2). The first
+score, and the highest are its children (arXiv 2402.12374, section 3.2.2). Logits below
+the row's ``lowest`` are lowered first (`sequoia_vllm.kernels.truncation`). The first
 kernel takes what Q needs of each row, the second scores blocks of the vocabulary and
 keeps each block's best, the third merges them.
 """
@@ -15,6 +16,7 @@ import triton.language as tl
 
 from sequoia_vllm.kernels import modes as _modes
 from sequoia_vllm.kernels.random import DRAW, exponential, target_noise
+from sequoia_vllm.kernels.truncation import lower_outside
 
 _SKIP = tl.constexpr(_modes.SKIP)
 _SAMPLED = tl.constexpr(_modes.SAMPLED)
@@ -99,8 +101,8 @@ def _merge_statistics(partials, num_blocks, BLOCKS: tl.constexpr):
 # Where these begin in memory depends on batch and level, and so may these numbers:
 # neither is anything to compile another version for.
 _ANYWHERE = [
-    "temperature", "seeds", "modes", "positions", "nodes", "counts", "columns", "candidates",
-    "tokens", "draft_stats", "state_rows", "inner_rows",
+    "lowest", "temperature", "seeds", "modes", "positions", "nodes", "counts", "columns",
+    "candidates", "tokens", "draft_stats", "state_rows", "inner_rows",
 ]  # fmt: skip
 _NUMBERS = [
     "width", "depth", "num_state_rows", "num_blocks", "max_children", "stats_state_stride",
@@ -110,11 +112,11 @@ _NUMBERS = [
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ANYWHERE)
 def row_statistics_kernel(
-    logits, logits_stride, temperature, modes, width, vocabulary, partials,
+    logits, logits_stride, lowest, temperature, modes, width, vocabulary, partials,
     draft_logits, draft_state_stride, draft_inner_stride, num_state_rows, state_rows, inner_rows,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of sampled rows: maximum and sum of each block, and a copy of the raw logits."""
+    """Of sampled rows: maximum and sum of each block, and a copy of the logits of Q."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     request, place = row // width, row % width
@@ -124,12 +126,14 @@ def row_statistics_kernel(
         raw = tl.load(
             logits + row.to(tl.int64) * logits_stride + token, mask=exists, other=float("-inf")
         )
+        own_temperature = tl.load(temperature + request)
+        raw = lower_outside(raw, tl.load(lowest + row), own_temperature)
         state_row = tl.load(state_rows + request).to(tl.int64)
         if (state_row >= 0) & (state_row < num_state_rows):
             inner_row = tl.load(inner_rows + place).to(tl.int64)
             kept = draft_logits + state_row * draft_state_stride + inner_row * draft_inner_stride
             tl.store(kept + token, raw, mask=exists)
-        scaled = scale_logits(raw, tl.load(temperature + request))
+        scaled = scale_logits(raw, own_temperature)
         maximum = tl.max(scaled)
         # A block may lack finite logits in a row that has some, and -inf - -inf is NaN.
         weights = tl.where(scaled == float("-inf"), 0.0, tl.exp(scaled - maximum))
@@ -140,8 +144,8 @@ def row_statistics_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ANYWHERE)
 def block_best_kernel(
-    logits, logits_stride, temperature, seeds, modes, positions, depth, nodes, counts, width,
-    vocabulary, partials, candidates,
+    logits, logits_stride, lowest, temperature, seeds, modes, positions, depth, nodes, counts,
+    width, vocabulary, partials, candidates,
     draft_stats, stats_state_stride, stats_inner_stride, num_state_rows, state_rows, inner_rows,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
@@ -157,6 +161,8 @@ def block_best_kernel(
         raw = tl.load(
             logits + row.to(tl.int64) * logits_stride + token, mask=exists, other=float("-inf")
         )
+        own_temperature = tl.load(temperature + request)
+        raw = lower_outside(raw, tl.load(lowest + row), own_temperature)
         scores = raw.to(tl.float32)
         position = tl.load(positions + request) + depth
         if mode == _SAMPLED:
@@ -168,12 +174,12 @@ def block_best_kernel(
                 stats = draft_stats + state_row * stats_state_stride
                 tl.store(stats + inner_row * stats_inner_stride, maximum)
                 tl.store(stats + inner_row * stats_inner_stride + 1, total)
-            probability = draft_probability(raw, tl.load(temperature + request), maximum, total)
+            probability = draft_probability(raw, own_temperature, maximum, total)
             node = tl.load(nodes + place)
             scores = race_scores(probability, tl.load(seeds + request), token, position, node)
         if mode == _MATCHED:
             noise = target_noise(tl.load(seeds + request), position, token)
-            scores = scale_logits(raw, tl.load(temperature + request)) + noise
+            scores = scale_logits(raw, own_temperature) + noise
         keys = _keys(scores, token, exists)
         own = candidates + (row.to(tl.int64) * num_blocks + block) * BRANCH
         for rank in range(tl.load(counts + place)):

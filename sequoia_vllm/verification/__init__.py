@@ -11,6 +11,7 @@ from sequoia_vllm.verification.sampling import (
 from sequoia_vllm.verification.topology import Topology
 from sequoia_vllm.verification.traversal import traverse_tree
 from sequoia_vllm.verification.traversal_compiled import load_traversal
+from sequoia_vllm.verification.truncation import Truncation, lower_outside
 from sequoia_vllm.verification.verifier import (
     METHODS,
     match_nodes,
@@ -25,10 +26,12 @@ __all__ = [
     "Generators",
     "Method",
     "Topology",
+    "Truncation",
     "VerifyResult",
     "draft_distribution",
     "draw_without_replacement",
     "load_traversal",
+    "lower_outside",
     "match_nodes",
     "match_tree",
     "sample_without_replacement",

@@ -12,13 +12,16 @@ from torch import Tensor
 from torch.nn.functional import threshold
 
 from sequoia_vllm.verification.randomness import Generators, fill_uniform
+from sequoia_vllm.verification.truncation import NOTHING_CUT, Truncation, lower_outside
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean argmax; vLLM's own limit."""
 
 
-def draft_distribution(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """Q: the distribution `sample_without_replacement` draws from.
+def draft_distribution(
+    logits: Tensor, temperature: float | Tensor, truncation: Truncation = NOTHING_CUT
+) -> Tensor:
+    """Q: the distribution `sample_without_replacement` draws from, without truncation.
 
     Args:
         logits: ``[R, V]``, any floating type. A row needs one finite entry, and
@@ -26,6 +29,7 @@ def draft_distribution(logits: Tensor, temperature: float | Tensor) -> Tensor:
             host wait for the device; such a row's Q is NaN.
         temperature: One for all rows, or ``[R]``. Below `GREEDY_BELOW` Q is one
             on the argmax and zero elsewhere.
+        truncation: Of the R rows: what lies outside is lowered.
 
     Returns:
         float32 ``[R, V]``; what is too small for a normal float32 is zero.
@@ -34,9 +38,11 @@ def draft_distribution(logits: Tensor, temperature: float | Tensor) -> Tensor:
     if not isinstance(temperature, Tensor):
         if temperature < GREEDY_BELOW:
             return _one_hot_argmax(logits)
-        return _softmax(logits, torch.full_like(logits[:, 0], temperature))
+        temperature = torch.full_like(logits[:, 0], temperature)
+        return _softmax(logits, temperature, truncation)
     greedy = temperature < GREEDY_BELOW
-    stochastic = _softmax(logits, temperature.float().masked_fill(greedy, 1.0))
+    temperature = temperature.float().masked_fill(greedy, 1.0)
+    stochastic = _softmax(logits, temperature, truncation)
     return torch.where(greedy[:, None], _one_hot_argmax(logits), stochastic)
 
 
@@ -98,12 +104,13 @@ def draw_without_replacement(draft: Tensor, k: int, generators: Generators = Non
     return _race(draft, generators).topk(k, dim=1).indices
 
 
-def _softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+def _softmax(logits: Tensor, temperature: Tensor, truncation: Truncation) -> Tensor:
     # Subnormals become zero: some devices flush them at the next operation, and
     # then the sampler and the verifier would disagree on what Q can still draw.
     # A tensor even for one common temperature: CUDA divides by a scalar by
     # multiplying with its reciprocal, which is another Q in the last bit.
-    probabilities = torch.softmax(logits / temperature[:, None], dim=1)
+    scaled = lower_outside(logits / temperature[:, None], truncation)
+    probabilities = torch.softmax(scaled, dim=1)
     return threshold(probabilities, torch.finfo(torch.float32).tiny, 0.0, inplace=True)
 
 

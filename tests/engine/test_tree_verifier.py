@@ -7,6 +7,7 @@ from sequoia_vllm.engine.v1.drafts import Draft, DraftedTrees, schedule_trees
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
 from sequoia_vllm.engine.v1.verifier import TreeVerifier
 from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.verification import Truncation
 
 TREE = TokenTree((-1, 0, 0, 1))
 VERIFIER = TreeVerifier(lambda logits: logits.argmax(dim=-1), None)
@@ -29,7 +30,7 @@ def verified(scheduled: dict[str, list[int]], request_index: dict[str, int], row
         torch.device("cpu"),
     )
     logits = torch.nn.functional.one_hot(torch.tensor(rows), 9).float()
-    result = VERIFIER.verify(trees, TargetDistribution(logits, None, None, None, None), {})
+    result = VERIFIER.verify(trees, TargetDistribution(logits, None, Truncation()), {})
     return result.output_tokens.tolist()
 
 

@@ -31,6 +31,9 @@ def given(batch, slots):
         "num_nodes": torch.full((slots,), TREE_SIZE, dtype=torch.int32),  # of the last step
         "rows": torch.full((slots,), UNTOUCHED, dtype=torch.int32),
         "all_temperatures": torch.arange(slots).float() / 8,
+        "all_top_k": torch.arange(slots, dtype=torch.int32) + 5,
+        "all_top_p": torch.arange(slots).float() / 16,
+        "all_min_p": torch.arange(slots).float() / 32,
         "all_seeds": torch.arange(slots) * 10**12,
     }
     for slot, computed, _, read, _, mode in batch:
@@ -48,8 +51,9 @@ def given(batch, slots):
 
 
 def written(rows):
-    dtypes = {"slots": torch.int64, "temperatures": torch.float32, "seeds": torch.int64}
-    names = ("slots", "starts", "counts", "roots", "modes", "temperatures", "seeds")
+    floats = ("temperatures", "top_p", "min_p")
+    dtypes = {"slots": torch.int64, "seeds": torch.int64} | dict.fromkeys(floats, torch.float32)
+    names = ("slots", "starts", "counts", "roots", "modes", "top_k", "seeds", *floats)
     return {
         name: torch.full((rows,), UNTOUCHED, dtype=dtypes.get(name, torch.int32)) for name in names
     }
@@ -72,6 +76,8 @@ def check(batch, slots, rows):
         found = [out[name][row].item() for name in ("slots", "starts", "counts", "roots", "modes")]
         assert found == [slot, read, count, max(end - 1, 0), mode]
         assert out["temperatures"][row] == slot / 8
+        assert (out["top_k"][row], out["top_p"][row]) == (slot + 5, slot / 16)
+        assert out["min_p"][row] == slot / 32
         assert out["seeds"][row] == slot * 10**12
         assert arguments["read"][slot] == read + count
         assert arguments["rows"][slot] == row * INNER_NODES

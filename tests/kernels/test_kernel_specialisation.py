@@ -20,6 +20,7 @@ from sequoia_vllm.kernels import (  # noqa: E402
     target_statistics,
     traversal,
     tree_attention,
+    truncation,
     verify,
 )
 from sequoia_vllm.kernels.modes import SAMPLED  # noqa: E402
@@ -176,6 +177,7 @@ def test_draws_have_a_version_per_branching(record):
         record(children, name)
         for name in ("row_statistics_kernel", "block_best_kernel", "merge_best_kernel")
     ]
+    kernels.append(record(truncation, "lowest_inside_kernel"))
     vocabulary, most = 5000, max(BATCHES)
     kept = torch.zeros(most, 9, vocabulary)
     stats = torch.zeros(most, 9, 2)
@@ -189,6 +191,9 @@ def test_draws_have_a_version_per_branching(record):
                 children.draw_children(
                     logits=torch.zeros(requests * width, vocabulary),
                     temperature=torch.ones(most)[:requests],
+                    top_k=numbers[:requests],
+                    top_p=torch.ones(most)[:requests],
+                    min_p=torch.zeros(most)[:requests],
                     seeds=torch.zeros(most, dtype=torch.int64)[:requests],
                     modes=torch.full((most,), SAMPLED, dtype=torch.int32)[:requests],
                     positions=numbers[:requests],
@@ -204,7 +209,7 @@ def test_draws_have_a_version_per_branching(record):
                     workspace=workspace,
                 )
     # 5, 7 and 8 children are all held in 8 places.
-    assert [kernel.versions() for kernel in kernels] == [1, 1, 1]
+    assert [kernel.versions() for kernel in kernels] == [1, 1, 1, 1]
 
 
 def test_commits_have_one_version(record):

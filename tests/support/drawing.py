@@ -46,6 +46,9 @@ def draw(
     counts,
     *,
     temperature=1.0,
+    top_k=2**31 - 1,
+    top_p=1.0,
+    min_p=0.0,
     seeds=None,
     positions=None,
     depth=2,
@@ -59,7 +62,7 @@ def draw(
 ):
     """Draws ``counts[j]`` children of node j of every request.
 
-    ``modes`` and ``temperature`` may be one for all; unless given, seeds and
+    ``modes`` and the sampling parameters may be one for all; unless given, seeds and
     positions are 0, 1, 2, ..., nodes and inner rows 3, 4, ... and 0, 1, ....
     """
     width = len(counts)
@@ -88,6 +91,9 @@ def draw(
     draw_children(
         logits=logits,
         temperature=torch.zeros(requests) + temperature,
+        top_k=torch.zeros(requests, dtype=torch.int32) + torch.as_tensor(top_k, dtype=torch.int32),
+        top_p=torch.zeros(requests) + top_p,
+        min_p=torch.zeros(requests) + min_p,
         seeds=every if seeds is None else seeds,
         modes=torch.zeros(requests, dtype=torch.int32) + torch.as_tensor(modes, dtype=torch.int32),
         positions=every.int() if positions is None else positions,

@@ -53,11 +53,14 @@ def save_random_draft(path: Path) -> Path:
 
 
 def next_probabilities(
-    path: str | Path, tokens: list[list[int]], temperature: float, top_p: float
-) -> np.ndarray:
+    path: str | Path, tokens: list[list[int]], temperature: float, top_p: float = 1.0,
+    top_k: int = 0, min_p: float = 0.0,
+) -> np.ndarray:  # fmt: skip
     """Exact law of the token after each of ``tokens``, ``[rows, places, V]``.
 
-    Of each the likeliest tokens are kept that together hold ``top_p``.
+    As vLLM's parameters of these names say: of each the tokens are kept that are ``min_p``
+    as likely as the likeliest, of these the ``top_k`` likeliest (0: all), and of these the
+    likeliest that together hold ``top_p``.
     """
     model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -65,6 +68,10 @@ def next_probabilities(
     law = torch.softmax(logits / temperature, dim=-1).numpy()
     order = np.argsort(-law, axis=-1)
     ranked = np.take_along_axis(law, order, axis=-1)
+    ranked[ranked < min_p * ranked[..., :1]] = 0
+    if top_k:
+        ranked[..., top_k:] = 0
+    ranked /= ranked.sum(axis=-1, keepdims=True)
     kept = np.cumsum(ranked, axis=-1) - ranked < top_p
     truncated = np.zeros_like(law)
     np.put_along_axis(truncated, order, ranked * kept, axis=-1)

@@ -201,20 +201,23 @@ def test_metrics_show_what_the_worker_counted(from_itself):
 # can be asked for. Tokens are lined up by how much likelier the target finds them
 # than the draft does; then a uniform number from the interval that a token takes up
 # is uniform over [0, 1), and independent of all others, exactly if the engine
-# follows the target's law. Too many drafts accepted show as small numbers: were 27 % of
-# all tokens by the draft's law, the 576 numbers would show it with probability 0.99, at
-# a false-alarm rate of 1e-6 (computed for these models and settings). Smaller errors are
-# for `tests/kernels`, and for the V1 engine's `tests/engine/test_sampled.py`.
+# follows the target's law. Too many drafts accepted show as small numbers: were 33 % of
+# all tokens by the draft's law, cut off alike, the 576 numbers would show it with
+# probability 0.99, at a false-alarm rate of 1e-6 (computed for these models and settings).
+# Smaller errors are for `tests/kernels`, and for the V1 engine's `tests/engine/test_sampled.py`.
 
 LAW_VOCAB, LAW_REQUESTS = 6, 24
 # Tokens per request. `tests/kernels` compares every decision of either method.
 LAW_TOKENS = {"sequoia": 24, "traversal": 12}
-# Temperature and top_p; the second half of the requests needs nothing but temperatures.
-LAW_SETTINGS = [(1.0, 1.0), (0.7, 0.8)], [(0.6, 1.0), (1.3, 1.0)]
+# Temperature, top_p, top_k, min_p; the second half of the requests needs only temperatures.
+LAW_SETTINGS = (
+    [(1.2, 0.9, 4, 0.1), (0.7, 0.8, 0, 0.0)],
+    [(0.6, 1.0, 0, 0.0), (1.3, 1.0, 0, 0.0)],
+)
 FALSE_ALARM = 1e-6
 
 
-def law_settings(index: int) -> tuple[float, float]:
+def law_settings(index: int) -> tuple[float, float, int, float]:
     return LAW_SETTINGS[2 * index // LAW_REQUESTS][index % 2]
 
 
@@ -224,10 +227,10 @@ def generate_for_law(target: str, draft: str, method: str) -> dict[str, Any]:
 
     params = [
         SamplingParams(
-            temperature=temperature, top_p=top_p, max_tokens=LAW_TOKENS[method], ignore_eos=True,
-            detokenize=False,
+            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+            max_tokens=LAW_TOKENS[method], ignore_eos=True, detokenize=False,
         )
-        for temperature, top_p in map(law_settings, range(LAW_REQUESTS))
+        for temperature, top_p, top_k, min_p in map(law_settings, range(LAW_REQUESTS))
     ]  # fmt: skip
     requests = random_prompts([4] * LAW_REQUESTS, LAW_VOCAB)
     config = sequoia(size=4, depth=2, draft=draft, verification=method)
@@ -237,8 +240,8 @@ def generate_for_law(target: str, draft: str, method: str) -> dict[str, Any]:
 
 
 def uniforms(
-    prompt: list[int], generated: list[int], paths: tuple[str, str], setting: tuple[float, float],
-    generator: np.random.Generator,
+    prompt: list[int], generated: list[int], paths: tuple[str, str],
+    setting: tuple[float, float, int, float], generator: np.random.Generator,
 ) -> np.ndarray:  # fmt: skip
     """One number per generated token; uniform if it follows the target's law."""
     tokens = prompt + generated

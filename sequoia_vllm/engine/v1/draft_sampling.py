@@ -9,7 +9,12 @@ from sequoia_vllm.drafting.tree_tables import Level
 from sequoia_vllm.engine.v1.drafts import DraftedTrees
 from sequoia_vllm.engine.v1.seeded import gumbel_noise
 from sequoia_vllm.tree import TokenTree
-from sequoia_vllm.verification import draft_distribution, draw_without_replacement
+from sequoia_vllm.verification import (
+    Truncation,
+    draft_distribution,
+    draw_without_replacement,
+    lower_outside,
+)
 
 
 class DraftSampling:
@@ -21,18 +26,23 @@ class DraftSampling:
 
     Greedy requests take the draft's top-k. Sampled ones draw by Gumbel-top-k
     at their temperature, and their Q is stored. Seeded ones take the top-k
-    under the noise that will decide the target's token (see `seeded`).
+    under the noise that will decide the target's token (see `seeded`). Sampled
+    and seeded ones lower what their top-k, top-p and min-p exclude (see `truncation`).
 
     Args:
         temperature: float32 ``[B]``; 0 is greedy.
         seeds: int64 ``[B, depth]``: the noise seeds of seeded requests.
         is_seeded: bool ``[B]``.
+        truncation: Of the B requests.
     """
 
-    def __init__(self, temperature: Tensor, seeds: Tensor, is_seeded: Tensor) -> None:
+    def __init__(
+        self, temperature: Tensor, seeds: Tensor, is_seeded: Tensor, truncation: Truncation
+    ) -> None:
         greedy = temperature == 0
         self.temperature = temperature
         self.seeds = seeds
+        self.truncation = truncation
         self._probs, self._probs_rows = torch.empty(0), torch.empty(0)  # none is sampled
         self.seeded = (is_seeded & ~greedy).nonzero().squeeze(1)
         self.sampled = (~is_seeded & ~greedy).nonzero().squeeze(1)
@@ -40,7 +50,8 @@ class DraftSampling:
     @classmethod
     def greedy(cls, batch: int) -> DraftSampling:
         """All requests at temperature 0."""
-        return cls(torch.zeros(batch), torch.zeros(batch, 0), torch.zeros(batch, dtype=torch.bool))
+        seeds, is_seeded = torch.zeros(batch, 0), torch.zeros(batch, dtype=torch.bool)
+        return cls(torch.zeros(batch), seeds, is_seeded, Truncation())
 
     def start(self, tree: TokenTree, vocab_size: int) -> None:
         """Begins to grow trees of this topology.
@@ -77,7 +88,6 @@ class DraftSampling:
         logits = logits.to(torch.float32)
         if not len(self.sampled) and not len(self.seeded):
             return logits.topk(branch, dim=-1).indices.view(batch, width, branch)
-        temperature = self.temperature.repeat_interleave(width)
         if len(self.sampled) == batch:
             shape = (batch, width, branch)
             drawn = torch.empty(shape, dtype=torch.int64, device=logits.device)
@@ -85,16 +95,17 @@ class DraftSampling:
             drawn = logits.topk(branch, dim=-1).indices.view(batch, width, branch)
         per_request = logits.view(batch, width, -1)
         if len(self.sampled):
-            own = per_request[self.sampled].flatten(0, 1)
-            own_temperature = temperature.view(batch, width)[self.sampled].flatten()
-            draft = draft_distribution(own, own_temperature)
+            rows = self.sampled.repeat_interleave(width)
+            draft = draft_distribution(
+                per_request[self.sampled].flatten(0, 1),
+                self.temperature[rows],
+                self.truncation.of(rows),
+            )
             self._store(draft, level.nodes)
             tokens = draw_without_replacement(draft, branch)
             drawn[self.sampled] = tokens.view(-1, width, branch)
         if len(self.seeded):
-            noise = gumbel_noise(self.seeds[self.seeded, level.depth], logits.shape[-1])
-            scores = per_request[self.seeded] / self.temperature[self.seeded, None, None]
-            drawn[self.seeded] = (scores + noise[:, None]).topk(branch, dim=-1).indices
+            drawn[self.seeded] = self._seeded_children(per_request[self.seeded], level)
         return drawn
 
     def finish(self, tokens: Tensor) -> DraftedTrees:
@@ -104,6 +115,15 @@ class DraftSampling:
             tokens: int64 ``[B, size]``: the trees' tokens in stored order.
         """
         return DraftedTrees(tokens, self._probs, self._probs_rows)
+
+    def _seeded_children(self, logits: Tensor, level: Level) -> Tensor:
+        """int64 ``[S, m, b]``, of seeded requests' logits ``[S, m, V]``."""
+        width, branch = level.columns.shape
+        rows = self.seeded.repeat_interleave(width)
+        scaled = logits.flatten(0, 1) / self.temperature[rows, None]
+        scaled = lower_outside(scaled, self.truncation.of(rows))
+        noise = gumbel_noise(self.seeds[self.seeded, level.depth], logits.shape[-1])
+        return (scaled.view_as(logits) + noise[:, None]).topk(branch, dim=-1).indices
 
     def _store(self, probs: Tensor, nodes: Tensor) -> None:
         end = self._stored + len(probs)

@@ -35,9 +35,9 @@ from sequoia_vllm.engine.v1.proposer import TreeProposer
 from sequoia_vllm.engine.v1.reading import CommittedTokens, DraftReading
 from sequoia_vllm.engine.v1.sampler_output import SamplerRows, combine_outputs, wants_logprobs
 from sequoia_vllm.engine.v1.seeded import peek_seeds
-from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
+from sequoia_vllm.engine.v1.target_distribution import TargetDistribution, truncation_of
 from sequoia_vllm.engine.v1.verifier import TreeVerifier
-from sequoia_vllm.verification import GREEDY_BELOW, VerifyResult, load_traversal
+from sequoia_vllm.verification import GREEDY_BELOW, Truncation, VerifyResult, load_traversal
 
 
 def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
@@ -217,8 +217,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     def _verify(
         self, trees: ScoringTrees, logits: Tensor, metadata: SamplingMetadata
     ) -> VerifyResult:
-        params = [self.requests[request].sampling_params for request in self.input_batch.req_ids]
-        target = TargetDistribution.of(logits, metadata, params)
+        target = TargetDistribution(logits, metadata.temperature, self._truncation(metadata))
         result = self.tree_verifier.verify(trees, target, metadata.generators)
         return VerifyResult(
             *broadcast_from_rank0(result.accepted_nodes, result.output_tokens, result.num_accepted)
@@ -351,4 +350,9 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             if request in generators:
                 seeds[row] = peek_seeds(generators[request], depth)
                 is_seeded[row] = True
-        return DraftSampling(temperature, seeds, is_seeded)
+        truncation = self._truncation(metadata).of(torch.from_numpy(requests))
+        return DraftSampling(temperature, seeds, is_seeded, truncation)
+
+    def _truncation(self, metadata: SamplingMetadata) -> Truncation:
+        params = [self.requests[request].sampling_params for request in self.input_batch.req_ids]
+        return truncation_of(metadata, params)

@@ -10,7 +10,22 @@ from torch import Tensor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from sequoia_vllm.verification import GREEDY_BELOW
+from sequoia_vllm.verification import GREEDY_BELOW, Truncation
+
+
+def truncation_of(metadata: SamplingMetadata, sampling_params: list[Any]) -> Truncation:
+    """What the requests of a batch exclude.
+
+    Args:
+        metadata: The batch's sampling metadata.
+        sampling_params: Each request's `SamplingParams`, in batch order.
+    """
+    min_p = [params.min_p if params is not None else 0.0 for params in sampling_params]
+    return Truncation(
+        top_k=metadata.top_k,
+        top_p=metadata.top_p,
+        min_p=torch.tensor(min_p) if any(min_p) else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -24,35 +39,12 @@ class TargetDistribution:
     Attributes:
         logits: ``[rows, V]``: the target's logits of this step, any float dtype.
         temperature: float32 ``[requests]``, or None if all are greedy.
-        top_k, top_p: ``[requests]``, or None if no request uses them.
-        min_p: float32 ``[requests]``, or None if no request uses it.
+        truncation: Of all requests.
     """
 
     logits: Tensor
     temperature: Tensor | None
-    top_k: Tensor | None
-    top_p: Tensor | None
-    min_p: Tensor | None
-
-    @classmethod
-    def of(
-        cls, logits: Tensor, metadata: SamplingMetadata, sampling_params: list[Any]
-    ) -> TargetDistribution:
-        """Collects what `process` needs of a batch.
-
-        Args:
-            logits: See the class.
-            metadata: The batch's sampling metadata.
-            sampling_params: Each request's `SamplingParams`, in batch order.
-        """
-        min_p = [params.min_p if params is not None else 0.0 for params in sampling_params]
-        return cls(
-            logits=logits,
-            temperature=metadata.temperature,
-            top_k=metadata.top_k,
-            top_p=metadata.top_p,
-            min_p=torch.tensor(min_p, device=logits.device) if any(min_p) else None,
-        )
+    truncation: Truncation
 
     def is_greedy(self, requests: Tensor) -> Tensor:
         """bool ``[A]``: which of these requests are greedy, in a batch where some are not."""
@@ -72,13 +64,12 @@ class TargetDistribution:
         assert self.temperature is not None
         logits = self.logits[rows].to(torch.float32)
         logits.div_(self.temperature[requests].unsqueeze(1))
-        if self.min_p is not None:
+        own = self.truncation.of(requests)
+        if own.min_p is not None:
             probs = logits.softmax(dim=-1)
-            floor = probs.amax(dim=-1, keepdim=True) * self.min_p[requests].unsqueeze(1)
+            floor = probs.amax(dim=-1, keepdim=True) * own.min_p.unsqueeze(1)
             logits.masked_fill_(probs < floor, float("-inf"))
-        top_k = None if self.top_k is None else self.top_k[requests]
-        top_p = None if self.top_p is None else self.top_p[requests]
-        return apply_top_k_top_p(logits, top_k, top_p)
+        return apply_top_k_top_p(logits, own.top_k, own.top_p)
 
     def probabilities(self, rows: Tensor, requests: Tensor) -> Tensor:
         """P of these rows; float32 ``[A, V]``, a fresh tensor. See `process`."""

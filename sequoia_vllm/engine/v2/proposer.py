@@ -13,6 +13,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
@@ -33,7 +34,13 @@ class TreeProposer(StandaloneARSpeculator):
     """vLLM's draft-model speculator (loading, KV cache, buffers) growing trees.
 
     Its `propose` is replaced. Whatever a step decided stays on the device.
+
+    Attributes:
+        sampling_states: The sampler's, which vLLM gives a speculator temperatures and seeds
+            of; set by the runner when there is a sampler.
     """
+
+    sampling_states: SamplingStates
 
     def __init__(
         self,
@@ -211,6 +218,9 @@ class TreeProposer(StandaloneARSpeculator):
             read=self.reading.read,
             modes=self.modes.gpu,
             temperature=temperature,
+            top_k=self.sampling_states.top_k.gpu,
+            top_p=self.sampling_states.top_p.gpu,
+            min_p=self.sampling_states.min_p.gpu,
             seeds=seeds,
             drafted_nodes=self.drafted.nodes,
             drafted_rows=self.drafted.rows,

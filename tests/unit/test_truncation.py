@@ -1,0 +1,196 @@
+"""Drafts lean into the request's nucleus, by the Q that they are verified against."""
+
+import pytest
+import torch
+from torch.nn.functional import one_hot
+
+from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
+from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
+from sequoia_vllm.testing.laws import assert_same_law, plackett_luce
+from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.verification import (
+    Truncation,
+    draft_distribution,
+    lower_outside,
+    verify_tree,
+)
+from sequoia_vllm.verification.truncation import LARGEST_NUCLEUS, LOWERED_BY
+
+FALSE_ALARM = 1e-6
+
+
+def rows_of(count: int, **values: float) -> Truncation:
+    dtypes = {"top_k": torch.int32}
+    return Truncation(
+        **{
+            name: torch.full((count,), value, dtype=dtypes.get(name, torch.float32))
+            for name, value in values.items()
+        }
+    )
+
+
+def lowered(scaled: torch.Tensor, truncation: Truncation) -> torch.Tensor:
+    """Which tokens are: all others are the same bits."""
+    found = lower_outside(scaled, truncation)
+    is_lowered = found != scaled
+    assert torch.equal(found[is_lowered], (scaled - LOWERED_BY)[is_lowered])
+    return is_lowered
+
+
+# -- what is inside ----------------------------------------------------------------------
+
+SETTINGS = [
+    {"top_k": 20},
+    {"top_k": 1},
+    {"top_p": 0.8},
+    {"top_p": 1e-6},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 30, "top_p": 0.9},
+    {"top_p": 0.95, "min_p": 0.02},
+    {"top_k": 40, "top_p": 0.7, "min_p": 0.001},
+]
+
+
+@pytest.mark.parametrize("vocabulary", [50, 5000])
+@pytest.mark.parametrize("values", SETTINGS, ids=str)
+def test_the_draft_is_cut_where_vllm_would_cut_the_target(values, vocabulary):
+    rows = 64
+    logits = 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))
+    temperature = torch.linspace(0.3, 1.1, rows)
+    truncation = rows_of(rows, **values)
+    everyone = torch.arange(rows)
+    target = TargetDistribution(logits, temperature, truncation)
+    excluded = target.process(everyone, everyone) == float("-inf")
+    found = lowered(logits / temperature[:, None], truncation)
+    assert excluded.any(dim=1).all()
+    assert torch.equal(found, excluded)
+
+
+def test_a_row_without_parameters_keeps_its_bits_among_others():
+    scaled = torch.randn(4, 1000, generator=torch.Generator().manual_seed(1))
+    truncation = Truncation(
+        top_k=torch.tensor([1000, 10, 1000, 1000]),
+        top_p=torch.tensor([1.0, 1.0, 0.5, 1.0]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.3]),
+    )
+    assert lowered(scaled, truncation).any(dim=1).tolist() == [False, True, True, True]
+    assert lowered(scaled, truncation)[1].sum() == 990
+
+
+def test_without_any_parameters_nothing_is_copied():
+    scaled = torch.randn(2, 5)
+    assert lower_outside(scaled, Truncation()) is scaled
+
+
+def test_equal_tokens_are_all_inside_or_none():
+    scaled = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
+    assert lowered(scaled, rows_of(1, top_k=2)).tolist() == [[True, False, False, False, True]]
+
+
+@pytest.mark.parametrize("size", [LARGEST_NUCLEUS, LARGEST_NUCLEUS + 1])
+def test_a_nucleus_too_large_to_look_for_leaves_the_row_alone(size):
+    scaled = torch.randn(1, 2000, generator=torch.Generator().manual_seed(2))
+    kept = lowered(scaled, rows_of(1, top_k=size)).logical_not().sum()
+    assert kept == (size if size == LARGEST_NUCLEUS else 2000)
+
+
+def test_excluded_logits_stay_excluded():
+    scaled = torch.tensor([[0.0, float("-inf"), -1.0, float("-inf")]])
+    found = lower_outside(scaled, rows_of(1, top_k=3))
+    assert found.tolist() == [[0.0, float("-inf"), -1.0, float("-inf")]]
+
+
+# -- drawn and verified by one Q -----------------------------------------------------------
+
+TARGET = torch.tensor([3.0, 2.5, 2.0, 0.5, 0.0, -1.0])
+DRAFT = torch.tensor([2.0, 0.0, 2.5, 1.5, 1.0, -1.0])
+TREE = TokenTree((-1, 0, 0, 0))
+REQUESTS = 40_000
+TOP_P = 0.75
+
+
+def drafted() -> tuple[torch.Tensor, torch.Tensor]:
+    """Trees of many requests, ``[REQUESTS, 4]``, and the Q that is kept for each."""
+    torch.manual_seed(0)
+    requests = torch.ones(REQUESTS)
+    sampling = DraftSampling(
+        requests, torch.zeros(REQUESTS, 1), requests == 0, rows_of(REQUESTS, top_p=TOP_P)
+    )
+    [level] = TreeTables(TREE, torch.device("cpu")).levels.levels
+    sampling.start(TREE, len(DRAFT))
+    tokens = torch.zeros(REQUESTS, TREE.size, dtype=torch.int64)
+    tokens[:, level.columns.flatten().long()] = sampling.children(
+        DRAFT.expand(REQUESTS, -1), level
+    )[:, 0]
+    trees = sampling.finish(tokens)
+    return trees.tokens, trees.probs[trees.probs_rows[:, 0]]
+
+
+def first_tokens(draft: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """How often each token is emitted first, by this Q."""
+    scaled = TARGET.expand(REQUESTS, -1)
+    everyone = torch.arange(REQUESTS)
+    target = TargetDistribution(scaled, torch.ones(REQUESTS), rows_of(REQUESTS, top_p=TOP_P))
+    p = target.probabilities(everyone, everyone)[:, None].expand(-1, TREE.size, -1)
+    q = draft[:, None].expand(-1, TREE.size, -1)
+    generator = torch.Generator().manual_seed(1)
+    parents = torch.tensor(TREE.parents).expand(REQUESTS, -1)
+    emitted = verify_tree(p, q, tokens, parents, generator).output_tokens[:, 0]
+    return one_hot(emitted, len(TARGET)).sum(dim=0)
+
+
+def test_children_are_drawn_from_the_q_that_is_kept():
+    tokens, kept = drafted()
+    expected = plackett_luce(kept[0].double().numpy(), 3)
+    assert (kept == kept[0]).all()
+    assert kept[0, 1] < 0.02 < draft_distribution(DRAFT[None], 1.0)[0, 1]  # lowered
+    base = len(TARGET)
+    counts = torch.bincount(tokens[:, 1:] @ torch.tensor([base**2, base, 1]), minlength=base**3)
+    law = torch.zeros(base**3, dtype=torch.float64)
+    for (a, b, c), probability in expected.items():
+        law[a * base**2 + b * base + c] = float(probability)
+    assert_same_law(counts.numpy(), law.numpy(), FALSE_ALARM)
+
+
+def test_verified_by_that_q_the_law_is_the_targets_and_by_another_it_is_not():
+    """A verifier that took Q without the truncation would be found out."""
+    tokens, kept = drafted()
+    law = torch.softmax(TARGET, dim=0).double()
+    law[torch.softmax(TARGET, dim=0) < law[1]] = 0  # two tokens hold more than TOP_P
+    law /= law.sum()
+    assert law.count_nonzero() == 2
+    assert_same_law(first_tokens(kept, tokens).numpy(), law.numpy(), FALSE_ALARM)
+    plain = draft_distribution(DRAFT.expand(REQUESTS, -1), 1.0)
+    with pytest.raises(AssertionError, match="chi-square"):
+        assert_same_law(first_tokens(plain, tokens).numpy(), law.numpy(), FALSE_ALARM)
+
+
+# -- who is matched instead ------------------------------------------------------------------
+
+
+def test_a_seeded_request_looks_outside_the_nucleus_last():
+    """Its own token is from the nucleus, whatever the noise."""
+    requests = 2000
+    sampling = DraftSampling(
+        torch.ones(requests),
+        torch.arange(requests)[:, None],
+        torch.ones(requests, dtype=torch.bool),
+        rows_of(requests, top_k=2),
+    )
+    [level] = TreeTables(TokenTree((-1, 0)), torch.device("cpu")).levels.levels
+    sampling.start(TokenTree((-1, 0)), len(DRAFT))
+    drawn = sampling.children(DRAFT.expand(requests, -1), level).flatten()
+    expected = torch.softmax(lower_outside(DRAFT[None], rows_of(1, top_k=2)), dim=1)[0]
+    counts = one_hot(drawn, len(DRAFT)).sum(dim=0)
+    assert_same_law(counts.numpy(), expected.double().numpy(), FALSE_ALARM)
+
+
+def test_greedy_requests_draft_as_without_parameters():
+    sampling = DraftSampling(
+        torch.zeros(1), torch.zeros(1, 1), torch.tensor([False]), rows_of(1, top_k=1)
+    )
+    [level] = TreeTables(TREE, torch.device("cpu")).levels.levels
+    sampling.start(TREE, len(DRAFT))
+    assert sampling.children(DRAFT[None], level).flatten().tolist() == [2, 0, 3]
