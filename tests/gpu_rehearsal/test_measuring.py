@@ -12,6 +12,7 @@ from tests.support.on_gpu import call_on_gpu
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 NODES = 4
+CHAIN = "2:probabilistic:block"
 
 
 def measure_pair(models: str) -> dict[str, Any]:
@@ -26,10 +27,10 @@ def measure_pair(models: str) -> dict[str, Any]:
         save_word_tokenizer(Path(model))
     pair = EngineSpec(target, draft, dtype="float32", kv_cache_gib=0.02)
     settings = BenchSettings(
-        pair, methods=tuple(methods(draft, [], [f"{NODES}x2"])), prompts=([5, 7, 9, 11],),
-        max_tokens=24, rounds=1,
+        pair, methods=tuple(methods(draft, [CHAIN], [f"{NODES}x2"])), prompts=([5, 7, 9, 11],),
+        temperatures=(0.0, 1.0), max_tokens=24, rounds=1,
     )  # fmt: skip
-    [runs] = measure(settings).runs.values()
+    runs, sampled = measure(settings).runs.values()
     profile = measure_profile(
         ProfileSettings(
             pair, batch_sizes=(1,), tokens=(1, NODES), contexts=(32,), max_tokens=12, rounds=1
@@ -38,6 +39,7 @@ def measure_pair(models: str) -> dict[str, Any]:
     return {
         "outputs": [run.rounds[0].token_ids for run in runs],
         "parts": [run.rounds[0].parts for run in runs],
+        "sampled_chain": sampled[1].rounds[0].steady.tokens_per_step,
         "profile": profile.to_dict(),
     }
 
@@ -49,10 +51,15 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_bench_times_the_parts_of_steps_and_outputs_are_plain(measured):
-    plain, trees = measured["outputs"]
-    assert plain == trees
+    plain, chain, trees = measured["outputs"]
+    assert plain == chain == trees
     assert all(parts["target"] > 0 for parts in measured["parts"])
-    assert measured["parts"][1]["draft"] > 0
+    assert all(parts["draft"] > 0 for parts in measured["parts"][1:])
+
+
+def test_vllms_chain_draws_and_verifies_as_asked(measured):
+    """`bench` refuses block verification where the runner would ignore it: here it does not."""
+    assert 1 < measured["sampled_chain"] <= 3
 
 
 def test_profile_times_both_models(measured):
