@@ -17,6 +17,8 @@ settings.load_profile("no deadline")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Reports are nobody's, and what they say of the CPU takes a second to find out.
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Of all processes that tests start, unless they have another PYTHONPATH.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     path for path in (quick_start.FOLDER, os.environ.get("PYTHONPATH")) if path

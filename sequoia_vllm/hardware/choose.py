@@ -194,7 +194,7 @@ class TreeSearch:
                 break
             tree = self.frontier.tree(int(sizes[row]), int(column) + 1)
             prefixes = Prefixes.of(tree, self.frontier.acceptance)
-            seconds = self.cost.prefix_seconds(prefixes, batch_size)[-1]
+            seconds = self.cost.tree_seconds(prefixes, batch_size)
             speed = float(prefixes.expected_tokens[-1] / seconds)
             if speed > best_speed * (1 + _SAME):
                 best, best_speed = tree, speed

@@ -12,6 +12,7 @@ committed, and each later one over the nodes of a level that have children.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -71,6 +72,7 @@ class CostModel:
         self._overhead_batches = [entry.batch_size for entry in overhead]
         self._plain_overhead = [entry.plain_seconds for entry in overhead]
         self._tree_overhead = [entry.tree_seconds for entry in overhead]
+        self._plain_seconds: dict[int, float] = {}  # choosing asks for few, many times
 
     def max_tokens(self, batch_size: int) -> int:
         """Largest tree size (root included) timed at this batch size."""
@@ -102,27 +104,40 @@ class CostModel:
 
     def plain_seconds(self, batch_size: int) -> float:
         """A plain decoding step: one token of each request."""
-        overhead = np.interp(batch_size, self._overhead_batches, self._plain_overhead)
-        return float(self.target_seconds(1, batch_size) + overhead)
+        if batch_size not in self._plain_seconds:
+            overhead = np.interp(batch_size, self._overhead_batches, self._plain_overhead)
+            seconds = float(self.target_seconds(1, batch_size) + overhead)
+            self._plain_seconds[batch_size] = seconds
+        return self._plain_seconds[batch_size]
 
     def prefix_seconds(self, prefixes: Prefixes, batch_size: int) -> Floats:
         """Time of a step with each prefix of a tree, ``[size]``; entry 0 (root only) is plain."""
-        sizes = np.arange(1, len(prefixes.expected_tokens) + 1)
+        return self._seconds_from(0, prefixes, batch_size)
+
+    def tree_seconds(self, prefixes: Prefixes, batch_size: int) -> float:
+        """Time of a step with the whole tree: the last of `prefix_seconds`."""
+        return float(self._seconds_from(len(prefixes.expected_tokens) - 1, prefixes, batch_size)[0])
+
+    def _seconds_from(self, start: int, prefixes: Prefixes, batch_size: int) -> Floats:
+        """`prefix_seconds` from this entry on."""
+        sizes = np.arange(start + 1, len(prefixes.expected_tokens) + 1)
         # Level 0 is the pass over newly committed tokens: its width is their number.
-        widths = prefixes.widths.astype(np.float64)
-        first = self.draft_seconds(prefixes.expected_tokens, batch_size)
-        deeper = np.where(
-            widths > 0, self.draft_seconds(np.maximum(widths, 1.0), batch_size), 0.0
-        ).sum(axis=1)
+        widths = prefixes.widths[start:]
+        first = self.draft_seconds(prefixes.expected_tokens[start:], batch_size)
+        # Of each width once: few are wide.
+        of_width = np.zeros(int(widths.max()) + 1)
+        of_width[1:] = self.draft_seconds(np.arange(1, len(of_width)), batch_size)
+        deeper = of_width[widths].sum(axis=1)
         seconds = self.target_seconds(sizes, batch_size) + first + deeper
         seconds += self.verification_seconds(sizes, batch_size) + self.tree_overhead(batch_size)
-        seconds[0] = self.plain_seconds(batch_size)
+        if start == 0:
+            seconds[0] = self.plain_seconds(batch_size)
         return seconds
 
     def estimate(self, tree: TokenTree, acceptance: Acceptance, batch_size: int) -> Estimate:
         """What ``tree`` does at this batch size; the root alone is plain decoding."""
         prefixes = Prefixes.of(tree, acceptance)
-        seconds = float(self.prefix_seconds(prefixes, batch_size)[-1])
+        seconds = self.tree_seconds(prefixes, batch_size)
         tokens = float(prefixes.expected_tokens[-1])
         return Estimate(
             batch_size=batch_size,
@@ -207,7 +222,7 @@ class _Surface:
         """Curves on both sides of a batch size, and how far it is from the first to the second."""
         if batch_size < 1:
             raise ProfileError(f"batch size {batch_size}: a batch has at least one request")
-        high = int(np.searchsorted(self.batches, batch_size))
+        high = bisect_left(self.batches, batch_size)
         if high == len(self.batches):
             return high - 1, high - 1, 0.0
         if high == 0 or self.batches[high] == batch_size:

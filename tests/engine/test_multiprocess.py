@@ -52,6 +52,7 @@ def test_same_tokens_from_a_compiled_engine_in_other_processes(plain_outputs, tm
         **{key: value for key, value in os.environ.items() if not key.startswith("VLLM_")},
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
         # One thread, on any core: two that spin are very slow where a core is busy.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",

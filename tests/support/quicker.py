@@ -3,6 +3,7 @@
 import atexit
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 _freeze, unfreeze = gc.freeze, gc.unfreeze
 
@@ -34,22 +35,26 @@ def interpret_quickly() -> None:
       language before each launch and before each call of a function within a kernel,
       even of `tl.sum`, and puts things back after a launch only.
     - NumPy's dtypes of Triton's are remembered: it makes a table of all for each operation.
+    - So are types and shapes (`quicker_types`).
+    - Integers are computed once: it does so twice, and looks at one result only.
     """
     from triton.runtime import interpreter
 
     if getattr(interpreter._patch_lang, "is_once", False):
         return
+    from tests.support.quicker_types import remember_types
+
+    remember_types()
+    _leave_integers_unchecked()
     interpreter._patch_lang = _once_per_module(interpreter._patch_lang)
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
 
 
-def leave_integers_unchecked() -> None:
-    """Sums and products of integers are not computed a second time, in 64 bits, to compare.
+def _leave_integers_unchecked() -> None:
+    """Sums and products of integers are not computed a second time, in 64 bits.
 
-    That is a fifth of a kernel's time. The tests of kernels (`tests/kernels`) do compare.
+    Triton compares the two only where kernels are debugged, which nothing here does.
     """
-    from dataclasses import replace
-
     from triton.runtime.interpreter import interpreter_builder
 
     interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)

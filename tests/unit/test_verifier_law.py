@@ -16,6 +16,7 @@ import torch
 from sequoia_vllm.testing.laws import assert_same_law, autoregressive_law, exact_law
 from sequoia_vllm.testing.verification import children_of
 from sequoia_vllm.verification import (
+    Topology,
     draft_distribution,
     sample_without_replacement,
     verify_tree,
@@ -74,9 +75,9 @@ def draft_trees(tables, parents, temperature, generator):
     return tokens, states
 
 
-def emit(tables, parents, temperature, generator, use_verify_tree):
+def emit(tables, parents, batch, temperature, generator, use_verify_tree):
+    """What is emitted for `batch`, the look-ups of as many trees with these parents."""
     tokens, states = draft_trees(tables, parents, temperature, generator)
-    batch = torch.tensor(parents).expand(CHUNK, -1)
 
     def target_at(requests, nodes):
         return tables.target[states[requests, nodes]].float()
@@ -118,8 +119,9 @@ def check_by_sampling(kind, parents, vocabulary, temperature=1.0, use_verify_tre
     generator = torch.Generator().manual_seed(0)
     counts = torch.zeros(vocabulary**length, dtype=torch.int64)
     accepted = 0
+    batch = Topology.from_parents(torch.tensor(parents).expand(CHUNK, -1))
     for _ in range(SAMPLES // CHUNK):
-        result = emit(tables, parents, temperature, generator, use_verify_tree)
+        result = emit(tables, parents, batch, temperature, generator, use_verify_tree)
         cells = extended(tables, result.output_tokens, generator)
         counts += torch.bincount(cells, minlength=len(counts))
         accepted += int(result.num_accepted.sum())

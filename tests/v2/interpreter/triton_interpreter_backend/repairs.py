@@ -7,11 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.quicker import (
-    interpret_quickly,
-    leave_integers_unchecked,
-    look_past_what_is_imported,
-)
+from tests.support.quicker import interpret_quickly, look_past_what_is_imported
 
 
 def register() -> None:
@@ -27,7 +23,6 @@ def register() -> None:
     _filter_top_k_top_p_in_torch()
     _allow_async_scheduling()
     interpret_quickly()
-    leave_integers_unchecked()
     look_past_what_is_imported()
 
 

@@ -1,0 +1,108 @@
+"""Imports of vLLM that take less time, in whatever process; nothing is tested by it."""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+
+class LazyLoader(Loader):
+    """Runs a module's code when the module is first asked for what only its code defines.
+
+    `importlib.util.LazyLoader` runs it for any attribute, also for the file and name that
+    `inspect` asks all modules for. `functions`: names that others import and do not call
+    yet; they get functions that run the module's code and then call its own.
+    """
+
+    def __init__(self, loader: Loader, functions: tuple[str, ...] = ()) -> None:
+        self._loader = loader
+        self._functions = functions
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        content = vars(module)
+
+        def run() -> None:
+            del content["__getattr__"]
+            self._loader.exec_module(module)
+
+        def get(name: str) -> Any:
+            if name[:2] == "__" and name != "__all__":
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            run()
+            return getattr(module, name)
+
+        def calling(name: str) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
+                if content[name] is call:
+                    run()
+                return content[name](*arguments, **options)
+
+            return call
+
+        content["__getattr__"] = get
+        content.update({name: calling(name) for name in self._functions})
+
+
+class ChangingLoader(Loader):
+    """Changes a module as soon as its code has run."""
+
+    def __init__(self, loader: Loader, change: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._change = change
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._change(module)
+
+
+def read_models_once(import_utils: ModuleType) -> None:
+    """transformers looks through the sources of all of its models, twice, for their `__all__`.
+
+    It cuts each into lines, and remembers fewer folders than there are.
+    """
+    find, look_through = import_utils.fetch__all__, import_utils.create_import_structure_from_path
+
+    def fetch__all__(source: str) -> list[str]:
+        """As the original does: of the last line that starts with it."""
+        return find(source[source.rfind("\n__all__") + 1 :])
+
+    import_utils.fetch__all__ = fetch__all__  # type: ignore[attr-defined]
+    import_utils.create_import_structure_from_path = lru_cache(None)(  # type: ignore[attr-defined]
+        look_through.__wrapped__
+    )
+
+
+LOADERS: dict[str, Callable[[Loader], Loader]] = {
+    # vLLM resamples audio with it: half a thousand modules.
+    "scipy.signal": LazyLoader,
+    # The losses of transformers' detectors import this one.
+    "scipy.optimize": lambda loader: LazyLoader(loader, ("linear_sum_assignment",)),
+    "transformers.utils.import_utils": lambda loader: ChangingLoader(loader, read_models_once),
+}
+
+
+class QuickFinder(MetaPathFinder):
+    """Finds the modules of `LOADERS` where Python does."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in LOADERS:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = LOADERS[name](spec.loader)
+        return spec
+
+
+def install() -> None:
+    sys.meta_path.insert(0, QuickFinder())
