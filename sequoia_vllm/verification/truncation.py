@@ -4,7 +4,7 @@ Where a request cuts the target's distribution P off, a drafted token outside of
 rejected for certain. So the same parameters are applied to Q before children are drawn.
 They lower tokens, and do not exclude them: the draft's nucleus is not the target's, and
 often holds fewer tokens than a node has children. The others would be drawn uniformly
-from the vocabulary, which costs more than the truncation gains (docs/benchmarks.md).
+from the vocabulary, which often costs more than is gained (docs/benchmarks.md).
 
 Any Q is lossless, as long as children are drawn from it *and* verified against it.
 """
@@ -19,8 +19,8 @@ from torch import Tensor
 LOWERED_BY = 4.0
 """Scaled logits outside the nucleus are lowered by this: to 1/55 of their weight.
 
-With 2 a tenth of the gain is lost for the first child; 8 and 16 are no better for it, and
-later children are a little worse, who find tokens that only the target's nucleus holds.
+With 2 a tenth of what the first child gains is lost. With 8 it gains no more, and children
+after it a little less, who find tokens that only the target's nucleus holds.
 """
 LARGEST_NUCLEUS = 256
 """Tokens of the nucleus at most; a larger one is not looked for, and nothing lowered."""

@@ -88,8 +88,9 @@ def test_the_interpreter_is_refused():
 # -- the pages -----------------------------------------------------------------------
 
 # Bytes at most. Its sixteen warps have 128 registers per thread; on an H100 they were
-# quicker than eight without spills, also where they spilled 80 bytes.
-SPILLED_BY_VERIFICATION = 160
+# quicker than eight without spills, also where they spilled 80 bytes. A wave of traversal spills
+# 8 bytes with Triton 3.7, around divisions of float64.
+SPILLED = {"verify": 160, "traversal": 8}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -106,7 +107,7 @@ def test_pages_have_every_variant_and_no_device_refuses_one(version):
     refused = [
         row
         for row in page.table
-        if row.spilled_bytes > (SPILLED_BY_VERIFICATION if row.name.startswith("verify") else 0)
+        if row.spilled_bytes > SPILLED.get(row.name.split()[0], 0)
         or row.shared_bytes > limits[row.capability]
     ]
     assert refused == []

@@ -34,13 +34,7 @@ class TreeProposer(StandaloneARSpeculator):
     """vLLM's draft-model speculator (loading, KV cache, buffers) growing trees.
 
     Its `propose` is replaced. Whatever a step decided stays on the device.
-
-    Attributes:
-        sampling_states: The sampler's, which vLLM gives a speculator temperatures and seeds
-            of; set by the runner when there is a sampler.
     """
-
-    sampling_states: SamplingStates
 
     def __init__(
         self,
@@ -133,6 +127,10 @@ class TreeProposer(StandaloneARSpeculator):
         deeper = self._last_grown.levels[1:]
         return [chain_width(self._last_grown), *(level.width for level in deeper)]
 
+    def read_truncation_of(self, states: SamplingStates) -> None:
+        """Where requests' top-k, top-p and min-p are; of temperatures and seeds vLLM tells."""
+        self._states = states
+
     # -- requests ----------------------------------------------------------------------
 
     def start_request(self, slot: int, request: NewRequestData) -> None:
@@ -218,9 +216,9 @@ class TreeProposer(StandaloneARSpeculator):
             read=self.reading.read,
             modes=self.modes.gpu,
             temperature=temperature,
-            top_k=self.sampling_states.top_k.gpu,
-            top_p=self.sampling_states.top_p.gpu,
-            min_p=self.sampling_states.min_p.gpu,
+            top_k=self._states.top_k.gpu,
+            top_p=self._states.top_p.gpu,
+            min_p=self._states.min_p.gpu,
             seeds=seeds,
             drafted_nodes=self.drafted.nodes,
             drafted_rows=self.drafted.rows,

@@ -83,7 +83,7 @@ class TreeRunner(GPUModelRunner):
         self._target_layers = [
             name for name in layers if name not in self.speculator.draft_attn_layer_names
         ]
-        self.speculator.sampling_states = self.sampler.sampling_states
+        self.speculator.read_truncation_of(self.sampler.sampling_states)
         self.rejection_sampler = TreeVerifier(
             self.sampler, self.speculator, SequoiaSettings.of(self.vllm_config).verification
         )
