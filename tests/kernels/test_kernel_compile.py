@@ -88,9 +88,9 @@ def test_the_interpreter_is_refused():
 # -- the pages -----------------------------------------------------------------------
 
 # Bytes at most. Its sixteen warps have 128 registers per thread; on an H100 they were
-# quicker than eight without spills, also where they spilled 80 bytes. A wave of traversal spills
-# 8 bytes with Triton 3.7, around divisions of float64.
-SPILLED = {"verify": 160, "traversal": 8}
+# quicker than eight without spills, also where they spilled 80 bytes. Eight bytes are spilled by
+# two others with Triton 3.7 only, for Blackwell, of registers that 3.8 and later do without.
+SPILLED = {"verify": 160, "traversal": 8, "nucleus": 8}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
