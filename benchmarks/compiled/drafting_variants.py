@@ -63,18 +63,26 @@ def draft_input_variants() -> list[Variant]:
 
 def truncation_variants() -> list[Variant]:
     """What finds where a row's nucleus ends."""
-    constexprs = {
-        "BLOCK": truncation._BLOCK, "PIVOTS": truncation._PIVOTS, "PASSES": truncation._PASSES,
-    }  # fmt: skip
+    bins = {"BINS": truncation._BINS}
+    signature = {"num_blocks": "i32:16", "found": "*fp32"}
     return [
+        *(
+            Variant(
+                f"nucleus counts {dtype}",
+                truncation.count_bins_kernel,
+                {**_draw_signature(dtype), "counts": "*i32"},
+                {**bins, "BLOCK": truncation._BLOCK},
+                num_warps=truncation._COUNTING_WARPS,
+            )
+            for dtype in ("bf16", "fp32")
+        ),
         Variant(
-            f"nucleus {dtype}",
+            "nucleus end, 151936 tokens",
             truncation.lowest_inside_kernel,
-            _draw_signature(dtype),
-            constexprs,
-            num_warps=truncation._NUM_WARPS,
-        )
-        for dtype in ("bf16", "fp32")
+            {**_draw_signature("bf16"), "counts": "*i32", **signature},
+            {**bins, "BLOCKS": 32},
+            num_warps=truncation._MERGING_WARPS,
+        ),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Drafting in Triton: the children of all nodes of a level, drawn in four launches.
+"""Drafting in Triton: the children of all nodes of a level, drawn in five launches.
 
 What they are drawn from, and how, is said in `sequoia_vllm.kernels.children_kernels`.
 """
@@ -9,12 +9,12 @@ import torch
 import triton
 from torch import Tensor
 
+from sequoia_vllm.kernels import truncation
 from sequoia_vllm.kernels.children_kernels import (
     block_best_kernel,
     merge_best_kernel,
     row_statistics_kernel,
 )
-from sequoia_vllm.kernels.truncation import lowest_inside
 
 _MIN_BLOCK = 1024
 # Four tokens per thread: with eight Triton 3.8 spills on some devices.
@@ -110,13 +110,17 @@ def draw_children(
     branch = triton.next_power_of_2(max_children)
     block, num_blocks = _blocks(vocabulary, branch)
     padded_blocks = triton.next_power_of_2(num_blocks)
-    scratch = workspace.take(rows * (num_blocks * (1 + branch) + 1), logits.device)
+    bins = -(-truncation.workspace_size(rows, vocabulary) // 2)  # in the place of what follows
+    size = max(rows * num_blocks * (1 + branch), bins)
+    scratch = workspace.take(size + rows, logits.device)
     partials = scratch[: rows * num_blocks].view(torch.float32)
-    candidates = scratch[rows * num_blocks : -rows]
-    lowest = scratch[-rows:].view(torch.float32)
+    candidates = scratch[rows * num_blocks : size]
+    lowest = scratch[size:].view(torch.float32)
     num_state_rows = draft_logits.shape[0]
     grid = (rows, num_blocks)
-    lowest_inside(logits, temperature, top_k, top_p, min_p, modes, lowest)
+    truncation.lowest_inside(
+        logits, temperature, top_k, top_p, min_p, modes, lowest, scratch.view(torch.int32)
+    )
     row_statistics_kernel[grid](
         logits, logits.stride(0), lowest, temperature, modes, width, vocabulary, partials,
         draft_logits, draft_logits.stride(0), draft_logits.stride(1), num_state_rows,

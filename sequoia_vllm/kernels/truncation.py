@@ -2,14 +2,16 @@
 """A request's min-p, top-k and top-p on the draft's side: Q leans into the nucleus.
 
 Why, and why tokens outside are lowered instead of excluded, is said in
-`sequoia_vllm.verification.truncation`. Here one launch per level finds where each row's
-nucleus ends, by narrowing down that logit without sorting; the kernels that draw children
-lower what is below. The nucleus may take in tokens that are less than `RESOLUTION` below
-its end, and it ends `RANGE` below the best token at the latest: any Q is lossless.
+`sequoia_vllm.verification.truncation`. Here two launches per level find where each row's
+nucleus ends, without sorting: by counting, in blocks of the vocabulary, how many tokens are
+how far from the best one. The kernels that draw children lower what is below that end. It is
+known to a `RESOLUTION`, with all tokens of one bin weighed alike, and is `RANGE` below the
+best token at the latest: any Q is lossless.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,12 +22,19 @@ LOWERED_BY = 4.0
 """Scaled logits outside the nucleus are lowered by this."""
 RANGE = 20.48
 """Scaled logits further below the best one have 1e-9 of its weight."""
-_PIVOTS, _PASSES = 8, 4
-RESOLUTION = RANGE / _PIVOTS**_PASSES
-"""Of scaled logits: half a percent of a token's weight."""
-_LOWERED_BY, _RANGE = tl.constexpr(LOWERED_BY), tl.constexpr(RANGE)
+_BINS = 128
+RESOLUTION = RANGE / _BINS
+"""Of scaled logits."""
+_LOWERED_BY, _RESOLUTION = tl.constexpr(LOWERED_BY), tl.constexpr(RESOLUTION)
 _SAMPLED, _MATCHED = tl.constexpr(_modes.SAMPLED), tl.constexpr(_modes.MATCHED)
-_BLOCK, _NUM_WARPS = 1024, 8
+_BLOCK, _COUNTING_WARPS, _MERGING_WARPS = 8192, 8, 4
+# Bins are numbered from a scaled logit of 0; no number is further from it.
+_FURTHEST_BIN = tl.constexpr(1.0e9)
+
+
+def workspace_size(rows: int, vocabulary: int) -> int:
+    """int32 that `lowest_inside` works in: of each block, its highest bin and its counts."""
+    return rows * triton.cdiv(vocabulary, _BLOCK) * (1 + _BINS)
 
 
 def lowest_inside(
@@ -36,10 +45,11 @@ def lowest_inside(
     min_p: Tensor,
     modes: Tensor,
     found: Tensor,
+    workspace: Tensor | None = None,
 ) -> None:
     """The lowest raw logit in the nucleus of each of m rows of R requests.
 
-    Waits for nothing on the device; a program of a request without such parameters ends
+    Waits for nothing on the device; programs of a request without such parameters end
     after reading them.
 
     Args:
@@ -52,60 +62,105 @@ def lowest_inside(
         modes: int32 ``[R]``, of `sequoia_vllm.kernels.modes`.
         found: float32 ``[R * m]``, written: -inf where all is inside, and where a request
             is neither SAMPLED nor MATCHED.
+        workspace: int32, `workspace_size` of it; None: allocated here.
     """
     rows, vocabulary = logits.shape
+    width, num_blocks = rows // len(modes), triton.cdiv(vocabulary, _BLOCK)
+    if workspace is None:
+        size = workspace_size(rows, vocabulary)
+        workspace = torch.empty(size, dtype=torch.int32, device=logits.device)
+    count_bins_kernel[(rows, num_blocks)](
+        logits, logits.stride(0), temperature, top_k, top_p, min_p, modes, width, vocabulary,
+        workspace, BLOCK=_BLOCK, BINS=_BINS, num_warps=_COUNTING_WARPS,
+    )  # fmt: skip
     lowest_inside_kernel[(rows,)](
-        logits, logits.stride(0), temperature, top_k, top_p, min_p, modes,
-        rows // len(modes), vocabulary, found,
-        BLOCK=_BLOCK, PIVOTS=_PIVOTS, PASSES=_PASSES, num_warps=_NUM_WARPS,
+        temperature, top_k, top_p, min_p, modes, width, vocabulary, workspace, num_blocks, found,
+        BINS=_BINS, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=_MERGING_WARPS,
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["width"],
-    do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p", "modes", "found"],
-)
+_ANYWHERE = ["temperature", "top_k", "top_p", "min_p", "modes", "counts", "found"]
+
+
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=_ANYWHERE)
+def count_bins_kernel(
+    logits, logits_stride, temperature, top_k, top_p, min_p, modes, width, vocabulary, counts,
+    BLOCK: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """A block of a row per program: its highest bin, and the tokens of that and lower ones."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    if _cuts(top_k, top_p, min_p, modes, row // width, vocabulary):
+        inverse = tl.div_rn(1.0, tl.load(temperature + row // width)) * (1.0 / _RESOLUTION)
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        raw = tl.load(
+            logits + row.to(tl.int64) * logits_stride + token, mask=token < vocabulary,
+            other=float("-inf"),
+        ).to(tl.float32)  # fmt: skip
+        bin = tl.floor(tl.where(raw == raw, raw, float("-inf")) * inverse)
+        highest = tl.max(bin, axis=0)
+        highest = tl.minimum(tl.maximum(highest, -_FURTHEST_BIN), _FURTHEST_BIN)
+        below = highest - bin
+        # What is too far down, and infinite, goes to a bin that is not kept.
+        counted = (below >= 0.0) & (below < BINS)
+        below = tl.where(counted, below, BINS).to(tl.int32)
+        own = counts + (row.to(tl.int64) * tl.num_programs(1) + block) * (1 + BINS)
+        tl.store(own, highest.to(tl.int32))
+        place = tl.arange(0, 2 * BINS)
+        tl.store(own + 1 + place, tl.histogram(below, 2 * BINS), mask=place < BINS)
+
+
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=_ANYWHERE)
 def lowest_inside_kernel(
-    logits, logits_stride, temperature, top_k, top_p, min_p, modes, width, vocabulary, found,
-    BLOCK: tl.constexpr, PIVOTS: tl.constexpr, PASSES: tl.constexpr,
+    temperature, top_k, top_p, min_p, modes, width, vocabulary, counts, num_blocks, found,
+    BINS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One row per program. Arguments as in `lowest_inside`."""
     row = tl.program_id(0)
     request = row // width
-    mode = tl.load(modes + request)
-    k, p = tl.load(top_k + request), tl.load(top_p + request)
-    floor = tl.load(min_p + request)
-    cuts = (k < vocabulary) | (p < 1.0) | (floor > 0.0)
     lowest = tl.full([], float("-inf"), tl.float32)
-    if ((mode == _SAMPLED) | (mode == _MATCHED)) & cuts:
-        own = logits + row.to(tl.int64) * logits_stride
-        own_temperature = tl.load(temperature + request)
-        inverse = tl.div_rn(1.0, own_temperature)
-        maximum = _largest(own, vocabulary, BLOCK)
-        # How far below the best one the nucleus ends, in scaled logits, if it does.
+    if _cuts(top_k, top_p, min_p, modes, request, vocabulary):
+        block = tl.arange(0, BLOCKS)
+        own = counts + (row.to(tl.int64) * num_blocks + block) * (1 + BINS)
+        highest_of_block = tl.load(own, mask=block < num_blocks, other=-1000000000)
+        highest = tl.max(highest_of_block, axis=0)
+        bin = tl.arange(0, BINS)
+        place = bin[None, :] - (highest - highest_of_block)[:, None]
+        tokens = tl.load(
+            own[:, None] + 1 + tl.maximum(place, 0),
+            mask=(block < num_blocks)[:, None] & (place >= 0), other=0,
+        )  # fmt: skip
+        tokens = tl.sum(tokens, axis=0).to(tl.float32)
+
+        k, p = tl.load(top_k + request), tl.load(top_p + request)
+        floor = tl.load(min_p + request)
+        # In vLLM's order. A bin is inside if a token of it may be.
+        inside = bin * _RESOLUTION <= -tl.log(tl.maximum(floor, 1e-30))
         ends = floor > 0.0
-        reach = tl.where(ends, tl.minimum(-tl.log(tl.maximum(floor, 1e-30)), _RANGE), _RANGE)
-        if k < vocabulary:
-            nearer, enough = _narrow(
-                own, maximum, inverse, vocabulary, reach, k.to(tl.float32), False, BLOCK, PIVOTS,
-                PASSES,
-            )  # fmt: skip
-            reach = tl.where(enough, nearer, reach)
-            ends |= enough
-        if p < 1.0:
-            # The share is of what is left; of all of the row, unless it ended before.
-            counted = tl.where(ends, reach, float("inf")) + tl.zeros([PIVOTS], tl.float32)
-            left = tl.max(
-                _sums(own, maximum, inverse, vocabulary, counted, True, BLOCK, PIVOTS), axis=0
-            )
-            nearer, enough = _narrow(
-                own, maximum, inverse, vocabulary, reach, p * left, True, BLOCK, PIVOTS, PASSES
-            )
-            reach = tl.where(enough, nearer, reach)
-            ends |= enough
-        if ends:
-            lowest = maximum - reach * own_temperature
+        before = tl.cumsum(tokens, axis=0) - tokens
+        inside = inside & (before < k.to(tl.float32))
+        ends = ends | (tl.sum(tokens, axis=0) >= k.to(tl.float32))
+        weights = tokens * tl.exp(-(bin.to(tl.float32) + 0.5) * _RESOLUTION)
+        kept = tl.where(inside, weights, 0.0)
+        before = tl.cumsum(kept, axis=0) - kept
+        share = tl.where(p < 1.0, p, 2.0)  # more than there is
+        inside = inside & (before < share * tl.sum(kept, axis=0))
+        ends = ends | (p < 1.0)
+        last = tl.maximum(tl.max(tl.where(inside & (tokens > 0.0), bin, -1), axis=0), 0)
+        if ends & (tl.sum(tokens, axis=0) > 0.0):
+            end = (highest - last).to(tl.float32) * _RESOLUTION
+            # Rounding must not put the best token outside.
+            end -= tl.maximum(tl.abs(end) * 1e-6, 0.01 * _RESOLUTION)
+            lowest = end * tl.load(temperature + request)
     tl.store(found + row, lowest)
+
+
+@triton.jit
+def _cuts(top_k, top_p, min_p, modes, request, vocabulary):
+    """Whether a request is drawn by its sampling parameters, and these exclude tokens."""
+    mode = tl.load(modes + request)
+    excludes = (tl.load(top_k + request) < vocabulary) | (tl.load(top_p + request) < 1.0)
+    excludes = excludes | (tl.load(min_p + request) > 0.0)
+    return ((mode == _SAMPLED) | (mode == _MATCHED)) & excludes
 
 
 @triton.jit
@@ -116,52 +171,3 @@ def lower_outside(logits, lowest, temperature):
     """
     raw = logits.to(tl.float32)
     return tl.where(raw < lowest, raw - _LOWERED_BY * temperature, raw).to(logits.dtype)
-
-
-@triton.jit
-def _largest(row, vocabulary, BLOCK: tl.constexpr):
-    maximum = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, vocabulary, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        raw = tl.load(row + token, mask=token < vocabulary, other=float("-inf"))
-        maximum = tl.maximum(maximum, raw.to(tl.float32))
-    return tl.max(maximum, axis=0)
-
-
-@triton.jit
-def _narrow(
-    row, maximum, inverse, vocabulary, reach, wanted, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
-    PIVOTS: tl.constexpr, PASSES: tl.constexpr,
-):  # fmt: skip
-    """How near to the best one there is as much as wanted, and whether there is within reach.
-
-    Rounded up to a ``PIVOTS**PASSES``-th of the reach. ``wanted`` are tokens, or their
-    weights: 1 for the best one.
-    """
-    nearest = tl.zeros([], tl.float32)
-    width = reach
-    enough = maximum == maximum
-    for _ in range(PASSES):
-        width = width / PIVOTS
-        pivots = nearest + width * (tl.arange(0, PIVOTS) + 1).to(tl.float32)
-        sums = _sums(row, maximum, inverse, vocabulary, pivots, WEIGHTS, BLOCK, PIVOTS)
-        too_near = tl.sum((sums < wanted).to(tl.int32), axis=0)
-        enough &= too_near < PIVOTS
-        nearest += width * tl.minimum(too_near, PIVOTS - 1).to(tl.float32)
-    return nearest + width, enough
-
-
-@triton.jit
-def _sums(
-    row, maximum, inverse, vocabulary, pivots, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
-    PIVOTS: tl.constexpr,
-):  # fmt: skip
-    """Tokens, or their weights, that are no further below the best one than each pivot."""
-    sums = tl.zeros([PIVOTS, BLOCK], tl.float32)
-    for start in range(0, vocabulary, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        raw = tl.load(row + token, mask=token < vocabulary, other=float("-inf"))
-        below = (maximum - raw.to(tl.float32)) * inverse
-        weights = tl.exp(-below) if WEIGHTS else tl.where(token < vocabulary, 1.0, 0.0)
-        sums += tl.where(below[None, :] <= pivots[:, None], weights[None, :], 0.0)
-    return tl.sum(sums, axis=1)

@@ -177,7 +177,7 @@ def test_draws_have_a_version_per_branching(record):
         record(children, name)
         for name in ("row_statistics_kernel", "block_best_kernel", "merge_best_kernel")
     ]
-    kernels.append(record(truncation, "lowest_inside_kernel"))
+    kernels += [record(truncation, name) for name in ("count_bins_kernel", "lowest_inside_kernel")]
     vocabulary, most = 5000, max(BATCHES)
     kept = torch.zeros(most, 9, vocabulary)
     stats = torch.zeros(most, 9, 2)
@@ -209,7 +209,7 @@ def test_draws_have_a_version_per_branching(record):
                     workspace=workspace,
                 )
     # 5, 7 and 8 children are all held in 8 places.
-    assert [kernel.versions() for kernel in kernels] == [1, 1, 1, 1]
+    assert [kernel.versions() for kernel in kernels] == [1] * 5
 
 
 def test_commits_have_one_version(record):

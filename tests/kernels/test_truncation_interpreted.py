@@ -56,7 +56,7 @@ def test_both_runners_lower_as_much():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", [SAMPLED, MATCHED])
 def test_it_ends_where_the_readable_form_ends(dtype, mode):
-    """Or less than a step of the search further out: up to there tokens may be taken in."""
+    """To a bin of scaled logits; of top-p to 5 %, as a bin's tokens all count as its middle."""
     torch.manual_seed(0)
     # A share of the k best is another one where equal tokens make them more than k.
     settings = [one for one in SETTINGS if dtype == torch.float32 or len(one) == 1]
@@ -66,13 +66,21 @@ def test_it_ends_where_the_readable_form_ends(dtype, mode):
     found = ends(logits, temperature, mode, settings)
     rows = torch.arange(requests).repeat_interleave(width)
     scaled = logits.float() / temperature[rows, None]
-    truncation = Truncation(**parameters(requests, *settings)).of(rows)
-    inside = lower_outside(scaled, truncation) == scaled
+
+    def end(factor):
+        """float32 ``[rows, 1]``: the lowest inside, with another top-p."""
+        own = parameters(requests, *settings)
+        cut = own["top_p"] < 1
+        own["top_p"] = torch.where(cut, (own["top_p"] * factor).clamp(max=0.9999), own["top_p"])
+        truncation = Truncation(**own).of(rows)
+        inside = lower_outside(scaled, truncation) == scaled
+        return scaled.masked_fill(~inside, torch.inf).amin(dim=1, keepdim=True)
+
     taken_in = logits.float() >= found[:, None]
-    assert (taken_in | ~inside).all()
     assert not taken_in.all(dim=1).any()
-    end = scaled.masked_fill(~inside, torch.inf).amin(dim=1, keepdim=True)
-    assert (inside | ~taken_in | (scaled > end - NEAR)).all()
+    assert (taken_in | (scaled < end(0.95) + NEAR)).all()
+    assert (~taken_in | (scaled > end(1.05) - NEAR)).all()
+    assert (taken_in | (scaled < scaled.amax(dim=1, keepdim=True))).all()
 
 
 @pytest.mark.parametrize("mode", [GREEDY, SKIP, SAMPLED])
@@ -86,7 +94,8 @@ def test_a_request_that_cuts_nothing_off_has_no_end(mode):
 
 def test_each_row_has_the_parameters_of_its_request():
     torch.manual_seed(2)
-    logits = torch.randn(2, 1200).repeat_interleave(3, dim=0)[[0, 3, 1, 4, 2, 5]]
+    logits = torch.stack([torch.randperm(1200), torch.randperm(1200)]) * 0.2  # bins of their own
+    logits = logits.repeat_interleave(3, dim=0)[[0, 3, 1, 4, 2, 5]]
     found = ends(
         logits, torch.ones(3), [SAMPLED, GREEDY, SAMPLED], [{"top_k": 5}, {}, {"top_k": 9}]
     )
