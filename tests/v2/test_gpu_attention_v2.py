@@ -143,7 +143,7 @@ def test_a_step_takes_few_launches(generated):
     assert launches["glue"] <= 20
     assert launches["glue"] + launches["work"] <= 60
     # It was a step with all of drawing, verification and commit, after six passes.
-    assert launches["work"] == 6 * 4 + 3
+    assert launches["work"] == 6 * 5 + 3
     assert launches["attention of the draft"] == 6 * SHAPE["num_hidden_layers"]
     assert launches["table"] in LAUNCHES.read_text(encoding="utf-8")
 
