@@ -28,6 +28,7 @@ from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.testing.laws import chi_square, outcomes
 from sequoia_vllm.testing.verification import algorithm_2, children_of, draft_tree
+from sequoia_vllm.verification import Truncation, lower_outside
 from tests.support.models import DRAFT, MODELS, TARGET
 from tests.support.quicker import look_past_what_is_imported
 
@@ -105,6 +106,12 @@ def save_constant_model(path, law: list[float]) -> str:
     return str(path)
 
 
+def leaning(law: list[float]) -> list[float]:
+    """What children are drawn from: the draft's law, leaning into its nucleus."""
+    scaled = torch.tensor([law]).log()
+    return lower_outside(scaled, Truncation(top_p=torch.tensor([TOP_P]))).softmax(1)[0].tolist()
+
+
 def exact_vector(target: list[float], draft: list[float], branch: int) -> list[float]:
     """p[k] by following every outcome of drawing children and of Algorithm 2."""
     star = [-1] + [0] * branch
@@ -157,16 +164,18 @@ def test_a_sampled_vector_that_is_known_exactly(constant_pair, tmp_path):
         max_tokens_total=8000,
     )  # fmt: skip
     state = measure(settings).calibration
-    exact = exact_vector(NUCLEUS, DRAFT_LAW, BRANCH)
+    exact = exact_vector(NUCLEUS, leaning(DRAFT_LAW), BRANCH)
     assert state.offered[0] == [state.trees] * BRANCH
     assert state.offered[1][0] > 1000
     for offered, accepted in zip(state.offered, state.accepted, strict=True):
         assert p_value(offered, accepted, exact) > 1e-6
-    # The test can tell: neither an unbounded nucleus nor sampling with replacement passes.
-    unbounded = exact_vector(TARGET_LAW, DRAFT_LAW, BRANCH)
+    # The test can tell: neither an unbounded nucleus, nor drafts that know nothing of it, nor
+    # sampling with replacement passes.
+    unbounded = exact_vector(TARGET_LAW, leaning(DRAFT_LAW), BRANCH)
+    plain_drafts = exact_vector(NUCLEUS, DRAFT_LAW, BRANCH)
     first = exact[0]
     with_replacement = [first * (1 - first) ** rank for rank in range(BRANCH)]
-    for wrong in (unbounded, with_replacement):
+    for wrong in (unbounded, plain_drafts, with_replacement):
         assert p_value(state.offered[0], state.accepted[0], wrong) < 1e-6
 
 
