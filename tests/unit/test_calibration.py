@@ -367,8 +367,8 @@ def test_acceptance_files_hide_where_prompts_lie(dice, tmp_path):
     assert list(found.calibration.measures["target_sha256"]) == ["config.json", "model.safetensors"]
     assert list(found.provenance["settings"]) == [
         "target", "draft", "prompts", "num_prompts", "raw_prompts", "max_tokens", "temperature",
-        "top_p", "branch", "depth", "precision", "max_tokens_total", "batch_size", "tree", "verification", "dtype",
-        "tensor_parallel_size", "enforce_eager", "kv_cache_gib",
+        "top_p", "branch", "depth", "precision", "max_tokens_total", "batch_size", "tree",
+        "verification", "dtype", "tensor_parallel_size", "enforce_eager", "kv_cache_gib",
     ]  # fmt: skip
     assert found.provenance["settings"]["prompts"] == "mine.txt"
 
