@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 from ctypes import CDLL
-from functools import cache
 from pathlib import Path
 
 logger = logging.getLogger("vllm.sequoia.cpp")  # shown by vLLM's own handler
 
 
-@cache
 def load_library(source: Path, without: str) -> CDLL | None:
-    """A source file's library, compiled if need be; None where it cannot be (logged once).
+    """A source file's library, compiled if need be; None where it cannot be (logged).
 
     It is compiled once per machine by the toolchain that torch.compile uses, and kept in
     that one's cache.

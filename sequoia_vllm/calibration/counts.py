@@ -11,7 +11,8 @@ from sequoia_vllm.tree.token_tree import TokenTree
 
 _Z95 = 1.959964
 _DIGITS = 6
-_FEWEST_TRIALS = 100
+FEWEST_TRIALS = 100
+"""With fewer, a share is taken for noise."""
 Counts = Sequence[Sequence[int]]
 
 
@@ -81,7 +82,7 @@ def estimate_acceptance(offered: Counts, accepted: Counts) -> AcceptanceEstimate
     counted = list(zip(offered, accepted, strict=True))
     rows = [_row(*counted[0])]
     for tried, taken in counted[1:]:
-        if tried[0] < _FEWEST_TRIALS:
+        if tried[0] < FEWEST_TRIALS:
             break
         rows.append(_row(tried, taken))
     shares, lows, highs = (list(part) for part in zip(*rows, strict=True))

@@ -10,10 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from sequoia_vllm.calibration.counts import FEWEST_TRIALS
 from sequoia_vllm.config import Verification
 from sequoia_vllm.library.files import AcceptanceFile
-
-_FEWEST_TRIALS = 100
 
 
 def tokens_per_step(measured: AcceptanceFile) -> float:
@@ -39,36 +38,24 @@ def refined(vector: AcceptanceFile, on_tree: AcceptanceFile) -> AcceptanceFile:
         A file with ``p[d][k]``. Children with fewer than 100 trials on the tree get what the
         vector's row says of them, given that none of the counted ones is accepted.
     """
-    counted, trials = on_tree.vector.table, np.atleast_2d(np.asarray(on_tree.trials))
-    base = vector.vector.table
-    depths, width = max(len(counted), len(base)), max(counted.shape[1], base.shape[1])
-    rows = [
-        _row(_padded(base[min(depth, len(base) - 1)], width), None, None)
-        if depth >= len(counted)
-        else _row(
-            _padded(base[min(depth, len(base) - 1)], width),
-            _padded(counted[depth], width),
-            _padded(trials[depth], width),
-        )
-        for depth in range(depths)
-    ]
+    base, counted = vector.vector.table, on_tree.vector.table
+    trials = np.atleast_2d(np.asarray(on_tree.trials))
+    shape = max(len(base), len(counted)), max(base.shape[1], counted.shape[1])
+    # Depths below the vector's last row have that one; those below the tree were not counted.
+    base = np.pad(base, ((0, shape[0] - len(base)), (0, 0)), mode="edge")
+    base, counted, trials = (_padded(table, shape) for table in (base, counted, trials))
+    known = trials >= FEWEST_TRIALS
+    left, base_left = (
+        1 - np.where(known, table, 0).sum(axis=1, keepdims=True) for table in (counted, base)
+    )
+    share = np.divide(left.clip(0), base_left, out=np.zeros_like(left), where=base_left > 0)
+    rows = np.where(known, counted, base * share).round(6).tolist()
     return on_tree.model_copy(
         update={"acceptance": rows, "trials": None, "low": None, "high": None}
     )
 
 
-def _padded(row: NDArray[np.float64], width: int) -> NDArray[np.float64]:
-    return np.pad(np.asarray(row, dtype=np.float64), (0, width - len(row)))
-
-
-def _row(
-    base: NDArray[np.float64],
-    counted: NDArray[np.float64] | None,
-    trials: NDArray[np.float64] | None,
-) -> list[float]:
-    if counted is None or trials is None:
-        return base.tolist()
-    known = trials >= _FEWEST_TRIALS
-    left, base_left = 1 - counted[known].sum(), 1 - base[known].sum()
-    others = base * (max(left, 0.0) / base_left if base_left > 0 else 0.0)
-    return np.where(known, counted, others).round(6).tolist()
+def _padded(table: NDArray[np.float64], shape: tuple[int, int]) -> NDArray[np.float64]:
+    """With zeros after its rows and columns."""
+    more = [(0, size - own) for size, own in zip(shape, table.shape, strict=True)]
+    return np.pad(table.astype(np.float64), more)

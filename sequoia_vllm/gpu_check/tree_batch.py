@@ -9,6 +9,7 @@ from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.tree_tables import Level, TreeTables
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
+from sequoia_vllm.kernels.trees_to_verify import TreesToVerify
 from sequoia_vllm.kernels.verify import verify_trees
 from sequoia_vllm.verification import Method
 
@@ -75,7 +76,7 @@ class TreeBatch:
     def verify(self, logits: Tensor, target_tokens: Tensor, method: Method = "sequoia") -> None:
         """Verifies all trees; ``[R * N, V]`` before temperature, and int64 ``[R * N]``."""
         requests, drafted = self.requests, self.drafted
-        verify_trees(
+        trees = TreesToVerify(
             logits=logits,
             target_temperatures=requests.temperature,
             tokens=drafted.tokens.view(-1),
@@ -93,6 +94,9 @@ class TreeBatch:
             sampled_tokens=self.sampled,
             num_sampled=self.num_sampled,
             accepted=self.accepted,
+        )
+        verify_trees(
+            trees,
             traversal=self.tables.traversal_order if method == "traversal" else None,
         )
 

@@ -40,7 +40,8 @@ class Assumptions(FileModel):
     small_kernel_seconds: float = Field(
         default=2e-6, ge=0, description="A kernel in a CUDA graph that does next to nothing."
     )
-    # Counted where kernels are interpreted: one that prepares, three that draw.
+    # Counted where kernels are interpreted: one that prepares, three that draw. Not the two that
+    # look for a draft's nucleus, which end at once where no request has top-k, top-p or min-p.
     level_kernels: float = Field(
         default=4, ge=0, description="Kernels of ours in a draft level, outside the draft model."
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sequoia_vllm.kernels import target_statistics as statistics
 from sequoia_vllm.kernels.traversal_kernels import NEVER, NUM_STATES, path_kernel, wave_kernel
+from sequoia_vllm.kernels.trees_to_verify import TreesToVerify
 
 # Of a vocabulary, what one program of a wave reads.
 _PART = 4096
@@ -93,70 +94,45 @@ def _subtree_sizes(parents: Sequence[int]) -> list[int]:
 
 
 def traverse_trees(
-    *,
-    order: TraversalOrder,
-    most_nodes: int,
-    lanes: dict[str, int],
-    logits: Tensor,
-    target_temperatures: Tensor,
-    tokens: Tensor,
-    cu_num_logits: Tensor,
-    modes: Tensor,
-    positions: Tensor,
-    seeds: Tensor,
-    children: Tensor,
-    inner_index: Tensor,
-    draft_logits: Tensor,
-    draft_stats: Tensor,
-    state_rows: Tensor,
-    draft_temperatures: Tensor,
-    sampled_tokens: Tensor,
-    num_sampled: Tensor,
-    accepted: Tensor,
+    trees: TreesToVerify, order: TraversalOrder, most_nodes: int, lanes: dict[str, int]
 ) -> None:
     """Verifies requests in mode SAMPLED by traversal; of others nothing is read or written.
 
     Args:
-        order: Of the tree of ``children``.
+        trees: As of `verify_trees`, which checks them.
+        order: Of the tree of ``trees.children``.
         most_nodes: What no request has more of.
         lanes: How the last token's row is read: compile-time constants of `path_kernel`.
-        others: As of `verify_trees`, which checks them.
     """
-    requests, vocabulary = len(num_sampled), logits.shape[1]
+    requests, vocabulary, device = len(trees.num_sampled), trees.vocabulary, trees.logits.device
     nodes, num_parts = len(order.nodes), triton.cdiv(vocabulary, _PART)
-    device = logits.device
     found = statistics.target_statistics(
-        logits, target_temperatures, modes, cu_num_logits, most_nodes
+        trees.logits, trees.target_temperatures, trees.modes, trees.cu_num_logits, most_nodes
     )
     states = torch.empty(requests, nodes, NUM_STATES.value, dtype=torch.float64, device=device)
     partials = torch.empty(requests, nodes, num_parts, 2, dtype=torch.float32, device=device)
     decisions = torch.empty(requests, 2, nodes, dtype=torch.int32, device=device)
-    shape = (
-        vocabulary, len(draft_logits), logits.stride(0), children.shape[1], children.stride(0),
-        draft_logits.stride(0), draft_logits.stride(1),
-        draft_stats.stride(0), draft_stats.stride(1), num_parts,
-    )  # fmt: skip
     constants = {
         "PARTS": triton.next_power_of_2(num_parts),
         "NODES": triton.next_power_of_2(nodes),
     }
-    wave = 0
-    for visits, sizes in zip(order.waves, order.sizes, strict=True):
+    of_requests = (
+        trees.logits, trees.target_temperatures, found, trees.tokens, trees.cu_num_logits,
+        trees.modes, trees.positions, trees.seeds,
+    )  # fmt: skip
+    of_trees = (
+        most_nodes, order.nodes, order.decided_in, nodes, trees.children, trees.inner_index,
+        trees.draft_logits, trees.draft_stats, trees.state_rows, trees.draft_temperatures,
+        states, partials, decisions,
+    )  # fmt: skip
+    for wave, (visits, sizes) in enumerate(zip(order.waves, order.sizes, strict=True)):
         if num_visits := int(np.searchsorted(sizes, most_nodes)):
             wave_kernel[(requests * num_visits, num_parts)](
-                logits, target_temperatures, found, tokens, cu_num_logits, modes, positions,
-                seeds, visits, num_visits, wave, most_nodes, order.nodes, order.decided_in, nodes,
-                children, inner_index, draft_logits, draft_stats, state_rows, draft_temperatures,
-                states, partials, decisions, *shape,
+                *of_requests, visits, num_visits, wave, *of_trees, *trees.sizes, num_parts,
                 PART=_PART, BLOCKS=lanes["BLOCKS"], **constants, num_warps=_NUM_WARPS,
             )  # fmt: skip
-        wave += 1
     path_kernel[(requests,)](
-        logits, target_temperatures, found, tokens, cu_num_logits, modes, positions, seeds,
-        wave, most_nodes, order.nodes, order.decided_in, nodes,
-        children, inner_index, draft_logits, draft_stats, state_rows, draft_temperatures,
-        states, partials, decisions, sampled_tokens, num_sampled, accepted, *shape,
-        sampled_tokens.shape[1], sampled_tokens.stride(0),
-        accepted.shape[1], accepted.stride(0),
-        **constants, **lanes,
+        *of_requests, len(order.waves), *of_trees,
+        trees.sampled_tokens, trees.num_sampled, trees.accepted,
+        *trees.sizes, num_parts, *trees.result_sizes, **constants, **lanes,
     )  # fmt: skip

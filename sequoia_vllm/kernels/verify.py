@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import triton
-from torch import Tensor
 
 from sequoia_vllm.kernels import target_statistics as statistics
 from sequoia_vllm.kernels.traversal import TraversalOrder, traverse_trees
+from sequoia_vllm.kernels.trees_to_verify import TreesToVerify
 from sequoia_vllm.kernels.verify_kernels import verify_kernel
 
 # A lane's rejected tokens are bits of an int64.
@@ -21,34 +21,14 @@ _STAGES, _STAGES_OF_MORE_LANES = 3, 1
 
 
 def verify_trees(
+    trees: TreesToVerify,
     *,
-    logits: Tensor,
-    target_temperatures: Tensor,
-    tokens: Tensor,
-    target_tokens: Tensor,
-    cu_num_logits: Tensor,
-    modes: Tensor,
-    positions: Tensor,
-    seeds: Tensor,
-    children: Tensor,
-    inner_index: Tensor,
-    draft_logits: Tensor,
-    draft_stats: Tensor,
-    state_rows: Tensor,
-    draft_temperatures: Tensor,
-    sampled_tokens: Tensor,
-    num_sampled: Tensor,
-    accepted: Tensor,
     any_sampled: bool = True,
     any_matched: bool = True,
     traversal: TraversalOrder | None = None,
     most_nodes: int | None = None,
 ) -> None:
     """Walks every request's tree, and writes what it accepts and emits.
-
-    All requests use one tree, or the first nodes of it: request r's rows are
-    ``cu_num_logits[r]`` to ``cu_num_logits[r + 1]``, one per node, the root first.
-    With one row it has no drafts and emits one token; with none, it emits nothing.
 
     A request in mode SAMPLED goes by Algorithm 2, or by traversal, whose decisions are
     those of `sequoia_vllm.testing.verification`. Its emitted tokens have the law of
@@ -65,91 +45,48 @@ def verify_trees(
     which are taken otherwise where rows are many.
 
     Args:
-        logits: ``[rows, V]``, float32, bfloat16 or float16: the target's, final but for
-            ``target_temperatures`` (with penalties and truncation; excluded tokens
-            -inf). A row needs one finite entry, and has neither NaN nor +inf.
-        target_temperatures: float32 ``[R]``, positive in mode SAMPLED, and not used in
-            others: what logits are to be divided by.
-        tokens: int32 or int64 ``[rows]``: each node's drafted token; the root's is
-            not read.
-        target_tokens: int64 ``[rows]``: the target's token after each node. Not read
-            in mode SAMPLED.
-        cu_num_logits: int32 ``[R + 1]``.
-        modes: int32 ``[R]``, of `sequoia_vllm.kernels.modes`.
-        positions: int32 ``[R]``: the root's position.
-        seeds: int64 ``[R]``: of the request's random numbers.
-        children: int32 ``[N, b]``: the nodes below each node in draft order, then -1.
-        inner_index: int32 ``[N]``: where a node's draft logits are; -1 for leaves.
-        draft_logits: ``[S, I, V]``, any of the types above: what children were drawn
-            from.
-        draft_stats: float32 ``[S, I, 2]``: maximum of logits / temperature, and sum
-            of exp(logits / temperature - maximum).
-        state_rows: int32 or int64 ``[R]``: the request's row in those two.
-        draft_temperatures: float32 ``[R]``, positive.
-        sampled_tokens: int64 ``[R, W]``, W > D; written: the accepted path's tokens,
-            the target's own token after it, then -1.
-        num_sampled: int32 ``[R]``; written: how many those are.
-        accepted: int32 ``[R, D]``, D at least the tree's depth; written: the accepted
-            path below the root, then -1.
+        trees: What to verify.
         any_sampled, any_matched: False saves launches, where no request is in mode SAMPLED,
             or all are.
         traversal: Of the tree, to verify those in mode SAMPLED by traversal.
         most_nodes: What no request has more rows than; saves traversal launches.
 
     Raises:
-        ValueError: If the vocabularies of target and draft differ, a row of logits
-            is not contiguous, or ``sampled_tokens`` has no room for the last token.
+        ValueError: See `TreesToVerify.check`.
     """
-    _check(logits, draft_logits, sampled_tokens, accepted)
-    requests, vocabulary = len(num_sampled), logits.shape[1]
+    trees.check()
+    requests, all_nodes = len(trees.num_sampled), len(trees.children)
     if requests == 0:
         return
-    constants = _constants(vocabulary, sampled_tokens.shape[1])
-    few = any_sampled and traversal is None and statistics.pays_off(len(logits), logits.device)
-    found = draft_stats  # not read
+    constants = _constants(trees.vocabulary, trees.sampled_tokens.shape[1])
+    if any_matched or traversal is None:
+        _walk(trees, constants, any_sampled=any_sampled, walks_sampled=traversal is None)
+    if any_sampled and traversal is not None:
+        lanes = {**constants, "num_warps": _NUM_WARPS}
+        traverse_trees(trees, traversal, min(most_nodes or all_nodes, all_nodes), lanes)
+
+
+def _walk(
+    trees: TreesToVerify, constants: dict[str, int], any_sampled: bool, walks_sampled: bool
+) -> None:
+    rows, device = len(trees.logits), trees.logits.device
+    few = any_sampled and walks_sampled and statistics.pays_off(rows, device)
+    found = trees.draft_stats  # not read
     if few:
         found = statistics.target_statistics(
-            logits, target_temperatures, modes, cu_num_logits, len(children)
-        )
-    if any_matched or traversal is None:
-        verify_kernel[(requests,)](
-            logits, target_temperatures, found, int(few), int(traversal is None),
-            tokens, target_tokens, cu_num_logits, modes, positions, seeds, children,
-            inner_index, draft_logits, draft_stats, state_rows, draft_temperatures,
-            sampled_tokens, num_sampled, accepted,
-            vocabulary, len(draft_logits), logits.stride(0), children.shape[1],
-            children.stride(0), draft_logits.stride(0), draft_logits.stride(1),
-            draft_stats.stride(0), draft_stats.stride(1),
-            sampled_tokens.shape[1], sampled_tokens.stride(0),
-            accepted.shape[1], accepted.stride(0),
-            BRANCHES=triton.next_power_of_2(children.shape[1]),
-            **constants, num_warps=_NUM_WARPS,
+            trees.logits, trees.target_temperatures, trees.modes, trees.cu_num_logits,
+            len(trees.children),
         )  # fmt: skip
-    if any_sampled and traversal is not None:
-        traverse_trees(
-            order=traversal, most_nodes=min(most_nodes or len(children), len(children)),
-            logits=logits, target_temperatures=target_temperatures, tokens=tokens,
-            cu_num_logits=cu_num_logits, modes=modes, positions=positions, seeds=seeds,
-            children=children, inner_index=inner_index, draft_logits=draft_logits,
-            draft_stats=draft_stats, state_rows=state_rows,
-            draft_temperatures=draft_temperatures, sampled_tokens=sampled_tokens,
-            num_sampled=num_sampled, accepted=accepted,
-            lanes={**constants, "num_warps": _NUM_WARPS},
-        )  # fmt: skip
-
-
-def _check(logits: Tensor, draft_logits: Tensor, sampled_tokens: Tensor, accepted: Tensor) -> None:
-    if logits.shape[1] != draft_logits.shape[2]:
-        raise ValueError(
-            f"the target has {logits.shape[1]} logits per row, the draft {draft_logits.shape[2]}"
-        )
-    if logits.stride(1) != 1 or draft_logits.stride(2) != 1:
-        raise ValueError("a row of logits must lie side by side (last stride 1)")
-    if sampled_tokens.shape[1] <= accepted.shape[1]:
-        raise ValueError(
-            f"{sampled_tokens.shape[1]} columns of tokens do not hold a path of"
-            f" {accepted.shape[1]} and the token after it"
-        )
+    verify_kernel[(len(trees.num_sampled),)](
+        trees.logits, trees.target_temperatures, found, int(few), int(walks_sampled),
+        trees.tokens, trees.target_tokens, trees.cu_num_logits, trees.modes, trees.positions,
+        trees.seeds, trees.children, trees.inner_index, trees.draft_logits, trees.draft_stats,
+        trees.state_rows, trees.draft_temperatures,
+        trees.sampled_tokens, trees.num_sampled, trees.accepted,
+        *trees.sizes, *trees.result_sizes,
+        BRANCHES=triton.next_power_of_2(trees.children.shape[1]),
+        **constants, num_warps=_NUM_WARPS,
+    )  # fmt: skip
 
 
 def _constants(vocabulary: int, columns: int) -> dict[str, int]:

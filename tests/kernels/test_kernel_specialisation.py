@@ -25,6 +25,7 @@ from sequoia_vllm.kernels import (  # noqa: E402
 )
 from sequoia_vllm.kernels.modes import SAMPLED  # noqa: E402
 from sequoia_vllm.kernels.traversal import TraversalOrder  # noqa: E402
+from sequoia_vllm.kernels.trees_to_verify import TreesToVerify  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     triton.knobs.runtime.interpret, reason="interpreted kernels are not compiled"
@@ -108,28 +109,28 @@ def test_chunks_of_a_batch_verify_with_one_version(record, columns):
     for start in range(requests):
         for stop in range(start + 1, requests + 1):
             chunk, rows = slice(start, stop), slice(start * nodes, stop * nodes)
-            given = {
-                "logits": logits[rows],
-                "target_temperatures": torch.ones(requests)[chunk],
-                "tokens": ids[rows],
-                "target_tokens": ids[rows].long(),
-                "cu_num_logits": torch.arange(stop - start + 1, dtype=torch.int32) * nodes,
-                "modes": per_request[chunk],
-                "positions": per_request[chunk],
-                "seeds": per_request.long()[chunk],
-                "children": torch.zeros(nodes, 3, dtype=torch.int32),
-                "inner_index": torch.zeros(nodes, dtype=torch.int32),
-                "draft_logits": torch.zeros(requests, 2, vocabulary),
-                "draft_stats": torch.zeros(requests, 2, 2),
-                "state_rows": per_request[chunk],
-                "draft_temperatures": torch.ones(requests)[chunk],
-                "sampled_tokens": sampled[chunk],
-                "num_sampled": counts[chunk],
-                "accepted": accepted[chunk],
-            }
-            verify.verify_trees(**given)
+            trees = TreesToVerify(
+                logits=logits[rows],
+                target_temperatures=torch.ones(requests)[chunk],
+                tokens=ids[rows],
+                target_tokens=ids[rows].long(),
+                cu_num_logits=torch.arange(stop - start + 1, dtype=torch.int32) * nodes,
+                modes=per_request[chunk],
+                positions=per_request[chunk],
+                seeds=per_request.long()[chunk],
+                children=torch.zeros(nodes, 3, dtype=torch.int32),
+                inner_index=torch.zeros(nodes, dtype=torch.int32),
+                draft_logits=torch.zeros(requests, 2, vocabulary),
+                draft_stats=torch.zeros(requests, 2, 2),
+                state_rows=per_request[chunk],
+                draft_temperatures=torch.ones(requests)[chunk],
+                sampled_tokens=sampled[chunk],
+                num_sampled=counts[chunk],
+                accepted=accepted[chunk],
+            )
+            verify.verify_trees(trees)
             for order in orders:
-                verify.verify_trees(**given, traversal=order)
+                verify.verify_trees(trees, traversal=order)
             pays = target_statistics.pays_off((stop - start) * nodes, logits.device)
             few_and_many.add(pays)
     assert few_and_many == {True, False}

@@ -10,19 +10,9 @@ from sequoia_vllm.kernels.truncation import LOWERED_BY, RANGE, RESOLUTION, lowes
 from sequoia_vllm.verification import Truncation, lower_outside
 from sequoia_vllm.verification import truncation as readable
 from tests.support.drawing import draft_distribution, draw, sampled_reference
+from tests.support.truncations import TRUNCATIONS
 
 NEAR = 1.01 * RESOLUTION
-SETTINGS = [
-    {"top_k": 1},
-    {"top_k": 20},
-    {"top_p": 0.8},
-    {"top_p": 1e-6},
-    {"min_p": 0.05},
-    {"min_p": 1.0},
-    {"top_k": 30, "top_p": 0.9},
-    {"top_p": 0.95, "min_p": 0.02},
-    {"top_k": 40, "top_p": 0.7, "min_p": 0.001},
-]
 VALUES = {"top_k": 2**31 - 1, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -59,7 +49,7 @@ def test_it_ends_where_the_readable_form_ends(dtype, mode):
     """To a bin of scaled logits; of top-p to 5 %, as a bin's tokens all count as its middle."""
     torch.manual_seed(0)
     # A share of the k best is another one where equal tokens make them more than k.
-    settings = [one for one in SETTINGS if dtype == torch.float32 or len(one) == 1]
+    settings = [one for one in TRUNCATIONS if dtype == torch.float32 or len(one) == 1]
     requests, width, vocabulary = len(settings), 2, 2100
     logits = (3 * torch.randn(requests * width, vocabulary)).to(dtype)
     temperature = torch.linspace(0.3, 1.3, requests)
@@ -115,7 +105,7 @@ def test_few_tokens_in_reach_are_all_inside():
     [[torch.nan] * 4, [torch.nan, 1.0, 2.0, 3.0], [torch.inf, 0.0, 1.0, 2.0], [-torch.inf] * 4],
 )
 def test_garbage_rows_come_to_an_end(row):
-    for setting in SETTINGS:
+    for setting in TRUNCATIONS:
         ends(torch.tensor([row]), torch.ones(1), SAMPLED, [setting])
 
 

@@ -10,6 +10,7 @@ import torch
 
 from sequoia_vllm.kernels import target_statistics, verify
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
+from sequoia_vllm.kernels.trees_to_verify import TreesToVerify
 from sequoia_vllm.testing.laws import assert_same_law
 from tests.support.verifying import (
     INF,
@@ -395,4 +396,4 @@ def test_refuses_tensors_that_do_not_fit():
         ({"sampled_tokens": torch.zeros(1, 2).long()}, "2 columns"),
     ):
         with pytest.raises(ValueError, match=message):
-            verify.verify_trees(**fitting | wrong)
+            verify.verify_trees(TreesToVerify(**fitting | wrong))

@@ -11,6 +11,7 @@ import triton.language as tl
 from sequoia_vllm.kernels import verify
 from sequoia_vllm.kernels.modes import SAMPLED, SKIP
 from sequoia_vllm.kernels.random import RESIDUAL, VERIFY, uniform64
+from sequoia_vllm.kernels.trees_to_verify import TreesToVerify
 from sequoia_vllm.testing.verification import algorithm_2, draw_without_replacement, match
 
 STALE = 77
@@ -107,7 +108,7 @@ def run(tree, requests, *, dtype=torch.float32, token_dtype=torch.int32, columns
     accepted = accepted[:, :depth] if depth else accepted[:, :0]
     num_sampled = torch.full((len(requests),), STALE, dtype=torch.int32)
     logits = np.concatenate([request.logits for request in requests if len(request.tokens)])
-    verify.verify_trees(
+    trees = TreesToVerify(
         logits=torch.from_numpy(logits).to(dtype),
         target_temperatures=torch.tensor([r.target_temperature for r in requests]),
         tokens=torch.tensor([t for r in requests for t in r.tokens], dtype=token_dtype),
@@ -125,8 +126,8 @@ def run(tree, requests, *, dtype=torch.float32, token_dtype=torch.int32, columns
         sampled_tokens=sampled,
         num_sampled=num_sampled,
         accepted=accepted,
-        **options,
     )
+    verify.verify_trees(trees, **options)
     assert rows == logits.shape[0]
     results = []
     for i, count in enumerate(num_sampled.tolist()):

@@ -16,6 +16,7 @@ from sequoia_vllm.verification import (
     verify_tree,
 )
 from sequoia_vllm.verification.truncation import LARGEST_NUCLEUS, LOWERED_BY
+from tests.support.truncations import TRUNCATIONS
 
 FALSE_ALARM = 1e-6
 
@@ -40,21 +41,9 @@ def lowered(scaled: torch.Tensor, truncation: Truncation) -> torch.Tensor:
 
 # -- what is inside ----------------------------------------------------------------------
 
-SETTINGS = [
-    {"top_k": 20},
-    {"top_k": 1},
-    {"top_p": 0.8},
-    {"top_p": 1e-6},
-    {"min_p": 0.05},
-    {"min_p": 1.0},
-    {"top_k": 30, "top_p": 0.9},
-    {"top_p": 0.95, "min_p": 0.02},
-    {"top_k": 40, "top_p": 0.7, "min_p": 0.001},
-]
-
 
 @pytest.mark.parametrize("vocabulary", [50, 5000])
-@pytest.mark.parametrize("values", SETTINGS, ids=str)
+@pytest.mark.parametrize("values", TRUNCATIONS, ids=str)
 def test_the_draft_is_cut_where_vllm_would_cut_the_target(values, vocabulary):
     rows = 64
     logits = 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))

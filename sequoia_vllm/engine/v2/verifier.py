@@ -29,6 +29,7 @@ from sequoia_vllm.engine.v2.logits_needs import LogitsNeeds
 from sequoia_vllm.engine.v2.proposer import TreeProposer
 from sequoia_vllm.kernels.modes import SAMPLED
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
+from sequoia_vllm.kernels.trees_to_verify import TreesToVerify
 from sequoia_vllm.kernels.verify import verify_trees
 from sequoia_vllm.verification import Method
 
@@ -244,7 +245,7 @@ class TreeVerifier(RejectionSampler):
             most_nodes: Of any request's tree; None: those of the engine's.
         """
         drafted, tables = self._speculator.drafted, self._speculator.tables
-        verify_trees(
+        trees = TreesToVerify(
             logits=logits,
             target_temperatures=temperatures,
             tokens=inputs.tokens,
@@ -262,6 +263,9 @@ class TreeVerifier(RejectionSampler):
             sampled_tokens=verified.tokens,
             num_sampled=verified.num_sampled,
             accepted=verified.accepted,
+        )
+        verify_trees(
+            trees,
             any_sampled=any_sampled,
             any_matched=any_matched,
             traversal=tables.traversal_order if self._traverses else None,
