@@ -1,5 +1,7 @@
 """Nothing between our kernels looks at the device's values or mixes host tensors in."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from sequoia_vllm.kernels import commit, target_statistics, verify
 from sequoia_vllm.kernels.children import DrawWorkspace
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED
+from sequoia_vllm.kernels.traversal import TraversalOrder
 from sequoia_vllm.testing.attention import commit_reference
 from tests.support import attending, committing, drawing, verifying
 from tests.support.device_apart import (
@@ -24,10 +27,22 @@ def as_on_device(function, calls):
     def call(*args, **kwargs):
         calls.append(function.__name__)
         with device_apart():
-            moved = torch.utils._pytree.tree_map_only(torch.Tensor, on_device, (args, kwargs))
-            return function(*moved[0], **moved[1])
+            moved, named = _moved((args, kwargs))
+            return function(*moved, **named)
 
     return call
+
+
+def _moved(arguments):
+    """The arguments, with their tensors and those of records on the device."""
+
+    def moved(value):
+        if dataclasses.is_dataclass(value):
+            fields = [field.name for field in dataclasses.fields(value)]
+            return dataclasses.replace(value, **{f: _moved(getattr(value, f)) for f in fields})
+        return on_device(value) if isinstance(value, torch.Tensor) else value
+
+    return torch.utils._pytree.tree_map(moved, arguments)
 
 
 def test_children_are_drawn(monkeypatch):
@@ -43,7 +58,8 @@ def test_children_are_drawn(monkeypatch):
 
 
 @pytest.mark.parametrize("few", [True, False])
-def test_trees_are_verified(few, monkeypatch):
+@pytest.mark.parametrize("by_traversal", [True, False])
+def test_trees_are_verified(few, by_traversal, monkeypatch):
     monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: few)
     calls = []
     rng = np.random.default_rng(0)
@@ -58,9 +74,10 @@ def test_trees_are_verified(few, monkeypatch):
         )
         for mode in (GREEDY, SAMPLED)
     ]
-    expected = verifying.run(tree, requests)
+    order = TraversalOrder.of(tree.parents, "cpu") if by_traversal else None
+    expected = verifying.run(tree, requests, traversal=order)
     monkeypatch.setattr(verify, "verify_trees", as_on_device(verify.verify_trees, calls))
-    assert verifying.run(tree, requests) == expected
+    assert verifying.run(tree, requests, traversal=order) == expected
     assert calls == ["verify_trees"]
 
 
