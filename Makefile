@@ -11,28 +11,28 @@ CONTRACT_VERSIONS ?= 0.32.0 0.33.0
 # The version that `make rehearse` runs the GPU engine of, without a GPU.
 VERSION ?= 0.33.0
 
+# What Python compiles is kept, whatever the environment says: the tests start some seventy
+# processes. Only what is imported is compiled (pip would do it for all of torch and vLLM).
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: setup demo test test-fast lint contract compiled rehearse clean
 
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[cpu,ray,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[cpu,ray,dev]'
 	$(BIN)/sequoia-vllm setup-cpu
 	touch $@
 
 demo: setup
 	LD_PRELOAD="$(IOMP)" $(BIN)/sequoia-vllm demo
 
-# What Python compiles of this checkout is kept, whatever the environment says: the tests
-# start some seventy processes. Three workers for two cores: one waits for Ray and servers
-# while others compute.
-test: export PYTHONDONTWRITEBYTECODE =
+# Three workers for two cores: one waits for Ray and servers while others compute.
 test: setup
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
 # No engines: for every day.
-test-fast: export PYTHONDONTWRITEBYTECODE =
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not engine and not slow'
 

@@ -108,6 +108,12 @@ class SequoiaConfig(_Strict):
         "paths at once (arXiv 2505.12398), which accepts more tokens from the same drafts. None: "
         'what `sequoia-vllm tune` found better for this pair, and else "sequoia".',
     )
+    adapt: bool | None = Field(
+        default=None,
+        description="While serving, draft as much of the tree as pays by what the engine measures, "
+        "which may be nothing; learned anew for each pair and device, and kept for the next start. "
+        "False: as configured. None: true, unless num_speculative_tokens_per_batch_size is given.",
+    )
     quantization: str | None = Field(default=None, description="The draft's quantization.")
     revision: str | None = Field(default=None, description="The draft's revision.")
     code_revision: str | None = Field(default=None, description="The draft's code revision.")
@@ -145,7 +151,7 @@ class SequoiaConfig(_Strict):
         """The keys that are vLLM's own, as given."""
         ours = {
             "method", "model", "tree", "acceptance", "num_speculative_tokens", "context_attention",
-            "verification",
+            "verification", "adapt",
         }  # fmt: skip
         return self.model_dump(exclude=ours, exclude_none=True)
 

@@ -1,6 +1,7 @@
 """Settings that must be in place before torch and vLLM are imported; which tests come first."""
 
 import os
+import tempfile
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Reports are nobody's, and what they say of the CPU takes a second to find out.
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# What engines learn while tests run is kept nowhere else.
+os.environ.setdefault("SEQUOIA_VLLM_TREES", tempfile.mkdtemp(prefix="sequoia-trees-"))
 # Of all processes that tests start, unless they have another PYTHONPATH.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     path for path in (quick_start.FOLDER, os.environ.get("PYTHONPATH")) if path

@@ -98,6 +98,7 @@ def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
     config: dict[str, Any] = {"method": "sequoia", "model": draft, "tree": tree}
     if tree == AUTO:
         return Method("Sequoia auto", Kind.SEQUOIA, config, _AUTO_SIZE - 1)
+    config["adapt"] = False  # what is compared is this tree
     if shape := _SHAPE.fullmatch(tree):
         size, depth = int(shape[1]), int(shape[2])
         if size < 2 or depth < 1:

@@ -22,6 +22,8 @@ class SequoiaSettings:
         chosen_for: The device that it was chosen for; None: it does not depend on one.
         versions: Of plugin and vLLM, where the engine was configured.
         context_attention, verification: See `SequoiaConfig`.
+        adapts_as: Name of the file that keeps what the engine learns of how much to draft; None:
+            it drafts as configured.
     """
 
     tree: TokenTree
@@ -30,6 +32,7 @@ class SequoiaSettings:
     versions: dict[str, str]
     context_attention: ContextAttention = "triton"
     verification: Verification = "sequoia"
+    adapts_as: str | None = None
 
     @classmethod
     def enabled(cls, vllm_config: Any) -> bool:
@@ -55,6 +58,7 @@ class SequoiaSettings:
             data["versions"],
             data["context_attention"],
             data["verification"],
+            data["adapts_as"],
         )
 
     def store(self, additional_config: dict[str, Any] | None) -> dict[str, Any]:
@@ -66,5 +70,6 @@ class SequoiaSettings:
             "versions": self.versions,
             "context_attention": self.context_attention,
             "verification": self.verification,
+            "adapts_as": self.adapts_as,
         }
         return {**(additional_config or {}), KEY: own}

@@ -21,6 +21,7 @@ from vllm.v1.metrics import reader
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 
+from sequoia_vllm.engine.adapting import follow, freeze
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.metrics import TreeCounts, TreeMetrics, interval_line
 from sequoia_vllm.tree import TokenTree
@@ -92,6 +93,7 @@ def _limit_drafts(scheduler: Any, limit: int | None) -> None:
     """Schedules at most ``limit`` drafts from now on; a scheduler that works ahead has to know."""
     if limit is None or getattr(scheduler, _LIMIT, None) == limit:
         return
+    freeze(scheduler)
     whole = getattr(scheduler, "_sequoia_whole_schedule", scheduler.dynamic_sd_lookup)
     scheduler._sequoia_whole_schedule = whole
     scheduler.dynamic_sd_lookup = [min(drafts, limit) for drafts in whole]
@@ -102,8 +104,10 @@ def update_from_output(
     original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
 ) -> Any:
     """As the scheduler's; adds the step's report to its statistics, if it makes any."""
+    started = time.perf_counter()
     outputs = original(self, scheduler_output, model_runner_output)
     _limit_drafts(self, getattr(model_runner_output, _LIMIT, None))
+    follow(self, scheduler_output, getattr(model_runner_output, _PATHS, b""), started)
     if not self.log_stats or not SequoiaSettings.enabled(self.vllm_config):
         return outputs
     for output in outputs.values():

@@ -65,6 +65,15 @@ def _fitting(drafts: int, batch: int, most: int) -> int:
     return nodes - 1 if nodes >= SMALLEST_TREE else 0
 
 
+def smaller_trees(drafts: int) -> list[int]:
+    """``drafts``, then those of the prefixes with half as many nodes each, down to one draft."""
+    sizes = []
+    while drafts > 0:
+        sizes.append(drafts)
+        drafts = (drafts + 1) // 2 - 1
+    return sizes
+
+
 def drafts_by_batch(
     schedule: Sequence[tuple[int, int, int]], drafts: int, max_num_seqs: int
 ) -> list[int]:

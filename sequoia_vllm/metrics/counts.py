@@ -81,12 +81,17 @@ class TreeCounts:
             ValueError: If they are of a tree of another depth.
         """
         width = 1 + tree.depth
-        if len(packed) % (width * _PATH_DTYPE.itemsize):
+        if len(packed) % cls.path_bytes(tree):
             raise ValueError(
                 f"{len(packed)} bytes are not the paths of a tree of depth {tree.depth}: worker "
                 "and front end must run with one tree"
             )
         return cls.of_paths(tree, [np.frombuffer(packed, dtype=_PATH_DTYPE).reshape(-1, width)])
+
+    @staticmethod
+    def path_bytes(tree: TokenTree) -> int:
+        """Bytes of one verified tree in `from_bytes`."""
+        return (1 + tree.depth) * _PATH_DTYPE.itemsize
 
     @property
     def trees(self) -> int:

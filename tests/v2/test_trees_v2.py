@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from sequoia_vllm.adaptation import DraftController, Step
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.generating import (
     TINY,
@@ -249,6 +251,7 @@ def generate_pressed(models: str) -> dict[str, Any]:
         "prefix cached": generate_twice(draft, requests, params, **options),
         "scheduled": generate_across_thresholds(draft, requests, **options),
         "rested": generate_after_a_rest(target, requests, **options),
+        "adapted": generate_with_many_decisions(draft, requests, **options),
         "caught up": generate_as_the_draft_catches_up(draft, requests, **options),
     }
 
@@ -313,6 +316,22 @@ def generate_after_a_rest(target: str, requests: list[Any], **options: Any) -> d
             answer["counts"].append(counted(llm))
         answer["hits"] = metric(llm, "vllm:prefix_cache_hits")
     return answer
+
+
+def generate_with_many_decisions(draft: str, requests: list[Any], **options: Any) -> dict[str, Any]:
+    """The engine adapts: with a controller that draws what to draft next, a third of the time."""
+    rng = np.random.default_rng(0)
+
+    def observe(self: DraftController, step: Step) -> None:
+        if rng.random() < 1 / 3:
+            self.lookup[:] = [int(rng.choice([0, 1, 3, 7]))] * len(self.lookup)
+
+    DraftController.observe, original = observe, DraftController.observe  # type: ignore[method-assign]
+    try:
+        config = sequoia(size=8, depth=3, draft=draft, adapt=True)
+        return generate(config, requests[:3], pressed_params()[:3], **options)
+    finally:
+        DraftController.observe = original  # type: ignore[method-assign]
 
 
 def generate_as_the_draft_catches_up(
@@ -389,6 +408,12 @@ def test_same_tokens_as_the_draft_catches_up_on_prompts(pressed):
     found = pressed["caught up"]
     assert found["tokens"] == pressed["plain"]["tokens"][:2]
     assert found["counts"]["tokens_per_tree"] > 1.3
+
+
+def test_same_tokens_however_often_the_number_of_drafts_changes(pressed):
+    found = pressed["adapted"]
+    assert found["tokens"] == pressed["plain"]["tokens"][:3]
+    assert found["counts"]["tokens_per_tree"] > 1.2
 
 
 # -- custom logits processors ---------------------------------------------------------------

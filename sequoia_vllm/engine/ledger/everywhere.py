@@ -139,6 +139,10 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     Expected("vllm.v1.metrics.loggers:PrometheusStatLogger._counter_cls"),
     Expected("vllm.v1.metrics.loggers:PrometheusStatLogger._gauge_cls"),
     Expected("vllm.v1.metrics.stats:SchedulerStats.num_running_reqs"),
+    # adapting.py
+    *(Expected(f"{_OUTPUT}:SchedulerOutput.{field}") for field in (
+        "num_scheduled_tokens", "finished_req_ids",
+    )),
     Expected(f"{_OUTPUT}:SchedulerOutput.total_num_scheduled_tokens"),
     Expected(f"{_OUTPUT}:SchedulerOutput.num_spec_tokens_to_schedule"),
     Expected("vllm.v1.metrics.reader:Counter", ("name", "labels", "value"), may_grow=True),

@@ -1,0 +1,296 @@
+"""Decides how much of the tree an engine drafts, by what it measures while it serves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from sequoia_vllm.adaptation.acceptance import FadingAcceptance
+from sequoia_vllm.adaptation.state import AdaptationState
+from sequoia_vllm.adaptation.step_times import FEWEST, StepTimes
+from sequoia_vllm.metrics import TreeCounts
+from sequoia_vllm.tree import TokenTree
+
+logger = logging.getLogger("vllm.sequoia.adaptation")  # shown by vLLM's own handler
+
+Workload = Literal["greedy", "sampled", "mixed"]
+WORKLOADS: tuple[Workload, ...] = get_args(Workload)
+
+# Times of a few dozen steps are known to about a percent: less is not clearly faster.
+GAIN = 0.03
+_DECIDE_EVERY = 64  # steps
+_FIRST_TRIAL, _BETWEEN_FIRST_TRIALS = 24, 40  # steps; all sizes within the first 200
+# Steps from one trial of a size to its next; doubled by every trial that is lost.
+_SHORTEST_WAIT, _LONGEST_WAIT = 400, 6400
+# A trial has so many trees, or steps; and is given up after so many steps of other kinds.
+_TRIAL_TREES, _TRIAL_STEPS, _GIVE_UP = 24, 24, 96
+# What is expected of so few trees is noise.
+_FEWEST_TREES = 16
+_SHARE_FADES = 0.02
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of an engine.
+
+    Attributes:
+        batch_size: Requests in it.
+        drafts: Per request, as scheduled for this step and for the one before it; None: not a
+            step of decoding alone, or the number has just changed.
+        seconds: Since the step before it; None: the engine was idle, or it is not known.
+        workload: Whether its requests are greedy.
+        paths: Its verified trees, as bytes (`TreeCounts.from_bytes`).
+    """
+
+    batch_size: int
+    drafts: int | None
+    seconds: float | None
+    workload: Workload
+    paths: bytes = b""
+
+
+@dataclass
+class _Trial:
+    """A few steps with another number of drafts; ``before``: those of the octave."""
+
+    drafts: int
+    before: list[int]
+    steps: int = 0
+    seen: int = 0
+    trees: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        enough = self.drafts == 0 or self.trees >= _TRIAL_TREES or self.seen >= _TRIAL_STEPS
+        return (enough and self.seen > FEWEST) or self.steps >= _GIVE_UP
+
+
+@dataclass(frozen=True)
+class _Rate:
+    """What is expected of a request, per step."""
+
+    tokens: float
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+    def __str__(self) -> str:
+        return f"{self.tokens:.2f} tokens in {1e3 * self.seconds:.1f} ms"
+
+
+@dataclass
+class _Octave:
+    """Batch sizes from a power of two up to the next: they are decided on together."""
+
+    due: dict[int, int]
+    steps: int = 0
+    wait: dict[int, int] = field(default_factory=dict)
+    trial: _Trial | None = None
+
+
+class DraftController:
+    """Follows an engine's steps, and keeps its table of drafts by batch size.
+
+    Tokens per step are predicted for every prefix of the tree from acceptance by depth and
+    child, for greedy and sampled requests apart; seconds per step are those that were seen.
+    Other numbers of drafts are seen in short trials, none among them, so that speculation
+    that does not pay is off within 200 steps of steady load.
+
+    Args:
+        tree: The engine's tree.
+        schedule: Drafts at batch sizes 0 (not used), 1, 2, ...: to begin with.
+        most: The most drafts at these batch sizes.
+        sizes: Numbers of drafts to choose among; more than ``most`` is not chosen.
+
+    Attributes:
+        lookup: Drafts at batch sizes 0, 1, 2, ...: changed in place.
+        decisions: How often it was changed, but for trials.
+    """
+
+    def __init__(
+        self, tree: TokenTree, schedule: Sequence[int], most: Sequence[int], sizes: Sequence[int]
+    ) -> None:
+        self.lookup = list(schedule)
+        self.decisions = 0
+        self._schedule = list(schedule)
+        self._tree = tree
+        self._most = most
+        self._sizes = sorted({0, *sizes})
+        self._acceptance = {workload: FadingAcceptance(tree) for workload in WORKLOADS}
+        self._pending: dict[Workload, list[bytes]] = {workload: [] for workload in WORKLOADS}
+        self._times = StepTimes()
+        self._octaves: dict[int, _Octave] = {}
+        self._with_trees = 1.0  # share of the requests that have trees where drafts are scheduled
+        self._decided_for: Workload | None = None
+
+    def observe(self, step: Step) -> None:
+        """Takes one step, and changes `lookup` where that is clearly faster, or for a trial."""
+        trees = self._note(step)
+        if step.drafts is None:
+            return
+        octave = self._octave(step.batch_size)
+        octave.steps += 1
+        if octave.trial is not None:
+            self._go_on(octave, octave.trial, step, trees)
+        elif due := [drafts for drafts, at in octave.due.items() if at <= octave.steps]:
+            self._try(octave, min(due, key=octave.due.__getitem__), step.batch_size)
+        elif octave.steps % _DECIDE_EVERY == 0 or step.workload != self._decided_for:
+            self._decide(octave, step)
+
+    # -- what was seen ---------------------------------------------------------------------
+
+    def _note(self, step: Step) -> int:
+        """Returns the step's verified trees."""
+        trees = len(step.paths) // TreeCounts.path_bytes(self._tree)
+        if step.paths:
+            self._pending[step.workload].append(step.paths)
+        if step.drafts is None:
+            return trees
+        if step.drafts > 0:
+            share = min(trees / step.batch_size, 1.0)
+            self._with_trees += (share - self._with_trees) * _SHARE_FADES
+        if step.seconds is not None:
+            self._times.add(step.drafts, step.batch_size, step.seconds)
+        return trees
+
+    def _count_pending(self) -> None:
+        for workload, paths in self._pending.items():
+            if paths:
+                counts = TreeCounts.from_bytes(self._tree, b"".join(paths))
+                self._acceptance[workload].add(counts)
+                paths.clear()
+
+    # -- trials ------------------------------------------------------------------------------
+
+    def _octave(self, batch_size: int) -> _Octave:
+        key = batch_size.bit_length()
+        if key not in self._octaves:
+            current = self.lookup[batch_size]
+            others = [drafts for drafts in self._sizes if drafts != current]
+            # None first; then the nearest.
+            others.sort(key=lambda drafts: (drafts > 0, abs(drafts - current)))
+            wait = _BETWEEN_FIRST_TRIALS if current > 0 else _SHORTEST_WAIT
+            first = _FIRST_TRIAL if current > 0 else _SHORTEST_WAIT
+            known = [self._times.known(drafts, batch_size) is not None for drafts in others]
+            due = {
+                drafts: first + place * wait + (_SHORTEST_WAIT if is_known else 0)
+                for place, (drafts, is_known) in enumerate(zip(others, known, strict=True))
+            }
+            self._octaves[key] = _Octave(due)
+        return self._octaves[key]
+
+    def _try(self, octave: _Octave, drafts: int, batch_size: int) -> None:
+        current = self.lookup[batch_size]
+        if drafts == current or drafts > self._most[batch_size]:
+            octave.due[drafts] = octave.steps + _LONGEST_WAIT
+            return
+        self._times.forget(drafts, batch_size)
+        octave.trial = _Trial(drafts, before=self.lookup[self._batch_sizes(batch_size)])
+        self._set(batch_size, drafts)
+
+    def _go_on(self, octave: _Octave, trial: _Trial, step: Step, trees: int) -> None:
+        trial.steps += 1
+        if step.drafts == trial.drafts:
+            trial.seen += 1
+            trial.trees += trees
+        if not trial.is_over:
+            return
+        octave.trial = None
+        self.lookup[self._batch_sizes(step.batch_size)] = trial.before
+        self._decide(octave, step)
+        current = self.lookup[step.batch_size]
+        if current != trial.drafts:
+            wait = octave.wait.get(trial.drafts, _SHORTEST_WAIT)
+            octave.wait[trial.drafts] = min(2 * wait, _LONGEST_WAIT)
+            octave.due[trial.drafts] = octave.steps + wait
+            if current == 0:
+                self._try_only_the_best(octave, step)
+
+    def _try_only_the_best(self, octave: _Octave, step: Step) -> None:
+        """Where nothing pays, all that trials could find is that something pays again."""
+        rates = self._rates(step.batch_size, step.workload)
+        rivals = [drafts for drafts in rates if drafts > 0]
+        if rivals and octave.due.keys() <= {0, *rivals}:
+            best = max(rivals, key=lambda drafts: rates[drafts].speed)
+            octave.due = {best: octave.steps + octave.wait.get(best, _SHORTEST_WAIT)}
+
+    # -- decisions ---------------------------------------------------------------------------
+
+    def _decide(self, octave: _Octave, step: Step) -> None:
+        """Goes over to what is clearly faster at this batch size, if anything is."""
+        self._count_pending()
+        self._decided_for = step.workload
+        batch_size, current = step.batch_size, self.lookup[step.batch_size]
+        rates = self._rates(batch_size, step.workload)
+        if current not in rates:
+            return
+        best = max(rates, key=lambda drafts: rates[drafts].speed)
+        if rates[best].speed <= rates[current].speed * (1 + GAIN):
+            return
+        self._set(batch_size, best)
+        self.decisions += 1
+        octave.wait.clear()
+        for place, drafts in enumerate(drafts for drafts in self._sizes if drafts != best):
+            octave.due[drafts] = octave.steps + _SHORTEST_WAIT + place * _BETWEEN_FIRST_TRIALS
+        logger.info(
+            "Sequoia: %d drafts instead of %d at batch size %d: %s instead of %s per request (%s)",
+            best, current, batch_size, rates[best], rates[current], step.workload,
+        )  # fmt: skip
+
+    def _rates(self, batch_size: int, workload: Workload) -> dict[int, _Rate]:
+        """By drafts, of those whose step times are known; nothing where acceptance is not."""
+        acceptance = self._acceptance[workload]
+        if acceptance.trees < _FEWEST_TREES:
+            return {}
+        tokens = 1 + self._with_trees * (acceptance.expected_tokens() - 1)
+        rates = {}
+        for drafts in {*self._sizes, self.lookup[batch_size]}:
+            seconds = self._times.known(drafts, batch_size)
+            if seconds is not None and drafts <= self._most[batch_size]:
+                rates[drafts] = _Rate(float(tokens[drafts]), seconds)
+        return rates
+
+    def _batch_sizes(self, batch_size: int) -> slice:
+        """Those that are decided on together with this one."""
+        first = 1 << (batch_size.bit_length() - 1)
+        return slice(first, min(2 * first, len(self.lookup)))
+
+    def _set(self, batch_size: int, drafts: int) -> None:
+        sizes = self._batch_sizes(batch_size)
+        self.lookup[sizes] = [min(drafts, most) for most in self._most[sizes]]
+
+    # -- across restarts -----------------------------------------------------------------------
+
+    def state(self) -> AdaptationState:
+        """What was learned."""
+        self._count_pending()
+        lookup = list(self.lookup)
+        for key, octave in self._octaves.items():
+            if octave.trial is not None:
+                lookup[self._batch_sizes(1 << (key - 1))] = octave.trial.before
+        return AdaptationState(
+            parents=list(self._tree.parents),
+            schedule=self._schedule,
+            lookup=lookup,
+            acceptance={name: fading.to_list() for name, fading in self._acceptance.items()},
+            times=self._times.to_list(),
+        )
+
+    def restore(self, state: AdaptationState) -> bool:
+        """Goes on from what an earlier engine learned.
+
+        Returns:
+            Whether it was of this tree; nothing is taken over from another one.
+        """
+        if tuple(state.parents) != self._tree.parents:
+            return False
+        for workload in WORKLOADS:
+            self._acceptance[workload].restore(state.acceptance[workload])
+        self._times.restore(state.times)
+        if state.schedule == self._schedule:  # otherwise limits are others now
+            self.lookup[:] = map(min, state.lookup, self._most)
+        return True

@@ -1,0 +1,47 @@
+"""What an engine learned of its drafts, as a file for its next start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.json_file import FileModel, dump_json, read_model
+
+SCHEMA: Literal["sequoia-vllm/adaptation/1"] = "sequoia-vllm/adaptation/1"
+
+
+class StateError(SequoiaError, ValueError):
+    """A file that holds no state, or one of another version."""
+
+
+class AdaptationState(FileModel):
+    """See `DraftController`."""
+
+    schema_: Literal["sequoia-vllm/adaptation/1"] = Field(default=SCHEMA, alias="schema")
+    parents: list[int] = Field(description="The tree.")
+    schedule: list[int] = Field(description="Drafts by batch size from 0 on, as configured.")
+    lookup: list[int] = Field(description="Drafts by batch size, as learned.")
+    acceptance: dict[Literal["greedy", "sampled", "mixed"], list[float]] = Field(
+        description="Fading counts of trees, laid out as `TreeCounts.values`."
+    )
+    times: list[tuple[int, int, float]] = Field(description="(drafts, batch size, seconds).")
+
+    @classmethod
+    def load(cls, path: Path) -> AdaptationState:
+        """Reads a file.
+
+        Raises:
+            StateError: Naming what is wrong with it.
+        """
+        return read_model(path, cls, "adaptation", StateError)
+
+    def save(self, path: Path) -> None:
+        """Writes the file, whole or not at all: engines may share one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_text(dump_json(self.to_dict()), encoding="utf-8")
+        partial.replace(path)

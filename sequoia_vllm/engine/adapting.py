@@ -1,0 +1,139 @@
+"""Between vLLM's scheduler and `DraftController`: what a step was, and how much to draft next.
+
+In the engine core, which learns of every step's trees and schedules the drafts of the next.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+from sequoia_vllm.adaptation import AdaptationState, DraftController, StateError, Step, Workload
+from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget, smaller_trees
+from sequoia_vllm.library.tree_library import user_directory
+from sequoia_vllm.verification.sampling import GREEDY_BELOW
+
+logger = logging.getLogger("vllm.sequoia")
+
+# Seconds, after decisions and else: nothing is lost but a few trials.
+_SAVE_DECISIONS, _SAVE_EVERY = 1.0, 60.0
+_ADAPTER = "_sequoia_adapter"  # set on a scheduler
+
+
+def follow(scheduler: Any, scheduler_output: Any, paths: bytes, started: float) -> None:
+    """Takes a step that a scheduler is told the outcome of, and sets its drafts by batch size.
+
+    Args:
+        scheduler: vLLM's.
+        scheduler_output: What it had scheduled.
+        paths: The step's verified trees, see `TreeCounts.from_bytes`.
+        started: When it was told, by ``time.perf_counter``.
+    """
+    if not hasattr(scheduler, _ADAPTER):
+        setattr(scheduler, _ADAPTER, _adapter_of(scheduler))
+    adapter: SchedulerAdapter | None = getattr(scheduler, _ADAPTER)
+    if adapter is not None:
+        adapter.follow(scheduler_output, paths, started, bool(scheduler.running))
+
+
+def freeze(scheduler: Any) -> None:
+    """From now on drafts are as configured: measuring tools limit them."""
+    setattr(scheduler, _ADAPTER, None)
+
+
+def _adapter_of(scheduler: Any) -> SchedulerAdapter | None:
+    config = scheduler.vllm_config
+    if not SequoiaSettings.enabled(config) or scheduler.dynamic_sd_lookup is None:
+        return None
+    settings = SequoiaSettings.of(config)
+    if settings.adapts_as is None:
+        return None
+    drafts, limits = settings.tree.num_speculative_tokens, config.scheduler_config
+    budget = limits.max_num_scheduled_tokens or limits.max_num_batched_tokens
+    fitting = fit_to_budget([(1, 1, drafts)], drafts, limits.max_num_seqs, budget)
+    most = [0, *drafts_by_batch(fitting, drafts, limits.max_num_seqs)]
+    # Full CUDA graphs are for the numbers of drafts that the schedule has.
+    captured = config.use_v2_model_runner
+    sizes = set(scheduler.dynamic_sd_lookup) if captured else smaller_trees(drafts)
+    controller = DraftController(settings.tree, scheduler.dynamic_sd_lookup, most, sorted(sizes))
+    scheduler.dynamic_sd_lookup = controller.lookup  # changed in place
+    return SchedulerAdapter(controller, settings.adapts_as)
+
+
+class SchedulerAdapter:
+    """One scheduler's controller, told of its steps.
+
+    Args:
+        controller: Its table is the scheduler's.
+        name: Of the file that keeps what was learned, in the user's directory.
+    """
+
+    def __init__(self, controller: DraftController, name: str) -> None:
+        self._controller = controller
+        self._path = user_directory() / "adaptation" / f"{name}.json"
+        self._sampled: set[str] = set()  # unfinished requests that are not greedy
+        self._greedy: set[str] = set()
+        self._drafts = -1  # of the step before
+        self._before: float | None = None
+        self._saved, self._saved_decisions = time.perf_counter(), 0
+        self._restore()
+
+    def follow(self, scheduled: Any, paths: bytes, now: float, is_busy: bool) -> None:
+        """Takes one step; arguments as of the module's `follow`."""
+        self._follow_requests(scheduled)
+        requests, drafts = (
+            len(scheduled.num_scheduled_tokens),
+            scheduled.num_spec_tokens_to_schedule,
+        )
+        if requests > 0:
+            # As many were scored as are grown, and no prompt was read.
+            decodes = drafts == self._drafts and not scheduled.scheduled_new_reqs
+            alone = decodes and max(scheduled.num_scheduled_tokens.values()) <= drafts + 1
+            self._controller.observe(
+                Step(
+                    batch_size=requests,
+                    drafts=drafts if alone else None,
+                    seconds=None if self._before is None else now - self._before,
+                    workload=self._workload(),
+                    paths=paths,
+                )
+            )
+            self._drafts = drafts
+        self._before = now if is_busy else None
+        has_decided = self._controller.decisions != self._saved_decisions
+        if now - self._saved > (_SAVE_DECISIONS if has_decided else _SAVE_EVERY):
+            self._saved, self._saved_decisions = now, self._controller.decisions
+            state = self._controller.state()
+            threading.Thread(target=self._save, args=(state,), daemon=True).start()
+
+    def _follow_requests(self, scheduled: Any) -> None:
+        for new in scheduled.scheduled_new_reqs:
+            params = new.sampling_params
+            is_greedy = params is None or params.temperature < GREEDY_BELOW
+            (self._greedy if is_greedy else self._sampled).add(new.req_id)
+        for request_id in scheduled.finished_req_ids:
+            self._greedy.discard(request_id)
+            self._sampled.discard(request_id)
+
+    def _workload(self) -> Workload:
+        if self._greedy and self._sampled:
+            return "mixed"
+        return "sampled" if self._sampled else "greedy"
+
+    def _restore(self) -> None:
+        if not self._path.is_file():
+            return
+        try:
+            if self._controller.restore(AdaptationState.load(self._path)):
+                logger.info("Sequoia: going on with what was learned of drafts (%s)", self._path)
+        except (StateError, ValueError) as error:
+            logger.warning("Sequoia: beginning to learn of drafts anew: %s", error)
+
+    def _save(self, state: AdaptationState) -> None:
+        try:
+            state.save(self._path)
+        except OSError as error:
+            logger.warning("Sequoia: what was learned of drafts is not kept: %s", error)

@@ -1,0 +1,276 @@
+"""Drafts that follow what an engine measures, in a simulated engine with scripted acceptance."""
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+import pytest
+
+from sequoia_vllm.adaptation import (
+    AdaptationState,
+    DraftController,
+    FadingAcceptance,
+    StateError,
+    Step,
+    StepTimes,
+)
+from sequoia_vllm.metrics import TreeCounts, paths_of
+from sequoia_vllm.tree import Acceptance, optimize_tree
+
+PROSE, CODE, NONE = [0.55, 0.1, 0.05], [0.85, 0.08, 0.03], [0.05, 0.01, 0.0]
+TREE = optimize_tree(Acceptance.of([0.6, 0.15, 0.08]), 16, 8)
+SIZES = [1, 3, 7, 15]
+BATCHES = 65
+
+
+def controller(drafts: int = 15, most: int = 15) -> DraftController:
+    return DraftController(TREE, [drafts] * BATCHES, [most] * BATCHES, SIZES)
+
+
+@cache
+def walks_of(acceptance: tuple) -> np.ndarray:
+    """Algorithm 2's accepted nodes, of many trees: of each node child k with chance p[k]."""
+    rng = np.random.default_rng(2)
+    walks = np.full((10_000, TREE.depth), -1)
+    for walk in walks:
+        node = 0
+        for depth, rank in enumerate(
+            np.searchsorted(np.cumsum(acceptance), rng.random(TREE.depth), "right")
+        ):
+            if rank >= len(TREE.children[node]):
+                break
+            node = walk[depth] = TREE.children[node][rank]
+    return walks
+
+
+@dataclass
+class Engine:
+    """Steps take a plain one's time, plus ``slope`` per draft and ``draft`` if there are any."""
+
+    controlled: DraftController
+    acceptance: list
+    batch_size: int = 1
+    slope: float = 0.02
+    draft: float = 0.3
+    noise: float = 0.05
+    workload: str = "greedy"
+    with_trees: float = 1.0  # share of the requests
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    last: int = -1
+    history: list = field(default_factory=list)
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def time_of(self, drafts: int) -> float:
+        return 1.0 + (self.draft + self.slope * drafts) * (drafts > 0)
+
+    def speed_of(self, drafts: int) -> float:
+        tokens = TREE.trim(drafts + 1).expected_tokens(Acceptance.of(self.acceptance))
+        return (1 + self.with_trees * (tokens - 1)) / self.time_of(drafts)
+
+    def fastest(self) -> float:
+        return max(map(self.speed_of, [0, *SIZES]))
+
+    def paths(self, drafts: int) -> bytes:
+        trees = round(self.batch_size * self.with_trees)
+        if drafts == 0 or trees == 0:
+            return b""
+        walks = walks_of(tuple(self.acceptance))
+        accepted = walks[self.rng.integers(len(walks), size=trees)]
+        accepted = np.where(accepted <= drafts, accepted, -1)  # a prefix of the tree
+        self.tokens += (accepted >= 0).sum()
+        return paths_of(TREE, accepted, np.full(trees, drafts + 1)).tobytes()
+
+    def run(self, steps: int) -> "Engine":
+        self.tokens = self.seconds = 0.0
+        for _ in range(steps):
+            drafts = self.controlled.lookup[self.batch_size]
+            seconds = self.time_of(drafts) * self.rng.lognormal(0, self.noise)
+            self.tokens += self.batch_size
+            self.seconds += seconds
+            same = drafts if drafts == self.last else None
+            self.controlled.observe(
+                Step(self.batch_size, same, seconds, self.workload, self.paths(drafts))
+            )
+            self.last = drafts
+            self.history.append(drafts)
+        return self
+
+    @property
+    def speed(self) -> float:
+        """Tokens per request and second of the latest run."""
+        return self.tokens / self.batch_size / self.seconds
+
+
+@pytest.mark.parametrize("batch_size", [1, 6, 64])
+def test_speculation_that_does_not_pay_is_off_within_200_steps(batch_size):
+    engine = Engine(controller(), NONE, batch_size).run(200)
+    assert engine.controlled.lookup[batch_size] == 0
+    # From then on trials cost next to nothing, and never bring it back.
+    engine.run(4000)
+    assert engine.speed > 0.98 * engine.fastest()
+    assert engine.history[-3000:].count(0) > 0.95 * 3000
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("acceptance", [PROSE, CODE])
+def test_what_is_fastest_is_found_and_kept(acceptance, batch_size):
+    engine = Engine(controller(), acceptance, batch_size).run(1000)
+    chosen = engine.controlled.lookup[batch_size]
+    assert engine.speed_of(chosen) > 0.95 * engine.fastest()
+    engine.run(3000)
+    assert engine.speed > 0.95 * engine.fastest()
+    switches = np.count_nonzero(np.diff([d for d in engine.history[1000:] if d != 0]))
+    assert switches < 60  # trials, and few decisions: it does not wander
+
+
+def test_it_comes_back_when_speculation_pays():
+    engine = Engine(controller(), NONE).run(300)
+    assert engine.controlled.lookup[1] == 0
+    engine.acceptance = CODE
+    engine.run(6000)
+    assert engine.controlled.lookup[1] >= 7
+    assert engine.speed_of(engine.controlled.lookup[1]) > 0.95 * engine.fastest()
+
+
+def test_a_workload_that_drifts_moves_the_tree():
+    engine = Engine(controller(), CODE, slope=0.06).run(2000)
+    code = engine.controlled.lookup[1]
+    engine.acceptance = [0.3, 0.05, 0.02]
+    engine.run(4000)
+    prose = engine.controlled.lookup[1]
+    assert prose < code
+    assert engine.speed_of(prose) > 0.95 * engine.fastest()
+    engine.acceptance = CODE
+    engine.run(6000)
+    assert engine.controlled.lookup[1] > prose
+
+
+def test_greedy_and_sampled_requests_are_known_apart():
+    engine = Engine(controller(), CODE, 4).run(1500)
+    assert engine.controlled.lookup[4] > 0
+    engine.acceptance, engine.workload = NONE, "sampled"
+    engine.run(300)
+    assert engine.controlled.lookup[4] == 0
+    engine.acceptance, engine.workload = CODE, "greedy"
+    engine.run(2)  # what is known of greedy requests is known still
+    assert engine.controlled.lookup[4] > 0
+
+
+def test_requests_without_drafts_count():
+    """Three quarters of the batch gain nothing: the rest does not pay for all."""
+    engine = Engine(controller(), CODE, 8, slope=0.1, with_trees=0.25).run(600)
+    assert engine.fastest() == engine.speed_of(0)
+    assert engine.history[200:].count(0) > 300
+
+
+def test_batches_of_other_sizes_are_left_alone():
+    engine = Engine(controller(), NONE, 4).run(300)
+    assert engine.controlled.lookup[4:8] == [0] * 4
+    assert set(engine.controlled.lookup[1:4] + engine.controlled.lookup[8:]) == {15}
+
+
+def test_never_more_than_the_most():
+    engine = Engine(controller(drafts=7, most=7), CODE, slope=0.0).run(3000)
+    assert max(engine.history) == 7
+
+
+def test_schedules_without_drafts_are_tried_late():
+    """Reading what was committed may take long where nothing was drafted yet."""
+    engine = Engine(controller(drafts=0), CODE).run(390)
+    assert set(engine.history) == {0}
+    engine.run(2000)
+    assert engine.controlled.lookup[1] > 0
+
+
+def test_steps_of_other_kinds_and_idle_time_count_for_nothing():
+    controlled = controller()
+    for _ in range(500):
+        controlled.observe(Step(4, None, 1.0, "greedy"))
+    assert controlled.lookup == [15] * BATCHES
+    assert controlled.state().times == []
+
+
+def test_a_trial_that_never_runs_is_given_up():
+    """A worker that drafts nothing, whatever it is told, or batches that end at once."""
+    controlled = controller()
+    for _ in range(2000):
+        controlled.observe(Step(4, 15, 1.0, "greedy"))
+    assert controlled.lookup.count(15) >= BATCHES - 4
+
+
+# -- across restarts ----------------------------------------------------------------------------
+
+
+def test_an_engine_goes_on_where_the_last_one_ended(tmp_path):
+    first = Engine(controller(), NONE).run(500)
+    path = tmp_path / "folder" / "state.json"
+    first.controlled.state().save(path)
+    second = controller()
+    assert second.restore(AdaptationState.load(path))
+    assert second.lookup == first.controlled.lookup
+    assert second.lookup[1] == 0
+    assert set(Engine(second, NONE).run(300).history) == {0}  # nothing is tried anew at once
+
+
+def test_a_state_is_saved_as_before_a_trial():
+    engine = Engine(controller(), CODE)
+    while len(set(engine.controlled.lookup)) == 1:
+        engine.run(1)
+    assert engine.controlled.state().lookup == [15] * BATCHES
+
+
+def test_states_of_other_trees_and_schedules():
+    state = Engine(controller(), NONE).run(300).controlled.state()
+    other = DraftController(TREE.trim(8), [7] * BATCHES, [7] * BATCHES, SIZES)
+    assert not other.restore(state)
+    smaller = controller(drafts=7)
+    assert smaller.restore(state)
+    assert set(smaller.lookup) == {7}  # what was counted is taken over, the table is not
+
+
+def test_a_file_that_is_no_state_is_named(tmp_path):
+    path = tmp_path / "state.json"
+    path.write_text("{}")
+    with pytest.raises(StateError, match=r"state\.json"):
+        AdaptationState.load(path)
+
+
+# -- parts --------------------------------------------------------------------------------------
+
+
+def test_acceptance_fades():
+    fading = FadingAcceptance(TREE)
+    one = np.full((500, TREE.depth), -1)
+    one[:, 0] = TREE.children[0][0]
+    sizes = np.full(500, TREE.size)
+    fading.add(TreeCounts.of_paths(TREE, [paths_of(TREE, one, sizes)]))
+    assert fading.estimate().probability(0) > 0.95
+    nothing = np.full((3000, TREE.depth), -1)
+    fading.add(TreeCounts.of_paths(TREE, [paths_of(TREE, nothing, np.full(3000, TREE.size))]))
+    assert fading.estimate().probability(0) < 0.1
+    assert fading.expected_tokens()[0] == 1.0
+
+
+def test_expected_tokens_are_those_of_the_vector():
+    rng = np.random.default_rng(1)
+    engine = Engine(controller(), PROSE, 64, rng=rng)
+    fading = FadingAcceptance(TREE)
+    for _ in range(100):
+        fading.add(TreeCounts.from_bytes(TREE, engine.paths(15)))
+    expected = np.cumsum(TREE.values(Acceptance.of(PROSE)))
+    # 1,443 trees weigh: five standard deviations of a mean of tokens.
+    assert np.abs(fading.expected_tokens() - expected).max() < 5 * 1.5 / 1443**0.5
+
+
+def test_times_are_those_of_like_batches():
+    times = StepTimes()
+    for _ in range(6):
+        times.add(15, 8, 2.0)
+    times.add(15, 8, 50.0)  # a step that waited for something
+    assert times.known(15, 8) == 2.0
+    assert 2.0 < times.known(15, 9) < 2.25
+    assert times.known(15, 16) is None
+    assert times.known(7, 8) is None
+    times.forget(15, 9)
+    assert times.known(15, 8) is None
