@@ -28,9 +28,9 @@ $(VENV)/.ready: pyproject.toml
 demo: setup
 	LD_PRELOAD="$(IOMP)" $(BIN)/sequoia-vllm demo
 
-# Three workers for two cores: one waits for Ray and servers while others compute.
+# Four workers for two cores: some wait for Ray, servers and processes to end.
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 15
 
 # No engines: for every day.
 test-fast: setup
