@@ -7,8 +7,8 @@ for the engine's next start.
 """
 
 from sequoia_vllm.adaptation.acceptance import FadingAcceptance
-from sequoia_vllm.adaptation.controller import DraftController, Step, Workload
-from sequoia_vllm.adaptation.state import AdaptationState, StateError
+from sequoia_vllm.adaptation.controller import DraftController, Step
+from sequoia_vllm.adaptation.state import AdaptationState, StateError, Workload
 from sequoia_vllm.adaptation.step_times import StepTimes
 
 __all__ = [

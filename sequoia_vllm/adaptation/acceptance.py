@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,10 +22,12 @@ class FadingAcceptance:
 
     Args:
         tree: The engine's tree; engines may draft a prefix of it.
+        prior: Of positions that were never offered, such as those of an earlier, wider tree.
     """
 
-    def __init__(self, tree: TokenTree) -> None:
+    def __init__(self, tree: TokenTree, prior: Acceptance | None = None) -> None:
         self._tree = tree
+        self._prior = prior or Acceptance.of([0.0])
         self._values = np.zeros(len(TreeCounts.zeros(tree).values))
 
     @property
@@ -39,13 +43,18 @@ class FadingAcceptance:
     def estimate(self) -> Acceptance:
         """The vector ``[depth][child]``; positions that were seldom offered lean on other depths.
 
-        A child that was never offered at any depth has acceptance 0.
+        A child that was never offered at any depth has the prior's acceptance.
         """
         # Of the fading numbers, the views that `TreeCounts` has of whole ones.
         counts = TreeCounts(self._tree.depth, self._tree.max_branch, self._values)  # type: ignore[arg-type]
-        offered, accepted = counts.offered, counts.accepted
-        pooled = accepted.sum(axis=0) / np.maximum(offered.sum(axis=0), 1e-9)
-        table = (accepted + _POOLED * pooled) / (offered + _POOLED)
+        prior = self._prior.table
+        shape = np.maximum(counts.offered.shape, prior.shape)
+        offered, accepted = (_padded(part, shape) for part in (counts.offered, counts.accepted))
+        rows = np.minimum(np.arange(shape[0]), len(prior) - 1)
+        elsewhere = _padded(prior[rows], shape)
+        seen = offered.sum(axis=0) > 0
+        elsewhere[:, seen] = accepted.sum(axis=0)[seen] / offered.sum(axis=0)[seen]
+        table = (accepted + _POOLED * elsewhere) / (offered + _POOLED)
         return Acceptance.of(table / np.maximum(table.sum(axis=1, keepdims=True), 1.0))
 
     def expected_tokens(self) -> NDArray[np.float64]:
@@ -67,3 +76,10 @@ class FadingAcceptance:
             raise ValueError(f"{len(values)} counts are of a tree of another shape")
         weight = min(1.0, HALF_LIFE / 4 / max(values[0], 1.0))
         self._values[:] = np.array(values) * weight
+
+
+def _padded(table: NDArray[Any], shape: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The table as float64, and zeros up to this shape."""
+    wider = np.zeros(shape)
+    wider[: table.shape[0], : table.shape[1]] = table
+    return wider

@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import get_args
 
 from sequoia_vllm.adaptation.acceptance import FadingAcceptance
-from sequoia_vllm.adaptation.state import AdaptationState
+from sequoia_vllm.adaptation.state import AdaptationState, Workload
 from sequoia_vllm.adaptation.step_times import FEWEST, StepTimes
 from sequoia_vllm.metrics import TreeCounts
-from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.tree import Acceptance, TokenTree
 
 logger = logging.getLogger("vllm.sequoia.adaptation")  # shown by vLLM's own handler
 
-Workload = Literal["greedy", "sampled", "mixed"]
 WORKLOADS: tuple[Workload, ...] = get_args(Workload)
 
 # Times of a few dozen steps are known to about a percent: less is not clearly faster.
@@ -277,6 +276,10 @@ class DraftController:
             schedule=self._schedule,
             lookup=lookup,
             acceptance={name: fading.to_list() for name, fading in self._acceptance.items()},
+            vectors={
+                name: fading.estimate().table.round(6).tolist()
+                for name, fading in self._acceptance.items()
+            },
             times=self._times.to_list(),
         )
 
@@ -284,13 +287,18 @@ class DraftController:
         """Goes on from what an earlier engine learned.
 
         Returns:
-            Whether it was of this tree; nothing is taken over from another one.
+            Whether it was of this tree; of another one only acceptance is taken over, where
+            this one has no such children.
         """
+        for workload in WORKLOADS:
+            prior = Acceptance.of(state.vectors[workload])
+            self._acceptance[workload] = FadingAcceptance(self._tree, prior)
         if tuple(state.parents) != self._tree.parents:
             return False
         for workload in WORKLOADS:
             self._acceptance[workload].restore(state.acceptance[workload])
         self._times.restore(state.times)
-        if state.schedule == self._schedule:  # otherwise limits are others now
+        same_limits = state.schedule == self._schedule
+        if same_limits and len(state.lookup) == len(self.lookup):
             self.lookup[:] = map(min, state.lookup, self._most)
         return True

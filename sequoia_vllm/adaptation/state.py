@@ -10,8 +10,14 @@ from pydantic import Field
 
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.json_file import FileModel, dump_json, read_model
+from sequoia_vllm.tree import Acceptance
 
 SCHEMA: Literal["sequoia-vllm/adaptation/1"] = "sequoia-vllm/adaptation/1"
+
+
+Workload = Literal["greedy", "sampled", "mixed"]
+# Of so many remembered trees the expected tokens are known to about 3 %.
+_FEWEST_TREES = 500.0
 
 
 class StateError(SequoiaError, ValueError):
@@ -25,10 +31,20 @@ class AdaptationState(FileModel):
     parents: list[int] = Field(description="The tree.")
     schedule: list[int] = Field(description="Drafts by batch size from 0 on, as configured.")
     lookup: list[int] = Field(description="Drafts by batch size, as learned.")
-    acceptance: dict[Literal["greedy", "sampled", "mixed"], list[float]] = Field(
+    acceptance: dict[Workload, list[float]] = Field(
         description="Fading counts of trees, laid out as `TreeCounts.values`."
     )
+    vectors: dict[Workload, list[list[float]]] = Field(
+        description="p[depth][child] by these counts, and where there are none by earlier ones."
+    )
     times: list[tuple[int, int, float]] = Field(description="(drafts, batch size, seconds).")
+
+    def usual_acceptance(self) -> tuple[Workload, Acceptance] | None:
+        """The vector of the workload with the most trees; None: too few were verified."""
+        workload = max(self.acceptance, key=lambda name: self.acceptance[name][0])
+        if self.acceptance[workload][0] < _FEWEST_TREES:
+            return None
+        return workload, Acceptance.of(self.vectors[workload])
 
     @classmethod
     def load(cls, path: Path) -> AdaptationState:

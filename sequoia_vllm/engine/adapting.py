@@ -13,7 +13,7 @@ from typing import Any
 from sequoia_vllm.adaptation import AdaptationState, DraftController, StateError, Step, Workload
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget, smaller_trees
-from sequoia_vllm.library.tree_library import user_directory
+from sequoia_vllm.library.tree_library import adaptation_path, user_directory
 from sequoia_vllm.verification.sampling import GREEDY_BELOW
 
 logger = logging.getLogger("vllm.sequoia")
@@ -73,7 +73,7 @@ class SchedulerAdapter:
 
     def __init__(self, controller: DraftController, name: str) -> None:
         self._controller = controller
-        self._path = user_directory() / "adaptation" / f"{name}.json"
+        self._path = adaptation_path(user_directory(), name)
         self._sampled: set[str] = set()  # unfinished requests that are not greedy
         self._greedy: set[str] = set()
         self._drafts = -1  # of the step before
@@ -129,7 +129,7 @@ class SchedulerAdapter:
         try:
             if self._controller.restore(AdaptationState.load(self._path)):
                 logger.info("Sequoia: going on with what was learned of drafts (%s)", self._path)
-        except (StateError, ValueError) as error:
+        except (StateError, ValueError, LookupError) as error:
             logger.warning("Sequoia: beginning to learn of drafts anew: %s", error)
 
     def _save(self, state: AdaptationState) -> None:

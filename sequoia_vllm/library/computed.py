@@ -25,12 +25,14 @@ class Basis:
         spec: Datasheet; None: the device has none, and the measurements are scaled.
         measured: Profiles of other models on this kind of device.
         vectors: Acceptance to choose from.
+        learned: What was counted while this pair was served, which is better than any of them.
     """
 
     device: str
     spec: DeviceSpec | None
     measured: Sequence[Profile]
     vectors: Sequence[AcceptanceFile]
+    learned: AcceptanceFile | None = None
 
 
 def computed_entry(
@@ -53,7 +55,7 @@ def computed_entry(
         return None, str(error)
     if profile is None:
         return None, f"no times of {basis.device} to compute from"
-    vector, why = _vector(basis.vectors, request)
+    vector, why = _vector(basis, request)
     sizes = f"{size_name(profile.target_parameters)}-{size_name(profile.draft_parameters)}"
     entry = make_entry(
         f"computed/{basis.device}/{sizes}/{vector.name}",
@@ -80,7 +82,10 @@ def _profile(basis: Basis, pair: PairKey, target: ModelShape, draft: ModelShape)
     return scaled_profile(basis.measured, target, draft, pair.dtype)
 
 
-def _vector(vectors: Sequence[AcceptanceFile], request: Request) -> tuple[AcceptanceFile, str]:
+def _vector(basis: Basis, request: Request) -> tuple[AcceptanceFile, str]:
+    if basis.learned is not None and request.acceptance_class is None:
+        return basis.learned, f"acceptance {basis.learned.description}"
+    vectors = basis.vectors
     strengths = [
         Strength(v.name, v.source, v.target, v.draft, v.temperature, v.acceptance) for v in vectors
     ]

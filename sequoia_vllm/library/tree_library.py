@@ -7,6 +7,8 @@ in `user_directory` and take precedence.
 
 from __future__ import annotations
 
+import datetime
+import logging
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import platformdirs
 
+from sequoia_vllm.adaptation import AdaptationState, StateError
 from sequoia_vllm.hardware.device import X86_CPU, Device, DeviceHints, identify, nearest
 from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.hardware.step_profile import Profile
@@ -41,6 +44,8 @@ from sequoia_vllm.library.selection import (
 )
 from sequoia_vllm.tree.token_tree import TokenTree
 
+logger = logging.getLogger("vllm.sequoia.library")  # shown by vLLM's own handler
+
 USER_DIRECTORY_VARIABLE = "SEQUOIA_VLLM_TREES"
 
 
@@ -54,6 +59,11 @@ def user_directory() -> Path:
     if override:
         return Path(override).expanduser()
     return Path(platformdirs.user_data_dir("sequoia-vllm", appauthor=False)) / "trees"
+
+
+def adaptation_path(user: Path, name: str) -> Path:
+    """What engines learned of a pair (`PairKey.file_name`) while they served it."""
+    return user / "adaptation" / f"{name}.json"
 
 
 def shipped_directory() -> Path:
@@ -221,7 +231,8 @@ class TreeLibrary:
         Looked for in this order: the user's own tree for exactly this device,
         pair, dtype and TP size; a shipped tree of the device for the pair itself, or
         measured with models of its sizes; one computed here from the pair's shapes, on
-        the device's datasheet or from what was measured with other models on it.
+        the device's datasheet or from what was measured with other models on it, for the
+        acceptance that engines counted while they served this pair, if they did.
         Where shapes are not known: the shipped trees of the device, or of the one
         nearest to it by roofline, for the nearest model class. Of these the draft
         strength class asked for, or measured on the pair, or else the weakest. One
@@ -257,10 +268,12 @@ class TreeLibrary:
         request = Request(pair, self._known_models(), acceptance_class, temperature)
         entries, why = made_for(file.entries, request)
         if shapes is not None:
-            if not entries:
+            learned = self._learned(pair)
+            if not entries and learned is None:
                 entries, why = timed_at_size(file.entries, shapes)
             if not any(runs_as_here(entry, file, device, pair, shapes) for entry in entries):
-                found, reason = computed_entry(self._basis(file, device), shapes, request)
+                basis = self._basis(file, device, learned)
+                found, reason = computed_entry(basis, shapes, request)
                 if found is not None:
                     on = [_identified(device)] if device.id else reasons
                     return selection(found, found.profile.source, batch_size, [*on, reason])
@@ -286,7 +299,31 @@ class TreeLibrary:
         paths = sorted((self.shipped / "profiles").glob("*.json"))
         return KnownModels.of(_read_profile(path) for path in paths)
 
-    def _basis(self, file: LibraryFile, device: Device) -> Basis:
+    def _learned(self, pair: PairKey) -> AcceptanceFile | None:
+        """The acceptance that engines counted while they served this pair; None: too little."""
+        path = adaptation_path(self.user, pair.file_name)
+        try:
+            found = AdaptationState.load(path).usual_acceptance() if path.is_file() else None
+        except (StateError, ValueError, LookupError) as error:
+            logger.warning("Sequoia: what was learned while serving is not used: %s", error)
+            return None
+        if found is None:
+            return None
+        workload, acceptance = found
+        return AcceptanceFile(
+            name="learned",
+            description=f"counted while serving {workload} requests ({path})",
+            source="measured",
+            date=datetime.date.fromtimestamp(path.stat().st_mtime),
+            target=pair.target,
+            draft=pair.draft,
+            temperature=0.0 if workload == "greedy" else None,
+            acceptance=acceptance.to_list(),
+        )
+
+    def _basis(
+        self, file: LibraryFile, device: Device, learned: AcceptanceFile | None = None
+    ) -> Basis:
         """What a pair's tree is computed from where this file's trees would be used."""
         names = sorted({entry.profile.file for entry in file.entries if entry.profile.file})
         paths = [self.shipped / name for name in names]
@@ -296,6 +333,7 @@ class TreeLibrary:
             spec=device.spec or file.datasheet,
             measured=[_read_profile(path) for path in paths if path.is_file()],
             vectors=[AcceptanceFile.load(path) for path in vectors],
+            learned=learned,
         )
 
     def _file_for(self, device: Device, hints: DeviceHints) -> tuple[LibraryFile, list[str]]:

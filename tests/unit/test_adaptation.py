@@ -15,7 +15,7 @@ from sequoia_vllm.adaptation import (
     StepTimes,
 )
 from sequoia_vllm.metrics import TreeCounts, paths_of
-from sequoia_vllm.tree import Acceptance, optimize_tree
+from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 
 PROSE, CODE, NONE = [0.55, 0.1, 0.05], [0.85, 0.08, 0.03], [0.05, 0.01, 0.0]
 TREE = optimize_tree(Acceptance.of([0.6, 0.15, 0.08]), 16, 8)
@@ -227,6 +227,24 @@ def test_states_of_other_trees_and_schedules():
     smaller = controller(drafts=7)
     assert smaller.restore(state)
     assert set(smaller.lookup) == {7}  # what was counted is taken over, the table is not
+
+
+def test_another_tree_keeps_what_is_known_of_children_it_does_not_have():
+    """So that an engine whose tree became a chain still knows what second children are worth."""
+    state = Engine(controller(), PROSE, 4).run(500).controlled.state()
+    chain = TokenTree.chain(7)
+    second = DraftController(chain, [7] * BATCHES, [7] * BATCHES, [7])
+    assert not second.restore(state)
+    workload, acceptance = second.state().model_copy(
+        update={"acceptance": {"greedy": [1e4], "sampled": [0.0], "mixed": [0.0]}}
+    ).usual_acceptance()  # fmt: skip
+    assert workload == "greedy"
+    assert acceptance.probability(1) == pytest.approx(PROSE[1], abs=0.04)
+
+
+def test_too_few_trees_say_nothing():
+    state = Engine(controller(), CODE).run(100).controlled.state()
+    assert state.usual_acceptance() is None
 
 
 def test_a_file_that_is_no_state_is_named(tmp_path):

@@ -10,12 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from sequoia_vllm.adaptation import AdaptationState
 from sequoia_vllm.hardware import Profile, identify, roofline_profile
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, PairShapes, model_classes
 from sequoia_vllm.hardware.scaled_profile import scaled_profile
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.tree_library import Selection, TreeLibrary, shipped_directory
+from sequoia_vllm.library.tree_library import (
+    Selection,
+    TreeLibrary,
+    adaptation_path,
+    shipped_directory,
+)
+from sequoia_vllm.tree import TokenTree
 from tests.support.models import DRAFT, TARGET
 
 H100, L40S, CPU = "NVIDIA H100 80GB HBM3", "NVIDIA L40S", "AMD EPYC"
@@ -157,6 +164,46 @@ def test_acceptance_measured_on_the_pair_is_taken(library):
     shapes = PairShapes(large.target, large.draft)
     found = library.select(key(L40S, *names, tensor_parallel_size=8), shapes=shapes)
     assert found.name == "computed/l40s/70.6b-8.03b/appendix-e"
+
+
+def learned(vector: list[list[float]], greedy_trees: float) -> AdaptationState:
+    """What an engine with a chain of one draft would have left behind."""
+    return AdaptationState(
+        parents=[-1, 0],
+        schedule=[0, 1],
+        lookup=[0, 1],
+        acceptance={"greedy": [greedy_trees] * 6, "sampled": [0.0] * 6, "mixed": [0.0] * 6},
+        vectors={"greedy": vector, "sampled": [[0.0]], "mixed": [[0.0]]},
+        times=[],
+    )
+
+
+def test_acceptance_counted_while_serving_is_taken(library):
+    """From the second start on; where only first children are accepted, a chain is best."""
+    pair = key(L40S)
+    before = library.select(pair, shapes=SHAPES_7B)
+    path = adaptation_path(library.user, pair.file_name)
+    learned([[0.9, 0.0]], greedy_trees=1000.0).save(path)
+    found = library.select(pair, shapes=SHAPES_7B)
+    assert found.name.endswith("/learned")
+    assert "acceptance counted while serving greedy requests" in found.reason
+    assert found.tree == TokenTree.chain(found.tree.num_speculative_tokens)
+    assert found.tree.depth > before.tree.depth
+    assert found.expected_speedup > before.expected_speedup
+    other = library.select(key(L40S, "/m/other"), shapes=SHAPES_7B)
+    assert other.tree == before.tree
+
+
+@pytest.mark.parametrize("content", ["few", "no state"])
+def test_too_little_or_nothing_that_was_counted_is_not_taken(library, content, caplog):
+    pair = key(L40S)
+    before = library.select(pair, shapes=SHAPES_7B)
+    path = adaptation_path(library.user, pair.file_name)
+    learned([[0.9, 0.0]], greedy_trees=100.0).save(path)
+    if content == "no state":
+        path.write_text("{}")
+    assert library.select(pair, shapes=SHAPES_7B).tree == before.tree
+    assert ("is not used" in caplog.text) == (content == "no state")
 
 
 def test_the_users_own_tree_comes_first(library):
