@@ -124,12 +124,12 @@ class SchedulerAdapter:
         return "sampled" if self._sampled else "greedy"
 
     def _restore(self) -> None:
-        if not self._path.is_file():
-            return
         try:
+            if not self._path.is_file():
+                return
             if self._controller.restore(AdaptationState.load(self._path)):
                 logger.info("Sequoia: going on with what was learned of drafts (%s)", self._path)
-        except (StateError, ValueError, LookupError) as error:
+        except (StateError, ValueError, LookupError, OSError) as error:
             logger.warning("Sequoia: beginning to learn of drafts anew: %s", error)
 
     def _save(self, state: AdaptationState) -> None:

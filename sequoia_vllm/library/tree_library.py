@@ -304,7 +304,7 @@ class TreeLibrary:
         path = adaptation_path(self.user, pair.file_name)
         try:
             found = AdaptationState.load(path).usual_acceptance() if path.is_file() else None
-        except (StateError, ValueError, LookupError) as error:
+        except (StateError, ValueError, LookupError, OSError) as error:
             logger.warning("Sequoia: what was learned while serving is not used: %s", error)
             return None
         if found is None:
