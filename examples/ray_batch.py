@@ -195,6 +195,9 @@ def main(
     sampling_options: Annotated[
         str, typer.Option(help="More of vLLM's sampling parameters, as a JSON object.")
     ] = "{}",
+    speculative_options: Annotated[
+        str, typer.Option(help='More of Sequoia\'s keys, as a JSON object: {"adapt": false}.')
+    ] = "{}",
     engine_options: Annotated[
         str, typer.Option(help="More of vLLM's engine arguments, as a JSON object.")
     ] = "{}",
@@ -213,7 +216,10 @@ def main(
     options = json.loads(engine_options)
     try:
         all_lines = list(enumerate(load_prompts(prompts)))
-        speculation = speculative_config(draft_model, tree)
+        speculation = {
+            **speculative_config(draft_model, tree),
+            **json.loads(speculative_options),
+        }
     except (PromptError, TreeError) as error:
         fail(str(error))
     digest = prompts_sha256([prompt for _, prompt in all_lines])

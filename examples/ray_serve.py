@@ -82,6 +82,9 @@ def main(
     cpus_per_rank: Annotated[
         int, typer.Option(min=1, help="With --device cpu: cores (and threads) of each rank.")
     ] = 1,
+    speculative_options: Annotated[
+        str, typer.Option(help='More of Sequoia\'s keys, as a JSON object: {"adapt": false}.')
+    ] = "{}",
     engine_options: Annotated[
         str, typer.Option(help="More of vLLM's engine arguments, as a JSON object.")
     ] = "{}",
@@ -109,7 +112,10 @@ def main(
         engine_kwargs={
             "tensor_parallel_size": tensor_parallel_size,
             **json.loads(engine_options),
-            "speculative_config": speculative_config(draft_model, tree),
+            "speculative_config": {
+                **speculative_config(draft_model, tree),
+                **json.loads(speculative_options),
+            },
         },
         **placement(device, cpus_per_rank, tensor_parallel_size),
     )

@@ -34,7 +34,7 @@ def start(tree: str) -> tuple[LLMEngine, list[psutil.Process]]:
     other process is started.
     """
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # to send workers a function
-    sequoia = {"method": "sequoia", "model": DRAFT, "tree": tree}
+    sequoia = {"method": "sequoia", "model": DRAFT, "tree": tree, "adapt": False}
     arguments = EngineArgs(
         speculative_config=sequoia, tensor_parallel_size=2, distributed_executor_backend="ray",
         **OPTIONS,

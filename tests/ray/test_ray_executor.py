@@ -86,7 +86,7 @@ def test_server_with_ray_answers_as_plain_vllm_and_ends_cleanly(
 ):
     [prompt] = prompts(1)
     [expected] = plain_outputs([prompt], SamplingParams(**GREEDY))
-    config = {"method": "sequoia", "model": DRAFT, "tree": {"size": 7, "depth": 3}}
+    config = {"method": "sequoia", "model": DRAFT, "tree": {"size": 7, "depth": 3}, "adapt": False}
     with monkeypatch.context() as surroundings:
         for name, value in ray_cluster.environment.items():
             surroundings.setenv(name, value)

@@ -41,7 +41,10 @@ class Server:
             folder / "serve.log", "ray_serve.py", f"--model={TARGET}", f"--draft-model={DRAFT}",
             f"--tree={self.tree}", "--served-name=pair", "--device=cpu", "--min-replicas=2",
             "--max-replicas=2", f"--port={self.url.rpartition(':')[2]}",
-            "--health-check-period=0.5", f"--engine-options={json.dumps(ENGINE_OPTIONS)}",
+            "--health-check-period=0.5",
+            # Drafts are waited for, and do not pay here.
+            '--speculative-options={"adapt": false}',
+            f"--engine-options={json.dumps(ENGINE_OPTIONS)}",
         )  # fmt: skip
 
     def complete(self, prompt: str, **options) -> httpx.Response:
