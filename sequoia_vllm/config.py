@@ -133,6 +133,13 @@ class SequoiaConfig(_Strict):
         is_tree = isinstance(value, dict) and "parents" in value
         return TokenTree.from_dict({"schema": SCHEMA, **value}) if is_tree else value
 
+    @property
+    def adapts(self) -> bool:
+        """``adapt``, or what it stands for where it is not given."""
+        if self.adapt is None:
+            return self.num_speculative_tokens_per_batch_size is None
+        return self.adapt
+
     @classmethod
     def parse(cls, request: str | dict[str, Any]) -> SequoiaConfig:
         """Reads ``"sequoia"`` or the JSON object; dashes in keys count as underscores.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
+from sequoia_vllm.adaptation.state import FadedCounts
 from sequoia_vllm.metrics import TreeCounts
 from sequoia_vllm.tree import Acceptance, TokenTree
 
@@ -23,33 +22,34 @@ class FadingAcceptance:
     Args:
         tree: The engine's tree; engines may draft a prefix of it.
         prior: Of positions that were never offered, such as those of an earlier, wider tree.
+
+    Attributes:
+        trees: Weight of the verified trees that are remembered.
     """
 
     def __init__(self, tree: TokenTree, prior: Acceptance | None = None) -> None:
         self._tree = tree
         self._prior = prior or Acceptance.of([0.0])
-        self._values = np.zeros(len(TreeCounts.zeros(tree).values))
-
-    @property
-    def trees(self) -> float:
-        """Weight of the verified trees that are remembered."""
-        return float(self._values[0])
+        self.trees = 0.0
+        self._expected: NDArray[np.float64] | None = None  # of the counts as they are
+        self._offered, self._accepted = np.zeros((2, tree.depth, tree.max_branch))
 
     def add(self, counts: TreeCounts) -> None:
         """Adds counts of the same tree; older ones fade."""
-        self._values *= 0.5 ** (counts.trees / HALF_LIFE)
-        self._values += counts.values
+        self._expected = None
+        kept = 0.5 ** (counts.trees / HALF_LIFE)
+        self.trees = kept * self.trees + counts.trees
+        self._offered = kept * self._offered + counts.offered
+        self._accepted = kept * self._accepted + counts.accepted
 
     def estimate(self) -> Acceptance:
         """The vector ``[depth][child]``; positions that were seldom offered lean on other depths.
 
         A child that was never offered at any depth has the prior's acceptance.
         """
-        # Of the fading numbers, the views that `TreeCounts` has of whole ones.
-        counts = TreeCounts(self._tree.depth, self._tree.max_branch, self._values)  # type: ignore[arg-type]
         prior = self._prior.table
-        shape = np.maximum(counts.offered.shape, prior.shape)
-        offered, accepted = (_padded(part, shape) for part in (counts.offered, counts.accepted))
+        shape = np.maximum(self._offered.shape, prior.shape)
+        offered, accepted = _padded(self._offered, shape), _padded(self._accepted, shape)
         rows = np.minimum(np.arange(shape[0]), len(prior) - 1)
         elsewhere = _padded(prior[rows], shape)
         seen = offered.sum(axis=0) > 0
@@ -59,27 +59,36 @@ class FadingAcceptance:
 
     def expected_tokens(self) -> NDArray[np.float64]:
         """Tokens per step of each prefix of the tree, ``[size]``; entry m: with m drafts."""
-        tokens: NDArray[np.float64] = np.cumsum(self._tree.values(self.estimate()))
-        return tokens
+        if self._expected is None:
+            self._expected = np.cumsum(self._tree.values(self.estimate()))
+        return self._expected
 
-    def to_list(self) -> list[float]:
+    def state(self) -> FadedCounts:
         """What `restore` takes."""
-        return [round(value, 3) for value in self._values.tolist()]
+        return FadedCounts(
+            trees=round(self.trees, 3),
+            offered=self._offered.round(3).tolist(),
+            accepted=self._accepted.round(3).tolist(),
+            vector=self.estimate().table.round(6).tolist(),
+        )
 
-    def restore(self, values: list[float]) -> None:
+    def restore(self, state: FadedCounts) -> None:
         """Starts from what an earlier engine counted, at the weight of a few hundred trees.
 
         Raises:
             ValueError: If it was of a tree of another shape.
         """
-        if len(values) != len(self._values):
-            raise ValueError(f"{len(values)} counts are of a tree of another shape")
-        weight = min(1.0, HALF_LIFE / 4 / max(values[0], 1.0))
-        self._values[:] = np.array(values) * weight
+        counts = np.array([state.offered, state.accepted])
+        if counts.shape[1:] != self._offered.shape:
+            raise ValueError(f"counts of shape {counts.shape[1:]} are of a tree of another shape")
+        self._expected = None
+        weight = min(1.0, HALF_LIFE / 4 / max(state.trees, 1.0))
+        self.trees = weight * state.trees
+        self._offered, self._accepted = weight * counts
 
 
-def _padded(table: NDArray[Any], shape: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The table as float64, and zeros up to this shape."""
+def _padded(table: NDArray[np.float64], shape: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The table, and zeros up to this shape."""
     wider = np.zeros(shape)
     wider[: table.shape[0], : table.shape[1]] = table
     return wider

@@ -20,6 +20,7 @@ WORKLOADS: tuple[Workload, ...] = get_args(Workload)
 # Times of a few dozen steps are known to about a percent: less is not clearly faster.
 GAIN = 0.03
 _DECIDE_EVERY = 64  # steps
+_COUNT_EVERY = 32  # steps: counting many trees takes as long as counting those of one step
 _FIRST_TRIAL, _BETWEEN_FIRST_TRIALS = 24, 40  # steps; all sizes within the first 200
 # Steps from one trial of a size to its next; doubled by every trial that is lost.
 _SHORTEST_WAIT, _LONGEST_WAIT = 400, 6400
@@ -27,6 +28,7 @@ _SHORTEST_WAIT, _LONGEST_WAIT = 400, 6400
 _TRIAL_TREES, _TRIAL_STEPS, _GIVE_UP = 24, 24, 96
 # What is expected of so few trees is noise.
 _FEWEST_TREES = 16
+# Share of requests that have trees: how much one step moves it.
 _SHARE_FADES = 0.02
 
 
@@ -89,6 +91,7 @@ class _Octave:
     steps: int = 0
     wait: dict[int, int] = field(default_factory=dict)
     trial: _Trial | None = None
+    decided_for: Workload | None = None
 
 
 class DraftController:
@@ -124,7 +127,6 @@ class DraftController:
         self._times = StepTimes()
         self._octaves: dict[int, _Octave] = {}
         self._with_trees = 1.0  # share of the requests that have trees where drafts are scheduled
-        self._decided_for: Workload | None = None
 
     def observe(self, step: Step) -> None:
         """Takes one step, and changes `lookup` where that is clearly faster, or for a trial."""
@@ -137,7 +139,7 @@ class DraftController:
             self._go_on(octave, octave.trial, step, trees)
         elif due := [drafts for drafts, at in octave.due.items() if at <= octave.steps]:
             self._try(octave, min(due, key=octave.due.__getitem__), step.batch_size)
-        elif octave.steps % _DECIDE_EVERY == 0 or step.workload != self._decided_for:
+        elif octave.steps % _DECIDE_EVERY == 0 or step.workload != octave.decided_for:
             self._decide(octave, step)
 
     # -- what was seen ---------------------------------------------------------------------
@@ -147,6 +149,8 @@ class DraftController:
         trees = len(step.paths) // TreeCounts.path_bytes(self._tree)
         if step.paths:
             self._pending[step.workload].append(step.paths)
+            if len(self._pending[step.workload]) >= _COUNT_EVERY:
+                self._count_pending()
         if step.drafts is None:
             return trees
         if step.drafts > 0:
@@ -174,11 +178,10 @@ class DraftController:
             others.sort(key=lambda drafts: (drafts > 0, abs(drafts - current)))
             wait = _BETWEEN_FIRST_TRIALS if current > 0 else _SHORTEST_WAIT
             first = _FIRST_TRIAL if current > 0 else _SHORTEST_WAIT
-            known = [self._times.known(drafts, batch_size) is not None for drafts in others]
-            due = {
-                drafts: first + place * wait + (_SHORTEST_WAIT if is_known else 0)
-                for place, (drafts, is_known) in enumerate(zip(others, known, strict=True))
-            }
+            due = {drafts: first + place * wait for place, drafts in enumerate(others)}
+            for drafts in others:
+                if self._times.known(drafts, batch_size) is not None:  # by an earlier engine
+                    due[drafts] += _SHORTEST_WAIT
             self._octaves[key] = _Octave(due)
         return self._octaves[key]
 
@@ -200,6 +203,7 @@ class DraftController:
             return
         octave.trial = None
         self.lookup[self._batch_sizes(step.batch_size)] = trial.before
+        self._count_pending()  # the trial's own
         self._decide(octave, step)
         current = self.lookup[step.batch_size]
         if current != trial.drafts:
@@ -221,8 +225,7 @@ class DraftController:
 
     def _decide(self, octave: _Octave, step: Step) -> None:
         """Goes over to what is clearly faster at this batch size, if anything is."""
-        self._count_pending()
-        self._decided_for = step.workload
+        octave.decided_for = step.workload
         batch_size, current = step.batch_size, self.lookup[step.batch_size]
         rates = self._rates(batch_size, step.workload)
         if current not in rates:
@@ -275,11 +278,7 @@ class DraftController:
             parents=list(self._tree.parents),
             schedule=self._schedule,
             lookup=lookup,
-            acceptance={name: fading.to_list() for name, fading in self._acceptance.items()},
-            vectors={
-                name: fading.estimate().table.round(6).tolist()
-                for name, fading in self._acceptance.items()
-            },
+            acceptance={name: fading.state() for name, fading in self._acceptance.items()},
             times=self._times.to_list(),
         )
 
@@ -291,7 +290,7 @@ class DraftController:
             this one has no such children.
         """
         for workload in WORKLOADS:
-            prior = Acceptance.of(state.vectors[workload])
+            prior = Acceptance.of(state.acceptance[workload].vector)
             self._acceptance[workload] = FadingAcceptance(self._tree, prior)
         if tuple(state.parents) != self._tree.parents:
             return False

@@ -24,6 +24,17 @@ class StateError(SequoiaError, ValueError):
     """A file that holds no state, or one of another version."""
 
 
+class FadedCounts(FileModel):
+    """Of one workload, see `FadingAcceptance`."""
+
+    trees: float = Field(ge=0, description="Weight of its verified trees.")
+    offered: list[list[float]] = Field(description="[depth][child], at their weight.")
+    accepted: list[list[float]] = Field(description="[depth][child], at their weight.")
+    vector: list[list[float]] = Field(
+        description="p[depth][child] by these counts, and where there are none by earlier ones."
+    )
+
+
 class AdaptationState(FileModel):
     """See `DraftController`."""
 
@@ -31,20 +42,16 @@ class AdaptationState(FileModel):
     parents: list[int] = Field(description="The tree.")
     schedule: list[int] = Field(description="Drafts by batch size from 0 on, as configured.")
     lookup: list[int] = Field(description="Drafts by batch size, as learned.")
-    acceptance: dict[Workload, list[float]] = Field(
-        description="Fading counts of trees, laid out as `TreeCounts.values`."
-    )
-    vectors: dict[Workload, list[list[float]]] = Field(
-        description="p[depth][child] by these counts, and where there are none by earlier ones."
-    )
+    acceptance: dict[Workload, FadedCounts]
     times: list[tuple[int, int, float]] = Field(description="(drafts, batch size, seconds).")
 
     def usual_acceptance(self) -> tuple[Workload, Acceptance] | None:
         """The vector of the workload with the most trees; None: too few were verified."""
-        workload = max(self.acceptance, key=lambda name: self.acceptance[name][0])
-        if self.acceptance[workload][0] < _FEWEST_TREES:
+        workload = max(self.acceptance, key=lambda name: self.acceptance[name].trees)
+        counted = self.acceptance[workload]
+        if counted.trees < _FEWEST_TREES:
             return None
-        return workload, Acceptance.of(self.vectors[workload])
+        return workload, Acceptance.of(counted.vector)
 
     @classmethod
     def load(cls, path: Path) -> AdaptationState:

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from sequoia_vllm.adaptation import AdaptationState, DraftController, StateError, Step, Workload
+from sequoia_vllm.engine.load import token_budget
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget, smaller_trees
 from sequoia_vllm.library.tree_library import adaptation_path, user_directory
@@ -52,8 +53,7 @@ def _adapter_of(scheduler: Any) -> SchedulerAdapter | None:
     if settings.adapts_as is None:
         return None
     drafts, limits = settings.tree.num_speculative_tokens, config.scheduler_config
-    budget = limits.max_num_scheduled_tokens or limits.max_num_batched_tokens
-    fitting = fit_to_budget([(1, 1, drafts)], drafts, limits.max_num_seqs, budget)
+    fitting = fit_to_budget([(1, 1, drafts)], drafts, limits.max_num_seqs, token_budget(limits))
     most = [0, *drafts_by_batch(fitting, drafts, limits.max_num_seqs)]
     # Full CUDA graphs are for the numbers of drafts that the schedule has.
     captured = config.use_v2_model_runner

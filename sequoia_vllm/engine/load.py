@@ -12,6 +12,14 @@ from sequoia_vllm.hardware.graph_sizes import capture_sizes
 logger = logging.getLogger("vllm.sequoia")
 
 
+def token_budget(scheduler_config: Any) -> int:
+    """Tokens per step that the scheduler hands out."""
+    budget: int = (
+        scheduler_config.max_num_scheduled_tokens or scheduler_config.max_num_batched_tokens
+    )
+    return budget
+
+
 def plan_load(vllm_config: Any, keep_schedule: bool) -> None:
     """Fits the schedule of a Sequoia engine to its token budget, and CUDA graphs to the schedule.
 
@@ -26,7 +34,7 @@ def plan_load(vllm_config: Any, keep_schedule: bool) -> None:
         return
     speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
     schedule = [tuple(entry) for entry in speculative.num_speculative_tokens_per_batch_size]
-    budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    budget = token_budget(scheduler)
     limits = speculative.num_speculative_tokens, scheduler.max_num_seqs
     if not keep_schedule:
         fitting = fit_to_budget(schedule, *limits, budget)

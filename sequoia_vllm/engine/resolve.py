@@ -72,9 +72,6 @@ def resolve(
     )
     shapes = partial(read_shapes, draft) if read_shapes else None
     choice = choose_engine_tree(config, pair, shapes, max_model_len)
-    adapts = config.adapt
-    if adapts is None:
-        adapts = config.num_speculative_tokens_per_batch_size is None
     settings = SequoiaSettings(
         tree=choice.tree,
         tree_source=choice.source,
@@ -82,6 +79,6 @@ def resolve(
         versions=current_versions(),
         context_attention=config.context_attention,
         verification=config.verification or choice.verification,
-        adapts_as=pair.file_name if adapts else None,
+        adapts_as=pair.file_name if config.adapts else None,
     )
     return Resolved(draft, choice, settings)

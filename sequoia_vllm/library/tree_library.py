@@ -268,6 +268,7 @@ class TreeLibrary:
         request = Request(pair, self._known_models(), acceptance_class, temperature)
         entries, why = made_for(file.entries, request)
         if shapes is not None:
+            # What was counted on the pair says more than times of models of its sizes.
             learned = self._learned(pair)
             if not entries and learned is None:
                 entries, why = timed_at_size(file.entries, shapes)

@@ -235,9 +235,10 @@ def test_another_tree_keeps_what_is_known_of_children_it_does_not_have():
     chain = TokenTree.chain(7)
     second = DraftController(chain, [7] * BATCHES, [7] * BATCHES, [7])
     assert not second.restore(state)
-    workload, acceptance = second.state().model_copy(
-        update={"acceptance": {"greedy": [1e4], "sampled": [0.0], "mixed": [0.0]}}
-    ).usual_acceptance()  # fmt: skip
+    found = second.state()
+    many = found.acceptance["greedy"].model_copy(update={"trees": 1e4})
+    found = found.model_copy(update={"acceptance": {**found.acceptance, "greedy": many}})
+    workload, acceptance = found.usual_acceptance()
     assert workload == "greedy"
     assert acceptance.probability(1) == pytest.approx(PROSE[1], abs=0.04)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sequoia_vllm.adaptation import AdaptationState
+from sequoia_vllm.adaptation.state import FadedCounts
 from sequoia_vllm.hardware import Profile, identify, roofline_profile
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, PairShapes, model_classes
@@ -168,12 +169,13 @@ def test_acceptance_measured_on_the_pair_is_taken(library):
 
 def learned(vector: list[list[float]], greedy_trees: float) -> AdaptationState:
     """What an engine with a chain of one draft would have left behind."""
+    nothing = FadedCounts(trees=0, offered=[[0.0]], accepted=[[0.0]], vector=[[0.0]])
+    greedy = nothing.model_copy(update={"trees": greedy_trees, "vector": vector})
     return AdaptationState(
         parents=[-1, 0],
         schedule=[0, 1],
         lookup=[0, 1],
-        acceptance={"greedy": [greedy_trees] * 6, "sampled": [0.0] * 6, "mixed": [0.0] * 6},
-        vectors={"greedy": vector, "sampled": [[0.0]], "mixed": [[0.0]]},
+        acceptance={"greedy": greedy, "sampled": nothing, "mixed": nothing},
         times=[],
     )
 
