@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.engines import sequoia
@@ -48,6 +49,7 @@ def run(models: str) -> dict[str, Any]:
     tiers = sequoia(size=8, depth=3, draft=draft, num_speculative_tokens_per_batch_size=TIERS)
     with rehearsing(tiers, model=target, max_num_seqs=4, attention_backend="TRITON_ATTN") as llm:
         answers["tiers"] = generate_with_trees(llm, requests, params())
+        answers["decided"] = decide_often(llm, requests)
         answers["joining"] = join_and_abort(llm, requests)
         answers["least token"] = int(runner_of(llm).speculator.drafted.tokens.min())
     # Blocks for two or three requests; eight nodes at once of each, of 26 at most.
@@ -67,6 +69,21 @@ def run(models: str) -> dict[str, Any]:
         answers["pressed"] = generate_with_trees(llm, requests, params())
     answers["pressed"]["over contexts"] = flash_attention.attended[False]
     return answers
+
+
+def decide_often(llm: Any, requests: list[Any]) -> list[list[list[int]]]:
+    """As an engine that adapts: numbers of drafts that a batch size has graphs for, and others."""
+    engine, done, rng = llm.llm_engine, {}, np.random.default_rng(0)
+    lookup = engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
+    configured = list(lookup)
+    for request in zip(map(str, range(len(requests))), requests, params(), strict=True):
+        engine.add_request(*request)
+    while engine.has_unfinished_requests():
+        if rng.random() < 1 / 3:
+            lookup[:] = [int(rng.choice([0, 1, 3, 7]))] * len(lookup)
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    lookup[:] = configured
+    return completions([done[str(index)] for index in range(len(requests))])
 
 
 def join_and_abort(llm: Any, requests: list[Any]) -> dict[str, Any]:
@@ -97,6 +114,10 @@ def test_tiers_of_a_schedule_are_replayed(answers):
     assert found["eager growth"] == []
     assert found["graphs"]["DraftGraphs"] > 3
     assert found["counts"]["tokens_per_tree"] > 1.3
+
+
+def test_numbers_of_drafts_may_change_in_any_step(answers):
+    assert answers["decided"] == answers["plain"]["tokens"]
 
 
 def test_rows_without_a_tree_hold_tokens_that_the_target_can_embed(answers):
