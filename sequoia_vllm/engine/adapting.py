@@ -56,8 +56,8 @@ def _adapter_of(scheduler: Any) -> SchedulerAdapter | None:
     fitting = fit_to_budget([(1, 1, drafts)], drafts, limits.max_num_seqs, token_budget(limits))
     most = [0, *drafts_by_batch(fitting, drafts, limits.max_num_seqs)]
     # Full CUDA graphs are for the numbers of drafts that the schedule has.
-    captured = config.use_v2_model_runner
-    sizes = set(scheduler.dynamic_sd_lookup) if captured else smaller_trees(drafts)
+    others = () if config.use_v2_model_runner else smaller_trees(drafts)
+    sizes = {*scheduler.dynamic_sd_lookup, *others}
     controller = DraftController(settings.tree, scheduler.dynamic_sd_lookup, most, sorted(sizes))
     scheduler.dynamic_sd_lookup = controller.lookup  # changed in place
     return SchedulerAdapter(controller, settings.adapts_as)
