@@ -106,7 +106,8 @@ class DraftController:
         tree: The engine's tree.
         schedule: Drafts at batch sizes 0 (not used), 1, 2, ...: to begin with.
         most: The most drafts at these batch sizes.
-        sizes: Numbers of drafts to choose among; more than ``most`` is not chosen.
+        sizes: Numbers of drafts to choose among, besides the schedule's at a batch size and
+            none; more than ``most`` is not chosen.
 
     Attributes:
         lookup: Drafts at batch sizes 0, 1, 2, ...: changed in place.
@@ -121,7 +122,7 @@ class DraftController:
         self._schedule = list(schedule)
         self._tree = tree
         self._most = most
-        self._sizes = sorted({0, *sizes})
+        self._sizes = sizes
         self._acceptance = {workload: FadingAcceptance(tree) for workload in WORKLOADS}
         self._pending: dict[Workload, list[bytes]] = {workload: [] for workload in WORKLOADS}
         self._times = StepTimes()
@@ -173,7 +174,7 @@ class DraftController:
         key = batch_size.bit_length()
         if key not in self._octaves:
             current = self.lookup[batch_size]
-            others = [drafts for drafts in self._sizes if drafts != current]
+            others = [drafts for drafts in self._sizes_of(batch_size) if drafts != current]
             # None first; then the nearest.
             others.sort(key=lambda drafts: (drafts > 0, abs(drafts - current)))
             wait = _BETWEEN_FIRST_TRIALS if current > 0 else _SHORTEST_WAIT
@@ -236,7 +237,8 @@ class DraftController:
         self._set(batch_size, best)
         self.decisions += 1
         octave.wait.clear()
-        for place, drafts in enumerate(drafts for drafts in self._sizes if drafts != best):
+        others = [drafts for drafts in self._sizes_of(batch_size) if drafts != best]
+        for place, drafts in enumerate(others):
             octave.due[drafts] = octave.steps + _SHORTEST_WAIT + place * _BETWEEN_FIRST_TRIALS
         logger.info(
             "Sequoia: %d drafts instead of %d at batch size %d: %s instead of %s per request (%s)",
@@ -250,11 +252,15 @@ class DraftController:
             return {}
         tokens = 1 + self._with_trees * (acceptance.expected_tokens() - 1)
         rates = {}
-        for drafts in {*self._sizes, self.lookup[batch_size]}:
+        for drafts in {*self._sizes_of(batch_size), self.lookup[batch_size]}:
             seconds = self._times.known(drafts, batch_size)
             if seconds is not None and drafts <= self._most[batch_size]:
                 rates[drafts] = _Rate(float(tokens[drafts]), seconds)
         return rates
+
+    def _sizes_of(self, batch_size: int) -> list[int]:
+        """Numbers of drafts to choose among at this batch size, ascending."""
+        return sorted({0, *self._sizes, self._schedule[batch_size]})
 
     def _batch_sizes(self, batch_size: int) -> slice:
         """Those that are decided on together with this one."""

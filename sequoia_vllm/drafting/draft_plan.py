@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from sequoia_vllm.hardware.graph_sizes import half_octaves
 from sequoia_vllm.tree import TokenTree
 
 
@@ -25,9 +26,16 @@ class DraftPlan:
         tree: The engine's tree.
         drafts_by_batch: Drafts per request of batches of 1, 2, ... requests; 0: none.
         most_rows: Most rows of a pass (vLLM's ``max_num_batched_tokens``).
+        fewer: Other numbers of drafts that batches may change over to, from more.
     """
 
-    def __init__(self, tree: TokenTree, drafts_by_batch: Sequence[int], most_rows: int) -> None:
+    def __init__(
+        self,
+        tree: TokenTree,
+        drafts_by_batch: Sequence[int],
+        most_rows: int,
+        fewer: Sequence[int] = (),
+    ) -> None:
         self._tree = tree
         self._most_rows = most_rows
         self._largest_batch = len(drafts_by_batch)
@@ -37,10 +45,13 @@ class DraftPlan:
             if drafts > 0:
                 smallest, _ = self._batches.get(drafts, (batch, batch))
                 self._batches[drafts] = smallest, batch
+        for drafts in fewer:
+            reached = (b for b, most in enumerate(drafts_by_batch, start=1) if most >= drafts)
+            self._batches[drafts] = 1, max(reached)
 
     @property
     def drafts(self) -> list[int]:
-        """Numbers of drafts that the schedule has, from the largest down."""
+        """Numbers of drafts that batches have, from the largest down."""
         return sorted(self._batches, reverse=True)
 
     @cached_property
@@ -80,11 +91,11 @@ class DraftPlan:
     def graph_sizes(self, drafts: int) -> list[int]:
         """Requests of the CUDA graphs for this number of drafts, ascending.
 
-        Every batch of the schedule's has one that is at most half larger.
+        Every batch that has it has one that is at most half larger.
         """
         smallest, _ = self._batches[drafts]
         most = self.most_requests(drafts)
-        return sorted({size for size in _grid(most) if size >= min(smallest, most)} | {most})
+        return [size for size in half_octaves(most) if size >= min(smallest, most)]
 
     def _fitting(self, drafts: int) -> int:
         _, largest = self._batches.get(drafts, (1, self._largest_batch))
@@ -109,12 +120,3 @@ def inner_nodes(tree: TokenTree) -> int:
 def depths_by_drafts(tree: TokenTree) -> list[int]:
     """Depth of the tree of the first 0, 1, 2, ... drafts."""
     return [int(tree.depths[: drafts + 1].max()) for drafts in range(tree.size)]
-
-
-def _grid(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, ... up to ``most``."""
-    sizes, power = [], 1
-    while power <= most:
-        sizes += [power, power + power // 2]
-        power *= 2
-    return [size for size in sizes if size <= most]

@@ -11,9 +11,9 @@ import time
 from typing import Any
 
 from sequoia_vllm.adaptation import AdaptationState, DraftController, StateError, Step, Workload
-from sequoia_vllm.engine.load import token_budget
+from sequoia_vllm.engine.load import fewer_drafts, token_budget
 from sequoia_vllm.engine.settings import SequoiaSettings
-from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget, smaller_trees
+from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
 from sequoia_vllm.library.tree_library import adaptation_path, user_directory
 from sequoia_vllm.verification.sampling import GREEDY_BELOW
 
@@ -52,15 +52,19 @@ def _adapter_of(scheduler: Any) -> SchedulerAdapter | None:
     settings = SequoiaSettings.of(config)
     if settings.adapts_as is None:
         return None
-    drafts, limits = settings.tree.num_speculative_tokens, config.scheduler_config
-    fitting = fit_to_budget([(1, 1, drafts)], drafts, limits.max_num_seqs, token_budget(limits))
-    most = [0, *drafts_by_batch(fitting, drafts, limits.max_num_seqs)]
-    # Full CUDA graphs are for the numbers of drafts that the schedule has.
-    others = () if config.use_v2_model_runner else smaller_trees(drafts)
-    sizes = {*scheduler.dynamic_sd_lookup, *others}
-    controller = DraftController(settings.tree, scheduler.dynamic_sd_lookup, most, sorted(sizes))
+    schedule, sizes = scheduler.dynamic_sd_lookup, fewer_drafts(config)
+    # V2 captures graphs, and has memory for draft logits, as far as the schedule goes.
+    most = schedule if config.use_v2_model_runner else _most_drafts(config)
+    controller = DraftController(settings.tree, schedule, list(most), sizes)
     scheduler.dynamic_sd_lookup = controller.lookup  # changed in place
     return SchedulerAdapter(controller, settings.adapts_as)
+
+
+def _most_drafts(config: Any) -> list[int]:
+    """What the token budget has room for at batch sizes 0 (not used), 1, 2, ..."""
+    drafts, limits = config.speculative_config.num_speculative_tokens, config.scheduler_config
+    fitting = fit_to_budget([(1, 1, drafts)], drafts, limits.max_num_seqs, token_budget(limits))
+    return [0, *drafts_by_batch(fitting, drafts, limits.max_num_seqs)]
 
 
 class SchedulerAdapter:

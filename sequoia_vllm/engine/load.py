@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from sequoia_vllm.engine.settings import SequoiaSettings
-from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget
+from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
 from sequoia_vllm.hardware.graph_sizes import capture_sizes
 
 logger = logging.getLogger("vllm.sequoia")
@@ -18,6 +18,23 @@ def token_budget(scheduler_config: Any) -> int:
         scheduler_config.max_num_scheduled_tokens or scheduler_config.max_num_batched_tokens
     )
     return budget
+
+
+def scheduled_drafts(vllm_config: Any) -> list[int]:
+    """Drafts per request that the engine's schedule has for batches of 1, 2, ... requests."""
+    speculative = vllm_config.speculative_config
+    return drafts_by_batch(
+        speculative.num_speculative_tokens_per_batch_size,
+        speculative.num_speculative_tokens,
+        vllm_config.scheduler_config.max_num_seqs,
+    )
+
+
+def fewer_drafts(vllm_config: Any) -> list[int]:
+    """Numbers of drafts that an engine may change over to, see `rungs`; none if it is frozen."""
+    if SequoiaSettings.of(vllm_config).adapts_as is None:
+        return []
+    return rungs(scheduled_drafts(vllm_config))
 
 
 def plan_load(vllm_config: Any, keep_schedule: bool) -> None:

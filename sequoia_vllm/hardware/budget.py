@@ -8,7 +8,7 @@ batches draft a smaller prefix of the tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 Ranges = list[tuple[int, int, int]]
@@ -23,6 +23,9 @@ MOST_TREE_TOKENS = 1024
 Scoring 1,024 tokens is bound by arithmetic on every device of the library
 (about 200 are where that begins): more drafts cost what more requests would.
 """
+
+# Trees whose numbers of nodes differ by less than this factor need not both be chosen among.
+_ALIKE = 1.3
 
 SMALLEST_TREE = 4
 """Nodes, the root included: where not even that fits, nothing is drafted."""
@@ -65,13 +68,26 @@ def _fitting(drafts: int, batch: int, most: int) -> int:
     return nodes - 1 if nodes >= SMALLEST_TREE else 0
 
 
-def smaller_trees(drafts: int) -> list[int]:
-    """``drafts``, then those of the prefixes with half as many nodes each, down to one draft."""
-    sizes = []
+def rungs(scheduled: Iterable[int]) -> list[int]:
+    """Numbers of drafts to choose among: the largest, then each with about half as many nodes.
+
+    Those of the schedule where it has one of nearly this size: they need nothing of their own.
+
+    Args:
+        scheduled: Numbers of drafts that the schedule has, in any order.
+
+    Returns:
+        From the largest down; without 0.
+    """
+    numbers = sorted(set(scheduled) - {0})
+    drafts = max(numbers, default=0)
+    found = []
     while drafts > 0:
-        sizes.append(drafts)
-        drafts = (drafts + 1) // 2 - 1
-    return sizes
+        found.append(drafts)
+        half = (drafts + 1) / 2
+        alike = [n for n in numbers if half / _ALIKE <= n + 1 <= half * _ALIKE]
+        drafts = min(alike, key=lambda n: abs(n + 1 - half), default=int(half) - 1)
+    return found
 
 
 def drafts_by_batch(

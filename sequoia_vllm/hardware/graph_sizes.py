@@ -22,18 +22,22 @@ roofline 4 ms and more for a model of 1B parameters on an H200.
 _MIXED_TOKENS = 512
 
 
-def decode_shapes(tokens_by_batch: Sequence[int], most_tokens: int) -> list[tuple[int, int]]:
+def decode_shapes(
+    tokens_by_batch: Sequence[int], most_tokens: int, fewer: Sequence[int] = ()
+) -> list[tuple[int, int]]:
     """Full graphs for decode steps: (tokens of each request, requests).
 
     Padding is less than an eighth of the requests above 8, and none up to there.
     Where the schedule drafts nothing the grid is vLLM's own: decoding is to be
     what it is without speculation. There are a few for one token of each request
-    besides, for batches in which nobody can draft.
+    besides, for batches in which nobody can draft, and some for fewer tokens than the
+    schedule's: an engine that adapts may change over to these, at any batch size.
 
     Args:
         tokens_by_batch: Tokens of each request at batch sizes 1, 2, ...: its
             drafts and one.
         most_tokens: Of a step; larger ones are not captured.
+        fewer: Other tokens of each request, where the schedule's are more.
     """
     most_requests = min(len(tokens_by_batch), most_tokens)
     shapes = {
@@ -46,6 +50,10 @@ def decode_shapes(tokens_by_batch: Sequence[int], most_tokens: int) -> list[tupl
         grid = _plain_grid(most) if tokens == 1 else _grid(most)
         shapes |= {(tokens, requests) for requests in grid if requests >= (first + 1) // 2}
         first = last + 1
+    for tokens in fewer:
+        reached = (batch for batch, most in enumerate(tokens_by_batch, start=1) if most >= tokens)
+        most = min(max(reached, default=0), most_tokens // tokens)
+        shapes |= {(tokens, requests) for requests in half_octaves(most)}
     return sorted(shapes)
 
 
@@ -64,6 +72,13 @@ def capture_sizes(tokens_by_batch: Sequence[int], budget: int) -> list[int]:
     last = min(max(decoding, mixed), budget)
     small = {size for size in (1, 2, 4, *range(8, 128, 8)) if size < last}
     return sorted(small | {size for size in _grid(last) if size >= 128} | {last})
+
+
+def half_octaves(last: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, ..., ``last``: batches are padded by at most half of their size."""
+    powers = [1 << power for power in range(last.bit_length())]
+    sizes = {*powers, *(power + power // 2 for power in powers), last}
+    return sorted(size for size in sizes if 0 < size <= last)
 
 
 def _grid(last: int) -> Iterator[int]:

@@ -9,9 +9,12 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
+from sequoia_vllm.engine.load import fewer_drafts
+from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.v2.target_graphs import TreeGraphManager
 from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
 from sequoia_vllm.hardware.graph_sizes import capture_sizes
+from sequoia_vllm.tree import TokenTree
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 # A tree of 64 nodes without a schedule, and one from the library.
@@ -30,13 +33,19 @@ def without_devices(monkeypatch):
     monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda self: None)
 
 
-def manager_of(kind, schedule, max_num_seqs, budget, mode=CUDAGraphMode.FULL_AND_PIECEWISE):
+def manager_of(
+    kind, schedule, max_num_seqs, budget, mode=CUDAGraphMode.FULL_AND_PIECEWISE, adapts=True
+):
     """With its graphs, and tokens of each request by batch size."""
     drafts = max(entry[2] for entry in schedule)
     fitting = fit_to_budget(schedule, drafts, max_num_seqs, budget)
     tokens = [count + 1 for count in drafts_by_batch(fitting, drafts, max_num_seqs)]
     sizes = capture_sizes(tokens, budget)
+    settings = SequoiaSettings(
+        TokenTree.chain(drafts), "given", None, {}, adapts_as="pair" if adapts else None
+    )
     config = SimpleNamespace(
+        additional_config=settings.store({}),
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
         compilation_config=SimpleNamespace(
             cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1]
@@ -69,12 +78,28 @@ def test_every_batch_size_has_a_full_graph(schedule, max_num_seqs, budget):
     manager, tokens = manager_of(TreeGraphManager, schedule, max_num_seqs, budget)
     assert modes(manager, tokens) == [FULL] * max_num_seqs
     captured = set(manager._capture_descs[FULL])
-    assert len(captured) < 140
+    assert len(captured) < 160
     for batch, each in enumerate(tokens, start=1):
         graph = manager.dispatch(batch, batch * each, each, 0)
         assert graph in captured
         assert graph.num_tokens == graph.num_reqs * each
         assert batch <= graph.num_reqs <= max_num_seqs
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(256, 2048), (250, 8192), (3, 512)])
+@pytest.mark.parametrize("schedule", [WHOLE, LIBRARY])
+def test_engines_that_adapt_have_graphs_for_fewer_drafts(schedule, max_num_seqs, budget):
+    """All that they may change over to from the schedule's, padded by half at most."""
+    manager, tokens = manager_of(TreeGraphManager, schedule, max_num_seqs, budget)
+    fewer = [drafts + 1 for drafts in fewer_drafts(manager.vllm_config)]
+    assert len(fewer) >= 5
+    for batch, most in enumerate(tokens, start=1):
+        for each in (number for number in fewer if number <= most):
+            graph = manager.dispatch(batch, batch * each, each, 0)
+            assert graph.cg_mode == FULL
+            assert batch <= graph.num_reqs <= max(1.5 * batch, batch + 1)
+    frozen, _ = manager_of(TreeGraphManager, schedule, max_num_seqs, budget, adapts=False)
+    assert len(frozen._capture_descs[FULL]) < len(manager._capture_descs[FULL])
 
 
 def test_requests_that_finish_leave_the_others_a_full_graph():

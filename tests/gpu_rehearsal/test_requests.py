@@ -1,11 +1,12 @@
 """Requests that join, end, are aborted and preempted, on the GPU engine under its graphs."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from sequoia_vllm.engine.adapting import freeze
 from tests.support.engines import sequoia
 from tests.support.generating import (
     completions,
@@ -16,10 +17,12 @@ from tests.support.generating import (
 )
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import (
+    counting_eager_growth,
     generate,
     generate_with_trees,
     rehearsing,
     runner_of,
+    since,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -29,6 +32,7 @@ TOKENS = 14
 ABORTED = 2
 # Two sizes of trees, and none at four requests.
 TIERS = [[1, 2, 7], [3, 3, 3], [4, 4, 0]]
+DECIDED = [7, 1, 3, 0, 1]  # each for three steps
 
 
 def params() -> list[Any]:
@@ -46,10 +50,15 @@ def run(models: str) -> dict[str, Any]:
     requests = random_prompts(LENGTHS)
     with rehearsing(None, model=target, max_num_seqs=4) as llm:
         answers: dict[str, Any] = {"plain": generate(llm, requests, params())}
-    tiers = sequoia(size=8, depth=3, draft=draft, num_speculative_tokens_per_batch_size=TIERS)
+    tiers = sequoia(
+        size=8, depth=3, draft=draft, num_speculative_tokens_per_batch_size=TIERS, adapt=True
+    )
     with rehearsing(tiers, model=target, max_num_seqs=4, attention_backend="TRITON_ATTN") as llm:
+        freeze(scheduler_of(llm))  # decided on below
         answers["tiers"] = generate_with_trees(llm, requests, params())
-        answers["decided"] = decide_often(llm, requests)
+        answers["any"] = decide_often(llm, requests, most=[7] * 5)
+        scheduled = scheduler_of(llm).dynamic_sd_lookup
+        answers["fewer"] = decide_often(llm, requests[:3], scheduled)  # of four, nobody drafts
         answers["joining"] = join_and_abort(llm, requests)
         answers["least token"] = int(runner_of(llm).speculator.drafted.tokens.min())
     # Blocks for two or three requests; eight nodes at once of each, of 26 at most.
@@ -71,19 +80,33 @@ def run(models: str) -> dict[str, Any]:
     return answers
 
 
-def decide_often(llm: Any, requests: list[Any]) -> list[list[list[int]]]:
-    """As an engine that adapts: numbers of drafts that a batch size has graphs for, and others."""
-    engine, done, rng = llm.llm_engine, {}, np.random.default_rng(0)
-    lookup = engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
+def scheduler_of(llm: Any) -> Any:
+    """The scheduler of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def decide_often(llm: Any, requests: list[Any], most: list[int]) -> dict[str, Any]:
+    """As an engine that adapts: other numbers of drafts, at most so many by batch size."""
+    from gpu_stand_in import graphs
+
+    engine, done = llm.llm_engine, {}
+    decisions = itertools.chain.from_iterable([drafts] * 3 for drafts in itertools.cycle(DECIDED))
+    lookup, most = scheduler_of(llm).dynamic_sd_lookup, list(most)
     configured = list(lookup)
-    for request in zip(map(str, range(len(requests))), requests, params(), strict=True):
+    for request in zip(map(str, range(len(requests))), requests, params(), strict=False):
         engine.add_request(*request)
-    while engine.has_unfinished_requests():
-        if rng.random() < 1 / 3:
-            lookup[:] = [int(rng.choice([0, 1, 3, 7]))] * len(lookup)
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+    before = graphs.report()
+    with counting_eager_growth() as eager:
+        while engine.has_unfinished_requests():
+            drafts = next(decisions)
+            lookup[:] = [min(drafts, bound) for bound in most]
+            done |= {output.request_id: output for output in engine.step() if output.finished}
     lookup[:] = configured
-    return completions([done[str(index)] for index in range(len(requests))])
+    return {
+        "tokens": completions([done[str(index)] for index in range(len(requests))]),
+        "graphs": since(before)["replayed"],
+        "eager growth": eager,
+    }
 
 
 def join_and_abort(llm: Any, requests: list[Any]) -> dict[str, Any]:
@@ -116,8 +139,16 @@ def test_tiers_of_a_schedule_are_replayed(answers):
     assert found["counts"]["tokens_per_tree"] > 1.3
 
 
-def test_numbers_of_drafts_may_change_in_any_step(answers):
-    assert answers["decided"] == answers["plain"]["tokens"]
+@pytest.mark.parametrize("which", ["any", "fewer"])
+def test_numbers_of_drafts_may_change_in_any_step(which, answers):
+    found = answers[which]["tokens"]
+    assert found == answers["plain"]["tokens"][: len(found)]
+
+
+def test_fewer_drafts_than_the_schedules_have_graphs_too(answers):
+    """One draft is in no tier, and three are at other batch sizes only."""
+    assert answers["fewer"]["eager growth"] == []
+    assert answers["fewer"]["graphs"]["DraftGraphs"] > 2
 
 
 def test_rows_without_a_tree_hold_tokens_that_the_target_can_embed(answers):

@@ -1,8 +1,12 @@
 """Schedules that leave room for prompts, and the CUDA graphs that they need."""
 
-import pytest
+import itertools
 
-from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
 from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, capture_sizes, decode_shapes
 
 WHOLE = [(1, 1, 63)]
@@ -82,6 +86,34 @@ def test_graphs_are_captured_for_what_the_schedule_reaches_only():
         *((8, requests) for requests in range(3, 17)),
         *((16, requests) for requests in range(1, 5)),
     ]
+
+
+def test_numbers_of_drafts_to_choose_among():
+    assert rungs([15]) == [15, 7, 3, 1]
+    assert rungs([127, 63, 31, 16, 15, 9, 7, 5, 3, 2, 1, 0]) == [127, 63, 31, 15, 7, 3, 1]
+    assert rungs([20, 9, 6]) == [20, 9, 4, 1]
+    assert rungs([12, 7]) == [12, 7, 3, 1]
+    assert rungs([1, 0]) == [1]
+    assert rungs([0]) == []
+
+
+@given(st.lists(st.integers(0, 300), min_size=1))
+def test_each_rung_is_about_half_of_the_one_before(scheduled):
+    found = rungs(scheduled)
+    assert found[:1] == [max(scheduled)][: len(found)]
+    for larger, smaller in itertools.pairwise(found):
+        assert 0 < smaller < larger
+        assert (larger + 1) / 2 / 1.31 - 1 <= smaller + 1 <= (larger + 1) / 2 * 1.3
+    assert found[-1:] in ([], [1], [2])
+
+
+def test_engines_that_adapt_have_graphs_for_fewer_drafts():
+    tokens = [16] * 4 + [8] * 12
+    found = set(decode_shapes(tokens, 1024, [16, 8, 4, 2]))
+    assert found - set(decode_shapes(tokens, 1024)) == {
+        *((8, requests) for requests in (1, 2)),
+        *((each, requests) for each in (4, 2) for requests in (1, 2, 3, 4, 6, 8, 12, 16)),
+    }
 
 
 def test_steps_of_many_tokens_are_not_captured():

@@ -53,6 +53,15 @@ def test_only_what_the_schedule_reaches_is_captured():
     assert plan.graph_sizes(3)[0] >= 5
 
 
+def test_fewer_drafts_are_captured_for_all_batches_that_may_change_over_to_them():
+    plan = DraftPlan(TREE, [6] * 4 + [3] * 12 + [0] * 100, most_rows=2048, fewer=[6, 3, 1])
+    frozen = DraftPlan(TREE, [6] * 4 + [3] * 12 + [0] * 100, most_rows=2048)
+    assert plan.drafts == [6, 3, 1]
+    assert plan.graph_sizes(6) == [1, 2, 3, 4]
+    assert plan.graph_sizes(3) == plan.graph_sizes(1) == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert plan.logits_rows == frozen.logits_rows
+
+
 def test_logits_are_kept_for_the_largest_product_of_batch_and_nodes():
     plan = DraftPlan(TREE, [6] * 4 + [3] * 12 + [1] * 9, most_rows=2048)
     # 3 nodes with children for 4 requests; 2 for 16; 1 for 25.

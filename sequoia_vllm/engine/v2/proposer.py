@@ -22,12 +22,12 @@ from sequoia_vllm.drafting.draft_plan import DraftPlan, depths_by_drafts, inner_
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.growth import TreeGrowth, chain_width
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
+from sequoia_vllm.engine.load import fewer_drafts, scheduled_drafts
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.draft_graphs import DraftGraphs
 from sequoia_vllm.engine.v2.draft_model import CachedDraftModel, DraftCache
 from sequoia_vllm.engine.v2.reading import DraftReading
 from sequoia_vllm.engine.v2.request_modes import RequestModes
-from sequoia_vllm.hardware.budget import drafts_by_batch
 
 
 class TreeProposer(StandaloneARSpeculator):
@@ -51,9 +51,8 @@ class TreeProposer(StandaloneARSpeculator):
         self.req_states = req_states
         self.backend = backend
         self.modes = RequestModes(self.max_num_reqs)
-        schedule = self.speculative_config.num_speculative_tokens_per_batch_size
-        drafts = drafts_by_batch(schedule, self.num_speculative_steps, self.max_num_reqs)
-        self.plan = DraftPlan(tree, drafts, self.max_num_tokens)
+        drafts, fewer = scheduled_drafts(vllm_config), fewer_drafts(vllm_config)
+        self.plan = DraftPlan(tree, drafts, self.max_num_tokens, fewer)
         steps_ahead = vllm_config.max_concurrent_batches - 1
         self.reading = DraftReading(
             self.max_num_reqs,

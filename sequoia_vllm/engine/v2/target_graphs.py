@@ -1,8 +1,9 @@
 """The target's CUDA graphs: those that the engine's schedule can reach, and found by all batches.
 
-vLLM captures every one of its sizes for every number of drafts in the schedule,
-and gives a batch the next larger captured number of tokens, of any number of
-drafts: if that one is for others, the batch runs without a full graph.
+What it can reach are the schedule's numbers of drafts, and fewer where the engine adapts.
+vLLM captures every one of its sizes for every number of drafts in the schedule, and
+gives a batch the next larger captured number of tokens, of any number of drafts: if
+that one is for others, the batch runs without a full graph.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
-from sequoia_vllm.hardware.budget import drafts_by_batch
+from sequoia_vllm.engine.load import fewer_drafts, scheduled_drafts
 from sequoia_vllm.hardware.graph_sizes import decode_shapes
 
 
@@ -42,7 +43,7 @@ class TreeGraphManager(ModelCudaGraphManager):
                 num_reqs=requests,
                 uniform_token_count=tokens,
             )
-            for tokens, requests in decode_shapes(self._tokens_by_batch(), most_tokens)
+            for tokens, requests in self._shapes(most_tokens)
         ]
         graphs.sort(key=lambda graph: graph.num_tokens, reverse=True)
         self._capture_descs = {**self._capture_descs, mode: graphs}
@@ -58,15 +59,11 @@ class TreeGraphManager(ModelCudaGraphManager):
             for tokens in range(most_tokens + 1)
         }
 
-    def _tokens_by_batch(self) -> list[int]:
-        """Tokens of each request in a decode step of 1, 2, ... requests."""
-        config = self.vllm_config.speculative_config
-        drafts = drafts_by_batch(
-            config.num_speculative_tokens_per_batch_size,
-            config.num_speculative_tokens,
-            self.max_num_reqs,
-        )
-        return [count + 1 for count in drafts]
+    def _shapes(self, most_tokens: int) -> list[tuple[int, int]]:
+        """See `decode_shapes`."""
+        tokens_by_batch = [drafts + 1 for drafts in scheduled_drafts(self.vllm_config)]
+        fewer = [drafts + 1 for drafts in fewer_drafts(self.vllm_config)]
+        return decode_shapes(tokens_by_batch, most_tokens, fewer)
 
 
 def _smallest_of_each(
