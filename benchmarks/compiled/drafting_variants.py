@@ -16,8 +16,8 @@ from sequoia_vllm.kernels.children_kernels import (
 def begin_drafting_variants() -> list[Variant]:
     """As an engine launches it."""
     int32 = (
-        "requests", "computed", "num_sampled", "bounds", "all_modes", "read", "num_nodes", "rows",
-        "starts", "counts", "roots", "modes", "all_top_k", "top_k",
+        "requests", "computed", "num_sampled", "bounds", "all_modes", "most_nodes", "read",
+        "num_nodes", "rows", "starts", "counts", "roots", "modes", "all_top_k", "top_k",
     )  # fmt: skip
     floats = ("all_temperatures", "temperatures", "all_top_p", "top_p", "all_min_p", "min_p")
     numbers = (

@@ -16,6 +16,7 @@ from benchmarks.compiled.drafting_variants import (
 from benchmarks.compiled.variant import CAPABILITIES, Variant
 from benchmarks.compiled.verification_variants import (
     commit_variants,
+    path_edit_variants,
     scoring_input_variants,
     target_statistics_variants,
     traversal_variants,
@@ -37,6 +38,7 @@ def all_variants() -> tuple[Variant, ...]:
         *attention_variants(),
         *children_variants(),
         *commit_variants(),
+        *path_edit_variants(),
         *target_statistics_variants(),
         *verify_variants(),
         *traversal_variants(),

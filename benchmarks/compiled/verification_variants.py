@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from benchmarks.compiled.variant import Variant
-from sequoia_vllm.kernels import scoring_inputs, target_statistics, traversal, verify
+from sequoia_vllm.kernels import path_edits, scoring_inputs, target_statistics, traversal, verify
 from sequoia_vllm.kernels.commit import commit_kernel
 from sequoia_vllm.kernels.traversal_kernels import path_kernel, wave_kernel
 from sequoia_vllm.kernels.verify_kernels import verify_kernel
@@ -38,6 +38,34 @@ def scoring_input_variants() -> list[Variant]:
         Variant("place nodes", place, signature, {"BLOCK": 64}, num_warps=1),
         Variant("gather for verification", gather, signature, constants, num_warps=4),
     ]
+
+
+def path_edit_variants() -> list[Variant]:
+    """Of float32 logits, as vLLM copies them before it edits."""
+    rows = {
+        "logits": "*fp32", "logits_stride": "i32:16",
+        **dict.fromkeys(("slots", "nodes", "token_ids", "parents"), "*i32"),
+    }  # fmt: skip
+    int32 = (
+        "prompt_bits", "output_counts", "words", "offsets", "num_words", "all_tokens",
+        "prompt_lens", "total_lens",
+    )  # fmt: skip
+    strides = ("bits_stride", "counts_stride", "words_stride", "offsets_stride", "tokens_stride")
+    signature = {
+        **rows,
+        **dict.fromkeys(int32, "*i32"),
+        **dict.fromkeys(strides, "i32"),
+        **dict.fromkeys(("repetition", "frequency", "presence"), "*fp32"),
+        "vocabulary": "i32:16",
+    }
+    penalise, exclude = path_edits.penalise_paths_kernel, path_edits.exclude_bad_words_kernel
+    return [
+        Variant(
+            "penalise paths", penalise, signature, {"BLOCK": path_edits._BLOCK},
+            num_warps=path_edits._NUM_WARPS,
+        ),
+        Variant("exclude bad words", exclude, signature, {}, num_warps=1),
+    ]  # fmt: skip
 
 
 def target_statistics_variants() -> list[Variant]:

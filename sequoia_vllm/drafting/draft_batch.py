@@ -56,6 +56,7 @@ class DraftBatch:
         bounds: Tensor,
         read: Tensor,
         modes: Tensor,
+        most_nodes: Tensor,
         temperature: Tensor,
         top_k: Tensor,
         top_p: Tensor,
@@ -75,8 +76,8 @@ class DraftBatch:
 
         Args:
             requests, num_sampled, bounds: int32 ``[R]``.
-            computed, read, modes, drafted_nodes, drafted_rows: int32 ``[slots]``;
-                ``read`` and the last two are written.
+            computed, read, modes, most_nodes, drafted_nodes, drafted_rows: int32
+                ``[slots]``; ``read`` and the last two are written.
             temperature, seeds: float32 and int64 ``[slots]``.
             top_k, top_p, min_p: int32, float32 and float32 ``[slots]``, as vLLM keeps them.
             tree_size, inner_nodes, longest, max_trees: What the trees may be.
@@ -87,6 +88,7 @@ class DraftBatch:
             num_sampled=num_sampled,
             bounds=bounds,
             all_modes=modes,
+            most_nodes=most_nodes,
             all_temperatures=temperature,
             all_top_k=top_k,
             all_top_p=top_p,

@@ -18,6 +18,7 @@ from vllm.v1.metrics.loggers import StatLoggerManager
 
 from sequoia_vllm.engine import engine_config, request, tree_reports
 from sequoia_vllm.engine.mark import is_marked
+from sequoia_vllm.engine.request_options import check_options
 
 _ORIGINAL = "_sequoia_original"  # set on what replaces a function of vLLM, to that function
 
@@ -56,6 +57,11 @@ def _wrap(owner: type, name: str, replacement: Callable[..., Any], static: bool 
 def _validate_spec_decode(
     original: Callable[..., Any], self: SamplingParams, speculative_config: Any
 ) -> None:
-    """As vLLM's, which refuses min_p and logit_bias; a Sequoia engine serves both."""
-    if not is_marked(speculative_config):
+    """As vLLM's, which refuses min_p and logit_bias; a Sequoia engine serves both.
+
+    It has options of its own, and refuses wrong ones.
+    """
+    if is_marked(speculative_config):
+        check_options(self)
+    else:
         original(self, speculative_config)

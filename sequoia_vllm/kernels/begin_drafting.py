@@ -20,6 +20,7 @@ def begin_drafting(
     num_sampled: Tensor,
     bounds: Tensor,
     all_modes: Tensor,
+    most_nodes: Tensor,
     all_temperatures: Tensor,
     all_top_k: Tensor,
     all_top_p: Tensor,
@@ -59,11 +60,12 @@ def begin_drafting(
             committed, but not in the target's cache.
         bounds: int32 ``[R]``: most tokens to read.
         all_modes: int32 ``[S]``, of `sequoia_vllm.kernels.modes`.
+        most_nodes: int32 ``[S]``: the request has no more nodes than this to verify.
         all_temperatures: float32 ``[S]``.
         all_top_k, all_top_p, all_min_p: int32, float32 and float32 ``[S]``.
         all_seeds: int64 ``[S]``.
         read: int32 ``[S]``, read and written: tokens that the draft has read.
-        num_nodes: int32 ``[S]``, written: nodes of the request's tree, root included,
+        num_nodes: int32 ``[S]``, written: nodes of its tree to verify, root included,
             or 0. All slots without a request of the batch get 0, too.
         rows: int32 ``[S]``, written for the requests of the batch: the first of the rows
             in which its draft logits are kept.
@@ -80,9 +82,9 @@ def begin_drafting(
     """
     num_nodes.zero_()
     begin_drafting_kernel[(triton.cdiv(len(slots), _BLOCK),)](
-        requests, computed, num_sampled, bounds, all_modes, all_temperatures, all_top_k,
-        all_top_p, all_min_p, all_seeds, read, num_nodes, rows, len(requests), len(slots),
-        tree_size, inner_nodes, longest, max_trees, slots, starts, counts, roots, modes,
+        requests, computed, num_sampled, bounds, all_modes, most_nodes, all_temperatures,
+        all_top_k, all_top_p, all_min_p, all_seeds, read, num_nodes, rows, len(requests),
+        len(slots), tree_size, inner_nodes, longest, max_trees, slots, starts, counts, roots, modes,
         temperatures, top_k, top_p, min_p, seeds, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
 
@@ -98,8 +100,8 @@ def begin_drafting(
     ]
 )
 def begin_drafting_kernel(
-    requests, computed, num_sampled, bounds, all_modes, all_temperatures, all_top_k, all_top_p,
-    all_min_p, all_seeds, read, num_nodes, rows, num_requests, max_requests, tree_size,
+    requests, computed, num_sampled, bounds, all_modes, most_nodes, all_temperatures, all_top_k,
+    all_top_p, all_min_p, all_seeds, read, num_nodes, rows, num_requests, max_requests, tree_size,
     inner_nodes, longest, max_trees, slots, starts, counts, roots, modes, temperatures, top_k,
     top_p, min_p, seeds, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -130,5 +132,6 @@ def begin_drafting_kernel(
     tl.store(read + slot, start + count, mask=is_request)
     drafts = sampled & (start + count == end) & (mode != _SKIP)
     drafts = drafts & (root < longest) & (row < max_trees)
-    tl.store(num_nodes + slot, tl.where(drafts, tree_size, 0), mask=is_request)
+    nodes = tl.minimum(tl.load(most_nodes + slot, mask=is_request, other=0), tree_size)
+    tl.store(num_nodes + slot, tl.where(drafts, nodes, 0), mask=is_request)
     tl.store(rows + slot, row * inner_nodes, mask=is_request)

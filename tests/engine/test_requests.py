@@ -1,15 +1,17 @@
-"""Requests that trees cannot serve get no drafts and the right tokens; logprobs are right."""
+"""Requests with parameters of every kind get plain vLLM's tokens, most with trees; and logprobs."""
 
 import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from sequoia_vllm.engine.request_options import MOST_DRAFTS
+from tests.support.editing import SIBLINGS_FIRST
 from tests.support.engines import running, sequoia, tokens_of, whole_trees
 from tests.support.models import prompts
 
 pytestmark = pytest.mark.engine
 
-WITHOUT_DRAFTS = {
+EDITED = {
     "repetition_penalty": {"repetition_penalty": 1.3},
     "presence_penalty": {"presence_penalty": 0.8},
     "frequency_penalty": {"frequency_penalty": 0.5},
@@ -17,6 +19,9 @@ WITHOUT_DRAFTS = {
     "bad_words": {"bad_words": ["self", " in"]},
     "min_tokens": {"min_tokens": 24, "stop_token_ids": list(range(260, 400))},
     "allowed_token_ids": {"allowed_token_ids": list(range(200, 1200))},
+}
+WITHOUT_DRAFTS = {
+    "none asked for": {"extra_args": {MOST_DRAFTS: 0}},
     "structured_choice": {
         "structured_outputs": StructuredOutputsParams(choice=["return None", "raise ValueError"])
     },
@@ -24,28 +29,58 @@ WITHOUT_DRAFTS = {
 }
 
 
-def mixed_params() -> list[SamplingParams]:
-    """Each kind greedy and seeded, between requests that do get trees."""
-    params = []
-    for keys in WITHOUT_DRAFTS.values():
-        params.append(SamplingParams(temperature=0, max_tokens=40, **keys))
-        params.append(SamplingParams(temperature=0, max_tokens=40))
-        params.append(SamplingParams(temperature=0.8, seed=5, max_tokens=40, **keys))
-    return params
-
-
-def test_special_requests_are_served_right_among_trees(plain_outputs):
-    params = mixed_params()
-    texts = prompts(len(params))
-    expected = plain_outputs(texts, params)
-    with running(sequoia()) as llm:
-        found = tokens_of(llm.generate(texts, params, use_tqdm=False))
-        [stats] = llm.collective_rpc("sequoia_stats")
-    wrong = [
-        i for i, (ours, plain) in enumerate(zip(found, expected, strict=True)) if ours != plain
+def greedy_and_seeded(keys: dict) -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=0, max_tokens=40, **keys),
+        SamplingParams(temperature=0.8, seed=5, max_tokens=40, **keys),
     ]
-    assert wrong == []
+
+
+@pytest.fixture(scope="module")
+def special():
+    """Tokens by kind, alone, and of all in one batch: ours, plain vLLM's, and our counters."""
+    kinds = {**EDITED, **WITHOUT_DRAFTS, "capped": {"extra_args": {MOST_DRAFTS: 2}}}
+    params = {name: greedy_and_seeded(keys) for name, keys in kinds.items()}
+    mixed = [one for pair in params.values() for one in pair]
+    params["all"] = [*mixed, *(SamplingParams(temperature=0, max_tokens=40) for _ in range(8))]
+    with running() as llm:
+        plain = {
+            name: tokens_of(llm.generate(prompts(len(own)), own, use_tqdm=False))
+            for name, own in params.items()
+        }
+    found = {}
+    config = {**sequoia(), "tree": {"parents": SIBLINGS_FIRST}}
+    with running(config) as llm:
+        for name, own in params.items():
+            outputs = llm.generate(prompts(len(own)), own, use_tqdm=False)
+            [stats] = llm.collective_rpc("sequoia_stats", args=(True,))
+            found[name] = tokens_of(outputs), plain[name], stats
+    return found
+
+
+@pytest.mark.parametrize("name", [*EDITED, *WITHOUT_DRAFTS, "capped", "all"])
+def test_tokens_are_those_of_plain_vllm(name, special):
+    found, plain, _ = special[name]
+    assert found == plain
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_requests_whose_logits_are_edited_have_trees(name, special):
+    _, _, stats = special[name]
+    assert stats["tokens"] > 1.3 * stats["tree_steps"] > 0
+
+
+@pytest.mark.parametrize("name", WITHOUT_DRAFTS)
+def test_others_have_none(name, special):
+    _, _, stats = special[name]
+    assert stats["tree_steps"] == 0
+
+
+def test_a_request_may_cap_its_tree(special):
+    _, _, stats = special["capped"]
     assert stats["tree_steps"] > 0
+    assert stats["depth_counts"][0] > 0
+    assert sum(stats["offered"][0][2:]) == 0  # children of the root after the second
 
 
 def test_custom_logits_processor_runs_without_drafts(plain_outputs):

@@ -10,13 +10,16 @@ few continuations (from the non-central chi-square law of the statistic, for the
 """
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
+from torch import Tensor
 from vllm import SamplingParams
 
 from sequoia_vllm.testing.laws import assert_same_law
 from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
+from tests.support.histories import Histories, penalised
 from tests.support.models import next_probabilities, prompts, save_llama
 
 pytestmark = pytest.mark.engine
@@ -40,12 +43,27 @@ def tiny_pair(tmp_path_factory):
 def exact_law(path, length: int, setting: dict) -> np.ndarray:
     """Probability of every continuation of so many tokens, ``[VOCAB] * length``."""
     law = np.ones(())
+    own = {name: value for name, value in setting.items() if name not in EDITS}
     for place in range(length):
-        prefixes = itertools.product(range(VOCAB), repeat=place)
-        contexts = [PROMPT + list(prefix) for prefix in prefixes]
-        rows = next_probabilities(path, contexts, **setting)[:, -1]
+        prefixes = [list(tokens) for tokens in itertools.product(range(VOCAB), repeat=place)]
+        contexts = [PROMPT + prefix for prefix in prefixes]
+        edit = partial(edited, prefixes=prefixes, setting={**EDITS, **setting})
+        rows = next_probabilities(path, contexts, **own, edit=edit)[:, -1]
         law = law[..., None] * rows.reshape([VOCAB] * (place + 1))
     return law
+
+
+def edited(logits: Tensor, prefixes: list[list[int]], setting: dict) -> Tensor:
+    """The logits ``[rows, places, V]``, of which the last place's are edited by these histories."""
+    rows = list(range(len(prefixes)))
+    histories = Histories([PROMPT for _ in rows], prefixes, rows, [], [], [[] for _ in rows])
+    found = logits.clone()
+    for token, bias in setting["logit_bias"].items():
+        found[:, -1, token] += bias
+    names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    penalties = ([setting[name]] * len(rows) for name in names)
+    found[:, -1] = penalised(found[:, -1], histories, *penalties)
+    return found
 
 
 def count(outputs, length: int) -> np.ndarray:
@@ -57,6 +75,14 @@ def count(outputs, length: int) -> np.ndarray:
 
 PLAIN = [{"temperature": 1.0}]
 # Requests of both in one batch: drafted within nuclei of their own.
+EDITS = {
+    "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": {}
+}  # fmt: skip
+# By what was generated, so that nodes of one tree differ by their paths.
+EDITED = [
+    {"temperature": 1.0, "repetition_penalty": 1.7, "frequency_penalty": 0.8},
+    {"temperature": 0.8, "presence_penalty": -1.2, "logit_bias": {1: 0.8, 4: -1.0}},
+]
 CUT = [{"temperature": 0.6, "top_p": 0.8}, {"temperature": 1.2, "top_k": 4, "min_p": 0.15}]
 
 
@@ -65,6 +91,7 @@ CUT = [{"temperature": 0.6, "top_p": 0.8}, {"temperature": 1.2, "top_k": 4, "min
     [
         (4, PLAIN, False, "sequoia"),
         (3, CUT, False, "sequoia"),
+        (3, EDITED, False, "sequoia"),
         (3, PLAIN, True, "sequoia"),
         (4, PLAIN, False, "traversal"),
     ],

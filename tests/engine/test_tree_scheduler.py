@@ -7,12 +7,13 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from sequoia_vllm.engine.request_options import MOST_DRAFTS
 from sequoia_vllm.engine.v2 import scheduler as scheduling
 from sequoia_vllm.engine.v2.scheduler import TreeScheduler
 
 DRAFTS = 3
 GREEDY = SamplingParams(temperature=0)
-PENALTY = SamplingParams(repetition_penalty=1.3)
+UNDRAFTED = SamplingParams(extra_args={MOST_DRAFTS: 0})
 GRAMMAR = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
 
 
@@ -75,21 +76,30 @@ def test_finished_requests_are_forgotten(scheduler):
 
 def test_one_request_without_drafts_keeps_the_batch_uniform(scheduler):
     """It is scored with placeholders; alone, or as one of many, it is not."""
-    assert step(scheduler, {"a": PENALTY, "b": GREEDY}) == {"a": DRAFTS, "b": DRAFTS}
-    assert step(scheduler, {"a": PENALTY}, new=False) == {"a": 0}
-    many = {str(index): PENALTY if index < 2 else GREEDY for index in range(16)}
+    assert step(scheduler, {"a": UNDRAFTED, "b": GREEDY}) == {"a": DRAFTS, "b": DRAFTS}
+    assert step(scheduler, {"a": UNDRAFTED}, new=False) == {"a": 0}
+    many = {str(index): UNDRAFTED if index < 2 else GREEDY for index in range(16)}
     assert set(step(scheduler, many).values()) == {DRAFTS}
-    more = {str(index): PENALTY if index < 3 else GREEDY for index in range(16)}
+    more = {str(index): UNDRAFTED if index < 3 else GREEDY for index in range(16)}
     assert sorted(step(scheduler, more).values()) == [0] * 3 + [DRAFTS] * 13
 
 
 def test_a_grammar_follows_no_placeholders(scheduler):
     assert step(scheduler, {"a": GRAMMAR, "b": GREEDY}) == {"a": 0, "b": DRAFTS}
-    both = {"a": GRAMMAR, **{str(index): GREEDY for index in range(20)}, "b": PENALTY}
+    both = {"a": GRAMMAR, **{str(index): GREEDY for index in range(20)}, "b": UNDRAFTED}
     found = step(scheduler, both)
     assert (found["a"], found["b"], found["1"]) == (0, 0, DRAFTS)
 
 
+def test_requests_whose_logits_are_edited_draft(scheduler):
+    edits = [
+        {"repetition_penalty": 1.3}, {"min_tokens": 9}, {"logit_bias": {3: 1.0}},
+        {"allowed_token_ids": [3, 4]}, {"bad_words": ["no"]}, {"extra_args": {MOST_DRAFTS: 1}},
+    ]  # fmt: skip
+    requests = {str(index): SamplingParams(**edit) for index, edit in enumerate(edits)}
+    assert set(step(scheduler, requests).values()) == {DRAFTS}
+
+
 def test_nobody_drafts_beside_custom_processors(scheduler):
     ours = TreeScheduler(processors=["some.Processor"])
-    assert step(ours, {"a": GREEDY, "b": PENALTY}) == {"a": 0, "b": 0}
+    assert step(ours, {"a": GREEDY, "b": UNDRAFTED}) == {"a": 0, "b": 0}

@@ -32,7 +32,7 @@ def take_and_fill():
             reading.use_cache({0: 1})
             levels = TreeTables(tree, DEVICE).levels
             drafted = DraftedTrees.empty(4, 8, 2, tree.size, 9, torch.float32, DEVICE)
-            modes = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+            modes, most = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
             temperature = torch.ones(4, device=DEVICE)
             top_k = torch.full((4,), 9, dtype=torch.int32, device=DEVICE)
             top_p, min_p = torch.ones(4, device=DEVICE), torch.zeros(4, device=DEVICE)
@@ -56,7 +56,7 @@ def take_and_fill():
         batch.begin(
             requests=requests, computed=computed, num_sampled=sampled,
             bounds=buffers.async_tensor_h2d(bounds, device=DEVICE), read=reading.read,
-            modes=modes, temperature=temperature, top_k=top_k, top_p=top_p,
+            modes=modes, most_nodes=most, temperature=temperature, top_k=top_k, top_p=top_p,
             min_p=min_p, seeds=seeds, drafted_nodes=drafted.nodes,
             drafted_rows=drafted.rows, tree_size=tree.size, inner_nodes=levels.num_inner,
             longest=99, max_trees=4,

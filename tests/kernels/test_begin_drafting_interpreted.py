@@ -27,6 +27,7 @@ def given(batch, slots):
     by_slot = {
         "computed": torch.full((slots,), 1000, dtype=torch.int32),
         "all_modes": torch.full((slots,), GREEDY, dtype=torch.int32),
+        "most_nodes": torch.full((slots,), 2**31 - 1, dtype=torch.int32),
         "read": torch.full((slots,), UNTOUCHED, dtype=torch.int32),
         "num_nodes": torch.full((slots,), TREE_SIZE, dtype=torch.int32),  # of the last step
         "rows": torch.full((slots,), UNTOUCHED, dtype=torch.int32),
@@ -59,8 +60,10 @@ def written(rows):
     }
 
 
-def check(batch, slots, rows):
+def check(batch, slots, rows, most_nodes=None):
     arguments, out = given(batch, slots), written(rows)
+    for slot, most in (most_nodes or {}).items():
+        arguments["most_nodes"][slot] = most
     begin_drafting(
         **arguments,
         **out,
@@ -83,7 +86,7 @@ def check(batch, slots, rows):
         assert arguments["rows"][slot] == row * INNER_NODES
         complete = read + count == end and sampled > 0
         if complete and mode != SKIP and end - 1 < LONGEST and row < MAX_TREES:
-            trees[slot] = TREE_SIZE
+            trees[slot] = min(TREE_SIZE, (most_nodes or {}).get(slot, TREE_SIZE))
     assert arguments["num_nodes"].tolist() == [trees.get(slot, 0) for slot in range(slots)]
     others = sorted(set(range(slots)) - {request[0] for request in batch})
     assert (arguments["read"][others] == UNTOUCHED).all()
@@ -98,6 +101,11 @@ def check(batch, slots, rows):
 @pytest.mark.parametrize("rows", [len(BATCH), ROWS])
 def test_a_batch(rows):
     assert set(check(BATCH, SLOTS, rows)) == {4, 5}
+
+
+def test_a_request_may_cap_its_tree():
+    capped = {4: 3, 5: TREE_SIZE + 1, 8: 2}
+    assert check(BATCH, SLOTS, ROWS, capped) == {4: 3, 5: TREE_SIZE}
 
 
 def test_a_batch_of_more_rows_than_one_program_has():

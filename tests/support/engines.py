@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from vllm import LLM
@@ -67,7 +69,10 @@ class PlainOutputs:
         self._known: dict = {}
 
     def __call__(self, prompts, params, **options) -> list[list[int]]:
-        key = (repr(prompts), repr(params), repr(sorted(options.items())))
+        listed = params if isinstance(params, list) else [params]
+        # Their repr leaves some fields out.
+        fields = [msgspec.structs.asdict(one) for one in listed]
+        key = (repr(prompts), repr(fields), repr(sorted(options.items())))
         if key not in self._known:
             with running(None, **options) as llm:
                 self._known[key] = tokens_of(llm.generate(prompts, params, use_tqdm=False))

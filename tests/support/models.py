@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
@@ -54,17 +56,18 @@ def save_random_draft(path: Path) -> Path:
 
 def next_probabilities(
     path: str | Path, tokens: list[list[int]], temperature: float, top_p: float = 1.0,
-    top_k: int = 0, min_p: float = 0.0,
+    top_k: int = 0, min_p: float = 0.0, edit: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> np.ndarray:  # fmt: skip
     """Exact law of the token after each of ``tokens``, ``[rows, places, V]``.
 
     As vLLM's parameters of these names say: of each the tokens are kept that are ``min_p``
     as likely as the likeliest, of these the ``top_k`` likeliest (0: all), and of these the
-    likeliest that together hold ``top_p``.
+    likeliest that together hold ``top_p``. Before all that ``edit`` changes the logits,
+    float64 ``[rows, places, V]``.
     """
     model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.no_grad():
-        logits = model(torch.tensor(tokens)).logits.double()
+        logits = edit(model(torch.tensor(tokens)).logits.double())
     law = torch.softmax(logits / temperature, dim=-1).numpy()
     order = np.argsort(-law, axis=-1)
     ranked = np.take_along_axis(law, order, axis=-1)

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 
 from sequoia_vllm.testing.laws import assert_same_law
+from tests.support.editing import SIBLINGS_FIRST, edited_params
 from tests.support.engines import running, sequoia
 from tests.support.generating import (
     TINY,
+    VOCAB,
+    completions,
     counted,
     generate,
     generate_with_trees,
@@ -60,6 +63,7 @@ def generate_with_a_tiny_pair(models: str) -> dict[str, Any]:
         "from itself": generate_from_itself(models),
         "seeded": generate_seeded(models),
         "beside": generate_beside(models),
+        "edited": generate_edited(models),
     }
 
 
@@ -135,6 +139,48 @@ def test_temperatures_alone_are_left_to_the_walk(name, generated):
 def test_tokens_are_those_of_plain_vllm_whoever_applies_temperatures(name, generated):
     found = generated["beside"][name]
     assert found["trees"] == found["plain"]
+
+
+# -- edited logits --------------------------------------------------------------------------
+
+
+def generate_edited(models: str) -> dict[str, Any]:
+    """Of plain V2, with and without edits, and of trees."""
+    from vllm import SamplingParams
+
+    target, draft = save_related_pair(Path(models))
+    [prompt] = random_prompts([14])
+    unedited = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    with running(None, model=target, **TINY) as llm:
+        [tokens] = completions(llm.generate([prompt], unedited, use_tqdm=False))[0]
+        params = edited_params(tokens, 12, VOCAB)
+        prompts = [prompt] * len(params)
+        outputs = llm.generate(prompts, list(params.values()), use_tqdm=False)
+        answers = {"unedited": [tokens], "plain": completions(outputs)}
+    config = {**sequoia(draft=draft), "tree": {"parents": SIBLINGS_FIRST}}
+    with running(config, model=target, **TINY) as llm:
+        outputs = llm.generate(prompts, list(params.values()), use_tqdm=False)
+        return {
+            **answers,
+            "names": list(params),
+            "trees": completions(outputs),
+            "counts": counted(llm),
+        }
+
+
+def test_edits_are_by_path_and_tokens_those_of_plain_vllm(generated):
+    found = generated["edited"]
+    by_name = zip(found["names"], found["trees"], found["plain"], strict=True)
+    assert [name for name, trees, plain in by_name if trees != plain] == []
+    assert found["counts"]["tokens_per_tree"] > 1.3
+
+
+def test_edits_change_what_requests_give(generated):
+    """Else the test above would see nothing."""
+    found = generated["edited"]
+    pairs = zip(found["names"], found["plain"], strict=True)
+    same = [n for n, plain in pairs if plain == found["unedited"] and "greedy" in n]
+    assert same == []
 
 
 # -- draft == target, and the counters ---------------------------------------------------

@@ -207,7 +207,7 @@ V2: tuple[Expected | Override, ...] = (
     Expected(f"{_V2}.buffer_utils:StagedWriteTensor.apply_write", ("self",), may_grow=True),
     Expected(f"{_V2}.buffer_utils:UvaBackedTensor", ("size", "dtype"), may_grow=True),
     Expected(f"{_V2}.buffer_utils:UvaBackedTensor.copy_to_uva", ("self",), may_grow=True),
-    # v2/verifier.py, v2/logits_needs.py
+    # v2/verifier.py, v2/logits_needs.py, v2/path_edits.py
     Expected(
         f"{_VERIFIER}.__call__",
         ("self", "logits", "input_batch", "draft_logits", "invalid_drafts"),
@@ -222,6 +222,12 @@ V2: tuple[Expected | Override, ...] = (
             "input_ids", "expanded_local_pos", "seq_lens_upper_bound_np",
         ),
         may_grow=True,
+    ),
+    Override(
+        f"{_RUNNER}.sampler.logits_processors",
+        kind="instance",
+        why="penalties and bad words take the rows before a node for its history",
+        until="vLLM's sampler is told each row's history",
     ),
     Override(
         f"{_VERIFIER}.sampler.add_request", ("self", "req_idx", "sampling_params"),
@@ -239,6 +245,31 @@ V2: tuple[Expected | Override, ...] = (
         checked_at=f"{_V2}.sample.states:SamplingStates.add_request",
     ),
     Expected(f"{_V2}.sample.states:SamplingStates", ("max_num_reqs", "vocab_size"), may_grow=True),
+    *(
+        Expected(f"{_V2}.sample.{kind}.apply", ("self", "logits", "ctx"))
+        for kind in ("penalties:PenaltiesState", "bad_words:BadWordsState")
+    ),
+    *(
+        Expected(f"{_V2}.sample.logits_processor.interface:LogitsContext.{field}")
+        for field in ("expanded_idx_mapping", "idx_mapping_np", "expanded_local_pos", "input_ids")
+    ),
+    # Their kernels take what ours take.
+    Expected(
+        f"{_V2}.sample.penalties:apply_penalties",
+        (
+            "logits", "expanded_idx_mapping", "token_ids", "expanded_local_pos",
+            "repetition_penalty", "frequency_penalty", "presence_penalty", "prompt_bin_mask",
+            "output_bin_counts",
+        ),
+    ),
+    Expected(
+        f"{_V2}.sample.bad_words:apply_bad_words",
+        (
+            "logits", "expanded_idx_mapping", "bad_word_token_ids", "bad_word_offsets",
+            "num_bad_words", "all_token_ids", "prompt_len", "total_len", "input_ids",
+            "expanded_local_pos", "max_num_bad_words",
+        ),
+    ),
     Expected(
         f"{_V2}.sample.sampler:Sampler.get_logprobs_dims",
         ("self", "idx_mapping_np"),

@@ -23,14 +23,16 @@ from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.attention_layers import replaced_backends, supported_layers
 from sequoia_vllm.engine.cpu_attention import CPU_BACKENDS, TreeQueries, unsupported_attention
 from sequoia_vllm.engine.draft_blocks import DraftBlocks
-from sequoia_vllm.engine.eligibility import reason_without_drafts
+from sequoia_vllm.engine.eligibility import never_drafts
 from sequoia_vllm.engine.kv_commit import TargetCaches, accepted_moves
+from sequoia_vllm.engine.request_options import most_drafts
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.step_stats import StepStats
 from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.tensor_parallel import broadcast_from_rank0
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
 from sequoia_vllm.engine.v1.drafts import Draft, ScoringTrees, schedule_trees
+from sequoia_vllm.engine.v1.path_edits import PathEdits
 from sequoia_vllm.engine.v1.proposer import TreeProposer
 from sequoia_vllm.engine.v1.reading import CommittedTokens, DraftReading
 from sequoia_vllm.engine.v1.sampler_output import SamplerRows, combine_outputs, wants_logprobs
@@ -73,6 +75,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         if settings.verification == "traversal":
             load_traversal()  # compiled now, not in the first step
         self.stats = StepStats(self.tree)
+        self._edits = PathEdits(self.tree, device)
         self._tables = TreeTables(self.tree, device)
         self._drafts: dict[str, Draft] = {}
         self._trees: ScoringTrees | None = None
@@ -217,6 +220,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     def _verify(
         self, trees: ScoringTrees, logits: Tensor, metadata: SamplingMetadata
     ) -> VerifyResult:
+        logits = self._edits.edited(logits, trees, metadata, self._params(), self.input_batch)
         target = TargetDistribution(logits, metadata.temperature, self._truncation(metadata))
         result = self.tree_verifier.verify(trees, target, metadata.generators)
         return VerifyResult(
@@ -302,8 +306,10 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         )
         tokens = grown.tokens[:, 1:].tolist()
         for row, request in enumerate(requests.tolist()):
-            self._drafts[self.input_batch.req_ids[request]] = Draft(grown, row)
-            drafts[request] = tokens[row]
+            request_id = self.input_batch.req_ids[request]
+            self._drafts[request_id] = Draft(grown, row)
+            # A tree's first nodes are a tree.
+            drafts[request] = tokens[row][: most_drafts(self.requests[request_id].sampling_params)]
         return drafts
 
     def _committed_tokens(self, sampled_token_ids: Tensor) -> CommittedTokens | None:
@@ -331,8 +337,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         for entry in np.flatnonzero(fits).tolist():
             request = int(committed.requests[entry])
             state = self.requests[self.input_batch.req_ids[request]]
-            reason = reason_without_drafts(state.sampling_params, len(state.output_token_ids))
-            if not discarded[request] and reason is None:
+            if not discarded[request] and not never_drafts(state.sampling_params):
                 chosen.append(entry)
         return np.array(chosen, dtype=np.int64)
 
@@ -354,5 +359,8 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         return DraftSampling(temperature, seeds, is_seeded, truncation)
 
     def _truncation(self, metadata: SamplingMetadata) -> Truncation:
-        params = [self.requests[request].sampling_params for request in self.input_batch.req_ids]
-        return truncation_of(metadata, params)
+        return truncation_of(metadata, self._params())
+
+    def _params(self) -> list[Any]:
+        """Each request's `SamplingParams`, in batch order."""
+        return [self.requests[request].sampling_params for request in self.input_batch.req_ids]

@@ -214,6 +214,7 @@ class TreeProposer(StandaloneARSpeculator):
             bounds=async_tensor_h2d(bounds, device=self.device),
             read=self.reading.read,
             modes=self.modes.gpu,
+            most_nodes=self.modes.most_nodes,
             temperature=temperature,
             top_k=self._states.top_k.gpu,
             top_p=self._states.top_p.gpu,

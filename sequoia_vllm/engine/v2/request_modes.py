@@ -11,12 +11,15 @@ from torch import Tensor
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
 from sequoia_vllm.engine.eligibility import never_drafts
+from sequoia_vllm.engine.request_options import most_drafts
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
 from sequoia_vllm.verification import GREEDY_BELOW
 
+_ANY_NUMBER = np.iinfo(np.int32).max
+
 
 class RequestModes:
-    """The mode of every request slot, on the host and the device.
+    """The mode of every request slot, and the most nodes it verifies, on host and device.
 
     In a step to which requests are added, `start` is called for each of them and then
     `apply_starts`. The kernels that draw and verify drafts read `gpu`; on the host the
@@ -25,12 +28,18 @@ class RequestModes:
 
     def __init__(self, max_num_reqs: int) -> None:
         self._modes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
+        self._most_nodes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
         self._without_drafts = False
 
     @property
     def gpu(self) -> Tensor:
         """int32 ``[slots]``: the modes (`kernels.modes`), where the device reads them."""
         return self._modes.gpu
+
+    @property
+    def most_nodes(self) -> Tensor:
+        """int32 ``[slots]``: no request has more nodes to verify than this."""
+        return self._most_nodes.gpu
 
     def give_no_drafts(self) -> None:
         """No request gets drafts from now on.
@@ -50,10 +59,13 @@ class RequestModes:
     def start(self, slot: int, sampling_params: Any) -> None:
         """A request begins or resumes in this slot."""
         self._modes.np[slot] = SKIP if self._without_drafts else mode_of(sampling_params)
+        most = most_drafts(sampling_params)
+        self._most_nodes.np[slot] = _ANY_NUMBER if most is None else most + 1
 
     def apply_starts(self) -> None:
         """Makes the modes of the requests that started visible to the device."""
         self._modes.copy_to_uva()
+        self._most_nodes.copy_to_uva()
 
 
 def mode_of(sampling_params: Any) -> int:

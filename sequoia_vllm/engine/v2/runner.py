@@ -21,6 +21,7 @@ from sequoia_vllm.engine.step_stats import StepStats
 from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.path_copies import PathCopies
+from sequoia_vllm.engine.v2.path_edits import along_paths
 from sequoia_vllm.engine.v2.proposer import TreeProposer
 from sequoia_vllm.engine.v2.scoring import ScoringTrees, TreeScoring, attach
 from sequoia_vllm.engine.v2.verifier import TreeVerifier
@@ -89,6 +90,9 @@ class TreeRunner(GPUModelRunner):
         )
         if any(_is_custom(processor) for processor in self.sampler.logits_processors):
             self.speculator.modes.give_no_drafts()
+        self.sampler.logits_processors = along_paths(
+            self.sampler.logits_processors, self.tree, self.device
+        )
         self._plain_prepare_attn = self.model_state.prepare_attn
         self.model_state.prepare_attn = self._attention_metadata
 

@@ -1,0 +1,224 @@
+"""What sampling parameters change of the target's logits at tree nodes: each node by its own path.
+
+vLLM's sampler does this to the one row that a request has without drafts, with the tokens
+generated so far as its history. A node's history is these and the tokens of its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.model_executor.layers.utils import apply_penalties
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.worker.gpu_input_batch import InputBatch
+
+from sequoia_vllm.engine.v1.drafts import ScoringTrees
+from sequoia_vllm.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class NodesToEdit:
+    """The M nodes, of any requests, whose logits change.
+
+    Attributes:
+        rows: int64 ``[M]``: theirs in the step's logits.
+        requests: int64 ``[M]``: of each, its index in the batch.
+        depths: int64 ``[M]``.
+        paths: int64 ``[M, D]``: tokens from the root's child down to the node itself, then -1.
+    """
+
+    rows: Tensor
+    requests: Tensor
+    depths: Tensor
+    paths: Tensor
+
+
+class PathEdits:
+    """Applies what vLLM's sampler applies before the temperature, in its order.
+
+    These are ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias`` and
+    penalties. The runner asks for `edited` logits in each step that has trees, and the
+    verifier sees no others.
+
+    Args:
+        tree: The engine's tree; every request drafts a prefix of it.
+        device: The engine's device.
+    """
+
+    def __init__(self, tree: TokenTree, device: torch.device) -> None:
+        self._depths = torch.from_numpy(tree.depths.astype(np.int64)).to(device)
+        self._paths = torch.from_numpy(_paths(tree)).to(device)
+
+    def edited(
+        self,
+        logits: Tensor,
+        trees: ScoringTrees,
+        metadata: SamplingMetadata,
+        sampling_params: Sequence[Any],
+        batch: InputBatch,
+    ) -> Tensor:
+        """The step's logits with those of all tree nodes as their requests' parameters make them.
+
+        Args:
+            logits: ``[rows, V]``, any float dtype; not changed.
+            trees: The step's trees.
+            metadata: The batch's.
+            sampling_params: Each request's `SamplingParams`.
+            batch: vLLM's, with the tokens so far.
+
+        Returns:
+            float32 ``[rows, V]``; ``logits`` itself where nothing changes.
+        """
+        starts, ends = batch.num_prompt_tokens, batch.num_tokens_no_spec
+        edits = [
+            edits_logits(params, ends[index] - starts[index])
+            for index, params in enumerate(sampling_params)
+        ]
+        of_tree = np.array(edits)[trees.requests.cpu().numpy()]
+        if not of_tree.any():
+            return logits
+        outputs = [
+            batch.token_ids_cpu[index, starts[index] : ends[index]] for index in range(len(edits))
+        ]
+        nodes = self._nodes(trees, torch.from_numpy(of_tree).to(logits.device))
+        found = logits.to(torch.float32, copy=True)
+        own = found[nodes.rows]
+        _allow(own, nodes, metadata)
+        _exclude_bad_words(own, nodes, metadata, outputs)
+        for index in np.flatnonzero(edits).tolist():
+            of_request = nodes.requests == index
+            _keep_going(own, of_request, nodes, sampling_params[index], len(outputs[index]))
+            _add_bias(own, of_request, sampling_params[index])
+        own = _penalise(own, nodes, metadata, outputs)
+        found[nodes.rows] = own
+        return found
+
+    def _nodes(self, trees: ScoringTrees, chosen: Tensor) -> NodesToEdit:
+        """All nodes of the chosen trees; ``chosen``: bool ``[B]``."""
+        is_node = trees.is_node & chosen[:, None]
+        tree, node = is_node.nonzero(as_tuple=True)
+        steps = self._paths[node]  # [M, D]
+        tokens = trees.tokens[tree[:, None], steps.clamp(min=0)]
+        return NodesToEdit(
+            rows=trees.logits_rows[tree, node],
+            requests=trees.requests[tree],
+            depths=self._depths[node],
+            paths=torch.where(steps >= 0, tokens, -1),
+        )
+
+
+def edits_logits(sampling_params: Any, num_outputs: int) -> bool:
+    """Whether a request's logits change before the temperature, with so many tokens generated."""
+    p = sampling_params
+    return bool(
+        p.repetition_penalty != 1.0
+        or p.presence_penalty != 0.0
+        or p.frequency_penalty != 0.0
+        or p.bad_words_token_ids
+        or p.logit_bias
+        or p.allowed_token_ids is not None
+        or p.min_tokens > num_outputs
+    )
+
+
+def _paths(tree: TokenTree) -> NDArray[np.int64]:
+    """int64 ``[N, D]``: nodes from the root's child down to each node itself, then -1."""
+    paths = np.full((tree.size, tree.depth), -1, dtype=np.int64)
+    parents, depths = tree.parents_array, tree.depths
+    for node in range(1, tree.size):
+        paths[node] = paths[parents[node]]
+        paths[node, depths[node] - 1] = node
+    return paths
+
+
+def _allow(logits: Tensor, nodes: NodesToEdit, metadata: SamplingMetadata) -> None:
+    if metadata.allowed_token_ids_mask is not None:
+        logits.masked_fill_(metadata.allowed_token_ids_mask[nodes.requests], float("-inf"))
+
+
+def _exclude_bad_words(
+    logits: Tensor,
+    nodes: NodesToEdit,
+    metadata: SamplingMetadata,
+    outputs: Sequence[NDArray[np.int32]],
+) -> None:
+    for index, words in (metadata.bad_words_token_ids or {}).items():
+        rows = (nodes.requests == index).nonzero().squeeze(1)
+        if len(rows) == 0:
+            continue
+        longest = max(len(word) for word in words) - 1
+        recent = _recent_tokens(nodes, rows, outputs[index], longest)
+        for word in words:
+            before = torch.tensor(word[:-1], dtype=torch.int64, device=logits.device)
+            follows = (recent[:, longest - len(before) :] == before).all(dim=1)
+            logits[rows[follows], word[-1]] = float("-inf")
+
+
+def _recent_tokens(
+    nodes: NodesToEdit, rows: Tensor, output: NDArray[np.int32], count: int
+) -> Tensor:
+    """The last ``count`` tokens of each of these nodes' histories, int64 ``[len(rows), count]``.
+
+    -1 before the first one that was generated.
+    """
+    committed = np.full(count, -1, dtype=np.int64)
+    last = output[len(output) - min(count, len(output)) :]
+    committed[count - len(last) :] = last
+    before = torch.from_numpy(committed).to(rows.device).expand(len(rows), count)
+    history = torch.cat([before, nodes.paths[rows]], dim=1)
+    columns = nodes.depths[rows, None] + torch.arange(count, device=rows.device)
+    return history.gather(1, columns)
+
+
+def _keep_going(
+    logits: Tensor, of_request: Tensor, nodes: NodesToEdit, params: Any, num_outputs: int
+) -> None:
+    """Excludes tokens that end the request where it has fewer than ``min_tokens``."""
+    if params.min_tokens <= num_outputs or not params.all_stop_token_ids:
+        return
+    short = of_request & (nodes.depths + num_outputs < params.min_tokens)
+    stops = torch.tensor(sorted(params.all_stop_token_ids), device=logits.device)
+    logits[short.nonzero(), stops] = float("-inf")
+
+
+def _add_bias(logits: Tensor, of_request: Tensor, params: Any) -> None:
+    if not params.logit_bias:
+        return
+    rows = of_request.nonzero()
+    tokens = torch.tensor(list(params.logit_bias), device=logits.device)
+    bias = torch.tensor(list(params.logit_bias.values()), device=logits.device)
+    logits[rows, tokens] += bias
+
+
+def _penalise(
+    logits: Tensor,
+    nodes: NodesToEdit,
+    metadata: SamplingMetadata,
+    outputs: Sequence[NDArray[np.int32]],
+) -> Tensor:
+    if metadata.no_penalties:
+        return logits
+    assert metadata.prompt_token_ids is not None
+    nothing = logits.shape[1]  # vLLM's padding: one past the vocabulary
+    longest = max(len(output) for output in outputs)
+    committed = np.full((len(outputs), longest), nothing, dtype=np.int64)
+    for index, output in enumerate(outputs):
+        committed[index, : len(output)] = output
+    history = [
+        torch.from_numpy(committed).to(logits.device)[nodes.requests],
+        torch.where(nodes.paths >= 0, nodes.paths, nothing),
+    ]
+    return apply_penalties(
+        logits,
+        metadata.prompt_token_ids[nodes.requests],
+        torch.cat(history, dim=1),
+        metadata.presence_penalties[nodes.requests],
+        metadata.frequency_penalties[nodes.requests],
+        metadata.repetition_penalties[nodes.requests],
+    )

@@ -1,0 +1,93 @@
+"""vLLM's logits processors whose history is that of a chain, for trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+
+from sequoia_vllm.kernels.path_edits import NodeRows, exclude_bad_words, penalise_paths
+from sequoia_vllm.tree import TokenTree
+
+
+def along_paths(processors: list[Any], tree: TokenTree, device: torch.device) -> list[Any]:
+    """vLLM's logits processors, with penalties and bad words by each node's own path.
+
+    A request without a tree has one node, the root, and what it gets stays the same. Logit
+    bias, allowed tokens and ``min_tokens`` go by positions, which are those of a node's depth.
+
+    Args:
+        processors: The sampler's.
+        tree: The engine's tree; every request drafts a prefix of it.
+        device: The engine's.
+    """
+    parents = torch.from_numpy(tree.parents_array.copy()).to(device, torch.int32)
+    by_kind: dict[type, Any] = {PenaltiesState: PathPenalties, BadWordsState: PathBadWords}
+    return [by_kind[type(one)](one, parents) if type(one) in by_kind else one for one in processors]
+
+
+class _OfPaths:
+    """Takes the place of one of vLLM's processors, which goes on keeping the requests' state.
+
+    vLLM's sampler calls `add_request` and `apply_staged_writes` where requests begin, and
+    `apply` in steps in which some request needs more than a temperature.
+    """
+
+    def __init__(self, state: Any, parents: Tensor) -> None:
+        self._state = state
+        self._parents = parents
+        self.add_request = state.add_request
+        self.apply_staged_writes = state.apply_staged_writes
+
+    def _rows(self, context: LogitsContext) -> NodeRows:
+        return NodeRows(
+            slots=context.expanded_idx_mapping,
+            nodes=context.expanded_local_pos,
+            token_ids=context.input_ids,
+            parents=self._parents,
+        )
+
+
+class PathPenalties(_OfPaths):
+    """Presence, frequency and repetition penalties."""
+
+    def apply(self, logits: Tensor, context: LogitsContext) -> Tensor:
+        """Replaces `PenaltiesState.apply`: changes the logits ``[rows, V]`` in place."""
+        state = self._state
+        if state.use_penalty[context.idx_mapping_np].any():
+            penalise_paths(
+                logits,
+                self._rows(context),
+                repetition=state.repetition_penalty.gpu,
+                frequency=state.frequency_penalty.gpu,
+                presence=state.presence_penalty.gpu,
+                prompt_bits=state.prompt_bin_mask,
+                output_counts=state.output_bin_counts,
+            )
+        return logits
+
+
+class PathBadWords(_OfPaths):
+    """Words that must not be completed."""
+
+    def apply(self, logits: Tensor, context: LogitsContext) -> Tensor:
+        """Replaces `BadWordsState.apply`: changes the logits ``[rows, V]`` in place."""
+        state = self._state
+        most_words = int(state.num_bad_words.np[context.idx_mapping_np].max())
+        if most_words > 0:
+            exclude_bad_words(
+                logits,
+                self._rows(context),
+                words=state.bad_word_token_ids.gpu,
+                offsets=state.bad_word_offsets.gpu,
+                num_words=state.num_bad_words.gpu,
+                most_words=most_words,
+                all_tokens=state.req_states.all_token_ids.gpu,
+                prompt_lens=state.req_states.prompt_len.gpu,
+                total_lens=state.req_states.total_len.gpu,
+            )
+        return logits
