@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sequoia_vllm.engine.request_options import MOST_DRAFTS, most_drafts
+from sequoia_vllm.engine.request_options import most_drafts
+from sequoia_vllm.metrics import Reason
 
 
-def reason_without_drafts(sampling_params: Any) -> str | None:
-    """Why this request gets no drafts, or None if it gets a tree.
+def reason_without_drafts(sampling_params: Any) -> Reason | None:
+    """Why this request gets no drafts, or None if it gets trees.
 
     Penalties, bad words and whatever else edits logits by the tokens so far is applied at each
     node by its own path. What is left here keeps a state of its own per request.
@@ -18,13 +19,15 @@ def reason_without_drafts(sampling_params: Any) -> str | None:
     """
     p = sampling_params
     if p is None:
-        return "it is not a generation request"
+        return "no_generation"
     if most_drafts(p) == 0:
-        return f"it asks for none ({MOST_DRAFTS})"
+        return "asked"
     if p.structured_outputs is not None:
-        return "structured output follows a grammar, one path at a time"
-    if getattr(p, "logprob_token_ids", None) or getattr(p, "thinking_token_budget", None):
-        return "it uses a sampler extension that knows no trees"
+        return "structured_outputs"
+    if getattr(p, "logprob_token_ids", None):
+        return "logprob_token_ids"
+    if getattr(p, "thinking_token_budget", None):
+        return "thinking_token_budget"
     return None
 
 

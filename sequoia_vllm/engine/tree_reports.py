@@ -22,8 +22,9 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogge
 from vllm.v1.metrics.stats import SchedulerStats
 
 from sequoia_vllm.engine.adapting import follow, freeze
+from sequoia_vllm.engine.eligibility import reason_without_drafts
 from sequoia_vllm.engine.settings import SequoiaSettings
-from sequoia_vllm.metrics import TreeCounts, TreeMetrics, interval_line
+from sequoia_vllm.metrics import Reason, TreeCounts, TreeMetrics, interval_line
 from sequoia_vllm.tree import TokenTree
 
 logger = logging.getLogger("vllm.sequoia")
@@ -43,10 +44,12 @@ class StepReport:
     Attributes:
         drafts: Nodes drafted per request at its load; None: no request was scheduled.
         paths: Its verified trees, for `TreeCounts.from_bytes`; empty: there was none.
+        undrafted: Of each request that began with it and has no drafts, the reason.
     """
 
     drafts: int | None
     paths: bytes
+    undrafted: list[Reason] = dataclasses.field(default_factory=list)
 
 
 def add_report_field() -> None:
@@ -114,10 +117,20 @@ def update_from_output(
         if output.scheduler_stats is not None:  # vLLM gives them to one front end
             scheduled = scheduler_output.total_num_scheduled_tokens > 0
             drafts = scheduler_output.num_spec_tokens_to_schedule if scheduled else None
-            report = StepReport(drafts, getattr(model_runner_output, _PATHS, b""))
+            paths = getattr(model_runner_output, _PATHS, b"")
+            report = StepReport(drafts, paths, _undrafted(self, scheduler_output))
             setattr(output.scheduler_stats, REPORT, report)
             break
     return outputs
+
+
+def _undrafted(scheduler: Any, scheduler_output: Any) -> list[Reason]:
+    """Of each request that begins in this step and has no drafts, the reason."""
+    new = scheduler_output.scheduled_new_reqs
+    if scheduler.vllm_config.model_config.logits_processors:
+        return ["custom_logits_processors"] * len(new)
+    reasons = (reason_without_drafts(request.sampling_params) for request in new)
+    return [reason for reason in reasons if reason is not None]
 
 
 # -- in the front end ------------------------------------------------------------------------
@@ -235,7 +248,7 @@ class TreeStatLogger(AggregateStatLoggerBase):
             self._interval[engine_idx].add(counts)
         if report.drafts is not None:
             self._drafts[engine_idx] = report.drafts
-        self._metrics.observe(engine_idx, counts, report.drafts)
+        self._metrics.observe(engine_idx, counts, report.drafts, report.undrafted)
         now = time.monotonic()
         idle = scheduler_stats.num_running_reqs == 0
         if idle or now - self._flushed[engine_idx] >= _FLUSH_SECONDS:

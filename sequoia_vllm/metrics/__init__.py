@@ -6,6 +6,6 @@ vLLM's front end, and this package, which does not import vLLM, shows them.
 
 from sequoia_vllm.metrics.counts import TreeCounts, paths_of
 from sequoia_vllm.metrics.interval import interval_line
-from sequoia_vllm.metrics.prometheus import PrometheusKinds, TreeMetrics
+from sequoia_vllm.metrics.prometheus import PrometheusKinds, Reason, TreeMetrics
 
-__all__ = ["PrometheusKinds", "TreeCounts", "TreeMetrics", "interval_line", "paths_of"]
+__all__ = ["PrometheusKinds", "Reason", "TreeCounts", "TreeMetrics", "interval_line", "paths_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Metric
@@ -14,6 +14,12 @@ from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.tree import TokenTree
 
 _LABELS = ("model_name", "engine")  # as vLLM's
+
+Reason = Literal[
+    "asked", "structured_outputs", "logprob_token_ids", "thinking_token_budget",
+    "custom_logits_processors", "no_generation",
+]  # fmt: skip
+"""Why a request has no drafts: it asked for none, or has what trees cannot serve."""
 
 
 class MetricKinds(Protocol):
@@ -81,6 +87,8 @@ class TreeMetrics:
     ``sequoia:accepted_children_total{depth, child}``
         How often that child was accepted. The quotient of the two is the
         acceptance vector p[depth][child] that trees are optimised for.
+    ``sequoia:undrafted_requests_total{reason}``
+        Requests that never have drafts, see `Reason`.
     ``sequoia:tree_info{size, depth, source}``
         1 for the engine's tree. Its size counts the root.
     ``sequoia:drafted_nodes``
@@ -117,6 +125,12 @@ class TreeMetrics:
         self._pending = {engine: TreeCounts.zeros(tree) for engine in engines}
         self._labels = {engine: (model_name, str(engine)) for engine in engines}
         self._counters = self._make_counters(tree)
+        undrafted = self._counter("undrafted_requests", "Requests that have no trees.", "reason")
+        self._undrafted = {
+            (engine, reason): undrafted.labels(*labels, reason)
+            for engine, labels in self._labels.items()
+            for reason in get_args(Reason)
+        }
         info = self._gauge("tree_info", "The engine's tree.", "size", "depth", "source")
         drafted = self._gauge("drafted_nodes", "Nodes drafted per request at the present load.")
         for labels in self._labels.values():
@@ -125,14 +139,23 @@ class TreeMetrics:
         for gauge in self._drafted.values():
             gauge.set(tree.num_speculative_tokens)
 
-    def observe(self, engine: int, counts: TreeCounts | None, drafts: int | None) -> None:
+    def observe(
+        self,
+        engine: int,
+        counts: TreeCounts | None,
+        drafts: int | None,
+        undrafted: Sequence[Reason] = (),
+    ) -> None:
         """Takes one step's report.
 
         Args:
             engine: Its index.
             counts: Of the step; None: no tree was verified.
             drafts: Nodes drafted per request; None: not known.
+            undrafted: Of each request that began and has no drafts, the reason.
         """
+        for reason in undrafted:
+            self._undrafted[engine, reason].inc()
         if counts is not None:
             self._pending[engine].add(counts)
         if drafts is not None:

@@ -43,7 +43,11 @@ def registered():
 def test_report_crosses_processes_in_vllms_message():
     """What vLLM's encoder and decoder leave of it, after vLLM's own statistics or alone."""
     decoder = MsgpackDecoder(EngineCoreOutputs)
-    reports = (tree_reports.StepReport(15, one_step()), tree_reports.StepReport(None, b""), None)
+    reports = (
+        tree_reports.StepReport(15, one_step(), ["asked", "asked"]),
+        tree_reports.StepReport(None, b""),
+        None,
+    )
     for report in reports:
         stats = SchedulerStats(num_running_reqs=3)
         setattr(stats, tree_reports.REPORT, report)
@@ -138,7 +142,8 @@ def tree_metrics(llm) -> dict:
     found = {}
     for m in llm.get_metrics():
         if m.name.startswith("sequoia:"):
-            places = (m.labels[label] for label in ("depth", "child") if label in m.labels)
+            names = ("depth", "child", "reason")
+            places = (m.labels[label] for label in names if label in m.labels)
             found[m.name.removeprefix("sequoia:"), *places] = m.value
     return found
 

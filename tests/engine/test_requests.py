@@ -54,8 +54,14 @@ def special():
         for name, own in params.items():
             outputs = llm.generate(prompts(len(own)), own, use_tqdm=False)
             [stats] = llm.collective_rpc("sequoia_stats", args=(True,))
-            found[name] = tokens_of(outputs), plain[name], stats
+            found[name] = tokens_of(outputs), plain[name], {**stats, "undrafted": undrafted(llm)}
     return found
+
+
+def undrafted(llm) -> dict[str, int]:
+    """Requests without drafts by reason, since the engine's start."""
+    name = "sequoia:undrafted_requests"
+    return {m.labels["reason"]: m.value for m in llm.get_metrics() if m.name == name and m.value}
 
 
 @pytest.mark.parametrize("name", [*EDITED, *WITHOUT_DRAFTS, "capped", "all"])
@@ -74,6 +80,16 @@ def test_requests_whose_logits_are_edited_have_trees(name, special):
 def test_others_have_none(name, special):
     _, _, stats = special[name]
     assert stats["tree_steps"] == 0
+
+
+def test_requests_without_drafts_are_counted_by_reason(special):
+    """Two of each kind alone, and two among all."""
+    _, _, stats = special["all"]
+    kinds = [name.partition("_")[0] for name in WITHOUT_DRAFTS]
+    assert stats["undrafted"] == {
+        "asked": 4 * kinds.count("none asked for"),
+        "structured_outputs": 4 * kinds.count("structured"),
+    }
 
 
 def test_a_request_may_cap_its_tree(special):

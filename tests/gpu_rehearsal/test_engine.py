@@ -23,6 +23,7 @@ pytestmark = pytest.mark.engine
 PIECE = "CUDAGraphWrapper"  # of a model that is cut at its attention layers
 LENGTHS = [9, 18, 13]
 TOKENS = 10
+EDITS = {"repetition_penalty": 1.2, "logit_bias": {5: 1.0}, "_bad_words_token_ids": [[7], [8, 9]]}
 
 
 def greedy() -> Any:
@@ -58,7 +59,7 @@ def start_and_generate(models: str) -> dict[str, Any]:
         for batch in (3, 2, 1):
             answers[str(batch)] = generate_with_trees(llm, requests[:batch], greedy())
         for batch in (3, 1):
-            for params in (sampled(), sampled(top_k=20), sampled(seed=3)):
+            for params in (sampled(), sampled(top_k=20), sampled(seed=3), sampled(**EDITS)):
                 generate(llm, requests[:batch], params)
         answers["late"] = sorted(kernels - started)
         answers["in time"] = sorted(started)
@@ -76,6 +77,7 @@ def start_and_generate(models: str) -> dict[str, Any]:
         answers["steps"] = llm.collective_rpc("sequoia_take_steps", args=(len(requests),))[0]
         generate(llm, requests[:2], sampled())
         generate(llm, requests[:1], sampled(top_k=20))
+        generate(llm, requests[:2], sampled(**EDITS))
         answers["late by traversal"] = sorted(kernels - started)
         answers["in time by traversal"] = sorted(started)
     answers["flash"]["over contexts"] = flash_attention.attended[False]

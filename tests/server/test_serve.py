@@ -47,6 +47,8 @@ REQUESTS = {
     "stop_strings": {**GREEDY, "prompt": PROMPTS[6], "stop": ["\n\n", "self"], "max_tokens": 120},
     "ends": {**GREEDY, "max_tokens": 400, "extra_body": {"stop_token_ids": list(range(300, 330))}},
     "to_the_limit": {**GREEDY, "max_tokens": 450, "extra_body": {"ignore_eos": True}},
+    "no_drafts": {**GREEDY, "extra_body": {"vllm_xargs": {"sequoia_max_drafts": 0}}},
+    "few_drafts": {**SEEDED, "extra_body": {"vllm_xargs": {"sequoia_max_drafts": 3}}},
     "logprobs": {**GREEDY, "logprobs": 3},
     "logprobs_seeded": {**SEEDED, "logprobs": 1},
     "regex": {**GREEDY, "extra_body": {"structured_outputs": {"regex": REGEX}}},
@@ -342,6 +344,25 @@ def test_bad_request_is_refused_and_the_server_goes_on(server, plain_answer):
     with pytest.raises(openai.BadRequestError):
         server.complete(**{**GREEDY, "extra_body": {"min_p": 1.5}})
     assert_same(answer(server, GREEDY), plain_answer("greedy"))
+
+
+def test_a_request_without_drafts_has_no_trees(server):
+    before = server.metric("sequoia:trees_total")
+    answer(server, REQUESTS["no_drafts"])
+    wait_until_idle(server)
+    assert server.metric("sequoia:trees_total") == before
+    counted = {
+        sample.labels["reason"]: sample.value
+        for sample in server.samples()
+        if sample.name == "sequoia:undrafted_requests_total"
+    }
+    assert counted["asked"] >= 1
+
+
+@pytest.mark.parametrize("option", [{"sequoia_max_drafts": -1}, {"sequoia_maxdrafts": 2}])
+def test_a_wrong_option_is_a_bad_request_that_names_the_right_one(server, option):
+    with pytest.raises(openai.BadRequestError, match="sequoia_max_drafts"):
+        server.complete(**{**GREEDY, "extra_body": {"vllm_xargs": option}})
 
 
 def test_log_names_the_draft_and_the_tree(server):

@@ -1,5 +1,7 @@
 """Counting trees, carrying the counts, and showing them as metrics and as a log line."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sequoia_vllm.engine.step_stats import StepStats
-from sequoia_vllm.metrics import PrometheusKinds, TreeCounts, TreeMetrics, interval_line
+from sequoia_vllm.metrics import PrometheusKinds, Reason, TreeCounts, TreeMetrics, interval_line
 from sequoia_vllm.tree import TokenTree
 
 #      0
@@ -191,6 +193,20 @@ def test_engines_are_kept_apart():
     found = samples(registry)
     assert (found["sequoia:trees_total", "2"], found["sequoia:trees_total", "5"]) == (0, 1)
     assert (found["sequoia:drafted_nodes", "2"], found["sequoia:drafted_nodes", "5"]) == (7, 0)
+
+
+def test_requests_without_drafts_are_counted_by_reason():
+    registry = CollectorRegistry()
+    metrics = TreeMetrics(TREE, "a test", "model", [0], PrometheusKinds(registry))
+    metrics.observe(0, None, drafts=7, undrafted=["asked", "structured_outputs", "asked"])
+    name = "sequoia:undrafted_requests_total"
+    labels = {"model_name": "model", "engine": "0"}
+    found = {
+        reason: registry.get_sample_value(name, {**labels, "reason": reason})
+        for reason in get_args(Reason)
+    }
+    counted = {"asked": 2, "structured_outputs": 1}
+    assert found == {reason: counted.get(reason, 0) for reason in found}
 
 
 def test_metrics_of_a_new_engine_replace_the_old_ones():
