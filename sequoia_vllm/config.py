@@ -114,6 +114,12 @@ class SequoiaConfig(_Strict):
         "which may be nothing; learned anew for each pair and device, and kept for the next start. "
         "False: as configured. None: true, unless num_speculative_tokens_per_batch_size is given.",
     )
+    tune_at_start: bool = Field(
+        default=True,
+        description="Where the tree is chosen without times measured for this pair on this device, "
+        "time some steps in the engine's warm-up (3 seconds, more where steps are very slow), and "
+        "keep them in the user's directory: the next start's tree is chosen with them.",
+    )
     quantization: str | None = Field(default=None, description="The draft's quantization.")
     revision: str | None = Field(default=None, description="The draft's revision.")
     code_revision: str | None = Field(default=None, description="The draft's code revision.")
@@ -158,7 +164,7 @@ class SequoiaConfig(_Strict):
         """The keys that are vLLM's own, as given."""
         ours = {
             "method", "model", "tree", "acceptance", "num_speculative_tokens", "context_attention",
-            "verification", "adapt",
+            "verification", "adapt", "tune_at_start",
         }  # fmt: skip
         return self.model_dump(exclude=ours, exclude_none=True)
 

@@ -20,8 +20,9 @@ from sequoia_vllm.bench.decode_rate import Arrival
 from sequoia_vllm.bench.methods import AUTO, BenchError, Kind, Method
 from sequoia_vllm.bench.parts import part_seconds
 from sequoia_vllm.hardware.budget import warm_up_length
+from sequoia_vllm.hardware.step_curves import StepTimes
 from sequoia_vllm.measuring.engines import EngineSpec, Progress, open_engine
-from sequoia_vllm.measuring.step_recorder import EXTENSION, StepTimes
+from sequoia_vllm.measuring.step_recorder import EXTENSION
 from sequoia_vllm.tree.token_tree import TokenTree
 
 # What an engine takes besides weights and KV cache (measured: 0.9 GiB).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sequoia_vllm.measuring.step_recorder import StepTimes
+from sequoia_vllm.hardware.step_curves import StepTimes
 
 PARTS = ("target", "draft", "drawing", "verify")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sequoia_vllm.calibration.step_curves import BatchTimes, TimedStep, measuring_tree, middle_round
 from sequoia_vllm.hardware.choose import MAX_DEPTH
+from sequoia_vllm.hardware.step_curves import BatchTimes, TimedStep, measuring_tree, middle_round
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
 

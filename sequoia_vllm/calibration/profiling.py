@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from sequoia_vllm.calibration.ladder import Ladder
-from sequoia_vllm.calibration.step_curves import (
+from sequoia_vllm.hardware.budget import warm_up_length
+from sequoia_vllm.hardware.cost import check_batch_sizes
+from sequoia_vllm.hardware.step_curves import (
     BatchCurves,
     BatchTimes,
     batch_curves,
@@ -21,8 +23,6 @@ from sequoia_vllm.calibration.step_curves import (
     measuring_tree,
     steady_steps,
 )
-from sequoia_vllm.hardware.budget import warm_up_length
-from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.measuring.engines import (
     EngineSpec,

@@ -21,6 +21,7 @@ from sequoia_vllm.engine.refusals import refuse_unsupported
 from sequoia_vllm.engine.request import sequoia_request
 from sequoia_vllm.engine.resolve import Resolved, resolve
 from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
+from sequoia_vllm.engine.start.runs import how_it_runs
 from sequoia_vllm.engine.swap import swapped
 
 logger = logging.getLogger("vllm.sequoia")
@@ -103,6 +104,7 @@ def create_speculative_config(
         tensor_parallel_size=target_parallel_config.tensor_parallel_size,
         read_shapes=lambda draft: pair_shapes(target_model_config, draft, config),
         max_model_len=target_model_config.max_model_len,
+        runs=how_it_runs(config, self.enforce_eager),
     )
     tree, source = resolved.choice.tree, resolved.choice.source
     if not resolved.speculates:

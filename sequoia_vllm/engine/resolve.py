@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.cluster import current_versions
@@ -13,6 +13,7 @@ from sequoia_vllm.engine.tree_choice import TreeChoice, choose_engine_tree
 from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.known_pairs import known_draft
 from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.start_times import Runs, ToTime
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ def resolve(
     tensor_parallel_size: int,
     read_shapes: Callable[[str], PairShapes] | None = None,
     max_model_len: int | None = None,
+    runs: Runs | None = None,
 ) -> Resolved:
     """Finds the draft and the tree that this configuration names or leaves to us.
 
@@ -56,6 +58,7 @@ def resolve(
         read_shapes: Reads the shapes of the target and of this draft, if the choice
             depends on them; None: they are not known.
         max_model_len: Longest request, in tokens; None: any.
+        runs: How the engine will run; None: it neither times steps nor uses what was timed.
 
     Raises:
         ConfigError: No draft is given, and none is known for this target.
@@ -70,8 +73,11 @@ def resolve(
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
     )
-    shapes = partial(read_shapes, draft) if read_shapes else None
-    choice = choose_engine_tree(config, pair, shapes, max_model_len)
+    shapes = cache(lambda: read_shapes(draft)) if read_shapes else None
+    choice = choose_engine_tree(config, pair, shapes, max_model_len, runs)
+    to_time = None
+    if config.tune_at_start and choice.lacks_times and shapes and runs is not None:
+        to_time = _to_time(pair, shapes(), runs)
     settings = SequoiaSettings(
         tree=choice.tree,
         tree_source=choice.source,
@@ -80,5 +86,13 @@ def resolve(
         context_attention=config.context_attention,
         verification=config.verification or choice.verification,
         adapts_as=pair.file_name if config.adapts else None,
+        to_time=to_time,
     )
     return Resolved(draft, choice, settings)
+
+
+def _to_time(pair: PairKey, shapes: PairShapes, runs: Runs) -> ToTime | None:
+    """What the engine is to time; None: trees cannot be computed for models of no known size."""
+    if shapes.target is None or shapes.draft is None:
+        return None
+    return ToTime(pair, runs, shapes.target.parameters, shapes.draft.parameters)

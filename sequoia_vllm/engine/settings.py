@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sequoia_vllm.config import ContextAttention, Verification
+from sequoia_vllm.library.start_times import ToTime
 from sequoia_vllm.tree import TokenTree
 
 KEY = "sequoia"
@@ -24,6 +25,7 @@ class SequoiaSettings:
         context_attention, verification: See `SequoiaConfig`.
         adapts_as: Name of the file that keeps what the engine learns of how much to draft; None:
             it drafts as configured.
+        to_time: What it times in its warm-up for the next start; None: nothing.
     """
 
     tree: TokenTree
@@ -33,6 +35,7 @@ class SequoiaSettings:
     context_attention: ContextAttention = "triton"
     verification: Verification = "sequoia"
     adapts_as: str | None = None
+    to_time: ToTime | None = None
 
     @classmethod
     def enabled(cls, vllm_config: Any) -> bool:
@@ -59,6 +62,7 @@ class SequoiaSettings:
             data["context_attention"],
             data["verification"],
             data["adapts_as"],
+            ToTime.from_dict(data["to_time"]) if data["to_time"] else None,
         )
 
     def store(self, additional_config: dict[str, Any] | None) -> dict[str, Any]:
@@ -71,5 +75,6 @@ class SequoiaSettings:
             "context_attention": self.context_attention,
             "verification": self.verification,
             "adapts_as": self.adapts_as,
+            "to_time": self.to_time.to_dict() if self.to_time else None,
         }
         return {**(additional_config or {}), KEY: own}

@@ -11,6 +11,7 @@ from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.start_times import Runs
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
@@ -31,6 +32,7 @@ class TreeChoice:
             tree at every batch size.
         device: The device whose measurements or datasheet chose it; None: none did.
         verification: What the tree was found better with, see `SequoiaConfig`.
+        lacks_times: It depends on times of this pair on this device, which nobody measured.
     """
 
     tree: TokenTree
@@ -38,6 +40,7 @@ class TreeChoice:
     schedule: list[tuple[int, int, int]] | None = None
     device: str | None = None
     verification: Verification = "sequoia"
+    lacks_times: bool = False
 
 
 ReadShapes = Callable[[], PairShapes]
@@ -48,6 +51,7 @@ def choose_engine_tree(
     pair: PairKey,
     read_shapes: ReadShapes | None = None,
     max_model_len: int | None = None,
+    runs: Runs | None = None,
 ) -> TreeChoice:
     """Resolves the configuration's tree, with its bounds and schedule applied.
 
@@ -58,12 +62,13 @@ def choose_engine_tree(
             None: nothing is known of them.
         max_model_len: Longest request, in tokens: a tree that we choose takes a quarter of
             it at most. None: any.
+        runs: How the engine will run; None: times of earlier starts do not count.
 
     Raises:
         TreeError, AcceptanceError, LibraryError: Naming the file or entry and
             what is wrong with it.
     """
-    choice = _resolve(config, pair, read_shapes)
+    choice = _resolve(config, pair, read_shapes, runs)
     if max_model_len is not None and choice.device is not None:
         choice = _within(choice, max(max_model_len // _LENGTH_PER_NODE, 1))
     if config.num_speculative_tokens is not None:
@@ -73,7 +78,9 @@ def choose_engine_tree(
     return choice
 
 
-def _resolve(config: SequoiaConfig, pair: PairKey, read_shapes: ReadShapes | None) -> TreeChoice:
+def _resolve(
+    config: SequoiaConfig, pair: PairKey, read_shapes: ReadShapes | None, runs: Runs | None
+) -> TreeChoice:
     if isinstance(config.tree, TreeSpec):
         return _optimal(config, config.tree, "optimal for the given size")
     if isinstance(config.tree, TokenTree):
@@ -85,21 +92,23 @@ def _resolve(config: SequoiaConfig, pair: PairKey, read_shapes: ReadShapes | Non
     if config.acceptance is not None:
         return _optimal(config, DEFAULT_TREE, "optimal for the given acceptance")
     try:
-        choice = _from_library(pair, read_shapes() if read_shapes else None)
+        choice = _from_library(pair, read_shapes() if read_shapes else None, runs)
     except LibraryError as error:
-        return _optimal(config, DEFAULT_TREE, f"default size; {error}")
+        default = _optimal(config, DEFAULT_TREE, f"default size; {error}")
+        return replace(default, lacks_times=True)
     if choice.tree.size == 1 and config.tree is None:
-        return _optimal(
+        default = _optimal(
             config,
             DEFAULT_TREE,
             f'default size; speculation is expected not to pay here ("tree": "{AUTO}" turns it '
             f"off): {choice.source}",
         )
+        return replace(default, lacks_times=choice.lacks_times)
     return choice
 
 
-def _from_library(pair: PairKey, shapes: PairShapes | None) -> TreeChoice:
-    selection = tree_library.select(pair, shapes)
+def _from_library(pair: PairKey, shapes: PairShapes | None, runs: Runs | None) -> TreeChoice:
+    selection = tree_library.select(pair, shapes, runs)
     schedule = selection.schedule
     return TreeChoice(
         schedule.tree,
@@ -107,6 +116,7 @@ def _from_library(pair: PairKey, shapes: PairShapes | None) -> TreeChoice:
         schedule.per_batch_size(),
         pair.device,
         selection.entry.verification or "sequoia",
+        lacks_times=not selection.is_timed,
     )
 
 

@@ -9,6 +9,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from sequoia_vllm.engine.cluster import check_group, check_worker
 from sequoia_vllm.engine.device_name import current_device_name
+from sequoia_vllm.engine.start.timing import time_at_start
 from sequoia_vllm.engine.tree_reports import attach_limit, attach_paths
 
 
@@ -28,6 +29,12 @@ class SequoiaWorker(Worker):
         check_group(
             self.vllm_config, current_device_name(self.device.index or 0), get_tp_group().cpu_group
         )
+
+    def compile_or_warm_up_model(self) -> Any:
+        """As vLLM's; then times steps for the next start's choice of a tree, if it has to."""
+        warmed_up = super().compile_or_warm_up_model()
+        time_at_start(self)
+        return warmed_up
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, timed as part of the step."""

@@ -1,8 +1,9 @@
 """Profiles: how long each part of a step takes on one device for one model pair.
 
 A profile is a JSON file (`Profile`), written by the measuring tool
-(``"source": "measured"``) or computed, from datasheet values (``"source": "roofline"``,
-see `sequoia_vllm.hardware.roofline`) or from measurements of other models
+(``"source": "measured"``), by an engine in its warm-up (``"source": "warm-up"``), or
+computed, from datasheet values (``"source": "roofline"``, see
+`sequoia_vllm.hardware.roofline`) or from measurements of other models
 (``"source": "scaled"``, see `sequoia_vllm.hardware.scaled_profile`). All times are
 in seconds, per engine step, for the whole batch.
 """
@@ -22,9 +23,10 @@ from sequoia_vllm.json_file import FileModel, dump_json, read_model
 
 Seconds = Annotated[float, Field(gt=0, le=1e5)]
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
-ProfileSource = Literal["measured", "roofline", "scaled"]
+ProfileSource = Literal["measured", "warm-up", "roofline", "scaled"]
 HOW_TIMED: dict[ProfileSource, str] = {
     "measured": "measured",
+    "warm-up": "measured in an earlier start's warm-up",
     "roofline": "roofline, not measured",
     "scaled": "scaled from measurements of other models",
 }
@@ -93,8 +95,8 @@ class Profile(FileModel):
         default="sequoia-vllm/profile/v1", alias="schema"
     )
     source: ProfileSource = Field(
-        description="Where the times come from: a running engine, datasheet values, or the times "
-        "of models of other sizes on the same device."
+        description="Where the times come from: a running engine, an engine's warm-up, datasheet "
+        "values, or the times of models of other sizes on the same device."
     )
     date: datetime.date = Field(description="Day of the measurement, or of the datasheet values.")
     device: str = Field(min_length=1, description="Device name as the driver gives it.")

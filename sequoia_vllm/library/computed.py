@@ -26,6 +26,7 @@ class Basis:
         measured: Profiles of other models on this kind of device.
         vectors: Acceptance to choose from.
         learned: What was counted while this pair was served, which is better than any of them.
+        own: Times of this very pair here, which are better than any others.
     """
 
     device: str
@@ -33,6 +34,7 @@ class Basis:
     measured: Sequence[Profile]
     vectors: Sequence[AcceptanceFile]
     learned: AcceptanceFile | None = None
+    own: Profile | None = None
 
 
 def computed_entry(
@@ -74,6 +76,8 @@ def computed_entry(
 
 
 def _profile(basis: Basis, pair: PairKey, target: ModelShape, draft: ModelShape) -> Profile | None:
+    if basis.own is not None:
+        return basis.own
     if basis.spec is not None:
         size = pair.tensor_parallel_size
         return roofline_profile(basis.spec, target, draft, pair.dtype, size)

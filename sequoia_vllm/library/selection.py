@@ -38,6 +38,7 @@ class Selection:
         expected_tokens: Tokens per request and step at the batch size asked for.
         expected_speedup: Against plain decoding at that batch size.
         reason: One line: what was chosen and why.
+        is_timed: Whether its times were measured with this pair here.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Selection:
     expected_tokens: float
     expected_speedup: float
     reason: str
+    is_timed: bool = True
 
     @property
     def tree(self) -> TokenTree:
@@ -112,6 +114,19 @@ def runs_as_here(
     runs = pair.tensor_parallel_size, pair.dtype
     same_run = (entry.tensor_parallel_size, entry.dtype) == runs and not shapes.quantized
     return same_run and device.id == file.device and device.mig is None
+
+
+def timed_here(entries: list[TreeEntry], pair: PairKey, *, is_cpu: bool) -> bool:
+    """Whether entries that are for a pair were timed with it on this type of device.
+
+    Never on CPUs: their names do not say how many cores an engine has.
+    """
+    here = pair.device, pair.dtype, pair.tensor_parallel_size
+    return not is_cpu and any(
+        entry.profile.source == "measured"
+        and (entry.profile.device, entry.dtype, entry.tensor_parallel_size) == here
+        for entry in entries
+    )
 
 
 def parameters_of(
@@ -218,7 +233,9 @@ def size_names(shapes: PairShapes) -> str:
     return f"a target of {target} and a draft of {draft} parameters"
 
 
-def selection(entry: TreeEntry, source: str, batch_size: int, reasons: list[str]) -> Selection:
+def selection(
+    entry: TreeEntry, source: str, batch_size: int, reasons: list[str], *, is_timed: bool
+) -> Selection:
     """The selection, logged once."""
     schedule = entry.to_schedule()
     estimate = schedule.estimate(batch_size)
@@ -236,6 +253,7 @@ def selection(entry: TreeEntry, source: str, batch_size: int, reasons: list[str]
         expected_tokens=estimate.expected_tokens,
         expected_speedup=estimate.speedup,
         reason=reason,
+        is_timed=is_timed,
     )
 
 

@@ -7,7 +7,6 @@ in `user_directory` and take precedence.
 
 from __future__ import annotations
 
-import datetime
 import logging
 import os
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import platformdirs
 
-from sequoia_vllm.adaptation import AdaptationState, StateError
 from sequoia_vllm.hardware.device import X86_CPU, Device, DeviceHints, identify, nearest
 from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.hardware.step_profile import Profile
@@ -30,6 +28,7 @@ from sequoia_vllm.library.files import (
     UserTree,
 )
 from sequoia_vllm.library.identity import KnownModels
+from sequoia_vllm.library.learned import learned_acceptance
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.selection import (
     Request,
@@ -41,7 +40,9 @@ from sequoia_vllm.library.selection import (
     runs_as_here,
     selection,
     timed_at_size,
+    timed_here,
 )
+from sequoia_vllm.library.start_times import Runs, load_start_times
 from sequoia_vllm.tree.token_tree import TokenTree
 
 logger = logging.getLogger("vllm.sequoia.library")  # shown by vLLM's own handler
@@ -225,11 +226,13 @@ class TreeLibrary:
         acceptance_class: str | None = None,
         batch_size: int = 1,
         hints: DeviceHints | None = None,
+        runs: Runs | None = None,
     ) -> Selection:
         """The tree for this device, model pair and way of running.
 
         Looked for in this order: the user's own tree for exactly this device,
-        pair, dtype and TP size; a shipped tree of the device for the pair itself, or
+        pair, dtype and TP size; one computed here from what an engine of this pair timed
+        when it started; a shipped tree of the device for the pair itself, or
         measured with models of its sizes; one computed here from the pair's shapes, on
         the device's datasheet or from what was measured with other models on it, for the
         acceptance that engines counted while they served this pair, if they did.
@@ -250,6 +253,7 @@ class TreeLibrary:
             acceptance_class: Draft strength class; None: see above.
             batch_size: What the expectations in the result are for.
             hints: Values of a device that is not in the device table.
+            runs: How the engine runs; None: what engines timed at their start is not looked at.
 
         Returns:
             The selection.
@@ -262,14 +266,26 @@ class TreeLibrary:
         path = self._user_path(pair)
         if path.is_file():
             entry = self._user_tree(path).entry
-            return selection(entry, "user", batch_size, [f"tuned here ({path})"])
+            reason = f"tuned here ({path})"
+            return selection(entry, "user", batch_size, [reason], is_timed=True)
         device = identify(pair.device)
-        file, reasons = self._file_for(device, hints or DeviceHints())
         request = Request(pair, self._known_models(), acceptance_class, temperature)
+        learned = learned_acceptance(adaptation_path(self.user, pair.file_name), pair)
+        if shapes is not None and runs is not None:
+            timed = load_start_times(self.user, pair, shapes, runs)
+            if timed is not None:
+                name = device.id or "this-device"
+                basis = Basis(name, None, [], self._vectors(), learned, own=timed[0])
+                found, why = computed_entry(basis, shapes, request)
+                if found is not None:
+                    reasons = [f"timed when this pair started here ({timed[1]})", why]
+                    source = found.profile.source
+                    return selection(found, source, batch_size, reasons, is_timed=True)
+        file, reasons = self._file_for(device, hints or DeviceHints())
         entries, why = made_for(file.entries, request)
+        is_timed = timed_here(entries, pair, is_cpu=device.id == X86_CPU)
         if shapes is not None:
             # What was counted on the pair says more than times of models of its sizes.
-            learned = self._learned(pair)
             if not entries and learned is None:
                 entries, why = timed_at_size(file.entries, shapes)
             if not any(runs_as_here(entry, file, device, pair, shapes) for entry in entries):
@@ -277,7 +293,8 @@ class TreeLibrary:
                 found, reason = computed_entry(basis, shapes, request)
                 if found is not None:
                     on = [_identified(device)] if device.id else reasons
-                    return selection(found, found.profile.source, batch_size, [*on, reason])
+                    source = found.profile.source
+                    return selection(found, source, batch_size, [*on, reason], is_timed=False)
                 reasons.append(reason)
         if not entries:
             sizes = parameters_of(pair, shapes, target_parameters, draft_parameters)
@@ -294,33 +311,12 @@ class TreeLibrary:
                 reasons.append(f"made for {what} {stored}, not {here}")
         if device.mig:
             reasons.append("the slice is treated as the whole device")
-        return selection(entry, entry.profile.source, batch_size, reasons)
+        source = entry.profile.source
+        return selection(entry, source, batch_size, reasons, is_timed=is_timed)
 
     def _known_models(self) -> KnownModels:
         paths = sorted((self.shipped / "profiles").glob("*.json"))
         return KnownModels.of(_read_profile(path) for path in paths)
-
-    def _learned(self, pair: PairKey) -> AcceptanceFile | None:
-        """The acceptance that engines counted while they served this pair; None: too little."""
-        path = adaptation_path(self.user, pair.file_name)
-        try:
-            found = AdaptationState.load(path).usual_acceptance() if path.is_file() else None
-        except (StateError, ValueError, LookupError, OSError) as error:
-            logger.warning("Sequoia: what was learned while serving is not used: %s", error)
-            return None
-        if found is None:
-            return None
-        workload, acceptance = found
-        return AcceptanceFile(
-            name="learned",
-            description=f"counted while serving {workload} requests ({path})",
-            source="measured",
-            date=datetime.date.fromtimestamp(path.stat().st_mtime),
-            target=pair.target,
-            draft=pair.draft,
-            temperature=0.0 if workload == "greedy" else None,
-            acceptance=acceptance.to_list(),
-        )
 
     def _basis(
         self, file: LibraryFile, device: Device, learned: AcceptanceFile | None = None
@@ -328,14 +324,17 @@ class TreeLibrary:
         """What a pair's tree is computed from where this file's trees would be used."""
         names = sorted({entry.profile.file for entry in file.entries if entry.profile.file})
         paths = [self.shipped / name for name in names]
-        vectors = sorted((self.shipped / "acceptance").glob("*.json"))
         return Basis(
             device=device.id or file.device,
             spec=device.spec or file.datasheet,
             measured=[_read_profile(path) for path in paths if path.is_file()],
-            vectors=[AcceptanceFile.load(path) for path in vectors],
+            vectors=self._vectors(),
             learned=learned,
         )
+
+    def _vectors(self) -> list[AcceptanceFile]:
+        paths = sorted((self.shipped / "acceptance").glob("*.json"))
+        return [AcceptanceFile.load(path) for path in paths]
 
     def _file_for(self, device: Device, hints: DeviceHints) -> tuple[LibraryFile, list[str]]:
         devices = self.devices()
@@ -367,9 +366,9 @@ def load(name: str) -> TokenTree:
     return TreeLibrary().load(name)
 
 
-def select(pair: PairKey, shapes: PairShapes | None = None) -> Selection:
+def select(pair: PairKey, shapes: PairShapes | None = None, runs: Runs | None = None) -> Selection:
     """`TreeLibrary.select` of the default library."""
-    return TreeLibrary().select(pair, shapes=shapes)
+    return TreeLibrary().select(pair, shapes=shapes, runs=runs)
 
 
 def tuned_measurements(pair: PairKey) -> Measurements | None:

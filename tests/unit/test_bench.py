@@ -30,9 +30,10 @@ from sequoia_vllm.bench.rounds import Case, RoundRun, batches
 from sequoia_vllm.bench.summary import CHAIN_SAMPLES_WRONGLY, DECLINED, results
 from sequoia_vllm.cli.bench_view import print_report
 from sequoia_vllm.hardware import CostModel, Curve, Overhead, Profile
+from sequoia_vllm.hardware.step_curves import StepTimes
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
 from sequoia_vllm.measuring.engines import EngineSpec
-from sequoia_vllm.measuring.step_recorder import StepRecorder, StepTimes
+from sequoia_vllm.measuring.step_recorder import StepRecorder
 from sequoia_vllm.tree import TokenTree, TreeError
 
 # -- methods ---------------------------------------------------------------------
@@ -192,7 +193,7 @@ def step(scheduled, drafted=None):
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("sequoia_vllm.measuring.recorder_v1.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("sequoia_vllm.engine.v1.recording.time.perf_counter", lambda: clock.now)
     return clock
 
 

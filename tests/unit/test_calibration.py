@@ -42,7 +42,7 @@ from tests.support.models import DRAFT, TARGET
 def test_pure_parts_import_no_vllm():
     modules = [
         f"calibration.{name}"
-        for name in ("counts", "step_curves", "profiling", "acceptance", "tune", "profile_figure")
+        for name in ("counts", "profiling", "acceptance", "tune", "profile_figure")
     ]
     code = (
         "import sys, "

@@ -12,21 +12,21 @@ from typer.testing import CliRunner
 from sequoia_vllm.calibration import profiling
 from sequoia_vllm.calibration.ladder import Ladder
 from sequoia_vllm.calibration.profile_figure import plot_profile
-from sequoia_vllm.calibration.step_curves import (
+from sequoia_vllm.cli import app
+from sequoia_vllm.cli.profile import print_profile
+from sequoia_vllm.figures import FigureFormatError
+from sequoia_vllm.hardware.cost import CostModel, Prefixes
+from sequoia_vllm.hardware.step_curves import (
     BatchTimes,
+    StepTimes,
     TimedStep,
     batch_curves,
     measuring_tree,
     steady_steps,
 )
-from sequoia_vllm.cli import app
-from sequoia_vllm.cli.profile import print_profile
-from sequoia_vllm.figures import FigureFormatError
-from sequoia_vllm.hardware.cost import CostModel, Prefixes
-from sequoia_vllm.hardware.step_profile import Profile
+from sequoia_vllm.hardware.step_profile import Profile, ProfileError
 from sequoia_vllm.measuring.engines import EngineSpec, token_windows
 from sequoia_vllm.measuring.errors import CalibrationError
-from sequoia_vllm.measuring.step_recorder import StepTimes
 from sequoia_vllm.tree import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
 from tests.support.models import DRAFT
@@ -144,11 +144,11 @@ def test_only_steady_steps_count():
 
 def test_missing_steps():
     times = measured(2)
-    with pytest.raises(CalibrationError, match=r"no step had 2 requests of 1 tokens.*kv-cache"):
+    with pytest.raises(ProfileError, match=r"no step had 2 requests of 1 tokens.*kv-cache"):
         batch_curves(BatchTimes(2, 128, [[], []], times.trees))
-    with pytest.raises(CalibrationError, match="no step had 2 requests of 4 tokens"):
+    with pytest.raises(ProfileError, match="no step had 2 requests of 4 tokens"):
         batch_curves(BatchTimes(2, 128, times.plain, {**times.trees, 4: [[]]}))
-    with pytest.raises(CalibrationError, match="second level"):
+    with pytest.raises(ProfileError, match="second level"):
         batch_curves(BatchTimes(2, 128, times.plain, {2: times.trees[2]}))
 
 

@@ -162,7 +162,10 @@ def changed(path: str, value: object) -> dict:
 PROFILES = [
     (changed("schema", "x"), "\"schema\" is 'x'; this version reads"),
     (changed("schema", ...), '"schema" is None'),
-    (changed("source", "guessed"), "source: Input should be 'measured', 'roofline' or 'scaled'"),
+    (
+        changed("source", "guessed"),
+        "source: Input should be 'measured', 'warm-up', 'roofline' or 'scaled'",
+    ),
     (changed("source", "roofline"), "must carry the datasheet values"),
     (changed("date", "yesterday"), "date: "),
     (changed("device", ""), "device: "),

@@ -35,6 +35,10 @@ CPU_V1: tuple[Expected | Override, ...] = (
         why="CPUWorker.init_device imports the V2 runner by this name",
         until=_RUNNER_CLASS,
     ),
+    Override(
+        "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model", ("self",),
+        kind="subclass", why="see gpu_worker.Worker", until="see gpu_worker.Worker",
+    ),
     Expected("vllm.v1.worker.gpu_worker:Worker.load_model", ("self", "load_dummy_weights")),
     Expected(
         "vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_ATTN.clear_override", ()
@@ -61,7 +65,6 @@ CPU_V1: tuple[Expected | Override, ...] = (
         kind="subclass", why="forgets drafts of finished requests", until=_TREE_HOOKS,
     ),
     Expected("vllm.v1.core.sched.output:CachedRequestData.resumed_req_ids"),
-    Expected("vllm.v1.core.sched.output:CachedRequestData.num_computed_tokens"),
     Override(
         f"{_RUNNER}._prepare_inputs", ("self", "scheduler_output", "num_scheduled_tokens"),
         kind="subclass",

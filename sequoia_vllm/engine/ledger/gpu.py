@@ -60,12 +60,6 @@ GPU: tuple[Expected | Override, ...] = (
         why="makes vLLM's runner; ours has trees",
         until="the worker asks a method for its runner class",
     ),
-    Override(
-        "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", ("self",),
-        kind="subclass",
-        why="vLLM warms up with requests that are greedy or have no trees",
-        until="its warm-up has a sampled request without penalties",
-    ),
     # v2/runner_gpu.py
     Override(
         f"{_RUNNER}:ModelCudaGraphManager",

@@ -111,6 +111,11 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             self.drafter.draft_max_len, self.max_num_tokens, DraftBlocks({group: spec.block_size})
         )
 
+    def forget_steps(self) -> None:
+        """Counts nothing of the steps so far: they were nobody's."""
+        self.stats.take_paths()
+        self.stats.reset()
+
     # -- before the target's forward -------------------------------------------------
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:

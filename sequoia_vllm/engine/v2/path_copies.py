@@ -38,6 +38,13 @@ class PathCopies:
         event.record()
         self._under_way.append((host, event))
 
+    def drop(self) -> None:
+        """Forgets the copies under way, once they are done."""
+        for _, event in self._under_way:
+            if event is not None:
+                event.synchronize()
+        self._under_way.clear()
+
     def arrived(self) -> list[NDArray[np.int32]]:
         """Paths (see `metrics.paths_of`) of the steps whose copies are done, oldest first."""
         found = []

@@ -96,6 +96,12 @@ class TreeRunner(GPUModelRunner):
         self._plain_prepare_attn = self.model_state.prepare_attn
         self.model_state.prepare_attn = self._attention_metadata
 
+    def forget_steps(self) -> None:
+        """Counts nothing of the steps so far: they were nobody's."""
+        self._paths.drop()
+        self.stats.take_paths()
+        self.stats.reset()
+
     # -- requests ------------------------------------------------------------------
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:

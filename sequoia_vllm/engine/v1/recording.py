@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sequoia_vllm.measuring.wrapping import around, is_decoding
+from sequoia_vllm.engine.wrapping import around, is_decoding
 
 
 class RecordingV1:
@@ -20,14 +20,18 @@ class RecordingV1:
         self._stats = getattr(runner, "stats", None)  # Sequoia's runner only
         self._forwards_before = 0.0
         self._steps: list[dict[str, Any]] = []
-        around(runner, "execute_model", before=self._begin)
-        around(runner, "_model_forward", after=self._adder("target"))
-        around(runner.model, "compute_logits", after=self._adder("target"))
-        around(runner, "_sample", after=self._adder("sampling"))
-        around(runner, "propose_draft_token_ids", self._begin_drafting, self._add_drafting)
+        self._ends = [
+            around(runner, "execute_model", before=self._begin),
+            around(runner, "_model_forward", after=self._adder("target")),
+            around(runner.model, "compute_logits", after=self._adder("target")),
+            around(runner, "_sample", after=self._adder("sampling")),
+            around(runner, "propose_draft_token_ids", self._begin_drafting, self._add_drafting),
+        ]
         if self._stats is not None:
-            around(runner, "_verify", after=self._adder("verify"))
-            around(runner, "_commit", after=self._adder("commit"))
+            self._ends += [
+                around(runner, "_verify", after=self._adder("verify")),
+                around(runner, "_commit", after=self._adder("commit")),
+            ]
 
     def take(self, decoding: int | None = None) -> list[dict[str, Any]]:
         """As `RecordingV2.take`."""
@@ -35,6 +39,11 @@ class RecordingV1:
         if decoding is None:
             return steps
         return [step for step in steps if step["decoding"] and step["requests"] == decoding]
+
+    def end(self) -> None:
+        """Records no more: the runner is as it was."""
+        while self._ends:
+            self._ends.pop()()
 
     def _begin(self, scheduler_output: Any, *unused: Any, **unused_too: Any) -> None:
         scheduled = list(scheduler_output.num_scheduled_tokens.values())

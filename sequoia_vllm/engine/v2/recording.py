@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sequoia_vllm.measuring.wrapping import Mark, around_marks, is_decoding
+from sequoia_vllm.engine.wrapping import Mark, around_marks, is_decoding
 
 
 @dataclass
@@ -35,6 +35,7 @@ class RecordingV2:
         self._on_gpu = runner.device.type == "cuda"
         self._speculator = runner.speculator
         self._steps: list[_Step] = []
+        self._ends: list[Callable[[], None]] = []
         self._around(runner, "execute_model", "target", before=self._begin)
         self._around(runner.model, "compute_logits", "logits")
         self._around(runner, "sample", "sample")
@@ -55,6 +56,11 @@ class RecordingV2:
 
             torch.cuda.synchronize()
         return [self._resolved(step) for step in steps]
+
+    def end(self) -> None:
+        """Records no more: the runner is as it was."""
+        while self._ends:
+            self._ends.pop()()
 
     def _resolved(self, step: _Step) -> dict[str, Any]:
         seconds = dict.fromkeys(("target", "logits", "sample", "drafting"), 0.0)
@@ -93,7 +99,7 @@ class RecordingV2:
             if part == "drafting":
                 step.passes = getattr(self._speculator, "pass_widths", [])
 
-        around_marks(owner, name, self._mark, before, add_span)
+        self._ends.append(around_marks(owner, name, self._mark, before, add_span))
 
     def _mark(self) -> Mark:
         if not self._on_gpu:

@@ -15,14 +15,18 @@ def around(
     name: str,
     before: Callable[..., None] | None = None,
     after: Callable[[float], None] | None = None,
-) -> None:
-    """Calls ``before`` with the arguments, and ``after`` with the seconds, of each call."""
+) -> Callable[[], None]:
+    """Calls ``before`` with the arguments, and ``after`` with the seconds, of each call.
+
+    Returns:
+        Ends it; of several on one method the last is ended first.
+    """
 
     def with_seconds(start: float, end: float) -> None:
         if after is not None:
             after(end - start)
 
-    around_marks(owner, name, time.perf_counter, before, with_seconds)
+    return around_marks(owner, name, time.perf_counter, before, with_seconds)
 
 
 def around_marks(
@@ -31,9 +35,10 @@ def around_marks(
     mark: Callable[[], Mark],
     before: Callable[..., None] | None,
     after: Callable[[Mark, Mark], None],
-) -> None:
+) -> Callable[[], None]:
     """As `around`, with ``after`` called with the marks made before and after each call."""
     method = getattr(owner, name)
+    is_own = name in vars(owner)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
@@ -44,7 +49,14 @@ def around_marks(
         finally:
             after(start, mark())
 
+    def end() -> None:
+        if is_own:
+            setattr(owner, name, method)
+        else:
+            delattr(owner, name)
+
     setattr(owner, name, timed)
+    return end
 
 
 def runs_v2(runner: Any) -> bool:

@@ -24,12 +24,54 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_vllm.hardware.step_profile import Curve, Overhead
-from sequoia_vllm.measuring.errors import CalibrationError
-from sequoia_vllm.measuring.step_recorder import StepTimes
+from sequoia_vllm.hardware.step_profile import Curve, Overhead, ProfileError
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _DIGITS = 7  # a tenth of a microsecond
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One step of an engine; times in seconds.
+
+    Attributes:
+        start: When it started, by the worker's clock.
+        requests: Requests in it.
+        fewest, most: Tokens of the request that has fewest, and most, in it.
+        target: The target's forward passes, LM head included.
+        decoding: Whether none of its requests read its prompt.
+        sampling: From the target's logits to what is emitted; in a Sequoia engine
+            all of verification and commit.
+        verify: Walking the trees; 0 in a plain engine of Model Runner V1.
+        commit: Moving accepted keys and values; 0 in a plain engine.
+        drafting: All of the drafting.
+        drawing: Of it what is outside the draft's forward passes, where that can be told.
+        passes: The draft's forward passes: (tokens of all requests, seconds).
+            The first is over what the last step committed, each other one over
+            one level of the trees.
+    """
+
+    start: float
+    requests: int
+    fewest: int
+    most: int
+    target: float
+    decoding: bool = True
+    sampling: float = 0.0
+    verify: float = 0.0
+    commit: float = 0.0
+    drafting: float = 0.0
+    drawing: float = 0.0
+    passes: Sequence[tuple[int, float]] = ()
+
+    def levels(self) -> list[tuple[float, float]]:
+        """Each pass as (tokens per request, seconds), drawing children included.
+
+        What drafting spends outside its forward passes is shared among them.
+        """
+        outside = self.drafting - sum(seconds for _, seconds in self.passes)
+        share = outside / max(1, len(self.passes))
+        return [(tokens / self.requests, seconds + share) for tokens, seconds in self.passes]
 
 
 @dataclass(frozen=True)
@@ -109,10 +151,10 @@ def check_steady(rounds: Rounds, batch_size: int, size: int) -> None:
     """Whether any round has a steady step.
 
     Raises:
-        CalibrationError: If none has.
+        ProfileError: If none has.
     """
     if not any(rounds):
-        raise CalibrationError(
+        raise ProfileError(
             f"no step had {batch_size} requests of {size} tokens: the KV cache may be too small "
             "(--kv-cache-gib), or completions too short (--max-tokens)"
         )
@@ -127,15 +169,20 @@ def middle_round(rounds: Rounds) -> list[TimedStep]:
     return by_time[(len(by_time) - 1) // 2]
 
 
-def batch_curves(times: BatchTimes) -> BatchCurves:
+def batch_curves(times: BatchTimes, first_pass: int = 1) -> BatchCurves:
     """Curves and overheads at one batch size and context length.
 
+    Args:
+        times: What was measured.
+        first_pass: Which of a step's draft passes is the first that counts as a level; 0: also
+            that over what the last step committed, for trees that have no other.
+
     Raises:
-        CalibrationError: If steps of some kind are missing.
+        ProfileError: If steps of some kind are missing.
     """
     for size, rounds in {1: times.plain, **times.trees}.items():
         check_steady(rounds, times.batch_size, size)
-    levels = _level_times(times)
+    levels = _level_times(times, first_pass)
     plain = middle_round(times.plain)
     middle = {size: middle_round(rounds) for size, rounds in sorted(times.trees.items())}
     forward = _medians({1: plain, **middle}, lambda timed: timed.step.target)
@@ -190,16 +237,16 @@ class _Levels:
         return float(np.interp(rows, self.widths, seconds).sum())
 
 
-def _level_times(times: BatchTimes) -> _Levels:
+def _level_times(times: BatchTimes, first_pass: int) -> _Levels:
     found: dict[float, dict[tuple[int, int], list[float]]] = {}
     for size, rounds in times.trees.items():
         for number, steps in enumerate(rounds):
             for timed in steps:
-                for width, seconds in timed.step.levels()[1:]:
+                for width, seconds in timed.step.levels()[first_pass:]:
                     by_round = found.setdefault(width, {})
                     by_round.setdefault((size, number), []).append(seconds)
     if not found:
-        raise CalibrationError(
+        raise ProfileError(
             "no tree measured has a second level: give a larger size in --tokens (4 or more)"
         )
     widths = sorted(found)
