@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+from sequoia_vllm.engine import grammar
 from sequoia_vllm.engine.request_options import most_drafts
 from sequoia_vllm.metrics import Reason
 
 
-def reason_without_drafts(sampling_params: Any) -> Reason | None:
+def reason_without_drafts(sampling_params: Any, thinks_first: bool) -> Reason | None:
     """Why this request gets no drafts, or None if it gets trees.
 
     Penalties, bad words and whatever else edits logits by the tokens so far is applied at each
     node by its own path. What is left here keeps a state of its own per request.
 
     Args:
-        sampling_params: vLLM's `SamplingParams`.
+        sampling_params: vLLM's `SamplingParams`, as the front end completed it.
+        thinks_first: Grammars hold only once a request has ended its reasoning, which may be
+            amid a tree: see `grammar`.
     """
     p = sampling_params
     if p is None:
         return "no_generation"
     if most_drafts(p) == 0:
         return "asked"
-    if p.structured_outputs is not None:
+    if p.structured_outputs is not None and (
+        thinks_first or p.structured_outputs._backend not in grammar.BACKENDS
+    ):
         return "structured_outputs"
     if getattr(p, "logprob_token_ids", None):
         return "logprob_token_ids"
@@ -31,9 +36,9 @@ def reason_without_drafts(sampling_params: Any) -> Reason | None:
     return None
 
 
-def never_drafts(sampling_params: Any) -> bool:
-    """Whether this request gets no drafts."""
-    return reason_without_drafts(sampling_params) is not None
+def never_drafts(sampling_params: Any, thinks_first: bool) -> bool:
+    """Whether this request gets no drafts; see `reason_without_drafts`."""
+    return reason_without_drafts(sampling_params, thinks_first) is not None
 
 
 def may_carry_placeholders(sampling_params: Any) -> bool:

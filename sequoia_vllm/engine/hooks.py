@@ -15,8 +15,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.structured_output import StructuredOutputManager
 
-from sequoia_vllm.engine import engine_config, request, tree_reports
+from sequoia_vllm.engine import engine_config, grammar, request, tree_reports
 from sequoia_vllm.engine.mark import is_marked
 from sequoia_vllm.engine.request_options import check_options
 
@@ -29,6 +30,8 @@ def install() -> None:
     _wrap(EngineArgs, "create_speculative_config", engine_config.create_speculative_config)
     _wrap(EngineArgs, "add_cli_args", request.add_cli_args, static=True)
     _wrap(SamplingParams, "_validate_spec_decode", _validate_spec_decode)
+    _wrap(StructuredOutputManager, "validate_tokens", grammar.validate_tokens)
+    _wrap(StructuredOutputManager, "grammar_bitmask", grammar.grammar_bitmask)
     tree_reports.add_report_field()
     _wrap(Scheduler, "update_from_output", tree_reports.update_from_output)
     _wrap(StatLoggerManager, "__init__", tree_reports.init_stat_logger_manager)

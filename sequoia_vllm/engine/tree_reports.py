@@ -23,6 +23,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from sequoia_vllm.engine.adapting import follow, freeze
 from sequoia_vllm.engine.eligibility import reason_without_drafts
+from sequoia_vllm.engine.grammar import thinks_first
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.metrics import Reason, TreeCounts, TreeMetrics, interval_line
 from sequoia_vllm.tree import TokenTree
@@ -129,7 +130,8 @@ def _undrafted(scheduler: Any, scheduler_output: Any) -> list[Reason]:
     new = scheduler_output.scheduled_new_reqs
     if scheduler.vllm_config.model_config.logits_processors:
         return ["custom_logits_processors"] * len(new)
-    reasons = (reason_without_drafts(request.sampling_params) for request in new)
+    thinks = thinks_first(scheduler.vllm_config)
+    reasons = (reason_without_drafts(request.sampling_params, thinks) for request in new)
     return [reason for reason in reasons if reason is not None]
 
 

@@ -15,13 +15,16 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.structured_output import StructuredOutputManager
 
 from sequoia_vllm import engine, plugin
 from sequoia_vllm.engine import contract, hooks
 from sequoia_vllm.engine.ledger import OVERRIDES, Override
 from sequoia_vllm.engine.ledger.override import Kind
 
-PATCHED = (EngineArgs, SamplingParams, Scheduler, StatLoggerManager, LLMEngine)
+PATCHED = (
+    EngineArgs, SamplingParams, StructuredOutputManager, Scheduler, StatLoggerManager, LLMEngine,
+)  # fmt: skip
 
 
 Place = tuple[object, str]  # an attribute: what has it, and its name

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.engine.v1.drafts import Draft, DraftedTrees, schedule_trees
 from sequoia_vllm.engine.v1.path_edits import PathEdits
@@ -116,6 +117,21 @@ def test_min_tokens_are_counted_along_the_path():
     for row, request in enumerate(found.requests):
         short = request == 0 and len(found.generated(row)) < least
         assert result[row].isinf().nonzero().squeeze(1).tolist() == ([3, 5] if short else [])
+
+
+def test_a_grammar_that_has_ended_may_end_before_the_least_tokens():
+    found = Histories.random(TREE, SIZES, VOCABULARY, seed=0)
+    params = [SamplingParams() for _ in SIZES]
+    regex = StructuredOutputsParams(regex="a")
+    params[0] = SamplingParams(
+        min_tokens=99, max_tokens=200, stop_token_ids=[3, 5], structured_outputs=regex
+    )
+    logits = torch.zeros(len(found.nodes), VOCABULARY)
+    logits[1] = -torch.inf  # a grammar's mask: only 3 is left
+    logits[1, 3] = 2.0
+    result = edited(logits, found, params)
+    assert torch.equal(result[1], logits[1])
+    assert result[0].isinf().nonzero().squeeze(1).tolist() == [3, 5]
 
 
 def test_bias_and_allowed_tokens():

@@ -11,6 +11,14 @@ from tests.support.models import prompts
 
 pytestmark = pytest.mark.engine
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 4},
+    },
+    "required": ["name", "sizes"],
+}
 EDITED = {
     "repetition_penalty": {"repetition_penalty": 1.3},
     "presence_penalty": {"presence_penalty": 0.8},
@@ -20,13 +28,21 @@ EDITED = {
     "min_tokens": {"min_tokens": 24, "stop_token_ids": list(range(260, 400))},
     "allowed_token_ids": {"allowed_token_ids": list(range(200, 1200))},
 }
-WITHOUT_DRAFTS = {
-    "none asked for": {"extra_args": {MOST_DRAFTS: 0}},
+STRUCTURED = {
     "structured_choice": {
         "structured_outputs": StructuredOutputsParams(choice=["return None", "raise ValueError"])
     },
-    "structured_regex": {"structured_outputs": StructuredOutputsParams(regex=r"[a-z]{3,8} = \d+")},
+    "structured_regex": {
+        "structured_outputs": StructuredOutputsParams(regex=r"[a-z]{3,8} = \d+( \+ [a-z0-9]{1,5})*")
+    },
+    "structured_json": {"structured_outputs": StructuredOutputsParams(json=SCHEMA)},
+    "structured, edited": {
+        "structured_outputs": StructuredOutputsParams(regex=r"(x = \d+\n)+"),
+        "repetition_penalty": 1.3,
+        "min_tokens": 12,
+    },
 }
+WITHOUT_DRAFTS = {"none asked for": {"extra_args": {MOST_DRAFTS: 0}}}
 
 
 def greedy_and_seeded(keys: dict) -> list[SamplingParams]:
@@ -39,7 +55,7 @@ def greedy_and_seeded(keys: dict) -> list[SamplingParams]:
 @pytest.fixture(scope="module")
 def special():
     """Tokens by kind, alone, and of all in one batch: ours, plain vLLM's, and our counters."""
-    kinds = {**EDITED, **WITHOUT_DRAFTS, "capped": {"extra_args": {MOST_DRAFTS: 2}}}
+    kinds = {**EDITED, **STRUCTURED, **WITHOUT_DRAFTS, "capped": {"extra_args": {MOST_DRAFTS: 2}}}
     params = {name: greedy_and_seeded(keys) for name, keys in kinds.items()}
     mixed = [one for pair in params.values() for one in pair]
     params["all"] = [*mixed, *(SamplingParams(temperature=0, max_tokens=40) for _ in range(8))]
@@ -64,7 +80,7 @@ def undrafted(llm) -> dict[str, int]:
     return {m.labels["reason"]: m.value for m in llm.get_metrics() if m.name == name and m.value}
 
 
-@pytest.mark.parametrize("name", [*EDITED, *WITHOUT_DRAFTS, "capped", "all"])
+@pytest.mark.parametrize("name", [*EDITED, *STRUCTURED, *WITHOUT_DRAFTS, "capped", "all"])
 def test_tokens_are_those_of_plain_vllm(name, special):
     found, plain, _ = special[name]
     assert found == plain
@@ -76,6 +92,13 @@ def test_requests_whose_logits_are_edited_have_trees(name, special):
     assert stats["tokens"] > 1.3 * stats["tree_steps"] > 0
 
 
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_requests_with_a_grammar_have_trees(name, special):
+    _, _, stats = special[name]
+    assert stats["tree_steps"] > 0
+    assert stats["tokens"] > stats["tree_steps"]
+
+
 @pytest.mark.parametrize("name", WITHOUT_DRAFTS)
 def test_others_have_none(name, special):
     _, _, stats = special[name]
@@ -85,11 +108,7 @@ def test_others_have_none(name, special):
 def test_requests_without_drafts_are_counted_by_reason(special):
     """Two of each kind alone, and two among all."""
     _, _, stats = special["all"]
-    kinds = [name.partition("_")[0] for name in WITHOUT_DRAFTS]
-    assert stats["undrafted"] == {
-        "asked": 4 * kinds.count("none asked for"),
-        "structured_outputs": 4 * kinds.count("structured"),
-    }
+    assert stats["undrafted"] == {"asked": 4 * len(WITHOUT_DRAFTS)}
 
 
 def test_a_request_may_cap_its_tree(special):

@@ -14,6 +14,7 @@ from sequoia_vllm.engine.v2.scheduler import TreeScheduler
 DRAFTS = 3
 GREEDY = SamplingParams(temperature=0)
 UNDRAFTED = SamplingParams(extra_args={MOST_DRAFTS: 0})
+# Of a backend that cannot follow trees.
 GRAMMAR = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
 
 
@@ -23,7 +24,8 @@ def scheduler(monkeypatch):
 
     def init(self, processors=None):
         self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(logits_processors=processors)
+            model_config=SimpleNamespace(logits_processors=processors),
+            structured_outputs_config=SimpleNamespace(reasoning_parser=None),
         )
         self.requests = {}
 
@@ -58,7 +60,9 @@ def step(scheduler, requests, new=True, finished=()) -> dict[str, int]:
 def test_each_request_is_asked_once(scheduler, monkeypatch):
     asked = []
     plain = scheduling.never_drafts
-    monkeypatch.setattr(scheduling, "never_drafts", lambda p: asked.append(p) or plain(p))
+    monkeypatch.setattr(
+        scheduling, "never_drafts", lambda p, *how: asked.append(p) or plain(p, *how)
+    )
     requests = {"a": GREEDY, "b": GRAMMAR, "c": GREEDY}
     first = step(scheduler, requests)
     assert first == {"a": DRAFTS, "b": 0, "c": DRAFTS}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from sequoia_vllm.adaptation import DraftController, Step
+from sequoia_vllm.engine.request_options import MOST_DRAFTS
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.generating import (
     TINY,
@@ -114,13 +115,28 @@ def special_params() -> list[Any]:
     length = {"temperature": 0, "max_tokens": 12}
     return [
         SamplingParams(**length, logprobs=3),
-        SamplingParams(**length, repetition_penalty=1.3, presence_penalty=0.5, logprobs=1),
+        SamplingParams(**length, repetition_penalty=1.3, logprobs=1, extra_args={MOST_DRAFTS: 0}),
         SamplingParams(**length, structured_outputs=StructuredOutputsParams(regex=r"[a-z]{9,}")),
         SamplingParams(**length, min_tokens=6, stop_token_ids=list(range(260, 380))),
         SamplingParams(temperature=0.9, seed=1, max_tokens=12, ignore_eos=True, logprobs=2),
         SamplingParams(**length, bad_words=["self", " in"], logit_bias={300: 4.0}),
         SamplingParams(**length, prompt_logprobs=1),
         SamplingParams(**length, logprob_token_ids=[300, 7, 512], logprobs=None),
+    ]
+
+
+def grammar_params() -> list[Any]:
+    """Requests whose every token a grammar checks: greedy, seeded, and with edits besides."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    sums = StructuredOutputsParams(regex=r"[a-z]{3,8} = \d+( \+ [a-z0-9]{1,5})*")
+    return [
+        SamplingParams(temperature=0, max_tokens=16, structured_outputs=sums),
+        SamplingParams(temperature=0.8, seed=2, max_tokens=16, structured_outputs=sums),
+        SamplingParams(
+            temperature=0, max_tokens=16, structured_outputs=sums, repetition_penalty=1.3
+        ),
     ]
 
 
@@ -139,6 +155,10 @@ def generate_special() -> dict[str, Any]:
             }
             if config:
                 answers[name]["counts"] = counted(llm)
+            outputs = llm.generate(texts[:3], grammar_params(), use_tqdm=False)
+            answers[name]["grammar"] = tokens_of(outputs)
+            if config:
+                answers[name]["grammar counts"] = counted(llm)
                 chosen = [texts[place] for place in PADDED], [params[place] for place in PADDED]
                 with counting_rows() as rows:
                     outputs = llm.generate(*chosen, use_tqdm=False)
@@ -151,7 +171,7 @@ def generate_special() -> dict[str, Any]:
     return answers
 
 
-# Penalties between two requests that draft: one of few, it carries placeholders.
+# One that asks for no drafts between two requests that draft: one of few, it carries placeholders.
 PADDED = [0, 1, 4]
 
 
@@ -189,6 +209,11 @@ def special(embedded) -> dict[str, Any]:
 def test_special_requests_are_served_right_among_trees(special):
     assert special["trees"]["tokens"] == special["plain"]["tokens"]
     assert special["trees"]["counts"]["tokens_per_tree"] > 1.2
+
+
+def test_a_grammar_is_followed_along_each_path(special):
+    assert special["trees"]["grammar"] == special["plain"]["grammar"]
+    assert special["trees"]["grammar counts"]["tokens_per_tree"] > 1.1
 
 
 def test_one_request_without_drafts_is_scored_like_the_others(special):

@@ -12,6 +12,8 @@ _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _OUTPUT = "vllm.v1.core.sched.output"
 _REGISTRY = "vllm.v1.attention.backends.registry"
 
+_MANAGER = "vllm.v1.structured_output:StructuredOutputManager"
+_TREE_GRAMMAR = "vLLM's manager is told the topology of drafts"
 _NEW_METHOD = "vLLM lets plugins register a speculative method"
 _METRICS = "vLLM carries a speculative method's own statistics from the worker to its loggers"
 _TIMES = "vLLM tells plugins how long the parts of a step take"
@@ -43,6 +45,35 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         kind="patch",
         why="refuses min_p and logit_bias with any speculation; Sequoia serves them",
         until="vLLM asks the speculative method",
+    ),
+    Expected(
+        "vllm.exceptions:VLLMValidationError", ("message", "parameter", "value"), may_grow=True
+    ),
+    # grammar.py
+    Override(
+        f"{_MANAGER}.validate_tokens", ("self", "request", "spec_tokens"),
+        kind="patch",
+        why="drops drafts after the first that a grammar forbids, as in a chain",
+        until=_TREE_GRAMMAR,
+    ),
+    Override(
+        f"{_MANAGER}.grammar_bitmask",
+        ("self", "requests", "structured_output_request_ids", "scheduled_spec_decode_tokens"),
+        kind="patch",
+        why="fills the masks of a chain; a node's is by its own path",
+        until=_TREE_GRAMMAR,
+    ),
+    Expected("vllm.v1.structured_output.utils:strip_speculative_padding"),
+    *(
+        Expected(
+            f"vllm.v1.structured_output.backend_types:StructuredOutputGrammar.{name}", parameters
+        )
+        for name, parameters in (
+            ("accept_tokens", ("self", "request_id", "tokens")),
+            ("rollback", ("self", "num_tokens")),
+            ("fill_bitmask", ("self", "bitmask", "batch_index")),
+            ("is_terminated", ("self",)),
+        )
     ),
     Expected("vllm.platforms.interface:Platform.is_cpu", ("self",), may_grow=True),
     Expected(f"{_CONFIG}.use_v2_model_runner"),

@@ -179,12 +179,20 @@ def _recent_tokens(
 def _keep_going(
     logits: Tensor, of_request: Tensor, nodes: NodesToEdit, params: Any, num_outputs: int
 ) -> None:
-    """Excludes tokens that end the request where it has fewer than ``min_tokens``."""
+    """Excludes tokens that end the request where it has fewer than ``min_tokens``.
+
+    Where a grammar allows nothing else it may end, as with vLLM.
+    """
     if params.min_tokens <= num_outputs or not params.all_stop_token_ids:
         return
     short = of_request & (nodes.depths + num_outputs < params.min_tokens)
     stops = torch.tensor(sorted(params.all_stop_token_ids), device=logits.device)
-    logits[short.nonzero(), stops] = float("-inf")
+    rows = short.nonzero()
+    before = logits[rows, stops]
+    logits[rows, stops] = float("-inf")
+    if params.structured_outputs is not None:
+        ends = logits[rows.squeeze(1)].isneginf().all(dim=1)
+        logits[rows[ends], stops] = before[ends]
 
 
 def _add_bias(logits: Tensor, of_request: Tensor, params: Any) -> None:

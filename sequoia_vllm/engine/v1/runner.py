@@ -24,6 +24,7 @@ from sequoia_vllm.engine.attention_layers import replaced_backends, supported_la
 from sequoia_vllm.engine.cpu_attention import CPU_BACKENDS, TreeQueries, unsupported_attention
 from sequoia_vllm.engine.draft_blocks import DraftBlocks
 from sequoia_vllm.engine.eligibility import never_drafts
+from sequoia_vllm.engine.grammar import thinks_first
 from sequoia_vllm.engine.kv_commit import TargetCaches, accepted_moves
 from sequoia_vllm.engine.request_options import most_drafts
 from sequoia_vllm.engine.settings import SequoiaSettings
@@ -76,6 +77,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             load_traversal()  # compiled now, not in the first step
         self.stats = StepStats(self.tree)
         self._edits = PathEdits(self.tree, device)
+        self._thinks = thinks_first(vllm_config)
         self._tables = TreeTables(self.tree, device)
         self._drafts: dict[str, Draft] = {}
         self._trees: ScoringTrees | None = None
@@ -342,7 +344,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         for entry in np.flatnonzero(fits).tolist():
             request = int(committed.requests[entry])
             state = self.requests[self.input_batch.req_ids[request]]
-            if not discarded[request] and not never_drafts(state.sampling_params):
+            if not discarded[request] and not never_drafts(state.sampling_params, self._thinks):
                 chosen.append(entry)
         return np.array(chosen, dtype=np.int64)
 

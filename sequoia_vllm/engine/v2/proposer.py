@@ -22,6 +22,7 @@ from sequoia_vllm.drafting.draft_plan import DraftPlan, depths_by_drafts, inner_
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.growth import TreeGrowth, chain_width
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
+from sequoia_vllm.engine.grammar import thinks_first
 from sequoia_vllm.engine.load import fewer_drafts, scheduled_drafts
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.draft_graphs import DraftGraphs
@@ -50,7 +51,7 @@ class TreeProposer(StandaloneARSpeculator):
         self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
         self.req_states = req_states
         self.backend = backend
-        self.modes = RequestModes(self.max_num_reqs)
+        self.modes = RequestModes(self.max_num_reqs, thinks_first(vllm_config))
         drafts, fewer = scheduled_drafts(vllm_config), fewer_drafts(vllm_config)
         self.plan = DraftPlan(tree, drafts, self.max_num_tokens, fewer)
         steps_ahead = vllm_config.max_concurrent_batches - 1

@@ -26,10 +26,11 @@ class RequestModes:
     verifier asks which requests are `sampled`, and the runner which ever have drafts.
     """
 
-    def __init__(self, max_num_reqs: int) -> None:
+    def __init__(self, max_num_reqs: int, thinks_first: bool) -> None:
         self._modes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
         self._most_nodes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
         self._without_drafts = False
+        self._thinks_first = thinks_first
 
     @property
     def gpu(self) -> Tensor:
@@ -58,7 +59,8 @@ class RequestModes:
 
     def start(self, slot: int, sampling_params: Any) -> None:
         """A request begins or resumes in this slot."""
-        self._modes.np[slot] = SKIP if self._without_drafts else mode_of(sampling_params)
+        undrafted = self._without_drafts or never_drafts(sampling_params, self._thinks_first)
+        self._modes.np[slot] = SKIP if undrafted else mode_of(sampling_params)
         most = most_drafts(sampling_params)
         self._most_nodes.np[slot] = _ANY_NUMBER if most is None else most + 1
 
@@ -69,9 +71,7 @@ class RequestModes:
 
 
 def mode_of(sampling_params: Any) -> int:
-    """How this request is drafted and verified."""
-    if never_drafts(sampling_params):
-        return SKIP
+    """How this request, which has drafts, is drafted and verified."""
     if sampling_params.temperature < GREEDY_BELOW:
         return GREEDY
     return SAMPLED if sampling_params.seed is None else MATCHED

@@ -7,6 +7,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from sequoia_vllm.engine.eligibility import may_carry_placeholders, never_drafts
+from sequoia_vllm.engine.grammar import thinks_first
 
 # Of the requests in a step, those that carry placeholders instead of drafts are
 # at most this share, or one: their rows are scored for nothing.
@@ -29,6 +30,7 @@ class TreeScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._nobody_drafts = bool(self.vllm_config.model_config.logits_processors)
+        self._thinks = thinks_first(self.vllm_config)
         # Unfinished requests that never draft, and whether they may carry placeholders.
         self._without_drafts: dict[str, bool] = {}
 
@@ -53,7 +55,7 @@ class TreeScheduler(AsyncScheduler):
             self._without_drafts.pop(request_id, None)
         for new in scheduler_output.scheduled_new_reqs:
             self._without_drafts.pop(new.req_id, None)
-            if never_drafts(new.sampling_params):
+            if never_drafts(new.sampling_params, self._thinks):
                 self._without_drafts[new.req_id] = may_carry_placeholders(new.sampling_params)
 
     def _is_padded(self, undrafted: set[str], scheduled: int) -> bool:
