@@ -118,6 +118,24 @@ def test_a_request_may_cap_its_tree(special):
     assert sum(stats["offered"][0][2:]) == 0  # children of the root after the second
 
 
+@pytest.mark.parametrize("backend", ["guidance", "outlines"])
+def test_grammars_of_other_backends_are_followed(backend):
+    """With trees where a backend's state goes back as far as it went, else without drafts."""
+    options = {"structured_outputs_config": {"backend": backend}}
+    pattern = STRUCTURED["structured_regex"]["structured_outputs"].regex
+    params = greedy_and_seeded({"structured_outputs": StructuredOutputsParams(regex=pattern)})
+    found = []
+    for config in (None, sequoia()):
+        with running(config, **options) as llm:
+            found.append(tokens_of(llm.generate(prompts(2), params, use_tqdm=False)))
+            if config:
+                [stats] = llm.collective_rpc("sequoia_stats")
+    plain, trees = found
+    assert trees == plain
+    assert (stats["tree_steps"] > 0) == (backend == "guidance")
+    assert stats["tokens"] > stats["tree_steps"] or backend == "outlines"
+
+
 def test_custom_logits_processor_runs_without_drafts(plain_outputs):
     options = {"logits_processors": ["tests.engine.processors:EvenTokensOnly"]}
     params = SamplingParams(temperature=0, max_tokens=24)

@@ -11,16 +11,18 @@ few continuations (from the non-central chi-square law of the statistic, for the
 
 import itertools
 from functools import partial
+from math import inf
 
 import numpy as np
 import pytest
 from torch import Tensor
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.testing.laws import assert_same_law
 from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
 from tests.support.histories import Histories, penalised
-from tests.support.models import next_probabilities, prompts, save_llama
+from tests.support.models import next_probabilities, prompts, save_llama, save_word_tokenizer
 
 pytestmark = pytest.mark.engine
 
@@ -37,6 +39,7 @@ def tiny_pair(tmp_path_factory):
     paths = [tmp_path_factory.mktemp(name) for name in ("target", "draft")]
     for path, seed, scale in zip(paths, (3, 4), (1.5, 1.0), strict=True):
         save_llama(path, seed=seed, scale=scale, vocab_size=VOCAB, max_position_embeddings=64)
+        save_word_tokenizer(path)
     return paths
 
 
@@ -60,6 +63,9 @@ def edited(logits: Tensor, prefixes: list[list[int]], setting: dict) -> Tensor:
     found = logits.clone()
     for token, bias in setting["logit_bias"].items():
         found[:, -1, token] += bias
+    if setting["structured_outputs"]:
+        for row, prefix in enumerate(prefixes):
+            found[row, -1, [token for token in range(VOCAB) if not pairs(prefix, token)]] = -inf
     names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
     penalties = ([setting[name]] * len(rows) for name in names)
     found[:, -1] = penalised(found[:, -1], histories, *penalties)
@@ -74,10 +80,29 @@ def count(outputs, length: int) -> np.ndarray:
 
 
 PLAIN = [{"temperature": 1.0}]
+
+
 # Requests of both in one batch: drafted within nuclei of their own.
+def pairs(prefix: list[int], token: int) -> bool:
+    """Whether `GRAMMAR` lets this token follow, where it may not end."""
+    if len(prefix) % 2 == 0:
+        return token in (2, 3)
+    return token in ((3, 4, 5) if prefix[-1] == 2 else (0, 2))
+
+
+# What a token allows depends on the one before. It may not end before its least tokens.
+GRAMMAR = {
+    "structured_outputs": StructuredOutputsParams(regex="(w2(w3|w4|w5)|w3(w0|w2))+"),
+    "min_tokens": 4,
+}
 EDITS = {
-    "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": {}
+    "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": {},
+    "structured_outputs": None, "min_tokens": 0,
 }  # fmt: skip
+GRAMMARS = [
+    {"temperature": 1.0, **GRAMMAR},
+    {"temperature": 0.7, "presence_penalty": 0.9, **GRAMMAR},
+]
 # By what was generated, so that nodes of one tree differ by their paths.
 EDITED = [
     {"temperature": 1.0, "repetition_penalty": 1.7, "frequency_penalty": 0.8},
@@ -92,6 +117,7 @@ CUT = [{"temperature": 0.6, "top_p": 0.8}, {"temperature": 1.2, "top_k": 4, "min
         (4, PLAIN, False, "sequoia"),
         (3, CUT, False, "sequoia"),
         (3, EDITED, False, "sequoia"),
+        (3, GRAMMARS, False, "sequoia"),
         (3, PLAIN, True, "sequoia"),
         (4, PLAIN, False, "traversal"),
     ],
@@ -107,7 +133,8 @@ def test_completions_follow_the_exact_law(tiny_pair, length, mixed, seeded, veri
         for index in range(completions)
     ]  # fmt: skip
     config = sequoia(size=12, depth=3, draft=draft, verification=verification)
-    with running(config, model=target, **TINY) as llm:
+    options = {**TINY, "skip_tokenizer_init": "structured_outputs" not in mixed[0]}
+    with running(config, model=target, **options) as llm:
         requests = [{"prompt_token_ids": PROMPT}] * completions
         outputs = llm.generate(requests, params, use_tqdm=False)
         accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")

@@ -7,6 +7,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from sequoia_vllm.engine.eligibility import never_drafts
+from sequoia_vllm.engine.grammar import thinks_first
 from sequoia_vllm.engine.request_options import MOST_DRAFTS
 from sequoia_vllm.engine.v2 import scheduler as scheduling
 from sequoia_vllm.engine.v2.scheduler import TreeScheduler
@@ -102,6 +104,24 @@ def test_requests_whose_logits_are_edited_draft(scheduler):
     ]  # fmt: skip
     requests = {str(index): SamplingParams(**edit) for index, edit in enumerate(edits)}
     assert set(step(scheduler, requests).values()) == {DRAFTS}
+
+
+def test_a_grammar_of_a_backend_that_can_follows_trees():
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+    params.structured_outputs._backend = "xgrammar"  # as the front end decides
+    assert not never_drafts(params, thinks_first=False)
+    # Where it begins to hold amid a tree, masks would be by path, too.
+    assert never_drafts(params, thinks_first=True)
+    assert never_drafts(GRAMMAR, thinks_first=False)
+
+
+@pytest.mark.parametrize(
+    ("parser", "in_reasoning", "expected"),
+    [(None, False, False), ("qwen3", False, True), ("qwen3", True, False), ("", False, False)],
+)
+def test_engines_that_think_first(parser, in_reasoning, expected):
+    config = SimpleNamespace(reasoning_parser=parser, enable_in_reasoning=in_reasoning)
+    assert thinks_first(SimpleNamespace(structured_outputs_config=config)) == expected
 
 
 def test_nobody_drafts_beside_custom_processors(scheduler):
