@@ -135,8 +135,6 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
             "prompt embeddings cannot be read by the draft: drop --enable-prompt-embeds": bool(
                 model.enable_prompt_embeds
             ),
-            f"logprobs mode {model.logprobs_mode!r} is not supported: use raw_logprobs or "
-            "raw_logits": model.logprobs_mode not in ("raw_logprobs", "raw_logits"),
             "float64 Gumbel noise is not supported: drop --use-fp64-gumbel": bool(
                 model.use_fp64_gumbel
             ),

@@ -158,7 +158,6 @@ def test_draft_longer_than_allowed():
             {"speculative_config": sequoia(context_attention="flash")},
         ),
         ("drop --kv-transfer-config", {"kv_transfer_config": "kv"}),
-        ("use raw_logprobs", {"logprobs_mode": "processed_logprobs"}),
         ("drop --enable-prompt-embeds", {"enable_prompt_embeds": True}),
         ("drop --use-fp64-gumbel", {"use_fp64_gumbel": True}),
         ("leave it at 'auto'", {"worker_cls": "some.Worker"}),

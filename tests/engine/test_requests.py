@@ -42,7 +42,8 @@ STRUCTURED = {
         "min_tokens": 12,
     },
 }
-WITHOUT_DRAFTS = {"none asked for": {"extra_args": {MOST_DRAFTS: 0}}}
+NO_DRAFTS = {MOST_DRAFTS: 0}
+WITHOUT_DRAFTS = {"none asked for": {"extra_args": NO_DRAFTS}}
 
 
 def greedy_and_seeded(keys: dict) -> list[SamplingParams]:
@@ -148,12 +149,16 @@ def test_custom_logits_processor_runs_without_drafts(plain_outputs):
     assert stats["tree_steps"] == 0
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
+@pytest.mark.parametrize(
+    "mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+)
 def test_logprobs_are_those_of_plain_vllm(mode):
     """Tokens accepted in a tree carry the values of their own node, top tokens included."""
     params = [
         SamplingParams(temperature=0, max_tokens=48, logprobs=5),
         SamplingParams(temperature=0.9, seed=1, max_tokens=48, logprobs=1),
+        SamplingParams(temperature=0.7, seed=2, max_tokens=48, logprobs=2, top_p=0.8, min_p=0.02),
+        SamplingParams(temperature=0.7, seed=2, max_tokens=24, logprobs=2, extra_args=NO_DRAFTS),
         SamplingParams(temperature=0, max_tokens=48, logprobs=0, prompt_logprobs=2),
         SamplingParams(temperature=0, max_tokens=48, logprobs=3, presence_penalty=0.5),
         SamplingParams(temperature=0, max_tokens=48),

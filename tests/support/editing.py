@@ -45,7 +45,9 @@ def edited_params(plain: list[int], max_tokens: int, vocabulary: int) -> dict[st
 
     found = {}
     for name, edit in edits_against(plain, vocabulary).items():
-        common = {"max_tokens": max_tokens, "ignore_eos": True, "detokenize": False, **edit}
+        common = {
+            "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False, "logprobs": 1, **edit
+        }  # fmt: skip
         found[f"{name}, greedy"] = SamplingParams(temperature=0, **common)
         found[f"{name}, seeded"] = SamplingParams(temperature=0.7, seed=3, **common)
     return found

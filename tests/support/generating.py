@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.engines import metric, running, whole_trees
@@ -59,6 +60,29 @@ def greedy_and_seeded(count: int, max_tokens: int) -> list[Any]:
 def completions(outputs: list[Any]) -> list[list[list[int]]]:
     """Tokens of every completion of every request."""
     return [[list(one.token_ids) for one in output.outputs] for output in outputs]
+
+
+def logprobs_of(positions: Any) -> list[dict[str, list[float]]]:
+    """Logprob and rank of each token reported at each position."""
+    return [
+        {str(token): [value.logprob, value.rank] for token, value in position.items()}
+        for position in positions or []
+        if position is not None
+    ]
+
+
+def check_logprobs(ours: list[Any], plain: list[Any]) -> int:
+    """How many logprobs were compared."""
+    compared = 0
+    for found, expected in zip(ours, plain, strict=True):
+        assert len(found) == len(expected)
+        for position, expected_position in zip(found, expected, strict=True):
+            assert position.keys() == expected_position.keys()
+            for token, (logprob, rank) in expected_position.items():
+                assert position[token][0] == pytest.approx(logprob, abs=1e-4)
+                assert position[token][1] == rank
+                compared += 1
+    return compared
 
 
 def describe(llm: Any) -> dict[str, str]:

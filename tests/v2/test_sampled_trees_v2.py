@@ -12,10 +12,12 @@ from tests.support.engines import running, sequoia
 from tests.support.generating import (
     TINY,
     VOCAB,
+    check_logprobs,
     completions,
     counted,
     generate,
     generate_with_trees,
+    logprobs_of,
     processed_chunks,
     random_prompts,
     save_related_pair,
@@ -151,34 +153,40 @@ def generate_edited(models: str) -> dict[str, Any]:
     target, draft = save_related_pair(Path(models))
     [prompt] = random_prompts([14])
     unedited = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
-    with running(None, model=target, **TINY) as llm:
+    # Edits show in these logprobs.
+    options = {**TINY, "logprobs_mode": "processed_logprobs"}
+    with running(None, model=target, **options) as llm:
         [tokens] = completions(llm.generate([prompt], unedited, use_tqdm=False))[0]
         params = edited_params(tokens, 12, VOCAB)
         prompts = [prompt] * len(params)
         outputs = llm.generate(prompts, list(params.values()), use_tqdm=False)
-        answers = {"unedited": [tokens], "plain": completions(outputs)}
+        logprobs = [logprobs_of(output.outputs[0].logprobs) for output in outputs]
+        plain = {"tokens": completions(outputs), "logprobs": logprobs}
     config = {**sequoia(draft=draft), "tree": {"parents": SIBLINGS_FIRST}}
-    with running(config, model=target, **TINY) as llm:
+    with running(config, model=target, **options) as llm:
         outputs = llm.generate(prompts, list(params.values()), use_tqdm=False)
-        return {
-            **answers,
-            "names": list(params),
-            "trees": completions(outputs),
-            "counts": counted(llm),
-        }
+        logprobs = [logprobs_of(output.outputs[0].logprobs) for output in outputs]
+        trees = {"tokens": completions(outputs), "logprobs": logprobs, "counts": counted(llm)}
+    return {"names": list(params), "unedited": [tokens], "plain": plain, "trees": trees}
 
 
 def test_edits_are_by_path_and_tokens_those_of_plain_vllm(generated):
     found = generated["edited"]
-    by_name = zip(found["names"], found["trees"], found["plain"], strict=True)
+    both = (found[which]["tokens"] for which in ("trees", "plain"))
+    by_name = zip(found["names"], *both, strict=True)
     assert [name for name, trees, plain in by_name if trees != plain] == []
-    assert found["counts"]["tokens_per_tree"] > 1.3
+    assert found["trees"]["counts"]["tokens_per_tree"] > 1.3
+
+
+def test_processed_logprobs_are_those_of_plain_vllm(generated):
+    found = generated["edited"]
+    assert check_logprobs(found["trees"]["logprobs"], found["plain"]["logprobs"]) > 200
 
 
 def test_edits_change_what_requests_give(generated):
     """Else the test above would see nothing."""
     found = generated["edited"]
-    pairs = zip(found["names"], found["plain"], strict=True)
+    pairs = zip(found["names"], found["plain"]["tokens"], strict=True)
     same = [n for n, plain in pairs if plain == found["unedited"] and "greedy" in n]
     assert same == []
 

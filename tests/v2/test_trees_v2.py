@@ -17,12 +17,14 @@ from sequoia_vllm.engine.request_options import MOST_DRAFTS
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.generating import (
     TINY,
+    check_logprobs,
     completions,
     counted,
     generate,
     generate_on,
     generate_with_trees,
     greedy_and_seeded,
+    logprobs_of,
     random_prompts,
     save_related_pair,
 )
@@ -150,8 +152,8 @@ def generate_special() -> dict[str, Any]:
             outputs = llm.generate(texts, params, use_tqdm=False)
             answers[name] = {
                 "tokens": tokens_of(outputs),
-                "logprobs": [_logprobs(output.outputs[0].logprobs) for output in outputs],
-                "prompt_logprobs": [_logprobs(output.prompt_logprobs) for output in outputs],
+                "logprobs": [logprobs_of(output.outputs[0].logprobs) for output in outputs],
+                "prompt_logprobs": [logprobs_of(output.prompt_logprobs) for output in outputs],
             }
             if config:
                 answers[name]["counts"] = counted(llm)
@@ -164,7 +166,7 @@ def generate_special() -> dict[str, Any]:
                     outputs = llm.generate(*chosen, use_tqdm=False)
                 answers["padded"] = {
                     "tokens": tokens_of(outputs),
-                    "logprobs": [_logprobs(output.outputs[0].logprobs) for output in outputs],
+                    "logprobs": [logprobs_of(output.outputs[0].logprobs) for output in outputs],
                     "rows": rows,
                     "counts": counted(llm),
                 }
@@ -192,15 +194,6 @@ def counting_rows() -> Iterator[list[list[int]]]:
         yield found
 
 
-def _logprobs(positions: Any) -> list[dict[str, list[float]]]:
-    """Logprob and rank of each token reported at each position."""
-    return [
-        {str(token): [value.logprob, value.rank] for token, value in position.items()}
-        for position in positions or []
-        if position is not None
-    ]
-
-
 @pytest.fixture(scope="module")
 def special(embedded) -> dict[str, Any]:
     return embedded["special"]
@@ -222,28 +215,14 @@ def test_one_request_without_drafts_is_scored_like_the_others(special):
     assert padded["tokens"] == [plain["tokens"][place] for place in PADDED]
     assert padded["rows"].count([8, 8, 8]) >= 3
     assert [8, 1, 8] not in padded["rows"]
-    _check_logprobs(padded["logprobs"], [plain["logprobs"][place] for place in PADDED])
+    check_logprobs(padded["logprobs"], [plain["logprobs"][place] for place in PADDED])
     # The tree that nobody drew is not counted, and no token of it was accepted.
     assert padded["counts"]["tokens_per_tree"] > 1.2
 
 
 @pytest.mark.parametrize("kind", ["logprobs", "prompt_logprobs"])
 def test_logprobs_are_those_of_plain_vllm(kind, special):
-    assert _check_logprobs(special["trees"][kind], special["plain"][kind]) > 20
-
-
-def _check_logprobs(ours: list[Any], plain: list[Any]) -> int:
-    """How many logprobs were compared."""
-    compared = 0
-    for found, expected in zip(ours, plain, strict=True):
-        assert len(found) == len(expected)
-        for position, expected_position in zip(found, expected, strict=True):
-            assert position.keys() == expected_position.keys()
-            for token, (logprob, rank) in expected_position.items():
-                assert position[token][0] == pytest.approx(logprob, abs=1e-4)
-                assert position[token][1] == rank
-                compared += 1
-    return compared
+    assert check_logprobs(special["trees"][kind], special["plain"][kind]) > 20
 
 
 # -- engines that are short of something -------------------------------------------------

@@ -203,8 +203,9 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         metadata = self._sampling_metadata()
         if trees is None:
             return self.sampler(logits=logits, sampling_metadata=metadata)
-        result = self._verify(trees, logits, metadata)
-        output = self._combine(trees, result, logits, metadata)
+        target = self._target_of(trees, logits, metadata)
+        result = self._verify(trees, target, metadata)
+        output = self._combine(trees, result, logits, target, metadata)
         self._commit(trees, result)
         self.stats.observe(result.accepted_nodes.cpu().numpy(), trees.num_nodes.cpu().numpy())
         return output
@@ -224,11 +225,15 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         }
         return replace(metadata, generators=generators)
 
-    def _verify(
+    def _target_of(
         self, trees: ScoringTrees, logits: Tensor, metadata: SamplingMetadata
-    ) -> VerifyResult:
+    ) -> TargetDistribution:
         logits = self._edits.edited(logits, trees, metadata, self._params(), self.input_batch)
-        target = TargetDistribution(logits, metadata.temperature, self._truncation(metadata))
+        return TargetDistribution(logits, metadata.temperature, self._truncation(metadata))
+
+    def _verify(
+        self, trees: ScoringTrees, target: TargetDistribution, metadata: SamplingMetadata
+    ) -> VerifyResult:
         result = self.tree_verifier.verify(trees, target, metadata.generators)
         return VerifyResult(
             *broadcast_from_rank0(result.accepted_nodes, result.output_tokens, result.num_accepted)
@@ -239,6 +244,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         trees: ScoringTrees,
         result: VerifyResult,
         logits: Tensor,
+        target: TargetDistribution,
         metadata: SamplingMetadata,
     ) -> SamplerOutput:
         all_have_trees = len(trees.requests) == self.input_batch.num_reqs
@@ -252,7 +258,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             sampled = self.sampler(
                 logits=logits[rows.root_rows], sampling_metadata=replace(metadata, generators=own)
             )
-        return combine_outputs(self.sampler, rows, sampled, logits, metadata)
+        return combine_outputs(self.sampler, rows, sampled, logits, target, metadata)
 
     def _commit(self, trees: ScoringTrees, result: VerifyResult) -> None:
         if self._target_caches is None:

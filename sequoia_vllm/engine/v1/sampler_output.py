@@ -12,6 +12,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from sequoia_vllm.engine.v1.drafts import ScoringTrees
+from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
 from sequoia_vllm.verification import VerifyResult
 
 
@@ -67,6 +68,7 @@ def combine_outputs(
     rows: SamplerRows,
     sampled: SamplerOutput | None,
     logits: Tensor,
+    target: TargetDistribution,
     metadata: SamplingMetadata,
 ) -> SamplerOutput:
     """vLLM's sampler output for the whole batch.
@@ -77,6 +79,7 @@ def combine_outputs(
         sampled: The sampler's output for all requests, of which those without
             trees are used; None if every request has a tree.
         logits: ``[rows, V]``: the target's logits, unprocessed.
+        target: What the trees were verified with.
         metadata: The batch's sampling metadata.
 
     Returns:
@@ -88,7 +91,13 @@ def combine_outputs(
         tokens[rows.without_tree, 0] = sampled.sampled_token_ids[rows.without_tree, 0].long()
     logprobs = None
     if wants_logprobs(metadata):
-        logprobs = _logprobs(sampler, rows, tokens, logits, metadata)
+        values = _values(sampler.logprobs_mode, rows.logits_rows, logits, target)
+        logprobs = _logprobs(sampler, values, tokens, metadata)
+        if sampled is not None and sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES:
+            # Of requests without trees the sampler's own: theirs are not in the target's.
+            own, width = rows.without_tree.nonzero().squeeze(1), tokens.shape[1]
+            for ours, theirs in zip(logprobs[:3], sampled.logprobs_tensors[:3], strict=True):
+                ours[own * width] = theirs[own]
     return SamplerOutput(sampled_token_ids=tokens.to(torch.int32), logprobs_tensors=logprobs)
 
 
@@ -97,13 +106,26 @@ def wants_logprobs(metadata: SamplingMetadata) -> bool:
     return metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
 
 
+def _values(mode: str, rows: Tensor, logits: Tensor, target: TargetDistribution) -> Tensor:
+    """float32 ``[requests * W, V]``: what is reported of all tokens at these rows.
+
+    Args:
+        mode: vLLM's ``logprobs_mode``.
+        rows: int64 ``[requests, W]``.
+        logits: ``[all rows, V]``, unprocessed.
+        target: Processes them.
+    """
+    if mode in PROCESSED_LOGPROBS_MODES:
+        requests = torch.arange(len(rows), device=rows.device).repeat_interleave(rows.shape[1])
+        values = target.process(rows.flatten(), requests)
+    else:
+        values = logits[rows.flatten()].to(torch.float32)
+    return Sampler.compute_logprobs(values) if mode.endswith("logprobs") else values
+
+
 def _logprobs(
-    sampler: Sampler, rows: SamplerRows, tokens: Tensor, logits: Tensor, metadata: SamplingMetadata
-) -> LogprobsTensors | None:
-    assert sampler.logprobs_mode not in PROCESSED_LOGPROBS_MODES, "refused at start-up"
-    values = logits[rows.logits_rows.flatten()].to(torch.float32)
-    if sampler.logprobs_mode == "raw_logprobs":
-        values = sampler.compute_logprobs(values)
+    sampler: Sampler, values: Tensor, tokens: Tensor, metadata: SamplingMetadata
+) -> LogprobsTensors:
     emitted = tokens.flatten().clamp(min=0)
     if metadata.logprob_token_ids:
         width = tokens.shape[1]

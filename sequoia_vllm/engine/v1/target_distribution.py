@@ -56,14 +56,19 @@ class TargetDistribution:
 
         Args:
             rows: int64 ``[A]``: rows of ``logits``.
-            requests: int64 ``[A]``: the request of each row; none of them greedy.
+            requests: int64 ``[A]``: the request of each row.
 
         Returns:
-            float32 ``[A, V]``, a fresh tensor; excluded tokens are -inf.
+            float32 ``[A, V]``, a fresh tensor; excluded tokens are -inf. Where all requests
+            are greedy nothing is done to logits, else theirs are of temperature 1: as vLLM's
+            sampler leaves them.
         """
-        assert self.temperature is not None
         logits = self.logits[rows].to(torch.float32)
-        logits.div_(self.temperature[requests].unsqueeze(1))
+        if self.temperature is None:
+            return logits
+        temperature = self.temperature[requests]
+        temperature = torch.where(temperature < GREEDY_BELOW, 1.0, temperature)
+        logits.div_(temperature.unsqueeze(1))
         own = self.truncation.of(requests)
         if own.min_p is not None:
             probs = logits.softmax(dim=-1)

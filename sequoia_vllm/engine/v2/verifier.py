@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
@@ -114,7 +115,10 @@ class TreeVerifier(RejectionSampler):
             invalid_drafts: bool ``[rows]``: drafts that a grammar excludes.
         """
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        verified = self._verify_batch(logits, input_batch, invalid_drafts)
+        processed: list[Tensor] | None = [] if self._reports_processed(input_batch) else None
+        verified = self._verify_batch(logits, input_batch, invalid_drafts, processed)
+        if processed is not None:
+            logits = torch.cat(processed)
         self.paths = verified.paths
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             verified.num_sampled,
@@ -155,14 +159,25 @@ class TreeVerifier(RejectionSampler):
             logits = torch.zeros(1, vocabulary, dtype=logits_dtype, device=device)
             self._walk(logits, inputs.temperatures, inputs.tokens, one_row, inputs, verified)
 
-    def _verify_batch(self, logits: Tensor, batch: InputBatch, invalid: Tensor | None) -> Verified:
+    def _reports_processed(self, batch: InputBatch) -> bool:
+        """Whether a request of the batch gets logprobs of its final logits."""
+        is_mode = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        return is_mode and self.sampler.get_logprobs_dims(batch.idx_mapping_np) is not None
+
+    def _verify_batch(
+        self,
+        logits: Tensor,
+        batch: InputBatch,
+        invalid: Tensor | None,
+        processed: list[Tensor] | None,
+    ) -> Verified:
         depth, device = self._speculator.tree.depth, batch.idx_mapping.device
         verified = Verified.empty(batch.num_reqs, depth, device)
         inputs = self._inputs(batch, invalid, scored=verified.paths[:, 0])
         # As vLLM's: sampling parameters are applied to a float32 copy of limited size.
         most = get_max_chunk_logits(logits.shape[1])
         for requests in _request_chunks(batch.cu_num_logits_np, most):
-            self._verify_requests(requests, logits, inputs, batch, verified)
+            self._verify_requests(requests, logits, inputs, batch, verified, processed)
         return Verified(
             *broadcast_from_rank0(verified.tokens, verified.num_sampled, verified.paths)
         )
@@ -194,8 +209,9 @@ class TreeVerifier(RejectionSampler):
         all_inputs: VerifierInputs,
         batch: InputBatch,
         verified: Verified,
+        processed: list[Tensor] | None,
     ) -> None:
-        """Verifies these requests of the batch."""
+        """Verifies these requests of the batch; adds their final logits to ``processed``."""
         speculator = self._speculator
         first = int(batch.cu_num_logits_np[requests.start])
         rows = slice(first, int(batch.cu_num_logits_np[requests.stop]))
@@ -205,11 +221,13 @@ class TreeVerifier(RejectionSampler):
         slots_np = batch.idx_mapping_np[requests]
         inputs = all_inputs.part(requests, rows)
         sampled = speculator.modes.sampled(slots_np)
-        if self._leaves_temperatures(slots_np, sampled):
+        if processed is None and self._leaves_temperatures(slots_np, sampled):
             logits, temperatures = all_logits[rows], inputs.temperatures
         else:
             logits = self._processed(all_logits, inputs, batch, requests, rows)
             temperatures = self._no_temperatures[: len(slots_np)]
+        if processed is not None:
+            processed.append(logits)
         own_tokens = inputs.tokens  # not read where all are sampled
         if not sampled.all():
             own_tokens = self._target_tokens(logits, inputs, batch, rows)
@@ -341,7 +359,7 @@ class TreeVerifier(RejectionSampler):
             logprob_token_ids_state=self.sampler.logprob_token_ids_state,
             expanded_idx_mapping=batch.idx_mapping[request],
             max_per_req_token_ids=most_chosen,
-            logits_mode=self.sampler.logprobs_mode == "raw_logits",
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
 
 
