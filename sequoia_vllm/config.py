@@ -24,6 +24,8 @@ METHOD = "sequoia"
 ContextAttention = Literal["triton", "flash"]
 # As `sequoia_vllm.verification.Method`, which comes with torch.
 Verification = Literal["sequoia", "traversal"]
+# (first batch size, last batch size, drafts of each request)
+Schedule = list[tuple[int, int, int]]
 
 
 class ConfigError(SequoiaError, ValueError):
@@ -89,10 +91,11 @@ class SequoiaConfig(_Strict):
     num_speculative_tokens: int | None = Field(
         default=None, ge=1, description="Upper bound on drafts per step: larger trees are trimmed."
     )
-    num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = Field(
+    num_speculative_tokens_per_batch_size: Schedule | None = Field(
         default=None,
-        description="[[first, last, drafts], ...]: drafts per step by batch size (vLLM's key). "
-        "Each request drafts that prefix of the tree; 0 turns speculation off.",
+        description="[[first, last, drafts], ...]: drafts per step by batch size (vLLM's key), "
+        "from batch size 1 without gaps; the last range goes on. Each request drafts that prefix "
+        "of the tree; 0 turns speculation off.",
     )
     context_attention: ContextAttention = Field(
         default="triton",
@@ -133,6 +136,11 @@ class SequoiaConfig(_Strict):
         is_tree = isinstance(value, dict) and "parents" in value
         return TokenTree.from_dict({"schema": SCHEMA, **value}) if is_tree else value
 
+    @field_validator("num_speculative_tokens_per_batch_size")
+    @classmethod
+    def _ranges(cls, value: Schedule | None) -> Schedule | None:
+        return None if value is None else _checked_schedule(value)
+
     @property
     def adapts(self) -> bool:
         """``adapt``, or what it stands for where it is not given."""
@@ -161,6 +169,32 @@ class SequoiaConfig(_Strict):
             "verification", "adapt",
         }  # fmt: skip
         return self.model_dump(exclude=ours, exclude_none=True)
+
+
+def _checked_schedule(schedule: Schedule) -> Schedule:
+    """The ranges in order.
+
+    Raises:
+        ValueError: They are not ranges of batch sizes from 1 on that follow each other.
+    """
+    if not schedule:
+        raise ValueError("needs a range, [first, last, drafts]; leave the key out for none")
+    batch = 1
+    for first, last, drafts in sorted(schedule):
+        entry = [first, last, drafts]
+        if first < 1:
+            raise ValueError(f"{entry} begins at batch size {first}: the smallest is 1")
+        if last < first:
+            raise ValueError(f"{entry} ends before it begins: give [first, last, drafts]")
+        if drafts < 0:
+            raise ValueError(f"{entry} has {drafts} drafts: give 0 to turn speculation off")
+        if first < batch:
+            raise ValueError(f"{entry} says again what batch size {first} drafts: give it once")
+        if first > batch:
+            missing = str(batch) if first == batch + 1 else f"{batch} to {first - 1}"
+            raise ValueError(f"nothing is said of batch size {missing}, before {entry}")
+        batch = last + 1
+    return sorted(schedule)
 
 
 def _summary(error: ValidationError) -> str:

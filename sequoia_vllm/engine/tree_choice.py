@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sequoia_vllm.config import SequoiaConfig, TreeSpec, Verification
+from sequoia_vllm.config import ConfigError, Schedule, SequoiaConfig, TreeSpec, Verification
 from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import LibraryError
@@ -62,6 +62,7 @@ def choose_engine_tree(
     Raises:
         TreeError, AcceptanceError, LibraryError: Naming the file or entry and
             what is wrong with it.
+        ConfigError: The given schedule has more drafts than the given tree.
     """
     choice = _resolve(config, pair, read_shapes)
     if max_model_len is not None and choice.device is not None:
@@ -69,8 +70,23 @@ def choose_engine_tree(
     if config.num_speculative_tokens is not None:
         choice = replace(choice, tree=choice.tree.trim(config.num_speculative_tokens + 1))
     if config.num_speculative_tokens_per_batch_size is not None:
-        choice = replace(choice, schedule=config.num_speculative_tokens_per_batch_size)
+        choice = replace(choice, schedule=_given_schedule(config, choice.tree))
     return choice
+
+
+def _given_schedule(config: SequoiaConfig, tree: TokenTree) -> Schedule:
+    """The user's schedule; more drafts than the tree has are cut where the tree is our choice."""
+    schedule = config.num_speculative_tokens_per_batch_size or []
+    most = tree.num_speculative_tokens
+    too_many = next((list(entry) for entry in schedule if entry[2] > most), None)
+    if too_many is None or config.tree in (None, AUTO):
+        return [(first, last, min(drafts, most)) for first, last, drafts in schedule]
+    bound = config.num_speculative_tokens
+    cut = f" (num_speculative_tokens is {bound})" if bound == most else ""
+    raise ConfigError(
+        f"num_speculative_tokens_per_batch_size: {too_many} drafts more than the {most} that the "
+        f"tree has{cut}: give at most {most}, or a larger tree"
+    )
 
 
 def _resolve(config: SequoiaConfig, pair: PairKey, read_shapes: ReadShapes | None) -> TreeChoice:

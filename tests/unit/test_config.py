@@ -56,6 +56,19 @@ REFUSED = [
     ({"method": "sequoia", "draft_load_config": []}, "draft_load_config: Input should be a valid"),
     ({"method": "sequoia", "num_speculative_tokens_per_batch_size": 4},
      "num_speculative_tokens_per_batch_size: Input should be a valid list"),
+    *(({"method": "sequoia", "num_speculative_tokens_per_batch_size": ranges}, message)
+      for ranges, message in [
+          ([], "num_speculative_tokens_per_batch_size: needs a range, [first, last, drafts]"),
+          ([[1, 4]], "num_speculative_tokens_per_batch_size.0.2: Field required"),
+          ([[1, 4, 1.5]], "num_speculative_tokens_per_batch_size.0.2: Input should be a valid int"),
+          ([[0, 4, 3]], "[0, 4, 3] begins at batch size 0: the smallest is 1"),
+          ([[-2, 4, 3]], "[-2, 4, 3] begins at batch size -2"),
+          ([[1, 4, -3]], "[1, 4, -3] has -3 drafts: give 0 to turn speculation off"),
+          ([[4, 1, 3]], "[4, 1, 3] ends before it begins"),
+          ([[1, 4, 3], [4, 8, 2]], "[4, 8, 2] says again what batch size 4 drafts: give it once"),
+          ([[1, 4, 3], [6, 8, 2]], "nothing is said of batch size 5, before [6, 8, 2]"),
+          ([[3, 8, 2]], "nothing is said of batch size 1 to 2, before [3, 8, 2]"),
+      ]),
 ]  # fmt: skip
 
 
@@ -86,6 +99,12 @@ def test_a_wrong_tree_is_reported_once():
     assert ";" not in str(error.value)
     with pytest.raises(ConfigError, match='"auto", a name, a path'):
         SequoiaConfig.parse({"method": "sequoia", "tree": 16})
+
+
+def test_ranges_of_batch_sizes_may_come_in_any_order():
+    ranges = {"num_speculative_tokens_per_batch_size": [[5, 64, 0], [1, 4, 15]]}
+    config = SequoiaConfig.parse({"method": "sequoia", **ranges})
+    assert config.num_speculative_tokens_per_batch_size == [(1, 4, 15), (5, 64, 0)]
 
 
 def test_every_field_is_documented():
