@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.tree.token_tree import SCHEMA, TokenTree
+from sequoia_vllm.tree.token_tree import MOST_NODES, TokenTree
 
 METHOD = "sequoia"
 ContextAttention = Literal["triton", "flash"]
@@ -58,7 +58,7 @@ def unknown_key(key: str, valid: Iterable[str]) -> str:
 class TreeSpec(_Strict):
     """A tree to build when the engine starts, best for ``acceptance``."""
 
-    size: int = Field(ge=2, le=1024, description="Nodes, the root included: size - 1 drafts.")
+    size: int = Field(ge=2, le=MOST_NODES, description="Nodes, the root included: size - 1 drafts.")
     depth: int | None = Field(
         default=None, ge=1, le=64, description="Most edges from the root to a leaf; none: no limit."
     )
@@ -134,7 +134,7 @@ class SequoiaConfig(_Strict):
     @classmethod
     def _inline_tree(cls, value: Any) -> Any:
         is_tree = isinstance(value, dict) and "parents" in value
-        return TokenTree.from_dict({"schema": SCHEMA, **value}) if is_tree else value
+        return TokenTree.from_dict(value) if is_tree else value
 
     @field_validator("num_speculative_tokens_per_batch_size")
     @classmethod

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 from collections.abc import Callable
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 
 from sequoia_vllm.config import METHOD, ConfigError
+from sequoia_vllm.json_input import parse_json
 
 
 def add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
@@ -30,7 +30,7 @@ def _json_or_shorthand(parse: Callable[[str], Any]) -> Callable[[str], Any]:
             return {"method": METHOD}
         try:
             return parse(value)
-        except (ValueError, argparse.ArgumentTypeError) as error:
+        except (ValueError, RecursionError, argparse.ArgumentTypeError) as error:
             raise argparse.ArgumentTypeError(_not_a_config(value, error)) from error
 
     return parsed
@@ -77,6 +77,6 @@ def sequoia_request(args: EngineArgs) -> dict[str, Any] | None:
 
 def _json_object(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return text

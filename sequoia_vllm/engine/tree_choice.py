@@ -11,6 +11,7 @@ from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.tree_reference import find_tree
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
@@ -95,9 +96,7 @@ def _resolve(config: SequoiaConfig, pair: PairKey, read_shapes: ReadShapes | Non
     if isinstance(config.tree, TokenTree):
         return TreeChoice(config.tree, "given as parents")
     if config.tree not in (None, AUTO):
-        is_file = config.tree.endswith(".json")
-        tree = TokenTree.load(config.tree) if is_file else tree_library.load(config.tree)
-        return TreeChoice(tree, config.tree)
+        return TreeChoice(find_tree(config.tree).tree, config.tree)
     if config.acceptance is not None:
         return _optimal(config, DEFAULT_TREE, "optimal for the given acceptance")
     try:

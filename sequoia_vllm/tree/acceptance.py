@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.json_input import read_json
 
 
 class AcceptanceError(SequoiaError, ValueError):
@@ -44,7 +44,7 @@ class Acceptance:
             return values
         try:
             table = np.array(values, dtype=np.float64)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise AcceptanceError(
                 "an acceptance vector is a list of numbers p[k], or a list of equally long "
                 f"lists p[d][k]: {error}"
@@ -99,15 +99,7 @@ class Acceptance:
         Raises:
             AcceptanceError: If the file is missing, is not JSON, or holds no vector.
         """
-        path = Path(path)
-        try:
-            data: Any = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise AcceptanceError(
-                f"cannot read acceptance file {path}: {error.strerror or error}"
-            ) from error
-        except ValueError as error:
-            raise AcceptanceError(f"acceptance file {path} is not JSON: {error}") from error
+        data: Any = read_json(Path(path), "acceptance", AcceptanceError)
         if isinstance(data, dict):
             if "acceptance" not in data:
                 raise AcceptanceError(

@@ -29,12 +29,10 @@ from sequoia_vllm.cli.tree.roofline import (
 )
 from sequoia_vllm.cli.tree.scaling import scaling
 from sequoia_vllm.cli.tree.view import (
-    NamedTree,
     bench_table,
     comparison_table,
     draw_tree,
     estimate_json,
-    find_tree,
     headline,
     level_table,
     schedule_table,
@@ -45,8 +43,10 @@ from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import InterconnectKind
 from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
 from sequoia_vllm.json_file import dump_json
+from sequoia_vllm.library.tree_reference import NamedTree, find_tree
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import optimize_tree
+from sequoia_vllm.tree.token_tree import MOST_NODES
 
 app = typer.Typer(
     add_completion=False,
@@ -103,6 +103,7 @@ def build(
     Times are measured (--profile) or predicted (--device and --class).
     """
     with friendly_errors():
+        _check_size("--size", size)
         vector = Acceptance.load(acceptance)
         extra: dict[str, Any] = {}
         links = interconnect_gb_s, interconnect_kind
@@ -190,6 +191,7 @@ def plot(
     from sequoia_vllm.library.tree_figures import plot_frontier, plot_tree
 
     with friendly_errors():
+        _check_size("--max-size", max_size)
         if not frontier:
             if tree is None:
                 fail("name the tree to draw (a file or a library name), or give --frontier")
@@ -369,6 +371,12 @@ def _times(
         fail("predicted times need both --device and --class (sequoia-vllm tree roofline --help)")
     size = 1 if tensor_parallel_size is None else tensor_parallel_size
     return predict(device_of(device, *links, size), model_class, size)
+
+
+def _check_size(option: str, size: int) -> None:
+    """Refuses sizes that no engine takes, and whose search would have no end."""
+    if size > MOST_NODES:
+        fail(f"{option} {size}: engines take trees of up to {MOST_NODES:,} nodes")
 
 
 def _note_memory(times: Profile, tokens: int) -> None:
