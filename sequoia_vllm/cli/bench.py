@@ -23,6 +23,7 @@ from sequoia_vllm.cli.measuring import (
     PromptsOption,
     RawPromptsOption,
     TargetOption,
+    check_models,
     check_output,
     numbers,
     quiet_engines,
@@ -109,6 +110,7 @@ def bench(
     with friendly_errors():
         if plot is not None:
             require_matplotlib()
+        check_models(target, draft)
         chosen = load_prompts(prompts, num_prompts)
         settings = _settings(options, chosen)
         basis = None if profile is None else _basis(settings, profile, acceptance)

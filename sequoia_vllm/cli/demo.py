@@ -17,7 +17,7 @@ from sequoia_vllm.cli.common import (
     friendly_errors,
     print_json,
 )
-from sequoia_vllm.cli.measuring import quiet_engines
+from sequoia_vllm.cli.measuring import check_models, quiet_engines
 from sequoia_vllm.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def demo(
     quiet_engines()
     with contextlib.ExitStack() as stack:
         stack.enter_context(friendly_errors())
+        check_models(target, draft)
         if grow:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sequoia-demo-"))
             target = _grown(target, Path(folder), grow, grow_width, dtype)

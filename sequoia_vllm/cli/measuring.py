@@ -67,6 +67,24 @@ def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, 
         raise typer.Exit(INTERRUPTED) from None
 
 
+def check_models(target: str, draft: str) -> None:
+    """Whether both models are there and share a vocabulary, before any engine starts.
+
+    Raises:
+        SequoiaError: If not; names the model and the fix.
+    """
+    from sequoia_vllm.engine.draft_checks import check_folder
+    from sequoia_vllm.engine.vocabulary import check_vocabularies
+    from sequoia_vllm.measuring.engines import load_config
+
+    models = {"target": target, "draft": draft}
+    for role, model in models.items():
+        check_folder(role, model)
+    for model in models.values():
+        load_config(model)
+    check_vocabularies(target, draft)
+
+
 def note_grown(target: str, draft: str) -> None:
     """Says it where a model was made by `grow`: it costs what a larger one does, no more."""
     from sequoia_vllm.measuring.provenance import grown_models

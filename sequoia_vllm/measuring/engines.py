@@ -100,7 +100,8 @@ def load_config(model: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model)
     except (ValueError, OSError) as error:
-        raise CalibrationError(f"no configuration of the model {model!r}: {error}") from error
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CalibrationError(f"no configuration of the model {model!r}: {first}") from error
 
 
 def longest_context(model: str) -> int:

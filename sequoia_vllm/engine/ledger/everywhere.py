@@ -78,7 +78,8 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     ),
     *(Expected(f"vllm.config:ModelConfig.{field}") for field in (
         "hf_text_config", "hf_overrides", "config_format", "quantization", "trust_remote_code",
-        "max_model_len",
+        "max_model_len", "skip_tokenizer_init", "tokenizer", "tokenizer_mode",
+        "tokenizer_revision",
     )),
     # load.py
     *(Expected(f"vllm.config:SchedulerConfig.{field}") for field in (
