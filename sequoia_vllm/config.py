@@ -85,8 +85,8 @@ class SequoiaConfig(_Strict):
     )
     acceptance: list[float] | list[list[float]] | Path | None = Field(
         default=None,
-        description="Acceptance vector p[k] or p[d][k] (or a file with one) that trees are "
-        "optimised for. None: a published vector.",
+        description="Acceptance vector p[k] or p[d][k], a file with one, or the name of one "
+        "of the library, like shipped, that trees are optimised for. None: a published vector.",
     )
     num_speculative_tokens: int | None = Field(
         default=None, ge=1, description="Upper bound on drafts per step: larger trees are trimmed."

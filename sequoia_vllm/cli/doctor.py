@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -43,7 +46,9 @@ def run_checks() -> Iterator[Check]:
     """Every check, in an order in which the first failure explains the later ones."""
     yield Check("sequoia-vllm", True, __version__)
     yield Check("python", True, platform.python_version())
-    for check in (_torch, _companions, _vllm, _vllm_command, _device, _registered, _contract):
+    for check in (
+        _torch, _companions, _vllm, _vllm_command, _device, _compiler, _registered, _contract,
+    ):  # fmt: skip
         try:
             yield check()
         except Exception as error:  # a check that breaks is a finding, too
@@ -72,13 +77,17 @@ def _vllm() -> Check:
 
 
 def _vllm_command() -> Check:
-    missing = missing_alias()
+    wanted = missing_alias()
+    if wanted is None:
+        return Check("vllm command", True, "works")
+    here = installed("vllm")
     return Check(
         "vllm command",
-        missing is None,
-        "works" if missing is None else "fails: no metadata of a distribution named vllm",
-        "" if missing is None else "sequoia-vllm setup-cpu",
-    )
+        False,
+        "fails: no metadata of a distribution named vllm" if here is None
+        else f"fails: a distribution named vllm says that it is {here}, not {wanted}",
+        "sequoia-vllm setup-cpu",
+    )  # fmt: skip
 
 
 def _device() -> Check:
@@ -92,6 +101,20 @@ def _device() -> Check:
     return Check(
         "device", False, name or "none found",
         "Sequoia runs on CUDA GPUs and x86 CPUs; for a CPU: " + INSTALL,
+    )  # fmt: skip
+
+
+def _compiler() -> Check:
+    """vLLM compiles for CPUs when an engine starts, as torch.compile does."""
+    from vllm.platforms import current_platform
+
+    name = os.environ.get("CXX") or "g++"
+    found = shutil.which(name)
+    if found is not None or not current_platform.is_cpu():
+        return Check("C++ compiler", True, found or "none, and none needed on GPUs")
+    return Check(
+        "C++ compiler", False, f"no {name}",
+        "apt-get install g++ (without one engines start with --enforce-eager alone, and are slow)",
     )  # fmt: skip
 
 
@@ -119,10 +142,14 @@ def _contract() -> Check:
         contract,
         current_device,
         differences,
+        vllm_version,
     )
 
     device = current_device()
     found = differences(contract(device))
+    here = vllm_version() or "unknown"
+    if here.split("+")[0] not in SUPPORTED_VERSIONS[device]:
+        found.insert(0, f"its version is {here}")
     supported = " or ".join(SUPPORTED_VERSIONS[device])
     install = INSTALL if device == "cpu" else "pip install 'sequoia-vllm[gpu]'"
     return Check(
@@ -135,6 +162,14 @@ def _contract() -> Check:
 
 def _preloaded() -> Check:
     preload = os.environ.get("LD_PRELOAD", "")
+    lost = [
+        path for path in re.split(r"[:\s]+", preload) if "/" in path and not Path(path).exists()
+    ]
+    if lost:
+        return Check(
+            "CPU libraries", False, f"LD_PRELOAD names {', '.join(lost)}: not there",
+            "mend LD_PRELOAD: see the README",
+        )  # fmt: skip
     wanted = [name for name in ("libiomp5", "libtcmalloc") if name not in preload]
     found = "Intel OpenMP and tcmalloc" if not wanted else f"not preloaded: {', '.join(wanted)}"
     return Check(
@@ -144,12 +179,13 @@ def _preloaded() -> Check:
 
 
 def _print(checks: list[Check]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False)
     for check in checks:
         mark = "[green]ok[/]" if check.ok else "[red]no[/]"
-        table.add_row(mark, check.name, check.found)
+        table.add_row(mark, check.name, escape(check.found))
         if check.fix:
-            table.add_row("", "", f"[yellow]-> {check.fix}[/]")
+            table.add_row("", "", f"[yellow]-> {escape(check.fix)}[/]")
     console().print(table)

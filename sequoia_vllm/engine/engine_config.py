@@ -137,7 +137,7 @@ def create_speculative_config(
         speculative_config = original(translated, target_model_config, target_parallel_config)
     except (ValueError, OSError) as error:
         raise ConfigError(draft_problem(resolved.draft, error)) from error
-    mark(speculative_config)
+    mark(speculative_config, tree.depth)
     return speculative_config
 
 

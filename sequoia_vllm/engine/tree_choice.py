@@ -11,7 +11,7 @@ from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.tree_reference import find_tree
+from sequoia_vllm.library.tree_reference import find_tree, find_vector, is_tree_file
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
@@ -96,7 +96,10 @@ def _resolve(config: SequoiaConfig, pair: PairKey, read_shapes: ReadShapes | Non
     if isinstance(config.tree, TokenTree):
         return TreeChoice(config.tree, "given as parents")
     if config.tree not in (None, AUTO):
-        return TreeChoice(find_tree(config.tree).tree, config.tree)
+        # Metrics show what stands before a colon: no path of the server's.
+        is_file = is_tree_file(config.tree)
+        source = f"{Path(config.tree).name}: {config.tree}" if is_file else config.tree
+        return TreeChoice(find_tree(config.tree).tree, source)
     if config.acceptance is not None:
         return _optimal(config, DEFAULT_TREE, "optimal for the given acceptance")
     try:
@@ -149,5 +152,5 @@ def _acceptance(config: SequoiaConfig) -> Acceptance:
     if config.acceptance is None:
         return REFERENCE_ACCEPTANCE
     if isinstance(config.acceptance, Path):
-        return Acceptance.load(config.acceptance)
+        return find_vector(str(config.acceptance))
     return Acceptance.of(config.acceptance)

@@ -16,8 +16,8 @@ from sequoia_vllm.library.files import (
     TreeEntry,
     UserTree,
 )
-from sequoia_vllm.library.tree_library import TreeLibrary
-from sequoia_vllm.tree.acceptance import Acceptance
+from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
+from sequoia_vllm.tree.acceptance import Acceptance, AcceptanceError
 from sequoia_vllm.tree.token_tree import TokenTree, TreeError
 
 
@@ -63,6 +63,24 @@ def find_tree(reference: str) -> NamedTree:
             raise TreeError(f"{reference} is a directory: name a tree file in it") from None
         raise
     return NamedTree(entry.name, entry.tree.tree, Acceptance.of(entry.acceptance), entry)
+
+
+def find_vector(reference: str) -> Acceptance:
+    """An acceptance vector by file, or by the name of one of the library; a file of it wins.
+
+    Raises:
+        AcceptanceError: If there is none, or the file is not one.
+    """
+    if is_tree_file(reference):
+        return Acceptance.load(reference)
+    folder = shipped_directory() / "acceptance"
+    names = sorted(path.stem for path in folder.glob("*.json"))
+    if reference not in names:
+        raise AcceptanceError(
+            f"no acceptance vector {shortened(reference)}: name a file, or one of "
+            f"{', '.join(names)}"
+        )
+    return Acceptance.load(folder / f"{reference}.json")
 
 
 def _tree_in_file(path: Path) -> NamedTree:

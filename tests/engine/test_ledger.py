@@ -10,18 +10,23 @@ from collections.abc import Iterator
 from functools import cache
 from typing import get_args
 
+from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.spec_decode.metrics import SpecDecodingProm
 
 from sequoia_vllm import engine, plugin
 from sequoia_vllm.engine import contract, hooks
 from sequoia_vllm.engine.ledger import OVERRIDES, Override
 from sequoia_vllm.engine.ledger.override import Kind
 
-PATCHED = (EngineArgs, SamplingParams, Scheduler, StatLoggerManager, LLMEngine)
+PATCHED = (
+    EngineArgs, SamplingParams, Scheduler, StatLoggerManager, LLMEngine, SpeculativeConfig,
+    SpecDecodingProm,
+)  # fmt: skip
 
 
 Place = tuple[object, str]  # an attribute: what has it, and its name

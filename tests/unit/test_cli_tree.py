@@ -302,6 +302,17 @@ class TestScaling:
 
 
 class TestLibraryCommands:
+    def test_lines_are_not_broken_where_no_terminal_is(self, monkeypatch):
+        monkeypatch.delenv("COLUMNS")
+        lines = run("tree", "list").stdout.splitlines()
+        names = [entry.name for entry in TreeLibrary().entries()]
+        assert [line.split()[0] for line in lines[1 : len(names) + 1]] == names
+
+    def test_vectors_of_the_library_by_name(self):
+        words = ["--acceptance", "shipped"]
+        assert run_json("tree", "build", *words, "--size", 8)["size"] == 8
+        assert run_json("tree", "show", "h200/70b-1b/shipped", *words)["values"]
+
     def test_list(self):
         data = run_json("tree", "list")
         assert len(data["trees"]) == len(TreeLibrary().entries())

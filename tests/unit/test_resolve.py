@@ -7,6 +7,7 @@ pytest.importorskip("torch")
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.engine.cluster import current_versions
 from sequoia_vllm.engine.resolve import resolve
+from sequoia_vllm.metrics.prometheus import first_clause
 from sequoia_vllm.tree import TokenTree
 
 TARGET = "meta-llama/Llama-3.1-8B"
@@ -41,6 +42,18 @@ def test_a_tree_of_the_library_was_chosen_for_the_device():
     found = resolved(model="meta-llama/Llama-3.2-1B", tree="auto")
     assert found.settings.chosen_for == "NVIDIA H200"
     assert found.choice.schedule
+
+
+def test_metrics_show_the_name_of_a_tree_file_alone(tmp_path):
+    path = tmp_path / "mine.json"
+    TokenTree.chain(3).save(path)
+    source = resolved(tree=str(path)).choice.source
+    assert source == f"mine.json: {path}"
+    assert first_clause(source) == "mine.json"
+
+
+def test_acceptance_by_name():
+    assert resolved(tree={"size": 16}, acceptance="shipped").choice.tree.size == 16
 
 
 def test_a_root_alone_does_not_speculate():

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from sequoia_vllm.library.files import LibraryError
-from sequoia_vllm.library.tree_reference import find_tree, is_tree_file
+from sequoia_vllm.library.tree_reference import find_tree, find_vector, is_tree_file
 from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree, TreeError
+from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
 TREE = TokenTree((-1, 0, 0, 1))
 
@@ -60,6 +61,14 @@ def test_a_wrong_acceptance_beside_a_tree_names_the_file(home):
     (home / "tree.json").write_text(json.dumps({"parents": [-1, 0], "acceptance": [2]}))
     with pytest.raises(AcceptanceError, match=r"tree file tree\.json: p of child 0"):
         find_tree("tree.json")
+
+
+def test_vectors_by_name_and_by_file(home):
+    (home / "mine").write_text("[0.5, 0.25]")
+    assert find_vector("mine") == find_vector("~/mine") == Acceptance.of([0.5, 0.25])
+    assert find_vector("shipped") == REFERENCE_ACCEPTANCE
+    with pytest.raises(AcceptanceError, match="no acceptance vector 'shiped': name a file, or one"):
+        find_vector("shiped")
 
 
 def test_paths_look_like_paths():

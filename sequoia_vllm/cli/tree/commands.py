@@ -43,7 +43,7 @@ from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import InterconnectKind
 from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
 from sequoia_vllm.json_file import dump_json
-from sequoia_vllm.library.tree_reference import NamedTree, find_tree
+from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vector
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import optimize_tree
 from sequoia_vllm.tree.token_tree import MOST_NODES
@@ -56,10 +56,11 @@ app = typer.Typer(
     "edges.",
 )
 
-AcceptanceFileOption = Annotated[
-    Path | None,
-    typer.Option("--acceptance", help='JSON: {"acceptance": [...]} or a bare list p[k] / p[d][k].'),
-]
+_VECTOR_HELP = (
+    'A file, {"acceptance": [...]} or a bare list p[k] / p[d][k]; or the name of one of the '
+    "library, like shipped."
+)
+AcceptanceOption = Annotated[str | None, typer.Option("--acceptance", help=_VECTOR_HELP)]
 ProfileOption = Annotated[
     Path | None, typer.Option("--profile", help="Times of a device and model pair (JSON).")
 ]
@@ -70,10 +71,7 @@ TreeArgument = Annotated[str, typer.Argument(metavar="FILE|NAME", show_default=F
 
 @app.command()
 def build(
-    acceptance: Annotated[
-        Path,
-        typer.Option(help='JSON: {"acceptance": [...]} or a bare list p[k] / p[d][k].'),
-    ],
+    acceptance: Annotated[str, typer.Option(help=_VECTOR_HELP)],
     size: Annotated[
         int, typer.Option(help="Nodes, root included; with times, the most to consider.")
     ],
@@ -104,7 +102,7 @@ def build(
     """
     with friendly_errors():
         _check_size("--size", size)
-        vector = Acceptance.load(acceptance)
+        vector = find_vector(acceptance)
         extra: dict[str, Any] = {}
         links = interconnect_gb_s, interconnect_kind
         times = _times(profile, device, model_class, tensor_parallel_size, *links)
@@ -142,7 +140,7 @@ def build(
 @app.command()
 def show(
     tree: TreeArgument,
-    acceptance: AcceptanceFileOption = None,
+    acceptance: AcceptanceOption = None,
     nodes: Annotated[int, typer.Option(help="Most nodes to draw.")] = 48,
     as_json: JsonOption = False,
 ) -> None:
@@ -183,7 +181,7 @@ def plot(
             "--frontier", help="Expected tokens against size; with --profile, speedup too."
         ),
     ] = False,
-    acceptance: AcceptanceFileOption = None,
+    acceptance: AcceptanceOption = None,
     profile: ProfileOption = None,
     max_size: Annotated[int, typer.Option(help="Largest size of the frontier.")] = 512,
 ) -> None:
@@ -232,7 +230,7 @@ def list_trees(
 def compare(
     first: Annotated[str, typer.Argument(metavar="A", show_default=False)],
     second: Annotated[str, typer.Argument(metavar="B", show_default=False)],
-    acceptance: AcceptanceFileOption = None,
+    acceptance: AcceptanceOption = None,
     profile: ProfileOption = None,
     batch_size: BatchOption = 1,
     as_json: JsonOption = False,
@@ -385,8 +383,8 @@ def _note_memory(times: Profile, tokens: int) -> None:
         note(problem)
 
 
-def _vector(file: Path | None, found: NamedTree | None) -> Acceptance | None:
+def _vector(reference: str | None, found: NamedTree | None) -> Acceptance | None:
     """The vector asked for, or else the one the tree was made for."""
-    if file is not None:
-        return Acceptance.load(file)
+    if reference is not None:
+        return find_vector(reference)
     return None if found is None else found.acceptance
