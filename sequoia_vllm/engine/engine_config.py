@@ -19,6 +19,7 @@ from sequoia_vllm.engine.draft_checks import draft_problem
 from sequoia_vllm.engine.load import plan_load
 from sequoia_vllm.engine.mark import mark
 from sequoia_vllm.engine.model_shapes import pair_shapes
+from sequoia_vllm.engine.outlook import outlook_line
 from sequoia_vllm.engine.refusals import refuse_unsupported
 from sequoia_vllm.engine.request import sequoia_request
 from sequoia_vllm.engine.resolve import Resolved, resolve
@@ -124,10 +125,12 @@ def create_speculative_config(
         logger.warning("Sequoia: not speculating, as plain decoding is faster (%s)", source)
         self.additional_config = {**(self.additional_config or {}), DECLINED: source}
         return None
-    logger.info(
-        "Sequoia: draft model %s; tree of %d nodes, depth %d (%s)",
-        resolved.draft, tree.size, tree.depth, source,
+    level, line = outlook_line(
+        resolved.choice.outlook, resolved.draft, tree.size, tree.depth,
+        adapts=config.adapts, on_cpu=current_platform.is_cpu(),
     )  # fmt: skip
+    logger.log(level, "%s", line)
+    logger.debug("Sequoia: the tree was chosen so: %s", source)
     target_parallel_config.worker_cls = _worker_class(target_parallel_config.worker_cls)
     self.additional_config = resolved.settings.store(self.additional_config)
     translated = copy(self)

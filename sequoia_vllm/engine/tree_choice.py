@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sequoia_vllm.config import ConfigError, Schedule, SequoiaConfig, TreeSpec, Verification
+from sequoia_vllm.engine.outlook import Outlook
+from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import PairShapes
+from sequoia_vllm.hardware.schedule import Schedule as StoredSchedule
+from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.tree_reference import find_tree, find_vector, is_tree_file
+from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vector, is_tree_file
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
 AUTO = "auto"
+USER = "user"  # what names of trees begin with that were tuned here
 DEFAULT_TREE = TreeSpec(size=16, depth=4)
 # Requests draft less where they near their longest length: trees must be small beside it.
 _LENGTH_PER_NODE = 4
@@ -32,6 +37,7 @@ class TreeChoice:
             tree at every batch size.
         device: The device whose measurements or datasheet chose it; None: none did.
         verification: What the tree was found better with, see `SequoiaConfig`.
+        outlook: What it is expected to bring.
     """
 
     tree: TokenTree
@@ -39,6 +45,7 @@ class TreeChoice:
     schedule: list[tuple[int, int, int]] | None = None
     device: str | None = None
     verification: Verification = "sequoia"
+    outlook: Outlook = field(default_factory=Outlook)
 
 
 ReadShapes = Callable[[], PairShapes]
@@ -99,7 +106,8 @@ def _resolve(config: SequoiaConfig, pair: PairKey, read_shapes: ReadShapes | Non
         # Metrics show what stands before a colon: no path of the server's.
         is_file = is_tree_file(config.tree)
         source = f"{Path(config.tree).name}: {config.tree}" if is_file else config.tree
-        return TreeChoice(find_tree(config.tree).tree, source)
+        found = find_tree(config.tree)
+        return TreeChoice(found.tree, source, outlook=_outlook_of(found, pair.device))
     if config.acceptance is not None:
         return _optimal(config, DEFAULT_TREE, "optimal for the given acceptance")
     try:
@@ -107,13 +115,31 @@ def _resolve(config: SequoiaConfig, pair: PairKey, read_shapes: ReadShapes | Non
     except LibraryError as error:
         return _optimal(config, DEFAULT_TREE, f"default size; {error}")
     if choice.tree.size == 1 and config.tree is None:
-        return _optimal(
+        default = _optimal(
             config,
             DEFAULT_TREE,
             f'default size; speculation is expected not to pay here ("tree": "{AUTO}" turns it '
             f"off): {choice.source}",
         )
+        return replace(default, outlook=choice.outlook)
     return choice
+
+
+def _outlook_of(found: NamedTree, device: str) -> Outlook:
+    """Of a tree that the user named: its own figures where it was made for this device."""
+    entry = found.entry
+    if entry is None:
+        vector = found.acceptance
+        return Outlook(tokens=None if vector is None else found.tree.expected_tokens(vector))
+    made_for = entry.name.split("/")[0]
+    if made_for in (USER, identify(device).id):
+        return _outlook_of_schedule(entry.to_schedule(), HOW_TIMED[entry.profile.source])
+    return Outlook(made_for=made_for)
+
+
+def _outlook_of_schedule(schedule: StoredSchedule, source: str) -> Outlook:
+    estimate = schedule.estimate(1)
+    return Outlook(estimate.speedup, source, estimate.expected_tokens)
 
 
 def _from_library(pair: PairKey, shapes: PairShapes | None) -> TreeChoice:
@@ -125,6 +151,7 @@ def _from_library(pair: PairKey, shapes: PairShapes | None) -> TreeChoice:
         schedule.per_batch_size(),
         pair.device,
         selection.entry.verification or "sequoia",
+        _outlook_of_schedule(schedule, HOW_TIMED[selection.entry.profile.source]),
     )
 
 
@@ -145,7 +172,11 @@ def _optimal(config: SequoiaConfig, spec: TreeSpec, why: str) -> TreeChoice:
     acceptance = _acceptance(config)
     tree = optimize_tree(acceptance, spec.size, spec.depth, spec.branch)
     expected = tree.expected_tokens(acceptance)
-    return TreeChoice(tree, f"{why}; {expected:.2f} tokens per step if acceptance is as assumed")
+    return TreeChoice(
+        tree,
+        f"{why}; {expected:.2f} tokens per step if acceptance is as assumed",
+        outlook=Outlook(tokens=expected),
+    )
 
 
 def _acceptance(config: SequoiaConfig) -> Acceptance:
