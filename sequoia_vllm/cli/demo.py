@@ -25,7 +25,16 @@ if TYPE_CHECKING:
     from sequoia_vllm.bench.rounds import RoundRun
 
 COMPLETION_LINES = 12
-MODELS = Path(__file__).parents[2] / "examples" / "models"
+_PACKAGE = Path(__file__).parents[1]
+
+
+def shipped_models(package: Path = _PACKAGE) -> Path:
+    """Where the demo's pair lies: inside the package, or beside it in a checkout."""
+    inside = package / "examples" / "models"
+    return inside if inside.is_dir() else package.parent / "examples" / "models"
+
+
+MODELS = shipped_models()
 
 
 def demo(
@@ -60,8 +69,7 @@ def demo(
 ) -> None:
     """Generates the same prompts with plain vLLM, its chain speculation, and Sequoia trees."""
     if not prompts.is_file():
-        fail(f"no prompts at {prompts}: run from a checkout, or name files with --target, "
-             "--draft and --prompts")  # fmt: skip
+        fail(f"no prompts at {prompts}: name files with --target, --draft and --prompts")
     quiet_engines()
     with contextlib.ExitStack() as stack:
         stack.enter_context(friendly_errors())

