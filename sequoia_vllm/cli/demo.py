@@ -12,13 +12,11 @@ import typer
 
 from sequoia_vllm.cli.common import (
     console,
-    engines_print_to_stderr,
     fail,
     friendly_errors,
     print_json,
 )
-from sequoia_vllm.cli.measuring import check_models, quiet_engines
-from sequoia_vllm.cli.progress import progress_bar
+from sequoia_vllm.cli.measuring import check_models, measuring, quiet_engines
 
 if TYPE_CHECKING:
     from sequoia_vllm.bench.measure import BenchSettings, MethodRuns
@@ -70,11 +68,14 @@ def demo(
     """Generates the same prompts with plain vLLM, its chain speculation, and Sequoia trees."""
     if not prompts.is_file():
         fail(f"no prompts at {prompts}: name files with --target, --draft and --prompts")
+    from sequoia_vllm.measuring.engine_processes import sigterm_raises
+
     quiet_engines()
     with contextlib.ExitStack() as stack:
         stack.enter_context(friendly_errors())
         check_models(target, draft)
         if grow:
+            stack.enter_context(sigterm_raises())
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sequoia-demo-"))
             target = _grown(target, Path(folder), grow, grow_width, dtype)
         from sequoia_vllm.bench.measure import BenchSettings
@@ -111,7 +112,7 @@ def _grown(target: str, folder: Path, layers: int, width: int, dtype: str) -> st
 def _compare(settings: BenchSettings, prompt: str, as_json: bool) -> None:
     from sequoia_vllm.bench.measure import measure
 
-    with engines_print_to_stderr(), progress_bar("demo:") as report:
+    with measuring("demo:", "interrupted") as report:
         found = measure(settings, report)
     (runs,) = found.runs.values()
     rounds = [one.rounds[0] for one in runs]
