@@ -18,9 +18,11 @@ from pydantic import (
 )
 
 from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.json_input import key_name, shortened
 from sequoia_vllm.tree.token_tree import MOST_NODES, TokenTree
 
 METHOD = "sequoia"
+_MOST_PROBLEMS = 8  # that a message lists
 ContextAttention = Literal["triton", "flash"]
 # As `sequoia_vllm.verification.Method`, which comes with torch.
 Verification = Literal["sequoia", "traversal"]
@@ -50,9 +52,9 @@ class _Strict(BaseModel):
 def unknown_key(key: str, valid: Iterable[str]) -> str:
     """The message for a key we do not know, with the nearest one that we do."""
     names = sorted(valid)
-    nearest = difflib.get_close_matches(key, names, n=1)
+    nearest = difflib.get_close_matches(key[:99], names, n=1)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"valid keys are {', '.join(names)}."
-    return f"unknown key {key!r}: {hint}"
+    return f"unknown key {shortened(key)}: {hint}"
 
 
 class TreeSpec(_Strict):
@@ -156,7 +158,10 @@ class SequoiaConfig(_Strict):
             ConfigError: Naming each wrong key or value.
         """
         data = {"method": request} if isinstance(request, str) else request
-        data = {str(key).replace("-", "_"): value for key, value in data.items()}
+        keys = [str(key).replace("-", "_") for key in data]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise ConfigError(f"{twice!r} is given twice, with dashes and with underscores")
+        data = dict(zip(keys, data.values(), strict=True))
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -199,9 +204,12 @@ def _checked_schedule(schedule: Schedule) -> Schedule:
 
 def _summary(error: ValidationError) -> str:
     """One line per problem; a union's branches are reported once, by the matching branch."""
-    lines = []
+    lines: list[str] = []
     for problem in error.errors():
-        place = [str(part) for part in problem["loc"] if not _is_branch(str(part))]
+        if len(lines) == _MOST_PROBLEMS:
+            lines.append("and more")
+            break
+        place = [key_name(part) for part in problem["loc"] if not _is_branch(str(part))]
         if problem["type"] in ("is_instance_of", "model_type"):
             continue  # of the tree's union; its string_type says what all of them take
         message = problem["msg"].removeprefix("Value error, ")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from sequoia_vllm.json_input import read_json, shortened
+from sequoia_vllm.json_input import key_name, read_json, shortened
 
 # Problems of one file that its message lists.
 _MOST_PROBLEMS = 8
@@ -59,7 +59,7 @@ def _explain(problem: ValidationError) -> str:
     lines = []
     problems = problem.errors(include_url=False)
     for detail in problems[:_MOST_PROBLEMS]:
-        field = ".".join(str(part) for part in detail["loc"]) or "the file"
+        field = ".".join(key_name(part) for part in detail["loc"]) or "the file"
         message = detail["msg"].removeprefix("Value error, ")
         given = detail.get("input")
         shown = f" (got {shortened(given)})" if isinstance(given, (str, int, float)) else ""

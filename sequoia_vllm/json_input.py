@@ -71,5 +71,11 @@ def shortened(value: Any, length: int = 60) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
+def key_name(key: Any) -> str:
+    """A key, or an index, as it stands in a file; quoted and cut where it is a strange one."""
+    text = str(key)
+    return text if text.isprintable() and 0 < len(text) <= 60 else shortened(text)
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")

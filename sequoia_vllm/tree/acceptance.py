@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.json_input import read_json
+from sequoia_vllm.json_input import key_name, read_json
 
 
 class AcceptanceError(SequoiaError, ValueError):
@@ -47,7 +47,7 @@ class Acceptance:
         except (TypeError, ValueError, OverflowError) as error:
             raise AcceptanceError(
                 "an acceptance vector is a list of numbers p[k], or a list of equally long "
-                f"lists p[d][k]: {error}"
+                f"lists p[d][k]: {str(error)[:100]}"
             ) from error
         if table.ndim not in (1, 2) or table.size == 0:
             raise AcceptanceError(
@@ -104,7 +104,7 @@ class Acceptance:
             if "acceptance" not in data:
                 raise AcceptanceError(
                     f'acceptance file {path} has no "acceptance" key; it holds '
-                    f"{', '.join(sorted(map(str, data))) or 'nothing'}"
+                    f"{', '.join(sorted(map(key_name, data))[:8]) or 'nothing'}"
                 )
             data = data["acceptance"]
         if not isinstance(data, Sequence) or isinstance(data, str):

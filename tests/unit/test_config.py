@@ -92,6 +92,23 @@ def test_several_problems_are_reported_together():
     assert "max_model_len: " in str(error.value)
 
 
+def test_messages_stay_short():
+    ranges = [["x", "y", "z"]] * 1000
+    with pytest.raises(ConfigError) as error:
+        SequoiaConfig.parse({"method": "sequoia", "num_speculative_tokens_per_batch_size": ranges})
+    assert str(error.value).count("Input should be") == 8
+    assert str(error.value).endswith("; and more")
+    with pytest.raises(ConfigError) as error:
+        SequoiaConfig.parse({"method": "sequoia", "k" * 10**6: 1})
+    assert len(str(error.value)) < 600
+
+
+def test_a_key_in_both_spellings_is_given_twice():
+    keys = {"max-model-len": 8, "max_model_len": 9}
+    with pytest.raises(ConfigError, match="'max_model_len' is given twice"):
+        SequoiaConfig.parse({"method": "sequoia", **keys})
+
+
 def test_a_wrong_tree_is_reported_once():
     with pytest.raises(ConfigError) as error:
         SequoiaConfig.parse({"method": "sequoia", "tree": {"size": 16, "dept": 4}})
