@@ -1,6 +1,6 @@
 """Answers the prompts in a JSONL file with several engines on Ray; run it again to go on.
 
-$ pip install 'sequoia-vllm[gpu,ray]'
+$ pip install '.[gpu,ray]'    # in a clone
 $ python examples/ray_batch.py prompts.jsonl answers.jsonl --replicas 8 \
       --model meta-llama/Llama-3.1-8B-Instruct --draft-model meta-llama/Llama-3.2-1B-Instruct
 

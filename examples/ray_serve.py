@@ -1,6 +1,6 @@
 """An OpenAI server of several replicas, each an engine that speculates with trees, on Ray Serve.
 
-$ pip install 'sequoia-vllm[gpu,ray]'    # not ray[llm], which replaces vLLM by the one it pins
+$ pip install '.[gpu,ray]'    # in a clone; not ray[llm], which replaces vLLM by the one it pins
 $ python examples/ray_serve.py --model meta-llama/Llama-3.1-70B-Instruct \
       --draft-model meta-llama/Llama-3.2-1B-Instruct --tensor-parallel-size 4 --max-replicas 4
 

@@ -18,12 +18,16 @@ from pydantic import (
 )
 
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.tree.token_tree import SCHEMA, TokenTree
+from sequoia_vllm.json_input import key_name, shortened
+from sequoia_vllm.tree.token_tree import MOST_NODES, TokenTree
 
 METHOD = "sequoia"
+_MOST_PROBLEMS = 8  # that a message lists
 ContextAttention = Literal["triton", "flash"]
 # As `sequoia_vllm.verification.Method`, which comes with torch.
 Verification = Literal["sequoia", "traversal"]
+# (first batch size, last batch size, drafts of each request)
+Schedule = list[tuple[int, int, int]]
 
 
 class ConfigError(SequoiaError, ValueError):
@@ -48,15 +52,15 @@ class _Strict(BaseModel):
 def unknown_key(key: str, valid: Iterable[str]) -> str:
     """The message for a key we do not know, with the nearest one that we do."""
     names = sorted(valid)
-    nearest = difflib.get_close_matches(key, names, n=1)
+    nearest = difflib.get_close_matches(key[:99], names, n=1)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"valid keys are {', '.join(names)}."
-    return f"unknown key {key!r}: {hint}"
+    return f"unknown key {shortened(key)}: {hint}"
 
 
 class TreeSpec(_Strict):
     """A tree to build when the engine starts, best for ``acceptance``."""
 
-    size: int = Field(ge=2, le=1024, description="Nodes, the root included: size - 1 drafts.")
+    size: int = Field(ge=2, le=MOST_NODES, description="Nodes, the root included: size - 1 drafts.")
     depth: int | None = Field(
         default=None, ge=1, le=64, description="Most edges from the root to a leaf; none: no limit."
     )
@@ -83,16 +87,17 @@ class SequoiaConfig(_Strict):
     )
     acceptance: list[float] | list[list[float]] | Path | None = Field(
         default=None,
-        description="Acceptance vector p[k] or p[d][k] (or a file with one) that trees are "
-        "optimised for. None: a published vector.",
+        description="Acceptance vector p[k] or p[d][k], a file with one, or the name of one "
+        "of the library, like shipped, that trees are optimised for. None: a published vector.",
     )
     num_speculative_tokens: int | None = Field(
         default=None, ge=1, description="Upper bound on drafts per step: larger trees are trimmed."
     )
-    num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = Field(
+    num_speculative_tokens_per_batch_size: Schedule | None = Field(
         default=None,
-        description="[[first, last, drafts], ...]: drafts per step by batch size (vLLM's key). "
-        "Each request drafts that prefix of the tree; 0 turns speculation off.",
+        description="[[first, last, drafts], ...]: drafts per step by batch size (vLLM's key), "
+        "from batch size 1 without gaps; the last range goes on. Each request drafts that prefix "
+        "of the tree; 0 turns speculation off.",
     )
     context_attention: ContextAttention = Field(
         default="triton",
@@ -137,7 +142,12 @@ class SequoiaConfig(_Strict):
     @classmethod
     def _inline_tree(cls, value: Any) -> Any:
         is_tree = isinstance(value, dict) and "parents" in value
-        return TokenTree.from_dict({"schema": SCHEMA, **value}) if is_tree else value
+        return TokenTree.from_dict(value) if is_tree else value
+
+    @field_validator("num_speculative_tokens_per_batch_size")
+    @classmethod
+    def _ranges(cls, value: Schedule | None) -> Schedule | None:
+        return None if value is None else _checked_schedule(value)
 
     @property
     def adapts(self) -> bool:
@@ -154,7 +164,10 @@ class SequoiaConfig(_Strict):
             ConfigError: Naming each wrong key or value.
         """
         data = {"method": request} if isinstance(request, str) else request
-        data = {str(key).replace("-", "_"): value for key, value in data.items()}
+        keys = [str(key).replace("-", "_") for key in data]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise ConfigError(f"{twice!r} is given twice, with dashes and with underscores")
+        data = dict(zip(keys, data.values(), strict=True))
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -169,11 +182,40 @@ class SequoiaConfig(_Strict):
         return self.model_dump(exclude=ours, exclude_none=True)
 
 
+def _checked_schedule(schedule: Schedule) -> Schedule:
+    """The ranges in order.
+
+    Raises:
+        ValueError: They are not ranges of batch sizes from 1 on that follow each other.
+    """
+    if not schedule:
+        raise ValueError("needs a range, [first, last, drafts]; leave the key out for none")
+    batch = 1
+    for first, last, drafts in sorted(schedule):
+        entry = [first, last, drafts]
+        if first < 1:
+            raise ValueError(f"{entry} begins at batch size {first}: the smallest is 1")
+        if last < first:
+            raise ValueError(f"{entry} ends before it begins: give [first, last, drafts]")
+        if drafts < 0:
+            raise ValueError(f"{entry} has {drafts} drafts: give 0 to turn speculation off")
+        if first < batch:
+            raise ValueError(f"{entry} says again what batch size {first} drafts: give it once")
+        if first > batch:
+            missing = str(batch) if first == batch + 1 else f"{batch} to {first - 1}"
+            raise ValueError(f"nothing is said of batch size {missing}, before {entry}")
+        batch = last + 1
+    return sorted(schedule)
+
+
 def _summary(error: ValidationError) -> str:
     """One line per problem; a union's branches are reported once, by the matching branch."""
-    lines = []
+    lines: list[str] = []
     for problem in error.errors():
-        place = [str(part) for part in problem["loc"] if not _is_branch(str(part))]
+        if len(lines) == _MOST_PROBLEMS:
+            lines.append("and more")
+            break
+        place = [key_name(part) for part in problem["loc"] if not _is_branch(str(part))]
         if problem["type"] in ("is_instance_of", "model_type"):
             continue  # of the tree's union; its string_type says what all of them take
         message = problem["msg"].removeprefix("Value error, ")

@@ -48,7 +48,7 @@ def require_matplotlib() -> None:
         FigureError: If it is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise FigureError("pictures need matplotlib: pip install 'sequoia-vllm[plot]'")
+        raise FigureError("pictures need matplotlib: pip install matplotlib")
 
 
 def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:

@@ -1,4 +1,4 @@
-"""Reading JSON files into pydantic models, with errors a user can act on."""
+"""JSON files as pydantic models: reading with errors a user can act on, and writing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+from sequoia_vllm.json_input import key_name, read_json, shortened
+
+# Problems of one file that its message lists.
+_MOST_PROBLEMS = 8
 
 
 class FileModel(BaseModel):
@@ -28,25 +33,6 @@ class FileModel(BaseModel):
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def read_json(path: Path, what: str, error: type[ValueError]) -> Any:
-    """The JSON value in ``path``.
-
-    Args:
-        path: File to read.
-        what: What the file should be, for the message ("profile").
-        error: Exception class to raise.
-
-    Raises:
-        ValueError: As ``error``, if the file is missing or is not JSON.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise error(f"cannot read {what} file {path}: {problem.strerror or problem}") from problem
-    except ValueError as problem:  # not JSON, or not UTF-8
-        raise error(f"{what} file {path} is not JSON: {problem}") from problem
-
-
 def read_model(path: Path, model: type[Model], what: str, error: type[ValueError]) -> Model:
     """The object in ``path``, checked; arguments and errors as `read_json`."""
     data = read_json(path, what, error)
@@ -60,7 +46,8 @@ def check_model(data: Any, model: type[Model], where: str, error: type[ValueErro
     expected = model.model_fields.get("schema_")
     if expected is not None and data.get("schema") != expected.default:
         raise error(
-            f'{where}: "schema" is {data.get("schema")!r}; this version reads {expected.default!r}'
+            f'{where}: "schema" is {shortened(data.get("schema"))}; this version reads '
+            f"{expected.default!r}"
         )
     try:
         return model.model_validate(data)
@@ -70,12 +57,15 @@ def check_model(data: Any, model: type[Model], where: str, error: type[ValueErro
 
 def _explain(problem: ValidationError) -> str:
     lines = []
-    for detail in problem.errors(include_url=False):
-        field = ".".join(str(part) for part in detail["loc"]) or "the file"
+    problems = problem.errors(include_url=False)
+    for detail in problems[:_MOST_PROBLEMS]:
+        field = ".".join(key_name(part) for part in detail["loc"]) or "the file"
         message = detail["msg"].removeprefix("Value error, ")
         given = detail.get("input")
-        shown = f" (got {given!r})" if isinstance(given, (str, int, float)) else ""
+        shown = f" (got {shortened(given)})" if isinstance(given, (str, int, float)) else ""
         lines.append(f"{field}: {message}{shown}")
+    if len(problems) > _MOST_PROBLEMS:
+        lines.append(f"and {len(problems) - _MOST_PROBLEMS} more problems")
     return "\n  ".join(lines)
 
 

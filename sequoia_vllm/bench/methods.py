@@ -10,8 +10,7 @@ from typing import Any
 
 from sequoia_vllm.bench.chain_sampling import DEFAULT, ChainSampling, is_known
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.library import tree_library
-from sequoia_vllm.tree.token_tree import TokenTree
+from sequoia_vllm.library.tree_reference import find_tree, is_tree_file
 
 AUTO = "auto"
 _SHAPE = re.compile(r"(\d+)x(\d+)")
@@ -107,8 +106,8 @@ def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
         if acceptance is not None:
             config["acceptance"] = str(acceptance)
         return Method(f"Sequoia {tree}", Kind.SEQUOIA, config, size - 1)
-    found = TokenTree.load(tree) if tree.endswith(".json") else tree_library.load(tree)
-    name = Path(tree).stem if tree.endswith(".json") else tree
+    found = find_tree(tree).tree
+    name = Path(tree).stem if is_tree_file(tree) else tree
     return Method(f"Sequoia {name}", Kind.SEQUOIA, config, found.num_speculative_tokens)
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sequoia_vllm.cli.common import (
-    engines_print_to_stderr,
     fail,
     friendly_errors,
     note,
@@ -23,12 +22,13 @@ from sequoia_vllm.cli.measuring import (
     PromptsOption,
     RawPromptsOption,
     TargetOption,
+    check_models,
     check_output,
+    measuring,
     numbers,
     quiet_engines,
     write_file,
 )
-from sequoia_vllm.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from sequoia_vllm.bench.measure import BenchSettings
@@ -109,10 +109,11 @@ def bench(
     with friendly_errors():
         if plot is not None:
             require_matplotlib()
+        check_models(target, draft)
         chosen = load_prompts(prompts, num_prompts)
         settings = _settings(options, chosen)
         basis = None if profile is None else _basis(settings, profile, acceptance)
-        with engines_print_to_stderr(), progress_bar("bench:") as progress:
+        with measuring("bench:", "interrupted: nothing was kept") as progress:
             if predict:
                 pair = to_measure(settings)
                 measured = measure_pair(pair, prompts, raw_prompts, progress)

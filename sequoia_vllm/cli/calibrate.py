@@ -22,6 +22,7 @@ from sequoia_vllm.cli.measuring import (
     TemperatureOption,
     TensorParallelOption,
     TopPOption,
+    check_models,
     check_output,
     measuring,
     note_grown,
@@ -86,6 +87,8 @@ def calibrate(
     from sequoia_vllm.measuring.engines import EngineSpec
 
     quiet_engines()
+    with friendly_errors():
+        check_models(target, draft)
     note_grown(target, draft)
     engine = EngineSpec(
         target, draft, dtype=dtype, tensor_parallel_size=tensor_parallel_size,

@@ -15,11 +15,15 @@ from rich.markup import escape
 from sequoia_vllm.errors import SequoiaError
 
 USAGE_ERROR = 2
+_UNLIMITED = 10_000  # columns
 
 
 def console() -> Console:
-    """Standard output."""
-    return Console()
+    """Standard output; where no terminal is, lines have any length, for who reads them."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _UNLIMITED
+    return console
 
 
 def error_console() -> Console:

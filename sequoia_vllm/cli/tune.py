@@ -26,6 +26,7 @@ from sequoia_vllm.cli.measuring import (
     TemperatureOption,
     TensorParallelOption,
     TopPOption,
+    check_models,
     note_grown,
     numbers,
     quiet_engines,
@@ -138,6 +139,9 @@ def tune(
     from sequoia_vllm.measuring.engines import EngineSpec
 
     quiet_engines()
+    if acceptance is None or profile is None:
+        with friendly_errors():
+            check_models(target, draft)
     note_grown(target, draft)
     budget = QUICK if quick else FULL
     usual_context = context or budget.context

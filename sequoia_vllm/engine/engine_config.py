@@ -12,17 +12,21 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.engine.command_errors import short_in_commands
 from sequoia_vllm.engine.contract import check_contract
 from sequoia_vllm.engine.device_name import current_device_name
+from sequoia_vllm.engine.draft_checks import draft_problem
 from sequoia_vllm.engine.load import plan_load
 from sequoia_vllm.engine.mark import mark
 from sequoia_vllm.engine.model_shapes import pair_shapes
+from sequoia_vllm.engine.outlook import outlook_line
 from sequoia_vllm.engine.refusals import refuse_unsupported
 from sequoia_vllm.engine.request import sequoia_request
 from sequoia_vllm.engine.resolve import Resolved, resolve
 from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.engine.start.runs import how_it_runs
 from sequoia_vllm.engine.swap import swapped
+from sequoia_vllm.engine.vocabulary import check_vocabularies
 
 logger = logging.getLogger("vllm.sequoia")
 
@@ -34,10 +38,22 @@ TREE_SCHEDULER = "sequoia_vllm.engine.v2.scheduler.TreeScheduler"
 def create_engine_config(
     original: Callable[..., Any], self: EngineArgs, *args: Any, **kwargs: Any
 ) -> Any:
-    """As vLLM's; checks the contract before, and refuses unsupported set-ups after."""
-    request = sequoia_request(self)
-    if request is None:
-        return original(self, *args, **kwargs)
+    """As vLLM's; checks the contract before, and refuses unsupported set-ups after.
+
+    Raises:
+        SequoiaError: What we cannot do; in vLLM's own commands a line and exit code 2.
+    """
+    with short_in_commands():
+        request = sequoia_request(self)
+        if request is None:
+            return original(self, *args, **kwargs)
+        return _sequoia_engine_config(original, request, self, *args, **kwargs)
+
+
+def _sequoia_engine_config(
+    original: Callable[..., Any], request: dict[str, Any], self: EngineArgs, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
     check_contract()
     self.speculative_config = request
     self.spec_method = self.spec_model = self.spec_tokens = None
@@ -111,16 +127,22 @@ def create_speculative_config(
         logger.warning("Sequoia: not speculating, as plain decoding is faster (%s)", source)
         self.additional_config = {**(self.additional_config or {}), DECLINED: source}
         return None
-    logger.info(
-        "Sequoia: draft model %s; tree of %d nodes, depth %d (%s)",
-        resolved.draft, tree.size, tree.depth, source,
+    level, line = outlook_line(
+        resolved.choice.outlook, resolved.draft, tree.size, tree.depth,
+        adapts=config.adapts, on_cpu=current_platform.is_cpu(),
     )  # fmt: skip
+    logger.log(level, "%s", line)
+    logger.debug("Sequoia: the tree was chosen so: %s", source)
     target_parallel_config.worker_cls = _worker_class(target_parallel_config.worker_cls)
     self.additional_config = resolved.settings.store(self.additional_config)
     translated = copy(self)
     translated.speculative_config = _as_draft_model(config, resolved)
-    speculative_config = original(translated, target_model_config, target_parallel_config)
-    mark(speculative_config)
+    _compare_vocabularies(target_model_config, resolved.draft, config)
+    try:
+        speculative_config = original(translated, target_model_config, target_parallel_config)
+    except (ValueError, OSError) as error:
+        raise ConfigError(draft_problem(resolved.draft, error)) from error
+    mark(speculative_config, tree.depth)
     return speculative_config
 
 
@@ -142,6 +164,19 @@ def _as_draft_model(config: SequoiaConfig, resolved: Resolved) -> dict[str, Any]
         "num_speculative_tokens": drafts,
         "num_speculative_tokens_per_batch_size": schedule,
     }
+
+
+def _compare_vocabularies(target: Any, draft: str, config: SequoiaConfig) -> None:
+    """Nothing, where vLLM shall load no tokenizer, or reads it in a way of its own."""
+    if target.skip_tokenizer_init or target.tokenizer_mode not in ("auto", "hf", "slow"):
+        return
+    check_vocabularies(
+        target.tokenizer,
+        draft,
+        target_revision=target.tokenizer_revision,
+        draft_revision=config.revision,
+        trust_remote_code=target.trust_remote_code,
+    )
 
 
 def _worker_class(current: str) -> str:

@@ -10,14 +10,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.spec_decode.metrics import SpecDecodingProm
 from vllm.v1.structured_output import StructuredOutputManager
 
-from sequoia_vllm.engine import engine_config, grammar, request, tree_reports
+from sequoia_vllm.engine import engine_config, grammar, request, shown, tree_reports
 from sequoia_vllm.engine.mark import is_marked
 from sequoia_vllm.engine.request_options import check_options
 
@@ -35,6 +37,9 @@ def install() -> None:
     tree_reports.add_report_field()
     _wrap(Scheduler, "update_from_output", tree_reports.update_from_output)
     _wrap(StatLoggerManager, "__init__", tree_reports.init_stat_logger_manager)
+    _wrap(SpeculativeConfig, "__repr__", shown.describe)
+    _wrap(Scheduler, "make_stats", shown.make_stats)
+    _wrap(SpecDecodingProm, "__init__", shown.init_acceptance_counters)
     _wrap(LLMEngine, "get_metrics", tree_reports.get_metrics)
 
 

@@ -8,14 +8,20 @@ from typing import Any
 _ATTRIBUTE = "_sequoia"  # set on the SpeculativeConfig of a Sequoia engine, to a `_Mark`
 
 
-def mark(speculative_config: Any) -> None:
-    """Marks vLLM's speculative configuration as Sequoia's."""
-    setattr(speculative_config, _ATTRIBUTE, _Mark())
+def mark(speculative_config: Any, depth: int) -> None:
+    """Marks vLLM's speculative configuration as Sequoia's, with a tree so deep."""
+    setattr(speculative_config, _ATTRIBUTE, _Mark(depth))
 
 
 def is_marked(speculative_config: Any) -> bool:
     """Whether this speculative configuration of vLLM's is Sequoia's."""
     return hasattr(speculative_config, _ATTRIBUTE)
+
+
+def marked_depth(speculative_config: Any) -> int:
+    """Depth of the tree of a marked configuration, in edges."""
+    found: _Mark = getattr(speculative_config, _ATTRIBUTE)
+    return found.depth
 
 
 class _Mark:
@@ -26,12 +32,15 @@ class _Mark:
     requests that Sequoia serves, and would count no trees.
     """
 
-    def __reduce__(self) -> tuple[Callable[[], _Mark], tuple[()]]:
-        return _received_mark, ()
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+
+    def __reduce__(self) -> tuple[Callable[[int], _Mark], tuple[int]]:
+        return _received_mark, (self.depth,)
 
 
-def _received_mark() -> _Mark:
+def _received_mark(depth: int) -> _Mark:
     from sequoia_vllm.engine.hooks import install  # which needs this module
 
     install()
-    return _Mark()
+    return _Mark(depth)

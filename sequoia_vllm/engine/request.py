@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 from collections.abc import Callable
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 
-from sequoia_vllm.config import METHOD, ConfigError
+from sequoia_vllm.config import METHOD, ConfigError, SequoiaConfig
+from sequoia_vllm.json_input import parse_json
 
 
 def add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
@@ -29,9 +29,15 @@ def _json_or_shorthand(parse: Callable[[str], Any]) -> Callable[[str], Any]:
         if value.strip() == METHOD:
             return {"method": METHOD}
         try:
-            return parse(value)
-        except (ValueError, argparse.ArgumentTypeError) as error:
+            found = parse(value)
+        except (ValueError, RecursionError, argparse.ArgumentTypeError) as error:
             raise argparse.ArgumentTypeError(_not_a_config(value, error)) from error
+        try:
+            if isinstance(found, dict) and names_sequoia(found):
+                SequoiaConfig.parse(found)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return found
 
     return parsed
 
@@ -72,11 +78,32 @@ def sequoia_request(args: EngineArgs) -> dict[str, Any] | None:
         if key in merged and merged[key] != value:
             raise ConfigError(f"{key} is given twice: {merged[key]!r} and {value!r}")
         merged[key] = value
-    return merged if merged.get("method") == METHOD else None
+    return merged if names_sequoia(merged) else None
+
+
+def names_sequoia(request: dict[str, Any]) -> bool:
+    """Whether this speculative configuration is meant for us.
+
+    Raises:
+        ConfigError: It is, but its method is misspelt, or missing.
+    """
+    method = request.get("method")
+    if method == METHOD:
+        return True
+    if method is None and isinstance(request.get("tree"), (str, dict)):
+        raise ConfigError(f'"tree" is a key of method {METHOD!r}: add "method": "{METHOD}"')
+    if isinstance(method, str) and _is_misspelt(method):
+        raise ConfigError(f"there is no method {method!r}: did you mean {METHOD!r}?")
+    return False
+
+
+def _is_misspelt(method: str) -> bool:
+    """Whether this is nearly our method's name; no method of vLLM's is."""
+    return bool(difflib.get_close_matches(method.strip().lower(), [METHOD], cutoff=0.75))
 
 
 def _json_object(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return text

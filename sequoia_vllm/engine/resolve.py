@@ -8,6 +8,7 @@ from functools import cache
 
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.cluster import current_versions
+from sequoia_vllm.engine.draft_checks import check_folder
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.tree_choice import TreeChoice, choose_engine_tree
 from sequoia_vllm.hardware.models import PairShapes
@@ -61,11 +62,13 @@ def resolve(
         runs: How the engine will run; None: it neither times steps nor uses what was timed.
 
     Raises:
-        ConfigError: No draft is given, and none is known for this target.
+        ConfigError: No draft is given, and none is known for this target; or a folder is
+            given in which there is none.
         TreeError, AcceptanceError, LibraryError: The tree cannot be had; names the file
             or entry and what is wrong with it.
     """
     draft = config.model or known_draft(target)
+    check_folder("draft", draft)
     pair = PairKey(
         device=device,
         target=target,

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from sequoia_vllm.config import SequoiaConfig, TreeSpec, Verification
+from sequoia_vllm.config import ConfigError, Schedule, SequoiaConfig, TreeSpec, Verification
+from sequoia_vllm.engine.outlook import Outlook
+from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import PairShapes
+from sequoia_vllm.hardware.schedule import Schedule as StoredSchedule
+from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.start_times import Runs
+from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vector, is_tree_file
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
 AUTO = "auto"
+USER = "user"  # what names of trees begin with that were tuned here
 DEFAULT_TREE = TreeSpec(size=16, depth=4)
 # Requests draft less where they near their longest length: trees must be small beside it.
 _LENGTH_PER_NODE = 4
@@ -33,6 +39,7 @@ class TreeChoice:
         device: The device whose measurements or datasheet chose it; None: none did.
         verification: What the tree was found better with, see `SequoiaConfig`.
         lacks_times: It depends on times of this pair on this device, which nobody measured.
+        outlook: What it is expected to bring.
     """
 
     tree: TokenTree
@@ -41,6 +48,7 @@ class TreeChoice:
     device: str | None = None
     verification: Verification = "sequoia"
     lacks_times: bool = False
+    outlook: Outlook = field(default_factory=Outlook)
 
 
 ReadShapes = Callable[[], PairShapes]
@@ -67,6 +75,7 @@ def choose_engine_tree(
     Raises:
         TreeError, AcceptanceError, LibraryError: Naming the file or entry and
             what is wrong with it.
+        ConfigError: The given schedule has more drafts than the given tree.
     """
     choice = _resolve(config, pair, read_shapes, runs)
     if max_model_len is not None and choice.device is not None:
@@ -74,8 +83,23 @@ def choose_engine_tree(
     if config.num_speculative_tokens is not None:
         choice = replace(choice, tree=choice.tree.trim(config.num_speculative_tokens + 1))
     if config.num_speculative_tokens_per_batch_size is not None:
-        choice = replace(choice, schedule=config.num_speculative_tokens_per_batch_size)
+        choice = replace(choice, schedule=_given_schedule(config, choice.tree))
     return choice
+
+
+def _given_schedule(config: SequoiaConfig, tree: TokenTree) -> Schedule:
+    """The user's schedule; more drafts than the tree has are cut where the tree is our choice."""
+    schedule = config.num_speculative_tokens_per_batch_size or []
+    most = tree.num_speculative_tokens
+    too_many = next((list(entry) for entry in schedule if entry[2] > most), None)
+    if too_many is None or config.tree in (None, AUTO):
+        return [(first, last, min(drafts, most)) for first, last, drafts in schedule]
+    bound = config.num_speculative_tokens
+    cut = f" (num_speculative_tokens is {bound})" if bound == most else ""
+    raise ConfigError(
+        f"num_speculative_tokens_per_batch_size: {too_many} drafts more than the {most} that the "
+        f"tree has{cut}: give at most {most}, or a larger tree"
+    )
 
 
 def _resolve(
@@ -86,9 +110,11 @@ def _resolve(
     if isinstance(config.tree, TokenTree):
         return TreeChoice(config.tree, "given as parents")
     if config.tree not in (None, AUTO):
-        is_file = config.tree.endswith(".json")
-        tree = TokenTree.load(config.tree) if is_file else tree_library.load(config.tree)
-        return TreeChoice(tree, config.tree)
+        # Metrics show what stands before a colon: no path of the server's.
+        is_file = is_tree_file(config.tree)
+        source = f"{Path(config.tree).name}: {config.tree}" if is_file else config.tree
+        found = find_tree(config.tree)
+        return TreeChoice(found.tree, source, outlook=_outlook_of(found, pair.device))
     if config.acceptance is not None:
         return _optimal(config, DEFAULT_TREE, "optimal for the given acceptance")
     try:
@@ -103,8 +129,25 @@ def _resolve(
             f'default size; speculation is expected not to pay here ("tree": "{AUTO}" turns it '
             f"off): {choice.source}",
         )
-        return replace(default, lacks_times=choice.lacks_times)
+        return replace(default, lacks_times=choice.lacks_times, outlook=choice.outlook)
     return choice
+
+
+def _outlook_of(found: NamedTree, device: str) -> Outlook:
+    """Of a tree that the user named: its own figures where it was made for this device."""
+    entry = found.entry
+    if entry is None:
+        vector = found.acceptance
+        return Outlook(tokens=None if vector is None else found.tree.expected_tokens(vector))
+    made_for = entry.name.split("/")[0]
+    if made_for in (USER, identify(device).id):
+        return _outlook_of_schedule(entry.to_schedule(), HOW_TIMED[entry.profile.source])
+    return Outlook(made_for=made_for)
+
+
+def _outlook_of_schedule(schedule: StoredSchedule, source: str) -> Outlook:
+    estimate = schedule.estimate(1)
+    return Outlook(estimate.speedup, source, estimate.expected_tokens)
 
 
 def _from_library(pair: PairKey, shapes: PairShapes | None, runs: Runs | None) -> TreeChoice:
@@ -117,6 +160,7 @@ def _from_library(pair: PairKey, shapes: PairShapes | None, runs: Runs | None) -
         pair.device,
         selection.entry.verification or "sequoia",
         lacks_times=not selection.is_timed,
+        outlook=_outlook_of_schedule(schedule, HOW_TIMED[selection.entry.profile.source]),
     )
 
 
@@ -137,12 +181,16 @@ def _optimal(config: SequoiaConfig, spec: TreeSpec, why: str) -> TreeChoice:
     acceptance = _acceptance(config)
     tree = optimize_tree(acceptance, spec.size, spec.depth, spec.branch)
     expected = tree.expected_tokens(acceptance)
-    return TreeChoice(tree, f"{why}; {expected:.2f} tokens per step if acceptance is as assumed")
+    return TreeChoice(
+        tree,
+        f"{why}; {expected:.2f} tokens per step if acceptance is as assumed",
+        outlook=Outlook(tokens=expected),
+    )
 
 
 def _acceptance(config: SequoiaConfig) -> Acceptance:
     if config.acceptance is None:
         return REFERENCE_ACCEPTANCE
     if isinstance(config.acceptance, Path):
-        return Acceptance.load(config.acceptance)
+        return find_vector(str(config.acceptance))
     return Acceptance.of(config.acceptance)

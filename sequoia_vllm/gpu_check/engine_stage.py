@@ -36,7 +36,9 @@ def run_engine(run: StageRun, models: Path) -> None:
     """
     if not (models / "target" / "config.json").is_file():
         raise GpuCheckError(f"{models}: no models to grow; give --models the folder of a pair")
-    with run.attempt("engine"), tempfile.TemporaryDirectory() as folder:
+    from sequoia_vllm.measuring.engine_processes import engines_end_here
+
+    with run.attempt("engine"), tempfile.TemporaryDirectory() as folder, engines_end_here():
         target, draft = _grown(run, models, Path(folder))
         settings = _settings(target, draft)
         _compare(run, settings)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.json_input import read_json
 
 SCHEMA = "sequoia-vllm/gpu-check/v1"
 
@@ -203,10 +204,7 @@ class GpuCheckReport(_Strict):
         """
         from pydantic import TypeAdapter, ValidationError
 
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise GpuCheckError(f"cannot read the GPU check's report {path}: {error}") from error
+        data = read_json(path, "the GPU check's report", GpuCheckError)
         schema = data.pop("schema", None) if isinstance(data, dict) else None
         if schema != SCHEMA:
             raise GpuCheckError(f'{path}: "schema" is {schema!r}; this version reads {SCHEMA!r}')

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from sequoia_vllm.measuring.engine_processes import interrupts_get_through
 from sequoia_vllm.measuring.errors import CalibrationError
 
 Progress = Callable[[str, int, int], None]
@@ -68,7 +69,8 @@ def open_engine(engine: EngineSpec, *, seed: int = 0, **options: Any) -> Iterato
         # Several engines share a GPU: each would want nine tenths of it to be free.
         options.setdefault("gpu_memory_utilization", _SHARE_OF_GPU)
     try:
-        llm = LLM(seed=seed, **engine.for_vllm(), **options)
+        with interrupts_get_through():
+            llm = LLM(seed=seed, **engine.for_vllm(), **options)
     except (ValueError, OSError, RuntimeError) as error:
         draft = (options.get("speculative_config") or {}).get("model")
         pair = repr(engine.target) + (f" with draft {draft!r}" if draft else "")
@@ -100,7 +102,8 @@ def load_config(model: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model)
     except (ValueError, OSError) as error:
-        raise CalibrationError(f"no configuration of the model {model!r}: {error}") from error
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CalibrationError(f"no configuration of the model {model!r}: {first}") from error
 
 
 def longest_context(model: str) -> int:

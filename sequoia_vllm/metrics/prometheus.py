@@ -100,7 +100,7 @@ class TreeMetrics:
     ``num_drafts`` is trees, ``num_draft_tokens`` nodes without roots, of which
     one path at most can be accepted (so accepted / drafted is low by design),
     and ``num_accepted_tokens_per_pos{position=i}`` trees that accepted more
-    than i nodes: position i is depth i + 1, and 0 below the tree's depth.
+    than i nodes: position i is depth i + 1; there are as many as levels.
 
     The counts of a step are small integers that `observe` adds up; the many
     counters are brought up to date by `flush`, which need not follow each step.

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.json_input import parse_json
 
 BUILTIN = Path(__file__).with_name("builtin.jsonl")
 _LINE_HELP = '{"prompt": "text"} or {"messages": [{"role": "user", "content": "text"}]}'
@@ -121,7 +122,7 @@ def _parse_text(line: str, where: str) -> Prompt:
 
 def _parse_json(line: str, where: str) -> Prompt:
     try:
-        return Prompt.model_validate(json.loads(line))
+        return Prompt.model_validate(parse_json(line))
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         field = ".".join(map(str, problem["loc"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.json_input import key_name, read_json
 
 
 class AcceptanceError(SequoiaError, ValueError):
@@ -44,10 +44,10 @@ class Acceptance:
             return values
         try:
             table = np.array(values, dtype=np.float64)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise AcceptanceError(
                 "an acceptance vector is a list of numbers p[k], or a list of equally long "
-                f"lists p[d][k]: {error}"
+                f"lists p[d][k]: {str(error)[:100]}"
             ) from error
         if table.ndim not in (1, 2) or table.size == 0:
             raise AcceptanceError(
@@ -99,20 +99,12 @@ class Acceptance:
         Raises:
             AcceptanceError: If the file is missing, is not JSON, or holds no vector.
         """
-        path = Path(path)
-        try:
-            data: Any = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise AcceptanceError(
-                f"cannot read acceptance file {path}: {error.strerror or error}"
-            ) from error
-        except ValueError as error:
-            raise AcceptanceError(f"acceptance file {path} is not JSON: {error}") from error
+        data: Any = read_json(Path(path), "acceptance", AcceptanceError)
         if isinstance(data, dict):
             if "acceptance" not in data:
                 raise AcceptanceError(
                     f'acceptance file {path} has no "acceptance" key; it holds '
-                    f"{', '.join(sorted(map(str, data))) or 'nothing'}"
+                    f"{', '.join(sorted(map(key_name, data))[:8]) or 'nothing'}"
                 )
             data = data["acceptance"]
         if not isinstance(data, Sequence) or isinstance(data, str):

@@ -18,9 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.json_input import read_json, shortened
 from sequoia_vllm.tree.acceptance import Acceptance
 
 SCHEMA = "sequoia-vllm/token-tree/v1"
+MOST_NODES = 1024
+"""Size of the largest tree that a configuration or a file may have, root included."""
 
 
 class TreeError(SequoiaError, ValueError):
@@ -48,12 +51,14 @@ class TokenTree:
         if not parents:
             raise TreeError("a tree needs at least its root: parents is empty")
         if parents[0] != -1:
-            raise TreeError(f"node 0 is the root: its parent must be -1, not {parents[0]}")
+            raise TreeError(
+                f"node 0 is the root: its parent must be -1, not {shortened(parents[0])}"
+            )
         for node, parent in enumerate(parents[1:], start=1):
             if not 0 <= parent < node:
                 raise TreeError(
-                    f"node {node} has parent {parent}: a node's parent must come before it "
-                    f"(0 to {node - 1})"
+                    f"node {node} has parent {shortened(parent)}: a node's parent must come before "
+                    f"it (0 to {node - 1})"
                 )
 
     @classmethod
@@ -202,23 +207,30 @@ class TokenTree:
 
     @classmethod
     def from_dict(cls, data: Any) -> TokenTree:
-        """Reads what `to_dict` wrote; extra keys (provenance) are ignored.
+        """Reads what `to_dict` wrote, or its ``parents`` alone; other keys are ignored.
 
         Raises:
             TreeError: If the object is not a token tree of this schema.
         """
         if not isinstance(data, dict):
             raise TreeError(f"a tree file holds one JSON object, not {_json_type(data)}")
-        schema = data.get("schema")
+        schema = data.get("schema", SCHEMA)
         if schema != SCHEMA:
-            raise TreeError(f'"schema" is {schema!r}; this version reads {SCHEMA!r}')
+            raise TreeError(f'"schema" is {shortened(schema)}; this version reads {SCHEMA!r}')
         parents = data.get("parents")
         if not isinstance(parents, list):
             raise TreeError(f'"parents" must be a list of node numbers, not {_json_type(parents)}')
+        if len(parents) > MOST_NODES:
+            raise TreeError(
+                f"the tree has {len(parents)} nodes: engines take at most {MOST_NODES:,}, keep the "
+                "first of them"
+            )
         tree = cls(tuple(parents))
         for key, value in (("size", tree.size), ("depth", tree.depth)):
             if key in data and data[key] != value:
-                raise TreeError(f'"{key}" says {data[key]!r} but "parents" make it {value}')
+                raise TreeError(
+                    f'"{key}" says {shortened(data[key])} but "parents" make it {value}'
+                )
         return tree
 
     def save(self, path: Path | str) -> None:
@@ -232,13 +244,7 @@ class TokenTree:
         Raises:
             TreeError: If the file is missing, is not JSON, or is not a tree.
         """
-        path = Path(path)
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise TreeError(f"cannot read tree file {path}: {error.strerror or error}") from error
-        except ValueError as error:
-            raise TreeError(f"tree file {path} is not JSON: {error}") from error
+        data = read_json(Path(path), "tree", TreeError)
         try:
             return cls.from_dict(data)
         except TreeError as error:
@@ -247,7 +253,7 @@ class TokenTree:
 
 def _checked_index(node: int, parent: Any) -> int:
     if isinstance(parent, bool) or not isinstance(parent, (int, np.integer)):
-        raise TreeError(f"node {node} has parent {parent!r}: a parent is a node number")
+        raise TreeError(f"node {node} has parent {shortened(parent)}: a parent is a node number")
     return int(parent)
 
 

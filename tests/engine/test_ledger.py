@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from functools import cache
 from typing import get_args
 
+from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.spec_decode.metrics import SpecDecodingProm
 from vllm.v1.structured_output import StructuredOutputManager
 
 from sequoia_vllm import engine, plugin
@@ -24,6 +26,7 @@ from sequoia_vllm.engine.ledger.override import Kind
 
 PATCHED = (
     EngineArgs, SamplingParams, StructuredOutputManager, Scheduler, StatLoggerManager, LLMEngine,
+    SpeculativeConfig, SpecDecodingProm,
 )  # fmt: skip
 
 

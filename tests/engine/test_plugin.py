@@ -5,14 +5,18 @@ import os
 import pickle
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
+from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from sequoia_vllm import plugin
+from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine import contract, hooks
 from sequoia_vllm.engine.ledger import Expected
+from sequoia_vllm.engine.request import names_sequoia
 from tests.support.engines import sequoia
 from tests.support.models import TARGET, prompts
 
@@ -31,6 +35,7 @@ def test_registering_twice_wraps_once():
         ("sequoiaa", "neither a JSON object nor the word sequoia (did you mean sequoia?). Write"),
         ("ngram", "neither a JSON object nor the word sequoia. Write sequoia alone"),
         ('{"method": "sequoia"', "not valid JSON: Expecting ',' delimiter: line 1 column 21"),
+        ("{" * 100_000, "not valid JSON: "),
     ],
 )
 def test_misspelt_speculative_config_names_the_fix(capsys, value, fix):
@@ -42,6 +47,51 @@ def test_misspelt_speculative_config_names_the_fix(capsys, value, fix):
     assert f"--speculative-config/-sc: {value!r} is {fix}" in message
     assert """'{"method": "sequoia", "model": "DRAFT"}'""" in message
     assert " at 0x" not in message
+
+
+@pytest.mark.parametrize(
+    ("request_", "fix"),
+    [
+        ({"method": "sequioa"}, "there is no method 'sequioa': did you mean 'sequoia'?"),
+        ({"method": "Sequoia"}, "there is no method 'Sequoia': did you mean 'sequoia'?"),
+        ({"tree": "auto"}, '"tree" is a key of method \'sequoia\': add "method": "sequoia"'),
+        ({"method": "sequoia", "modle": "d"}, "unknown key 'modle': did you mean 'model'?"),
+        ({"method": "sequoia", "tree": {"size": 1}}, "tree.size: Input should be greater than"),
+    ],
+)
+def test_wrong_requests_are_refused_by_the_command_line_and_by_engines(capsys, request_, fix):
+    plugin.register()
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--speculative-config", json.dumps(request_)])
+    assert ended.value.code == 2
+    assert fix in capsys.readouterr().err
+    with pytest.raises(ConfigError) as error:
+        EngineArgs(model=TARGET, speculative_config=request_).create_engine_config()
+    assert fix in str(error.value)
+
+
+def test_methods_of_vllm_are_left_to_vllm():
+    methods = get_args(SpeculativeMethod)
+    assert len(methods) > 20
+    assert not any(names_sequoia({"method": method}) for method in methods)
+    assert not names_sequoia({"model": "d", "num_speculative_tokens": 3})
+
+
+@pytest.mark.parametrize("program", ["vllm", "my-server"])
+def test_only_vllms_own_commands_end_with_a_line(monkeypatch, capsys, program):
+    monkeypatch.setattr(sys, "argv", [f"/usr/bin/{program}", "serve"])
+    asked = {"method": "sequoia", "model": "/nope"}
+    with pytest.raises((SystemExit, ConfigError)) as ended:
+        EngineArgs(model=TARGET, speculative_config=asked).create_engine_config()
+    printed = [line for line in capsys.readouterr().err.splitlines() if "/nope" in line]
+    if program == "vllm":
+        assert ended.value.code == 2
+        [line] = printed
+        assert line.startswith("error: there is no draft model at '/nope': give the path")
+    else:
+        assert isinstance(ended.value, ConfigError)
+        assert not printed
 
 
 def test_vllm_that_lacks_what_we_patch_still_starts(monkeypatch):
@@ -105,6 +155,7 @@ def test_model_runner_v2_is_checked_where_it_runs(monkeypatch):
 PLAIN = """
 import json, sys
 from vllm import LLM, SamplingParams
+from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 if __name__ == "__main__":
     llm = LLM(model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=256,

@@ -243,7 +243,9 @@ def test_metrics_count_drafts_and_accepted_tokens(servers):
     # last step may accept past the end.
     assert 64 <= drafts + accepted <= 64 + len(levels)
     assert accepted > drafts  # 1.7 per step measured
-    assert drafts < draft_tokens <= len(levels) * drafts
+    [info] = [s for s in server.samples() if s.name == "sequoia:tree_info"]
+    assert len(levels) == int(info.labels["depth"])
+    assert drafts < draft_tokens <= (int(info.labels["size"]) - 1) * drafts
     assert sum(levels) == accepted
     assert levels == sorted(levels, reverse=True)  # a path has a node on each level
     assert 0 < levels[0] <= drafts

@@ -439,7 +439,7 @@ def test_calibrate_again(dice, tmp_path, monkeypatch):
         ((*PAIR, "--prompts", "none.jsonl"), "name a file with --prompts"),
         ((*PAIR, "--output", "no/such/dir/x.json"), "there is no directory"),
         ((*PAIR, "--output", "."), "is a directory: name a file"),
-        (("--model", "t", "--draft-model", "d"), "no tokenizer for the target 't'"),
+        (("--model", "t", "--draft-model", "d"), "no configuration of the model 't'"),
         (("--model", TARGET, "--draft-model", "d"), "no configuration of the model 'd'"),
     ],
 )

@@ -302,6 +302,17 @@ class TestScaling:
 
 
 class TestLibraryCommands:
+    def test_lines_are_not_broken_where_no_terminal_is(self, monkeypatch):
+        monkeypatch.delenv("COLUMNS")
+        lines = run("tree", "list").stdout.splitlines()
+        names = [entry.name for entry in TreeLibrary().entries()]
+        assert [line.split()[0] for line in lines[1 : len(names) + 1]] == names
+
+    def test_vectors_of_the_library_by_name(self):
+        words = ["--acceptance", "shipped"]
+        assert run_json("tree", "build", *words, "--size", 8)["size"] == 8
+        assert run_json("tree", "show", "h200/70b-1b/shipped", *words)["values"]
+
     def test_list(self):
         data = run_json("tree", "list")
         assert len(data["trees"]) == len(TreeLibrary().entries())
@@ -363,7 +374,9 @@ class TestErrors:
             "{": "is not JSON",
             "{}": 'has no "acceptance" key',
             "[]": "non-empty list",
-            "[0.5, NaN]": "not a finite number",
+            "[0.5, NaN]": "is not JSON: NaN is no number of JSON",
+            "[0.5, 1e999]": "not a finite number",
+            "[" * 100_000: "is not JSON: it is nested too deeply",
             "[-0.5]": "negative",
             "[0.9, 0.9]": "sum to 1.8",
             "7": "holds no list",
@@ -377,6 +390,7 @@ class TestErrors:
         ("option", "value", "message"),
         [
             ("--size", 0, "size must be at least 1, not 0 (sizes count the root)"),
+            ("--size", 100_000, "--size 100000: engines take trees of up to 1,024 nodes"),
             ("--size", "x", "Invalid value for '--size'"),
             ("--max-depth", 0, "max_depth must be at least 1"),
             ("--max-branch", -1, "max_branch must be at least 1"),
@@ -410,7 +424,11 @@ class TestErrors:
         assert "node 1 has parent 4" in fails("tree", "show", path)
         path.write_text("nonsense")
         assert "is not JSON" in fails("tree", "show", path)
+        path.write_text("[" * 100_000)
+        assert "nested too deeply" in fails("tree", "show", path)
+        assert "Is a directory" in fails("tree", "show", tmp_path)
         assert "No such file" in fails("tree", "show", tmp_path / "none.json")
+        assert "cannot read tree file" in fails("tree", "show", "~/no-such-tree")
         assert "no tree named 'h100/x'" in fails("tree", "show", "h100/x")
         library_file = shipped_directory() / "h200.json"
         assert "is a library file with 16 trees" in fails("tree", "show", library_file)
@@ -419,6 +437,8 @@ class TestErrors:
     def test_plot(self, tree_file, vector, tmp_path):
         assert "name a file ending in .svg" in fails("tree", "plot", tree_file, "-o", "t.bmp")
         assert "name the tree to draw" in fails("tree", "plot", "-o", tmp_path / "t.png")
+        sizes = ["--frontier", "--max-size", 5000]
+        assert "up to 1,024 nodes" in fails("tree", "plot", tree_file, "-o", "t.svg", *sizes)
         assert "--frontier needs a vector" in fails(
             "tree", "plot", "--frontier", "-o", tmp_path / "t.png"
         )

@@ -56,6 +56,19 @@ REFUSED = [
     ({"method": "sequoia", "draft_load_config": []}, "draft_load_config: Input should be a valid"),
     ({"method": "sequoia", "num_speculative_tokens_per_batch_size": 4},
      "num_speculative_tokens_per_batch_size: Input should be a valid list"),
+    *(({"method": "sequoia", "num_speculative_tokens_per_batch_size": ranges}, message)
+      for ranges, message in [
+          ([], "num_speculative_tokens_per_batch_size: needs a range, [first, last, drafts]"),
+          ([[1, 4]], "num_speculative_tokens_per_batch_size.0.2: Field required"),
+          ([[1, 4, 1.5]], "num_speculative_tokens_per_batch_size.0.2: Input should be a valid int"),
+          ([[0, 4, 3]], "[0, 4, 3] begins at batch size 0: the smallest is 1"),
+          ([[-2, 4, 3]], "[-2, 4, 3] begins at batch size -2"),
+          ([[1, 4, -3]], "[1, 4, -3] has -3 drafts: give 0 to turn speculation off"),
+          ([[4, 1, 3]], "[4, 1, 3] ends before it begins"),
+          ([[1, 4, 3], [4, 8, 2]], "[4, 8, 2] says again what batch size 4 drafts: give it once"),
+          ([[1, 4, 3], [6, 8, 2]], "nothing is said of batch size 5, before [6, 8, 2]"),
+          ([[3, 8, 2]], "nothing is said of batch size 1 to 2, before [3, 8, 2]"),
+      ]),
 ]  # fmt: skip
 
 
@@ -79,6 +92,23 @@ def test_several_problems_are_reported_together():
     assert "max_model_len: " in str(error.value)
 
 
+def test_messages_stay_short():
+    ranges = [["x", "y", "z"]] * 1000
+    with pytest.raises(ConfigError) as error:
+        SequoiaConfig.parse({"method": "sequoia", "num_speculative_tokens_per_batch_size": ranges})
+    assert str(error.value).count("Input should be") == 8
+    assert str(error.value).endswith("; and more")
+    with pytest.raises(ConfigError) as error:
+        SequoiaConfig.parse({"method": "sequoia", "k" * 10**6: 1})
+    assert len(str(error.value)) < 600
+
+
+def test_a_key_in_both_spellings_is_given_twice():
+    keys = {"max-model-len": 8, "max_model_len": 9}
+    with pytest.raises(ConfigError, match="'max_model_len' is given twice"):
+        SequoiaConfig.parse({"method": "sequoia", **keys})
+
+
 def test_a_wrong_tree_is_reported_once():
     with pytest.raises(ConfigError) as error:
         SequoiaConfig.parse({"method": "sequoia", "tree": {"size": 16, "dept": 4}})
@@ -86,6 +116,12 @@ def test_a_wrong_tree_is_reported_once():
     assert ";" not in str(error.value)
     with pytest.raises(ConfigError, match='"auto", a name, a path'):
         SequoiaConfig.parse({"method": "sequoia", "tree": 16})
+
+
+def test_ranges_of_batch_sizes_may_come_in_any_order():
+    ranges = {"num_speculative_tokens_per_batch_size": [[5, 64, 0], [1, 4, 15]]}
+    config = SequoiaConfig.parse({"method": "sequoia", **ranges})
+    assert config.num_speculative_tokens_per_batch_size == [(1, 4, 15), (5, 64, 0)]
 
 
 def test_every_field_is_documented():

@@ -25,5 +25,5 @@ def test_pictures_without_matplotlib(command, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
-    assert "pip install 'sequoia-vllm[plot]'" in " ".join(done.stderr.split())
+    assert "pip install matplotlib" in " ".join(done.stderr.split())
     assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ pytest.importorskip("torch")
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.engine.cluster import current_versions
 from sequoia_vllm.engine.resolve import resolve
+from sequoia_vllm.metrics.prometheus import first_clause
 from sequoia_vllm.tree import TokenTree
 
 TARGET = "meta-llama/Llama-3.1-8B"
@@ -43,5 +44,33 @@ def test_a_tree_of_the_library_was_chosen_for_the_device():
     assert found.choice.schedule
 
 
+def test_metrics_show_the_name_of_a_tree_file_alone(tmp_path):
+    path = tmp_path / "mine.json"
+    TokenTree.chain(3).save(path)
+    source = resolved(tree=str(path)).choice.source
+    assert source == f"mine.json: {path}"
+    assert first_clause(source) == "mine.json"
+
+
+def test_acceptance_by_name():
+    assert resolved(tree={"size": 16}, acceptance="shipped").choice.tree.size == 16
+
+
 def test_a_root_alone_does_not_speculate():
     assert not resolved(tree={"parents": [-1]}).speculates
+
+
+def test_a_schedule_has_no_more_drafts_than_the_tree_given():
+    schedule = {"num_speculative_tokens_per_batch_size": [[1, 4, 7], [5, 8, 3]]}
+    assert resolved(tree={"size": 8}, **schedule).choice.schedule == [(1, 4, 7), (5, 8, 3)]
+    for tree in ({"size": 6}, {"parents": [-1, 0, 0, 1, 1, 2]}):
+        with pytest.raises(ConfigError, match=r"\[1, 4, 7\] drafts more than the 5 that the tree"):
+            resolved(tree=tree, **schedule)
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens is 5\): give at most 5"):
+        resolved(tree={"size": 8}, num_speculative_tokens=5, **schedule)
+
+
+def test_a_schedule_is_cut_to_the_tree_that_we_choose():
+    schedule = [[1, 4, 4000], [5, 8, 2]]
+    choice = resolved(tree="auto", num_speculative_tokens_per_batch_size=schedule).choice
+    assert choice.schedule == [(1, 4, choice.tree.num_speculative_tokens), (5, 8, 2)]

@@ -29,12 +29,10 @@ from sequoia_vllm.cli.tree.roofline import (
 )
 from sequoia_vllm.cli.tree.scaling import scaling
 from sequoia_vllm.cli.tree.view import (
-    NamedTree,
     bench_table,
     comparison_table,
     draw_tree,
     estimate_json,
-    find_tree,
     headline,
     level_table,
     schedule_table,
@@ -45,8 +43,10 @@ from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import InterconnectKind
 from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
 from sequoia_vllm.json_file import dump_json
+from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vector
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import optimize_tree
+from sequoia_vllm.tree.token_tree import MOST_NODES
 
 app = typer.Typer(
     add_completion=False,
@@ -56,10 +56,11 @@ app = typer.Typer(
     "edges.",
 )
 
-AcceptanceFileOption = Annotated[
-    Path | None,
-    typer.Option("--acceptance", help='JSON: {"acceptance": [...]} or a bare list p[k] / p[d][k].'),
-]
+_VECTOR_HELP = (
+    'A file, {"acceptance": [...]} or a bare list p[k] / p[d][k]; or the name of one of the '
+    "library, like shipped."
+)
+AcceptanceOption = Annotated[str | None, typer.Option("--acceptance", help=_VECTOR_HELP)]
 ProfileOption = Annotated[
     Path | None, typer.Option("--profile", help="Times of a device and model pair (JSON).")
 ]
@@ -70,10 +71,7 @@ TreeArgument = Annotated[str, typer.Argument(metavar="FILE|NAME", show_default=F
 
 @app.command()
 def build(
-    acceptance: Annotated[
-        Path,
-        typer.Option(help='JSON: {"acceptance": [...]} or a bare list p[k] / p[d][k].'),
-    ],
+    acceptance: Annotated[str, typer.Option(help=_VECTOR_HELP)],
     size: Annotated[
         int, typer.Option(help="Nodes, root included; with times, the most to consider.")
     ],
@@ -103,7 +101,8 @@ def build(
     Times are measured (--profile) or predicted (--device and --class).
     """
     with friendly_errors():
-        vector = Acceptance.load(acceptance)
+        _check_size("--size", size)
+        vector = find_vector(acceptance)
         extra: dict[str, Any] = {}
         links = interconnect_gb_s, interconnect_kind
         times = _times(profile, device, model_class, tensor_parallel_size, *links)
@@ -141,7 +140,7 @@ def build(
 @app.command()
 def show(
     tree: TreeArgument,
-    acceptance: AcceptanceFileOption = None,
+    acceptance: AcceptanceOption = None,
     nodes: Annotated[int, typer.Option(help="Most nodes to draw.")] = 48,
     as_json: JsonOption = False,
 ) -> None:
@@ -182,7 +181,7 @@ def plot(
             "--frontier", help="Expected tokens against size; with --profile, speedup too."
         ),
     ] = False,
-    acceptance: AcceptanceFileOption = None,
+    acceptance: AcceptanceOption = None,
     profile: ProfileOption = None,
     max_size: Annotated[int, typer.Option(help="Largest size of the frontier.")] = 512,
 ) -> None:
@@ -190,6 +189,7 @@ def plot(
     from sequoia_vllm.library.tree_figures import plot_frontier, plot_tree
 
     with friendly_errors():
+        _check_size("--max-size", max_size)
         if not frontier:
             if tree is None:
                 fail("name the tree to draw (a file or a library name), or give --frontier")
@@ -230,7 +230,7 @@ def list_trees(
 def compare(
     first: Annotated[str, typer.Argument(metavar="A", show_default=False)],
     second: Annotated[str, typer.Argument(metavar="B", show_default=False)],
-    acceptance: AcceptanceFileOption = None,
+    acceptance: AcceptanceOption = None,
     profile: ProfileOption = None,
     batch_size: BatchOption = 1,
     as_json: JsonOption = False,
@@ -371,14 +371,20 @@ def _times(
     return predict(device_of(device, *links, size), model_class, size)
 
 
+def _check_size(option: str, size: int) -> None:
+    """Refuses sizes that no engine takes, and whose search would have no end."""
+    if size > MOST_NODES:
+        fail(f"{option} {size}: engines take trees of up to {MOST_NODES:,} nodes")
+
+
 def _note_memory(times: Profile, tokens: int) -> None:
     """Says if the pair and this many tokens would not fit."""
     if (problem := memory_problem(times, tokens)) is not None:
         note(problem)
 
 
-def _vector(file: Path | None, found: NamedTree | None) -> Acceptance | None:
+def _vector(reference: str | None, found: NamedTree | None) -> Acceptance | None:
     """The vector asked for, or else the one the tree was made for."""
-    if file is not None:
-        return Acceptance.load(file)
+    if reference is not None:
+        return find_vector(reference)
     return None if found is None else found.acceptance

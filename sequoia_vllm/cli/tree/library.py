@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from sequoia_vllm.hardware.device import identify
-from sequoia_vllm.json_file import read_json
+from sequoia_vllm.json_input import read_json
 from sequoia_vllm.library.files import LIBRARY_SCHEMA, LibraryError, TreeEntry
 from sequoia_vllm.library.tree_library import TreeLibrary
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
 
-from sequoia_vllm.cli.common import console, fail, friendly_errors, note, print_json
+from sequoia_vllm.cli.common import console, friendly_errors, note, print_json
 from sequoia_vllm.cli.measuring import JsonOption, numbers
 from sequoia_vllm.cli.tree.roofline import (
     ClassOption,
@@ -23,7 +22,7 @@ from sequoia_vllm.cli.tree.roofline import (
 )
 from sequoia_vllm.hardware.models import ModelClass
 from sequoia_vllm.hardware.scaling import Prediction, ScalingRow
-from sequoia_vllm.tree.acceptance import Acceptance
+from sequoia_vllm.library.tree_reference import find_vector
 
 _HEAD = ("device", "TP", "batch")
 _COLUMNS = ("plain, ms", "draft level, ms", "nodes", "depth", "tokens per step", "speedup")
@@ -54,7 +53,7 @@ def scaling(
     with friendly_errors():
         sizes = numbers("--tensor-parallel-sizes", tensor_parallel_sizes)
         batches = numbers("--batch-sizes", batch_sizes)
-        pair, vector = class_of(model_class), _vector(acceptance)
+        pair, vector = class_of(model_class), find_vector(acceptance)
         specs = [
             device_of(name.strip(), interconnect_gb_s, interconnect_kind, max(sizes))
             for name in devices.split(",")
@@ -121,16 +120,3 @@ def _cells(entry: Prediction) -> tuple[str, ...]:
         f"{entry.expected_tokens:.2f}",
         f"{entry.speedup:.2f}x",
     )
-
-
-def _vector(reference: str) -> Acceptance:
-    """By file, or by the name of a library's vector; a file of that name wins."""
-    from sequoia_vllm.library.tree_library import shipped_directory
-
-    path = Path(reference)
-    if not path.is_file() and path.suffix != ".json":
-        path = shipped_directory() / "acceptance" / f"{reference}.json"
-        if not path.is_file():
-            names = sorted(found.stem for found in path.parent.glob("*.json"))
-            fail(f"no acceptance vector {reference!r}: name a file, or one of {', '.join(names)}")
-    return Acceptance.load(path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group
@@ -14,61 +12,10 @@ from rich.tree import Tree
 from sequoia_vllm.cli.tree.optimizer_cost import BenchResult
 from sequoia_vllm.hardware.cost import Estimate
 from sequoia_vllm.hardware.schedule import Schedule
-from sequoia_vllm.json_file import read_json
-from sequoia_vllm.library.files import LIBRARY_SCHEMA, USER_TREE_SCHEMA, TreeEntry
-from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.tree.acceptance import Acceptance
-from sequoia_vllm.tree.token_tree import TokenTree, TreeError
+from sequoia_vllm.tree.token_tree import TokenTree
 
 _BAR = 24
-
-
-@dataclass(frozen=True)
-class NamedTree:
-    """A tree a user pointed at.
-
-    Attributes:
-        title: The file or library name.
-        tree: The tree.
-        acceptance: The vector it was made for, if the file says.
-        entry: The library entry, if it is one.
-    """
-
-    title: str
-    tree: TokenTree
-    acceptance: Acceptance | None = None
-    entry: TreeEntry | None = None
-
-
-def find_tree(reference: str) -> NamedTree:
-    """A tree by file or by library name; a file of that name wins.
-
-    Raises:
-        TreeError: If the file is not a tree file.
-        LibraryError: If no file and no entry has this name.
-    """
-    path = Path(reference)
-    if not path.is_file() and path.suffix != ".json":
-        entry = TreeLibrary().entry(reference)
-        return NamedTree(entry.name, entry.tree.tree, Acceptance.of(entry.acceptance), entry)
-    data = read_json(path, "tree", TreeError)
-    if isinstance(data, dict) and data.get("schema") == LIBRARY_SCHEMA:
-        raise TreeError(
-            f"{path} is a library file with {len(data.get('entries', []))} trees: name one of "
-            "them (sequoia-vllm tree list)"
-        )
-    acceptance = None
-    if isinstance(data, dict):
-        if data.get("schema") == USER_TREE_SCHEMA:
-            entry_data = data.get("entry") or {}
-            acceptance, data = entry_data.get("acceptance"), entry_data.get("tree")
-        else:
-            acceptance = data.get("acceptance")
-    try:
-        tree = TokenTree.from_dict(data)
-    except TreeError as error:
-        raise TreeError(f"tree file {path}: {error}") from error
-    return NamedTree(str(path), tree, None if acceptance is None else Acceptance.of(acceptance))
 
 
 def tree_json(tree: TokenTree, acceptance: Acceptance | None) -> dict[str, Any]:

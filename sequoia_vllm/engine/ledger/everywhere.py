@@ -109,7 +109,8 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     ),
     *(Expected(f"vllm.config:ModelConfig.{field}") for field in (
         "hf_text_config", "hf_overrides", "config_format", "quantization", "trust_remote_code",
-        "max_model_len",
+        "max_model_len", "skip_tokenizer_init", "tokenizer", "tokenizer_mode",
+        "tokenizer_revision",
     )),
     # load.py
     *(Expected(f"vllm.config:SchedulerConfig.{field}") for field in (
@@ -147,6 +148,36 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         why="adds the logger of trees; the entry points for stat loggers are for AsyncLLM only, "
         "and having one turns statistics on in every engine",
         until=_METRICS,
+    ),
+    # shown.py
+    Override(
+        "vllm.config:SpeculativeConfig.__repr__", ("self",),
+        kind="patch",
+        why="vLLM's log would name the method draft_model",
+        until=_NEW_METHOD,
+    ),
+    Override(
+        "vllm.v1.core.sched.scheduler:Scheduler.make_stats",
+        (
+            "self", "spec_decoding_stats", "kv_connector_stats", "cudagraph_stats", "perf_stats",
+            "ec_connector_stats",
+        ),
+        kind="patch",
+        why="counts accepted positions up to the number of nodes; a path ends at the tree's depth",
+        until=_METRICS,
+    ),
+    Override(
+        "vllm.v1.spec_decode.metrics:SpecDecodingProm.__init__",
+        (
+            "self", "speculative_config", "labelnames", "per_engine_labelvalues",
+            "is_diffusion",
+        ),
+        kind="patch",
+        why="likewise: a counter for each of them",
+        until=_METRICS,
+    ),
+    Expected(
+        "vllm.v1.spec_decode.metrics:SpecDecodingStats.num_accepted_tokens_per_pos"
     ),
     Override(
         "vllm.v1.engine.llm_engine:LLMEngine.get_metrics", ("self",),

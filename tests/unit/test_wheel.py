@@ -1,0 +1,36 @@
+"""What an installed wheel has beside the package's modules, and where it is looked for."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+from sequoia_vllm.cli.demo import MODELS, shipped_models
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+INCLUDED = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+
+
+def test_the_demos_models_are_in_the_wheel_where_it_looks_for_them(tmp_path):
+    assert ROOT / "examples" / "models" == MODELS
+    package = tmp_path / "site-packages" / "sequoia_vllm"
+    place = package.parent / INCLUDED["examples/models"]
+    assert shipped_models(package) != place
+    place.mkdir(parents=True)
+    assert shipped_models(package) == place
+
+
+def test_everything_that_is_included_is_there():
+    assert all((ROOT / source).is_dir() for source in INCLUDED)
+    for name in ("target", "draft"):
+        assert (ROOT / "examples" / "models" / name / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "file", [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.*")]
+)
+def test_documents_install_what_pip_finds(file):
+    """Until it is published."""
+    assert "pip install 'sequoia-vllm" not in file.read_text(encoding="utf-8")
