@@ -85,7 +85,7 @@ def to_time(pair: PairKey, runs=RUNS) -> ToTime:
 
 
 def key(device: str = L40S, **more) -> PairKey:
-    return PairKey(device, "/m/timed", "/m/d", **{"dtype": "float16", **more})
+    return PairKey(device, "/m/timed", "some/draft", **{"dtype": "float16", **more})
 
 
 def measured(pair: PairKey, slope: float = 1e-5, runs=RUNS) -> Profile:
@@ -253,7 +253,7 @@ def told(library, monkeypatch):
     monkeypatch.setenv(tree_library.USER_DIRECTORY_VARIABLE, str(library.user))
 
     def settings(runs=RUNS, shapes=SHAPES, **keys) -> SequoiaSettings:
-        config = SequoiaConfig.parse({"method": "sequoia", "model": "/m/d", **keys})
+        config = SequoiaConfig.parse({"method": "sequoia", "model": "some/draft", **keys})
         return resolve(
             config, device=L40S, target="/m/timed", dtype="float16", tensor_parallel_size=1,
             read_shapes=lambda draft: shapes, runs=runs,
