@@ -34,6 +34,7 @@ class SequoiaWorker(Worker):
         """As vLLM's; then times steps for the next start's choice of a tree, if it has to."""
         warmed_up = super().compile_or_warm_up_model()
         time_at_start(self)
+        self.model_runner.forget_steps()  # of this, and of vLLM's own requests
         return warmed_up
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:

@@ -142,7 +142,8 @@ def test_ranks_time_the_same_steps(plain_outputs, trees, monkeypatch):
     ordinary = timing._Session._left
 
     def left(self) -> float:
-        return -1.0 if timing.get_tp_group().rank_in_group else ordinary(self)
+        # The first has a second for each kind of step, however busy the machine is.
+        return -1.0 if timing.get_tp_group().rank_in_group else max(ordinary(self), 1.0)
 
     monkeypatch.setattr(timing._Session, "_left", left)  # ranks are forked
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")

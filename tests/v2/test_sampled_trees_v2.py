@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sequoia_vllm.engine.request_options import MOST_DRAFTS
 from sequoia_vllm.testing.laws import assert_same_law
 from tests.support.editing import SIBLINGS_FIRST, edited_params
 from tests.support.engines import running, sequoia
@@ -167,6 +168,9 @@ def generate_edited(models: str) -> dict[str, Any]:
         outputs = llm.generate(prompts, list(params.values()), use_tqdm=False)
         logprobs = [logprobs_of(output.outputs[0].logprobs) for output in outputs]
         trees = {"tokens": completions(outputs), "logprobs": logprobs, "counts": counted(llm)}
+        unedited.extra_args = {MOST_DRAFTS: 2}
+        capped = completions(llm.generate([prompt], unedited, use_tqdm=False))[0]
+        trees |= {"capped": capped, "capped counts": counted(llm)}
     return {"names": list(params), "unedited": [tokens], "plain": plain, "trees": trees}
 
 
@@ -176,6 +180,15 @@ def test_edits_are_by_path_and_tokens_those_of_plain_vllm(generated):
     by_name = zip(found["names"], *both, strict=True)
     assert [name for name, trees, plain in by_name if trees != plain] == []
     assert found["trees"]["counts"]["tokens_per_tree"] > 1.3
+
+
+def test_a_request_may_cap_its_tree(generated):
+    """Its root has three children, and two may be drafted."""
+    found = generated["edited"]
+    assert found["trees"]["capped"] == found["unedited"]
+    counts = found["trees"]["capped counts"]
+    assert counts["offered"][0][1] > 0
+    assert counts["offered"][0][2] == sum(counts["offered"][1]) == 0
 
 
 def test_processed_logprobs_are_those_of_plain_vllm(generated):

@@ -220,7 +220,7 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     Override(
         f"{_WORKER}.compile_or_warm_up_model", ("self",),
         kind="subclass",
-        why="vLLM warms up with requests that are greedy or have no trees; and steps are timed "
+        why="vLLM warms up with no request that needs its temperature only; and steps are timed "
         "for the next start's choice of a tree",
         until="its warm-up has a sampled request without penalties; for times: never",
     ),

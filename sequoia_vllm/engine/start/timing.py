@@ -194,14 +194,11 @@ def _as_one(records: list[dict[str, Any]], point: Point) -> list[TimedStep]:
 
 @contextmanager
 def _as_before(worker: Any) -> Iterator[None]:
-    """Random streams and counters are afterwards what they were."""
+    """Random streams are afterwards what they were."""
     device = worker.model_runner.device
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            worker.model_runner.forget_steps()
+        yield
 
 
 def profile_of(wanted: ToTime, times: BatchTimes, *, waits_for_core: bool) -> Profile:

@@ -139,9 +139,9 @@ class TreeVerifier(RejectionSampler):
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compiles what vLLM's warm-up does not reach, so that no request waits for it.
 
-        Its requests are greedy, or have penalties and so no trees. Sampled ones have the
-        target's statistics taken, of logits in the model's dtype where they need only
-        their temperatures, else of processed ones.
+        Its requests are greedy, or have every parameter there is. Others that are sampled have
+        the target's statistics taken of logits in the model's dtype, where they need only
+        their temperatures.
 
         Args:
             dtype: Of the target's logits.
