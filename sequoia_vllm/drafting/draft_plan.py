@@ -11,7 +11,6 @@ from functools import cached_property
 
 import numpy as np
 
-from sequoia_vllm.hardware.graph_sizes import half_octaves
 from sequoia_vllm.tree import TokenTree
 
 
@@ -95,7 +94,7 @@ class DraftPlan:
         """
         smallest, _ = self._batches[drafts]
         most = self.most_requests(drafts)
-        return [size for size in half_octaves(most) if size >= min(smallest, most)]
+        return sorted({size for size in _grid(most) if size >= min(smallest, most)} | {most})
 
     def _fitting(self, drafts: int) -> int:
         _, largest = self._batches.get(drafts, (1, self._largest_batch))
@@ -120,3 +119,12 @@ def inner_nodes(tree: TokenTree) -> int:
 def depths_by_drafts(tree: TokenTree) -> list[int]:
     """Depth of the tree of the first 0, 1, 2, ... drafts."""
     return [int(tree.depths[: drafts + 1].max()) for drafts in range(tree.size)]
+
+
+def _grid(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... up to ``most``."""
+    sizes, power = [], 1
+    while power <= most:
+        sizes += [power, power + power // 2]
+        power *= 2
+    return [size for size in sizes if size <= most]

@@ -53,7 +53,7 @@ def decode_shapes(
     for tokens in fewer:
         reached = (batch for batch, most in enumerate(tokens_by_batch, start=1) if most >= tokens)
         most = min(max(reached, default=0), most_tokens // tokens)
-        shapes |= {(tokens, requests) for requests in half_octaves(most)}
+        shapes |= {(tokens, requests) for requests in _half_octaves(most)}
     return sorted(shapes)
 
 
@@ -74,7 +74,7 @@ def capture_sizes(tokens_by_batch: Sequence[int], budget: int) -> list[int]:
     return sorted(small | {size for size in _grid(last) if size >= 128} | {last})
 
 
-def half_octaves(last: int) -> list[int]:
+def _half_octaves(last: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12, ..., ``last``: batches are padded by at most half of their size."""
     powers = [1 << power for power in range(last.bit_length())]
     sizes = {*powers, *(power + power // 2 for power in powers), last}

@@ -32,7 +32,8 @@ def take_and_fill():
             reading.use_cache({0: 1})
             levels = TreeTables(tree, DEVICE).levels
             drafted = DraftedTrees.empty(4, 8, 2, tree.size, 9, torch.float32, DEVICE)
-            modes, most = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
+            modes = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+            most = torch.full((4,), 99, dtype=torch.int32, device=DEVICE)
             temperature = torch.ones(4, device=DEVICE)
             top_k = torch.full((4,), 9, dtype=torch.int32, device=DEVICE)
             top_p, min_p = torch.ones(4, device=DEVICE), torch.zeros(4, device=DEVICE)

@@ -30,6 +30,7 @@ def start_twice(folder: str) -> dict[str, Any]:
     from sequoia_vllm.engine.start import timing
 
     timing.SECONDS, timing._MOST_SPREAD = 60.0, math.inf  # whatever else the machine does
+    timing._LEAST_SHARE = 0.0
     os.environ["SEQUOIA_VLLM_TREES"] = folder
     target, draft = save_related_pair(Path(folder))
     requests = random_prompts([9, 18, 13])

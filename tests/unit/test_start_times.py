@@ -1,6 +1,7 @@
 """What engines time when they start: which steps, where it is kept, and whose tree is by it."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,10 +10,10 @@ from sequoia_vllm.engine.resolve import resolve
 from sequoia_vllm.engine.settings import KEY, SequoiaSettings
 from sequoia_vllm.engine.start.dummy_requests import Layout
 from sequoia_vllm.engine.start.points import Point, points_to_time
-from sequoia_vllm.engine.start.timing import is_steady, profile_of
+from sequoia_vllm.engine.start.timing import is_sound, is_steady, profile_of
 from sequoia_vllm.hardware.models import PairShapes, model_classes
 from sequoia_vllm.hardware.step_curves import BatchTimes, StepTimes, TimedStep
-from sequoia_vllm.hardware.step_profile import Profile
+from sequoia_vllm.hardware.step_profile import Curve, Profile
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.start_times import (
@@ -118,6 +119,14 @@ def test_steps_of_a_busy_machine_are_unsteady():
     assert is_steady(quiet)
     assert not is_steady(busy)
     assert is_steady(busy[:3])
+
+
+def test_times_that_leave_the_target_less_than_its_pass_are_not_sound():
+    curve = Curve(batch_size=1, context_length=128, tokens=[1, 8], seconds=[0.01, 0.012])
+    curves = SimpleNamespace(target=curve, forward_seconds={1: 0.0105, 8: 0.0125})
+    assert is_sound(curves)
+    curves.forward_seconds[8] = 0.02
+    assert not is_sound(curves)
 
 
 def test_the_engine_cores_part_is_assumed_where_steps_wait_for_it():

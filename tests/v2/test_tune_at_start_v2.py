@@ -23,6 +23,7 @@ def start_twice(folder: str) -> dict[str, Any]:
     from sequoia_vllm.engine.start import timing
 
     timing.SECONDS, timing._MOST_SPREAD = 30.0, math.inf  # whatever else the machine does
+    timing._LEAST_SHARE = 0.0
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with running(None) as llm:
         answers: dict[str, Any] = {

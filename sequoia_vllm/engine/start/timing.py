@@ -23,6 +23,7 @@ from sequoia_vllm.engine.tensor_parallel import broadcast_from_rank0
 from sequoia_vllm.engine.wrapping import runs_v2
 from sequoia_vllm.hardware.assumptions import Assumptions
 from sequoia_vllm.hardware.step_curves import (
+    BatchCurves,
     BatchTimes,
     TimedStep,
     batch_curves,
@@ -42,6 +43,8 @@ _MOST_STEPS = 10  # of each kind
 _UNTIMED = 2  # the first of each kind: requests begin, and score their first trees
 # Interquartile range over median of plain steps, at most; under load by others it is more.
 _MOST_SPREAD = 0.5
+# The target's share of a step is no less than this part of its forward pass.
+_LEAST_SHARE = 0.8
 _FEWEST_JUDGED = 4
 
 
@@ -62,9 +65,9 @@ def time_at_start(worker: Any) -> None:
         times = _measure(worker)
         if times is None or get_tp_group().rank_in_group > 0:
             return
-        if not is_steady(middle_round(times.plain)):
+        if not (is_steady(middle_round(times.plain)) and is_sound(_curves_of(times))):
             logger.info(
-                "Sequoia: plain steps took too unequal times to choose a tree with them, as if "
+                "Sequoia: steps took too unequal times to choose a tree with them, as if "
                 "the device was busy; the next start times them again"
             )
             return
@@ -215,11 +218,7 @@ def profile_of(wanted: ToTime, times: BatchTimes, *, waits_for_core: bool) -> Pr
     plain_core, tree_core = (
         (assumed.plain_step_seconds, assumed.tree_step_seconds) if waits_for_core else (0.0, 0.0)
     )
-    has_levels = any(
-        len(timed.step.passes) > 1
-        for rounds in times.trees.values() for steps in rounds for timed in steps
-    )  # fmt: skip
-    curves = batch_curves(times, first_pass=1 if has_levels else 0)
+    curves = _curves_of(times)
     pair = wanted.pair
     return Profile(
         source="warm-up",
@@ -251,6 +250,26 @@ def profile_of(wanted: ToTime, times: BatchTimes, *, waits_for_core: bool) -> Pr
             "runs": dict(wanted.runs),
             "steps": {str(size): len(rounds[0]) for size, rounds in sorted(times.trees.items())},
         },
+    )
+
+
+def _curves_of(times: BatchTimes) -> BatchCurves:
+    has_levels = any(
+        len(timed.step.passes) > 1
+        for rounds in times.trees.values() for steps in rounds for timed in steps
+    )  # fmt: skip
+    return batch_curves(times, first_pass=1 if has_levels else 0)
+
+
+def is_sound(curves: BatchCurves) -> bool:
+    """Whether the target's share of each step is no less than its forward pass, or nearly so.
+
+    It is what draft and verification leave of the step: where these were timed while the
+    device did other things too, too little is left.
+    """
+    return all(
+        seconds >= _LEAST_SHARE * curves.forward_seconds[tokens]
+        for tokens, seconds in zip(curves.target.tokens, curves.target.seconds, strict=True)
     )
 
 
