@@ -18,11 +18,10 @@ from pydantic import (
 )
 
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.json_input import key_name, shortened
+from sequoia_vllm.json_input import MOST_PROBLEMS, key_name, shortened
 from sequoia_vllm.tree.token_tree import MOST_NODES, TokenTree
 
 METHOD = "sequoia"
-_MOST_PROBLEMS = 8  # that a message lists
 ContextAttention = Literal["triton", "flash"]
 # As `sequoia_vllm.verification.Method`, which comes with torch.
 Verification = Literal["sequoia", "traversal"]
@@ -212,7 +211,7 @@ def _summary(error: ValidationError) -> str:
     """One line per problem; a union's branches are reported once, by the matching branch."""
     lines: list[str] = []
     for problem in error.errors():
-        if len(lines) == _MOST_PROBLEMS:
+        if len(lines) == MOST_PROBLEMS:
             lines.append("and more")
             break
         place = [key_name(part) for part in problem["loc"] if not _is_branch(str(part))]

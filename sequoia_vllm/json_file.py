@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from sequoia_vllm.json_input import key_name, read_json, shortened
-
-# Problems of one file that its message lists.
-_MOST_PROBLEMS = 8
+from sequoia_vllm.json_input import MOST_PROBLEMS, key_name, read_json, shortened
 
 
 class FileModel(BaseModel):
@@ -58,15 +56,27 @@ def check_model(data: Any, model: type[Model], where: str, error: type[ValueErro
 def _explain(problem: ValidationError) -> str:
     lines = []
     problems = problem.errors(include_url=False)
-    for detail in problems[:_MOST_PROBLEMS]:
+    for detail in problems[:MOST_PROBLEMS]:
         field = ".".join(key_name(part) for part in detail["loc"]) or "the file"
         message = detail["msg"].removeprefix("Value error, ")
         given = detail.get("input")
         shown = f" (got {shortened(given)})" if isinstance(given, (str, int, float)) else ""
         lines.append(f"{field}: {message}{shown}")
-    if len(problems) > _MOST_PROBLEMS:
-        lines.append(f"and {len(problems) - _MOST_PROBLEMS} more problems")
+    if len(problems) > MOST_PROBLEMS:
+        lines.append(f"and {len(problems) - MOST_PROBLEMS} more problems")
     return "\n  ".join(lines)
+
+
+def save_whole(path: Path, model: FileModel) -> None:
+    """Writes a file that engines may share: whole or not at all, with its folder.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(dump_json(model.to_dict()), encoding="utf-8")
+    partial.replace(path)
 
 
 def dump_json(data: Any) -> str:

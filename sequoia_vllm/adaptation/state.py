@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.json_file import FileModel, dump_json, read_model
+from sequoia_vllm.json_file import FileModel, read_model, save_whole
 from sequoia_vllm.tree import Acceptance
 
 SCHEMA: Literal["sequoia-vllm/adaptation/1"] = "sequoia-vllm/adaptation/1"
@@ -64,7 +63,4 @@ class AdaptationState(FileModel):
 
     def save(self, path: Path) -> None:
         """Writes the file, whole or not at all: engines may share one."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_text(dump_json(self.to_dict()), encoding="utf-8")
-        partial.replace(path)
+        save_whole(path, self)

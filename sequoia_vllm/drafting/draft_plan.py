@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from sequoia_vllm.graph_batches import half_octaves, last_with
 from sequoia_vllm.tree import TokenTree
 
 
@@ -45,8 +46,7 @@ class DraftPlan:
                 smallest, _ = self._batches.get(drafts, (batch, batch))
                 self._batches[drafts] = smallest, batch
         for drafts in fewer:
-            reached = (b for b, most in enumerate(drafts_by_batch, start=1) if most >= drafts)
-            self._batches[drafts] = 1, max(reached)
+            self._batches[drafts] = 1, last_with(drafts, drafts_by_batch)
 
     @property
     def drafts(self) -> list[int]:
@@ -94,7 +94,7 @@ class DraftPlan:
         """
         smallest, _ = self._batches[drafts]
         most = self.most_requests(drafts)
-        return sorted({size for size in _grid(most) if size >= min(smallest, most)} | {most})
+        return [size for size in half_octaves(most) if size >= min(smallest, most)]
 
     def _fitting(self, drafts: int) -> int:
         _, largest = self._batches.get(drafts, (1, self._largest_batch))
@@ -119,12 +119,3 @@ def inner_nodes(tree: TokenTree) -> int:
 def depths_by_drafts(tree: TokenTree) -> list[int]:
     """Depth of the tree of the first 0, 1, 2, ... drafts."""
     return [int(tree.depths[: drafts + 1].max()) for drafts in range(tree.size)]
-
-
-def _grid(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, ... up to ``most``."""
-    sizes, power = [], 1
-    while power <= most:
-        sizes += [power, power + power // 2]
-        power *= 2
-    return [size for size in sizes if size <= most]

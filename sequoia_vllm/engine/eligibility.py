@@ -36,6 +36,14 @@ def reason_without_drafts(sampling_params: Any, thinks_first: bool) -> Reason | 
     return None
 
 
+def has_custom_processors(vllm_config: Any) -> bool:
+    """Whether an engine has logits processors of its user's: then no request of it drafts.
+
+    They may look at the tokens of a path.
+    """
+    return bool(vllm_config.model_config.logits_processors)
+
+
 def never_drafts(sampling_params: Any, thinks_first: bool) -> bool:
     """Whether this request gets no drafts; see `reason_without_drafts`."""
     return reason_without_drafts(sampling_params, thinks_first) is not None

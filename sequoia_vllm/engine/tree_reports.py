@@ -22,7 +22,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogge
 from vllm.v1.metrics.stats import SchedulerStats
 
 from sequoia_vllm.engine.adapting import follow, freeze
-from sequoia_vllm.engine.eligibility import reason_without_drafts
+from sequoia_vllm.engine.eligibility import has_custom_processors, reason_without_drafts
 from sequoia_vllm.engine.grammar import thinks_first
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.metrics import Reason, TreeCounts, TreeMetrics, interval_line
@@ -128,7 +128,7 @@ def update_from_output(
 def _undrafted(scheduler: Any, scheduler_output: Any) -> list[Reason]:
     """Of each request that begins in this step and has no drafts, the reason."""
     new = scheduler_output.scheduled_new_reqs
-    if scheduler.vllm_config.model_config.logits_processors:
+    if has_custom_processors(scheduler.vllm_config):
         return ["custom_logits_processors"] * len(new)
     thinks = thinks_first(scheduler.vllm_config)
     reasons = (reason_without_drafts(request.sampling_params, thinks) for request in new)

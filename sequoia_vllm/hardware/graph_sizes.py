@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from sequoia_vllm.graph_batches import half_octaves, last_with
+
 MOST_TOKENS = 1024
 """Tokens of the largest step that is captured.
 
@@ -51,9 +53,8 @@ def decode_shapes(
         shapes |= {(tokens, requests) for requests in grid if requests >= (first + 1) // 2}
         first = last + 1
     for tokens in fewer:
-        reached = (batch for batch, most in enumerate(tokens_by_batch, start=1) if most >= tokens)
-        most = min(max(reached, default=0), most_tokens // tokens)
-        shapes |= {(tokens, requests) for requests in _half_octaves(most)}
+        most = min(last_with(tokens, tokens_by_batch), most_tokens // tokens)
+        shapes |= {(tokens, requests) for requests in half_octaves(most)}
     return sorted(shapes)
 
 
@@ -72,13 +73,6 @@ def capture_sizes(tokens_by_batch: Sequence[int], budget: int) -> list[int]:
     last = min(max(decoding, mixed), budget)
     small = {size for size in (1, 2, 4, *range(8, 128, 8)) if size < last}
     return sorted(small | {size for size in _grid(last) if size >= 128} | {last})
-
-
-def _half_octaves(last: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, ..., ``last``: batches are padded by at most half of their size."""
-    powers = [1 << power for power in range(last.bit_length())]
-    sizes = {*powers, *(power + power // 2 for power in powers), last}
-    return sorted(size for size in sizes if 0 < size <= last)
 
 
 def _grid(last: int) -> Iterator[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.hardware.step_profile import Profile, ProfileError
-from sequoia_vllm.json_file import dump_json
+from sequoia_vllm.json_file import save_whole
 from sequoia_vllm.library.pair_key import PairKey
 
 logger = logging.getLogger("vllm.sequoia.library")  # shown by vLLM's own handler
@@ -89,8 +88,5 @@ def save_start_times(user: Path, timed: ToTime, profile: Profile) -> Path:
         OSError: If it cannot be written.
     """
     path = start_times_path(user, timed.pair, timed.runs)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(dump_json(profile.to_dict()), encoding="utf-8")
-    partial.replace(path)
+    save_whole(path, profile)
     return path

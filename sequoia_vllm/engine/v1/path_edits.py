@@ -6,7 +6,7 @@ generated so far as its history. A node's history is these and the tokens of its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,17 +83,18 @@ class PathEdits:
         of_tree = np.array(edits)[trees.requests.cpu().numpy()]
         if not of_tree.any():
             return logits
-        outputs = [
-            batch.token_ids_cpu[index, starts[index] : ends[index]] for index in range(len(edits))
-        ]
+        outputs = {
+            index: batch.token_ids_cpu[index, starts[index] : ends[index]]
+            for index in np.flatnonzero(edits).tolist()
+        }
         nodes = self._nodes(trees, torch.from_numpy(of_tree).to(logits.device))
         found = logits.to(torch.float32, copy=True)
         own = found[nodes.rows]
         _allow(own, nodes, metadata)
         _exclude_bad_words(own, nodes, metadata, outputs)
-        for index in np.flatnonzero(edits).tolist():
+        for index, output in outputs.items():
             of_request = nodes.requests == index
-            _keep_going(own, of_request, nodes, sampling_params[index], len(outputs[index]))
+            _keep_going(own, of_request, nodes, sampling_params[index], len(output))
             _add_bias(own, of_request, sampling_params[index])
         own = _penalise(own, nodes, metadata, outputs)
         found[nodes.rows] = own
@@ -146,7 +147,7 @@ def _exclude_bad_words(
     logits: Tensor,
     nodes: NodesToEdit,
     metadata: SamplingMetadata,
-    outputs: Sequence[NDArray[np.int32]],
+    outputs: Mapping[int, NDArray[np.int32]],
 ) -> None:
     for index, words in (metadata.bad_words_token_ids or {}).items():
         rows = (nodes.requests == index).nonzero().squeeze(1)
@@ -208,15 +209,15 @@ def _penalise(
     logits: Tensor,
     nodes: NodesToEdit,
     metadata: SamplingMetadata,
-    outputs: Sequence[NDArray[np.int32]],
+    outputs: Mapping[int, NDArray[np.int32]],
 ) -> Tensor:
     if metadata.no_penalties:
         return logits
     assert metadata.prompt_token_ids is not None
     nothing = logits.shape[1]  # vLLM's padding: one past the vocabulary
-    longest = max(len(output) for output in outputs)
-    committed = np.full((len(outputs), longest), nothing, dtype=np.int64)
-    for index, output in enumerate(outputs):
+    longest = max(len(output) for output in outputs.values())
+    committed = np.full((max(outputs) + 1, longest), nothing, dtype=np.int64)
+    for index, output in outputs.items():
         committed[index, : len(output)] = output
     history = [
         torch.from_numpy(committed).to(logits.device)[nodes.requests],

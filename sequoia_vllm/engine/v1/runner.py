@@ -40,7 +40,7 @@ from sequoia_vllm.engine.v1.sampler_output import SamplerRows, combine_outputs, 
 from sequoia_vllm.engine.v1.seeded import peek_seeds
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution, truncation_of
 from sequoia_vllm.engine.v1.verifier import TreeVerifier
-from sequoia_vllm.verification import GREEDY_BELOW, Truncation, VerifyResult, load_traversal
+from sequoia_vllm.verification import GREEDY_BELOW, VerifyResult, load_traversal
 
 
 def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
@@ -228,8 +228,9 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     def _target_of(
         self, trees: ScoringTrees, logits: Tensor, metadata: SamplingMetadata
     ) -> TargetDistribution:
-        logits = self._edits.edited(logits, trees, metadata, self._params(), self.input_batch)
-        return TargetDistribution(logits, metadata.temperature, self._truncation(metadata))
+        params = self._params()
+        logits = self._edits.edited(logits, trees, metadata, params, self.input_batch)
+        return TargetDistribution(logits, metadata.temperature, truncation_of(metadata, params))
 
     def _verify(
         self, trees: ScoringTrees, target: TargetDistribution, metadata: SamplingMetadata
@@ -368,11 +369,8 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             if request in generators:
                 seeds[row] = peek_seeds(generators[request], depth)
                 is_seeded[row] = True
-        truncation = self._truncation(metadata).of(torch.from_numpy(requests))
+        truncation = truncation_of(metadata, self._params()).of(torch.from_numpy(requests))
         return DraftSampling(temperature, seeds, is_seeded, truncation)
-
-    def _truncation(self, metadata: SamplingMetadata) -> Truncation:
-        return truncation_of(metadata, self._params())
 
     def _params(self) -> list[Any]:
         """Each request's `SamplingParams`, in batch order."""

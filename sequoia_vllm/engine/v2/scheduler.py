@@ -6,7 +6,11 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from sequoia_vllm.engine.eligibility import may_carry_placeholders, never_drafts
+from sequoia_vllm.engine.eligibility import (
+    has_custom_processors,
+    may_carry_placeholders,
+    never_drafts,
+)
 from sequoia_vllm.engine.grammar import thinks_first
 
 # Of the requests in a step, those that carry placeholders instead of drafts are
@@ -29,7 +33,7 @@ class TreeScheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._nobody_drafts = bool(self.vllm_config.model_config.logits_processors)
+        self._nobody_drafts = has_custom_processors(self.vllm_config)
         self._thinks = thinks_first(self.vllm_config)
         # Unfinished requests that never draft, and whether they may carry placeholders.
         self._without_drafts: dict[str, bool] = {}
