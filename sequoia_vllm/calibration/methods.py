@@ -2,7 +2,9 @@
 
 With Algorithm 2 the chance of a node to be accepted is that of its position, whatever else the
 tree has. With traversal it depends on what is below the node and beside it, so it is counted on
-the tree itself, and the tree is chosen once more from these counts.
+the tree itself, and says how much of that tree to draft at each batch size. It does not choose
+another tree: leaves are accepted less often than they would be with children, so trees chosen from
+such counts are too shallow (on the pair in this repository by 2 to 3 % of the tokens at 16 nodes).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.measuring.engines import EngineSpec, count_parameters
 from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.tree.optimize import Frontier
+from sequoia_vllm.tree.token_tree import TokenTree
 
 _LARGE_ON_CPU = 2e8  # parameters
 
@@ -55,7 +56,11 @@ def quick_engine(engine: EngineSpec) -> EngineSpec:
 
 
 def tuned_entry(
-    vector: AcceptanceFile, profile: Profile, context_length: int, max_size: int
+    vector: AcceptanceFile,
+    profile: Profile,
+    context_length: int,
+    max_size: int,
+    tree: TokenTree | None = None,
 ) -> TreeEntry:
     """The tree and schedule that are fastest on these measurements.
 
@@ -64,6 +69,7 @@ def tuned_entry(
         profile: Measured times.
         context_length: Which of the profile's contexts.
         max_size: Largest tree, root included.
+        tree: The tree to schedule; None: the best one is looked for.
 
     Returns:
         An entry as `TreeLibrary.save_user_tree` takes it. A tree of size 1
@@ -76,6 +82,7 @@ def tuned_entry(
         batch_sizes=range(1, largest_batch + 1),
         max_size=max_size,
         context_length=context_length,
+        tree=tree,
     )
     reference = profile_reference(profile).model_copy(update={"context_length": context_length})
     return make_entry("user", model_class_of(profile), profile, reference, vector, schedule)

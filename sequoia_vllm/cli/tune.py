@@ -184,7 +184,11 @@ def tune(
         if temperature > 0 and acceptance is None and entry.tree.size > 1:
             method, vector_of_method = _compared(how_to_calibrate, entry, vector, files, restart)
             if method != "sequoia":
-                entry = choose(vector_of_method, times, usual_context, max(sizes))
+                # A node's acceptance by traversal counts what lies below it, so a tree chosen
+                # from these counts would come out too shallow; how much of this one, is theirs.
+                entry = choose(
+                    vector_of_method, times, usual_context, max(sizes), entry.tree.tree
+                )
                 entry = entry.model_copy(update={"verification": method})
         path = save_tuned(library, pair, entry)
         best = best_tree_at_any_price(vector, times, usual_context)

@@ -76,6 +76,7 @@ def choose_schedule(
     max_branch: int | None = None,
     context_length: int | None = None,
     tolerance: float = TOLERANCE,
+    tree: TokenTree | None = None,
 ) -> Schedule:
     """One stored tree, and how many of its drafts to use at each batch size.
 
@@ -94,6 +95,7 @@ def choose_schedule(
         max_branch: As in `choose_tree`.
         context_length: As in `choose_tree`.
         tolerance: Share of speed that may be given up for fewer ranges.
+        tree: The tree whose prefixes are to be used; None: the best one is looked for.
 
     Returns:
         Tree, ranges from batch size 1 without gaps, and estimates. A range with
@@ -111,8 +113,9 @@ def choose_schedule(
     search = _search(acceptance, profile, context_length, probes, limits)
     cost = search.cost
     best = {probe: search.best(probe) for probe in probes}
+    trees = dict.fromkeys(best.values()) if tree is None else [tree]
     table = max(
-        (_SpeedTable.of(tree, acceptance, cost, probes) for tree in dict.fromkeys(best.values())),
+        (_SpeedTable.of(candidate, acceptance, cost, probes) for candidate in trees),
         # Equal means go to the smaller tree.
         key=lambda table: (round(table.mean_log_best(), 9), -table.tree.size),
     )
@@ -120,8 +123,8 @@ def choose_schedule(
     ranges = _ranges(full, tolerance)
     used = max(entry.num_speculative_tokens for entry in ranges)
     optimum = {
-        probe: _speedups(Prefixes.of(tree, acceptance), cost, probe)[-1]
-        for probe, tree in best.items()
+        probe: _speedups(Prefixes.of(fastest, acceptance), cost, probe)[-1]
+        for probe, fastest in best.items()
     }
     estimates = [_estimate(full, ranges, probe, optimum[probe], cost) for probe in probes]
     if profile.source == "measured" and any(entry.extrapolated for entry in estimates):
