@@ -36,6 +36,15 @@ def attention_variants() -> list[Variant]:
         _Shape("fp16", "fp16", 128, 64, 1, 16, 2),
         *(_Shape("fp32", "fp32", head_size, 16, 4, 16, 2) for head_size in (64, 128, 256)),
     ]
+    # As Mistral, Gemma 2 (heads of 256, windows in every other layer) and gpt-oss have it.
+    shapes += [
+        _Shape("bf16", "bf16", head_size, rows, 4, 16, 2, False, *features)
+        for head_size, *features in (
+            (128, True, False, False), (256, True, True, False), (256, False, True, False),
+            (64, True, False, True), (64, False, False, True),
+        )
+        for rows in (16, 128)
+    ]  # fmt: skip
     return [variant for shape in shapes for variant in shape.variants()] + _merge_variants()
 
 
@@ -51,6 +60,9 @@ class _Shape:
     block_size: int
     words: int
     only_nodes: bool = False
+    windowed: bool = False
+    soft_capped: bool = False
+    has_sinks: bool = False
 
     def variants(self) -> list[Variant]:
         """One per tile that some device takes."""
@@ -66,7 +78,9 @@ class _Shape:
                 name=f"tree_attention {self.query} on {self.cache}, head {self.head_size}/"
                 f"{self.group}, block {self.block_size}, {self.words} words:"
                 f" {tile.rows} x {tile.keys}{' in 255' if tile.max_registers else ''}"
-                f"{', only nodes' if self.only_nodes else ''}",
+                f"{', only nodes' if self.only_nodes else ''}"
+                f"{', window' if self.windowed else ''}{', soft cap' if self.soft_capped else ''}"
+                f"{', sinks' if self.has_sinks else ''}",
                 kernel=tree_attention_kernel,
                 signature=_signature(self.query, self.cache),
                 constexprs={
@@ -77,6 +91,9 @@ class _Shape:
                     "SCALES_IN_MEMORY": True,
                     "ROWS": tile.rows,
                     "ONLY_NODES": self.only_nodes,
+                    "WINDOWED": self.windowed,
+                    "SOFT_CAPPED": self.soft_capped,
+                    "HAS_SINKS": self.has_sinks,
                 },
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
@@ -90,15 +107,16 @@ class _Shape:
 def _merge_variants() -> list[Variant]:
     return [
         Variant(
-            f"merge_splits head {head_size}",
+            f"merge_splits head {head_size}{', window' if windowed else ''}",
             merge_splits_kernel,
             _signature("bf16", "bf16"),
             {
                 **tree_attention._shared_constants(4, head_size, 64),
+                "WINDOWED": windowed,
                 "SPLITS_AT_ONCE": tree_attention._SPLITS_AT_ONCE,
             },
         )
-        for head_size in (64, 128, 256)
+        for head_size, windowed in ((64, False), (128, True), (128, False), (256, False))
     ]
 
 
@@ -110,16 +128,16 @@ def _signature(dtype: str, cache: str) -> dict[str, str]:
     )  # fmt: skip
     numbers = (
         "first_node", "splits", "row_tiles", "table_columns", "table_stride", "ancestors_stride",
-        "context_lse_stride",
+        "context_lse_stride", "window",
     )  # fmt: skip
-    integers = ("block_table", "context_lens", "query_start_loc", "ancestors")
+    integers = ("block_table", "context_lens", "query_start_loc", "ancestors", "depths")
     floats = ("key_scale", "value_scale", "partial_output", "partial_lse", "context_lse")
     return {
-        **dict.fromkeys(("query", "output"), f"*{dtype}"),
+        **dict.fromkeys(("query", "output", "sinks"), f"*{dtype}"),
         **dict.fromkeys(("key_cache", "value_cache"), f"*{cache}"),
         **dict.fromkeys(integers, "*i32"),
         **dict.fromkeys(floats, "*fp32"),
-        "scale": "fp32",
+        **dict.fromkeys(("scale", "soft_cap"), "fp32"),
         **dict.fromkeys(numbers, "i32"),
         **dict.fromkeys(multiples, "i32:16"),
     }

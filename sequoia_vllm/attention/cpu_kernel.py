@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.attention.cpu_cache import move_tokens
+from sequoia_vllm.attention.tree_attention import within_window
 from sequoia_vllm.cpp_library import load_library
 
 _SOURCE = Path(__file__).with_name("tree_attention.cpp")
@@ -33,13 +34,14 @@ class _TreeBatch(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "rows", "block_table", "context_lens", "num_nodes", "ancestors", "partials"
+            "rows", "block_table", "context_lens", "num_nodes", "ancestors", "depths", "partials"
         )),
         *((name, ctypes.c_int64) for name in (
             "batch", "queries", "heads", "key_heads", "head_size", "block_size",
-            "table_stride", "ancestors_stride", "splits", "threads", "dtype",
+            "table_stride", "ancestors_stride", "splits", "threads", "dtype", "window",
         )),
         ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
     )  # fmt: skip
 
 
@@ -53,6 +55,8 @@ class AttentionShape:
         block_size: Tokens per cache block; a multiple of 16.
         scale: Softmax scale.
         dtype: Of query, output and cache.
+        window: Tokens that a query sees, itself included; None: all before it.
+        soft_cap: Scores s become ``soft_cap * tanh(s / soft_cap)``; 0: they stay.
     """
 
     heads: int
@@ -61,6 +65,8 @@ class AttentionShape:
     block_size: int
     scale: float
     dtype: torch.dtype
+    window: int | None = None
+    soft_cap: float = 0.0
 
     @property
     def supported(self) -> bool:
@@ -94,25 +100,37 @@ class TreeAttentionBatch:
         max_keys: int,
     ) -> None:
         batch, queries = rows.shape
+        depths = context_lens.new_empty(0)
+        if shape.window is not None:
+            depths, ancestors = within_window(ancestors, shape.window)
         query_rows = queries * (shape.heads // shape.key_heads)
         units = batch * shape.key_heads
-        work = 2 * units * query_rows * max_keys * shape.head_size
+        seen = max_keys if shape.window is None else min(max_keys, shape.window + queries)
+        work = 2 * units * query_rows * seen * shape.head_size
         threads = 1 if work < _SERIAL_WORK else torch.get_num_threads()
-        splits = _splits(units, threads, -(-max_keys // shape.block_size))
+        splits = _splits(units, threads, -(-seen // shape.block_size))
         partials = torch.empty(units * splits * query_rows * (shape.head_size + 2))
         # The structure holds addresses: the tensors must live as long.
         self._tensors = (
             rows.contiguous(), block_table, context_lens.contiguous(), num_nodes.contiguous(),
-            ancestors.contiguous(), partials,
+            ancestors.contiguous(), depths, partials,
         )  # fmt: skip
         self._batch = _TreeBatch(
             *(tensor.data_ptr() for tensor in self._tensors),
             batch, queries, shape.heads, shape.key_heads, shape.head_size, shape.block_size,
             block_table.stride(0), self._tensors[4].stride(0), splits, threads,
-            _DTYPES[shape.dtype], shape.scale * math.log2(math.e),
+            _DTYPES[shape.dtype], shape.window or 0, shape.scale * math.log2(math.e),
+            shape.soft_cap * math.log2(math.e),
         )  # fmt: skip
 
-    def attend(self, kernels: Kernels, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
+    def attend(
+        self,
+        kernels: Kernels,
+        query: Tensor,
+        kv_cache: Tensor,
+        output: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
         """Writes the attention of every node into its row of ``output``.
 
         Args:
@@ -120,11 +138,12 @@ class TreeAttentionBatch:
             query, output: ``[tokens, heads * head_size]`` or ``[tokens, heads,
                 head_size]``, contiguous within a token.
             kv_cache: One layer's cache, contiguous, in the layout of `cpu_cache`.
+            sinks: float32 ``[heads]``, contiguous: see `tree_attention`.
         """
         kernels.attend(
             ctypes.byref(self._batch),
             query.data_ptr(), query.stride(0), output.data_ptr(), output.stride(0),
-            kv_cache.data_ptr(),
+            kv_cache.data_ptr(), None if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
 
 
@@ -184,7 +203,7 @@ def load_kernels() -> Kernels | None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     attend, move = library.sequoia_tree_attention, library.sequoia_move_tokens
-    attend.argtypes = [pointer, pointer, number, pointer, number, pointer]
+    attend.argtypes = [pointer, pointer, number, pointer, number, pointer, pointer]
     move.argtypes = [pointer, *[number] * 5, pointer, pointer, number]
     attend.restype = move.restype = None
     return Kernels(attend, move)

@@ -7,6 +7,10 @@
 // C[rows, columns] += A[rows, inner] B[inner, columns] with B as stored:
 // scores = queries x keys, output = weights x values. Rows are the nodes of one
 // request times the query heads that share a key head.
+//
+// A layer may look back no further than a window, by position: a node of depth d is d
+// tokens after the root. It may cap its scores softly, and have sinks: a score of each
+// head that takes its share of the softmax and adds nothing.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -150,10 +154,13 @@ struct TreeBatch {
   const int64_t* context_lens;  // [batch]: slots below are context
   const int64_t* num_nodes;     // [batch]: the slots after them that hold the tree
   const uint8_t* ancestors;     // [queries, ancestors_stride]: query sees node
+  const int64_t* depths;        // [queries]: below its root; read if there is a window
   float* partials;              // [batch, key_heads, splits, rows, head_size + 2]
   int64_t batch, queries, heads, key_heads, head_size, block_size;
   int64_t table_stride, ancestors_stride, splits, threads, dtype;
+  int64_t window;               // tokens that a query sees, itself included; 0: all before it
   float scale;                  // of the softmax, times log2(e)
+  float soft_cap;               // of the scores, times log2(e); 0: none
 };
 
 namespace {
@@ -168,6 +175,43 @@ struct Partial {
   float* total;    // [rows]
   float* output;   // [rows, head_size], not yet divided by total
 };
+
+// cap * tanh(scores / cap), in place.
+void cap_softly(float* scores, int64_t count, float cap) {
+  const float twice = -2.f / std::log(2.f) / cap;
+  for (int64_t index = 0; index < count; index += LANES) {
+    Floats score = Float32::load(scores + index);
+    Floats size = score < 0.f ? -score : score;
+    Floats rest = exp2_vector(size * twice);
+    Floats capped = (1.f - rest) / (1.f + rest) * cap;
+    *reinterpret_cast<Floats*>(scores + index) = score < 0.f ? -capped : capped;
+  }
+}
+
+// The first position that a node of this depth sees.
+inline int64_t first_seen(const TreeBatch& given, int64_t request, int64_t depth) {
+  const int64_t position = given.context_lens[request] + depth;
+  return given.window > 0 ? std::max<int64_t>(0, position - given.window + 1) : 0;
+}
+
+// The first cache block that some node of a request sees: those before it may be another's.
+inline int64_t first_block(const TreeBatch& given, int64_t request) {
+  if (given.window <= 0) return 0;
+  const int64_t depth = *std::min_element(given.depths, given.depths + given.queries);
+  return first_seen(given, request, depth) / given.block_size;
+}
+
+// Masks what of a block's scores lies before the windows of the rows.
+void mask_before_windows(const TreeBatch& given, int64_t request, int64_t start, int64_t columns,
+                         float* scores) {
+  const int64_t group = given.heads / given.key_heads;
+  for (int64_t query = 0; query < given.queries; ++query) {
+    const int64_t before = first_seen(given, request, given.depths[query]) - start;
+    if (before <= 0) continue;
+    for (int64_t row = query * group; row < (query + 1) * group; ++row)
+      std::fill_n(scores + row * given.block_size, std::min(before, columns), MASKED);
+  }
+}
 
 // Weights of one block in place of its scores; rescales what was summed before.
 void softmax_block(float* scores, int64_t rows, int64_t keys, int64_t block_size, int64_t head_size,
@@ -198,7 +242,7 @@ void softmax_block(float* scores, int64_t rows, int64_t keys, int64_t block_size
   }
 }
 
-// One request and key head over the cache blocks [first, last).
+// One request and key head over the cache blocks [first, last), going on from `sums`.
 template <class Cache>
 void attend(const TreeBatch& given, const void* cache, int64_t request, int64_t key_head,
             int64_t first, int64_t last, const float* query, float* scores, const Partial& sums) {
@@ -206,9 +250,6 @@ void attend(const TreeBatch& given, const void* cache, int64_t request, int64_t 
   const int64_t size = given.head_size, block_size = given.block_size;
   const int64_t context = given.context_lens[request];
   const int64_t end = context + given.num_nodes[request];
-  std::fill_n(sums.largest, rows, MASKED);
-  std::fill_n(sums.total, rows, 0.f);
-  std::fill_n(sums.output, rows * size, 0.f);
   for (int64_t block = first; block < last; ++block) {
     const int64_t number = given.block_table[request * given.table_stride + block];
     const typename Cache::Stored* keys =
@@ -219,6 +260,10 @@ void attend(const TreeBatch& given, const void* cache, int64_t request, int64_t 
     const int64_t columns = (used + LANES - 1) / LANES * LANES;
     for (int64_t row = 0; row < rows; ++row) std::fill_n(scores + row * block_size, columns, 0.f);
     multiply<Cache>(query, size, keys, block_size, rows, size, scores, block_size, columns);
+    if (given.soft_cap > 0.f)
+      for (int64_t row = 0; row < rows; ++row)
+        cap_softly(scores + row * block_size, columns, given.soft_cap);
+    if (given.window > 0) mask_before_windows(given, request, start, columns, scores);
     for (int64_t slot = std::max(context, start); slot < start + columns; ++slot)
       for (int64_t row = 0; row < rows; ++row)
         if (slot >= end || !given.ancestors[row / group * given.ancestors_stride + slot - context])
@@ -226,6 +271,18 @@ void attend(const TreeBatch& given, const void* cache, int64_t request, int64_t 
     softmax_block(scores, rows, columns, block_size, size, sums);
     multiply<Cache>(scores, block_size, values, size, rows, used, sums.output, size, size);
   }
+}
+
+// What the softmax has seen before any key: the sinks, in one part of each request, or nothing.
+void start_sums(const TreeBatch& given, const float* sinks, int64_t key_head, int64_t rows,
+                const Partial& sums) {
+  const int64_t group = given.heads / given.key_heads;
+  for (int64_t row = 0; row < rows; ++row) {
+    sums.largest[row] =
+        sinks ? sinks[key_head * group + row % group] / std::log(2.f) : MASKED;
+    sums.total[row] = sinks ? 1.f : 0.f;
+  }
+  std::fill_n(sums.output, rows * given.head_size, 0.f);
 }
 
 // Row of a node and query head in the batch's flat tokens, or below 0 for padding.
@@ -276,7 +333,7 @@ void finish(const TreeBatch& given, typename Cache::Stored* output, int64_t stri
 
 template <class Cache>
 void run(const TreeBatch& given, const void* query, int64_t query_stride, void* output,
-         int64_t output_stride, const void* cache) {
+         int64_t output_stride, const void* cache, const float* sinks) {
   typedef typename Cache::Stored Stored;
   const int64_t rows = given.queries * (given.heads / given.key_heads), size = given.head_size;
   const int64_t units = given.batch * given.key_heads, partial_size = rows * (size + 2);
@@ -290,13 +347,15 @@ void run(const TreeBatch& given, const void* query, int64_t query_stride, void* 
       const int64_t request = task / splits / given.key_heads, split = task % splits;
       const int64_t key_head = task / splits % given.key_heads;
       const int64_t end = given.context_lens[request] + given.num_nodes[request];
-      const int64_t blocks = (end + given.block_size - 1) / given.block_size;
+      const int64_t skipped = first_block(given, request);
+      const int64_t blocks = (end + given.block_size - 1) / given.block_size - skipped;
       load_queries<Cache>(given, static_cast<const Stored*>(query), query_stride, request,
                           key_head, rows, loaded);
       float* own = given.partials + task * partial_size;
-      attend<Cache>(given, cache, request, key_head, blocks * split / splits,
-                    blocks * (split + 1) / splits, loaded, scores,
-                    Partial{own, own + rows, own + 2 * rows});
+      const Partial sums{own, own + rows, own + 2 * rows};
+      start_sums(given, split == 0 ? sinks : nullptr, key_head, rows, sums);
+      attend<Cache>(given, cache, request, key_head, skipped + blocks * split / splits,
+                    skipped + blocks * (split + 1) / splits, loaded, scores, sums);
     }
 #pragma omp for schedule(static)
     for (int64_t unit = 0; unit < units; ++unit)
@@ -345,14 +404,14 @@ extern "C" void sequoia_move_tokens(void* const* caches, int64_t num_caches, int
 
 // Query and output: [tokens, heads, head_size] with these strides between tokens,
 // and the cache [blocks, key_heads, 2 * head_size * block_size], all in the dtype
-// that TreeBatch names: 0 float32, 1 bfloat16, 2 float16.
+// that TreeBatch names: 0 float32, 1 bfloat16, 2 float16. Sinks: [heads], or null.
 extern "C" void sequoia_tree_attention(const TreeBatch* batch, const void* query,
                                        int64_t query_stride, void* output, int64_t output_stride,
-                                       const void* cache) {
+                                       const void* cache, const float* sinks) {
   if (batch->dtype == 0)
-    run<Float32>(*batch, query, query_stride, output, output_stride, cache);
+    run<Float32>(*batch, query, query_stride, output, output_stride, cache, sinks);
   else if (batch->dtype == 1)
-    run<BFloat16>(*batch, query, query_stride, output, output_stride, cache);
+    run<BFloat16>(*batch, query, query_stride, output, output_stride, cache, sinks);
   else
-    run<Float16>(*batch, query, query_stride, output, output_stride, cache);
+    run<Float16>(*batch, query, query_stride, output, output_stride, cache, sinks);
 }

@@ -3,6 +3,8 @@
 A request with ``c`` committed tokens in the cache keeps node i's key and value
 in slot ``c + i`` while the tree is scored. So one mask over the slots says it
 all: slots below c are context, slot c + j belongs to node j.
+
+Where a layer has a sliding window, it counts positions: node i's is ``c + depth(i)``.
 """
 
 from __future__ import annotations
@@ -12,8 +14,29 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
 
+def within_window(ancestors: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """How deep query nodes are, and which of their ancestors a window lets them see.
+
+    Args:
+        ancestors: bool ``[Q, M]``: ``ancestors[q, j]`` says that node j is query q itself or
+            one of its ancestors. Parents come before their children.
+        window: Tokens that a query sees, itself included.
+
+    Returns:
+        ``(depths, seen)``: int64 ``[Q]``, 0 for a root; bool ``[Q, M]``.
+    """
+    # In the order of nodes a query's ancestors lie in the order of their depths.
+    depth_of_ancestor = ancestors.long().cumsum(dim=1) - 1
+    depths = depth_of_ancestor[:, -1].contiguous()
+    return depths, ancestors & (depth_of_ancestor > depths[:, None] - window)
+
+
 def tree_attention_mask(
-    context_lens: Tensor, ancestors: Tensor, num_keys: int, dtype: torch.dtype
+    context_lens: Tensor,
+    ancestors: Tensor,
+    num_keys: int,
+    dtype: torch.dtype,
+    window: int | None = None,
 ) -> Tensor:
     """Additive attention mask for a batch of trees.
 
@@ -24,6 +47,7 @@ def tree_attention_mask(
             sees node j (itself or an ancestor).
         num_keys: Slots L that the keys cover, from slot 0 of each request.
         dtype: Floating dtype of the queries.
+        window: Tokens that a query sees, itself included; None: all before it.
 
     Returns:
         ``[B, 1, Q, L]`` in ``dtype``: 0 where attended, -inf elsewhere.
@@ -31,6 +55,10 @@ def tree_attention_mask(
     slots = torch.arange(num_keys, device=context_lens.device)
     node_of_slot = slots[None, :] - context_lens[:, None]  # [B, L]
     is_context = node_of_slot < 0
+    if window is not None:
+        depths, ancestors = within_window(ancestors, window)
+        first = context_lens[None, :] + depths[:, None] - window + 1  # [Q, B]
+        is_context = is_context & (slots >= first[..., None])  # [Q, B, L]
     num_nodes = ancestors.shape[1]
     is_node = (node_of_slot >= 0) & (node_of_slot < num_nodes)
     seen = ancestors[:, node_of_slot.clamp(0, num_nodes - 1)]  # [Q, B, L]
@@ -40,7 +68,15 @@ def tree_attention_mask(
     return mask.transpose(0, 1).unsqueeze(1)
 
 
-def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Masked attention of tree nodes over gathered keys and values.
 
     Args:
@@ -49,10 +85,15 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
             uses key head ``h // (num_heads // num_kv_heads)``.
         mask: ``[B, 1, Q, L]``, from `tree_attention_mask`.
         scale: Softmax scale.
+        soft_cap: Scores s become ``soft_cap * tanh(s / soft_cap)``; 0: they stay.
+        sinks: float32 ``[num_heads]``: a score of each head that takes its share of the
+            softmax and adds nothing to the output.
 
     Returns:
         ``[B, Q, num_heads, head_size]`` in the query's dtype.
     """
+    if soft_cap or sinks is not None:
+        return _attend_by_scores(query, key, value, mask, scale, soft_cap, sinks)
     output = F.scaled_dot_product_attention(
         query.transpose(1, 2),
         key,
@@ -62,3 +103,27 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
         enable_gqa=query.shape[2] != key.shape[1],
     )
     return output.transpose(1, 2)
+
+
+def _attend_by_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    soft_cap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`tree_attention`, step by step in float32: what torch's own function has no word for."""
+    group = query.shape[2] // key.shape[1]
+    queries = query.transpose(1, 2).float()
+    keys, values = (part.float().repeat_interleave(group, dim=1) for part in (key, value))
+    scores = queries @ keys.transpose(2, 3) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores + mask
+    if sinks is not None:
+        own = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, own], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[2]]
+    return (weights @ values).transpose(1, 2).to(query.dtype)

@@ -186,9 +186,7 @@ def tune(
             if method != "sequoia":
                 # A node's acceptance by traversal counts what lies below it, so a tree chosen
                 # from these counts would come out too shallow; how much of this one, is theirs.
-                entry = choose(
-                    vector_of_method, times, usual_context, max(sizes), entry.tree.tree
-                )
+                entry = choose(vector_of_method, times, usual_context, max(sizes), entry.tree.tree)
                 entry = entry.model_copy(update={"verification": method})
         path = save_tuned(library, pair, entry)
         best = best_tree_at_any_price(vector, times, usual_context)

@@ -73,13 +73,22 @@ def replaced_backends(classes: Mapping[AttentionBackendEnum, str]) -> Iterator[N
 def unmaskable_features(impl: Any) -> dict[str, bool]:
     """What trees cannot do with, on any device, and whether this implementation uses it."""
     return {
+        "chunked local attention": getattr(impl, "chunk_lookback", -1) not in (-1, None),
         "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
-        "a logits soft cap": bool(getattr(impl, "logits_soft_cap", 0)),
-        "attention sinks": getattr(impl, "sinks", None) is not None,
-        "a sliding window": getattr(impl, "sliding_window", -1) not in (-1, None, (-1, -1)),
         "attention other than decoder self-attention": getattr(impl, "attn_type", "decoder")
         != "decoder",
     }
+
+
+def window_of(impl: Any) -> int | None:
+    """Tokens that a query of this layer sees, itself included; None: all before it.
+
+    vLLM's GPU backends keep how far it looks back and ahead; the one for CPUs the tokens.
+    """
+    window = impl.sliding_window
+    if isinstance(window, tuple):
+        return None if window[0] < 0 else window[0] + 1
+    return None if window in (None, -1) else window
 
 
 def reason_of(layer_name: str, features: Mapping[str, bool]) -> str | None:

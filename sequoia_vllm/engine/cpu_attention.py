@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from sequoia_vllm.attention.cpu_cache import SUPPORTED_ISA, gather_context
 from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernels
 from sequoia_vllm.attention.tree_attention import tree_attention, tree_attention_mask
-from sequoia_vllm.engine.attention_layers import TreeForward, reason_of, unmaskable_features
+from sequoia_vllm.engine.attention_layers import (
+    TreeForward,
+    reason_of,
+    unmaskable_features,
+    window_of,
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class TreeQueries:
     max_keys: int
     only_trees: bool
     _batches: dict[AttentionShape, TreeAttentionBatch] = field(default_factory=dict)
-    _masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int, torch.dtype, int | None], Tensor] = field(default_factory=dict)
 
     def for_kernel(self, shape: AttentionShape) -> TreeAttentionBatch:
         """These queries for the compiled kernel; made once for all layers of a shape."""
@@ -61,12 +67,12 @@ class TreeQueries:
         """The block table, cut to the longest request."""
         return self.block_table[:, : -(-self.max_keys // block_size)]
 
-    def mask(self, num_keys: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask ``[B, 1, Q, num_keys]``; made once for all layers."""
-        key = num_keys, dtype
+    def mask(self, num_keys: int, dtype: torch.dtype, window: int | None) -> Tensor:
+        """Additive mask ``[B, 1, Q, num_keys]``; made once for all layers of a window."""
+        key = num_keys, dtype, window
         if key not in self._masks:
             self._masks[key] = tree_attention_mask(
-                self.context_lens, self.ancestors, num_keys, dtype
+                self.context_lens, self.ancestors, num_keys, dtype, window
             )
         return self._masks[key]
 
@@ -106,16 +112,21 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 class CPUTreeAttentionImpl(TreeForward, CPUAttentionBackendImpl):
     """vLLM's CPU kernel for chains of tokens; masked attention for tree nodes."""
 
+    @cached_property
+    def _sinks(self) -> Tensor | None:
+        """Read when the weights are loaded."""
+        return None if self.sinks is None else self.sinks.detach().float().contiguous()
+
     def _forward_trees(
         self, layer: Any, query: Tensor, kv_cache: Tensor, tree: TreeQueries, output: Tensor
     ) -> None:
         shape = AttentionShape(
             self.num_heads, self.num_kv_heads, self.head_size, kv_cache.shape[2], self.scale,
-            kv_cache.dtype,
+            kv_cache.dtype, window_of(self), self.logits_soft_cap,
         )  # fmt: skip
         kernels = load_kernels()
         if kernels is not None and shape.supported:
-            tree.for_kernel(shape).attend(kernels, query, kv_cache, output)
+            tree.for_kernel(shape).attend(kernels, query, kv_cache, output, self._sinks)
         else:
             self._forward_gathered(query, kv_cache, tree, output)
 
@@ -126,8 +137,10 @@ class CPUTreeAttentionImpl(TreeForward, CPUAttentionBackendImpl):
         keys, values = gather_context(kv_cache, tree.blocks_in_use(kv_cache.shape[2]))
         heads = (-1, self.num_heads, self.head_size)
         queries = query.view(heads)[tree.rows.clamp(min=0)]
-        mask = tree.mask(keys.shape[2], query.dtype)
-        attended = tree_attention(queries, keys, values, mask, self.scale)
+        mask = tree.mask(keys.shape[2], query.dtype, window_of(self))
+        attended = tree_attention(
+            queries, keys, values, mask, self.scale, self.logits_soft_cap, self._sinks
+        )
         is_node = tree.rows >= 0
         output.view(heads)[tree.rows[is_node]] = attended[is_node]
 

@@ -81,6 +81,7 @@ def _sequoia_engine_config(
         )
     refuse_unsupported(vllm_config)
     _choose_scheduler(vllm_config)
+    _keep_draft_in_one_group(vllm_config)
     return vllm_config
 
 
@@ -97,6 +98,18 @@ def _choose_scheduler(vllm_config: Any) -> None:
     schedules_ahead = vllm_config.use_v2_model_runner and scheduler.async_scheduling
     if schedules_ahead and scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = TREE_SCHEDULER
+
+
+def _keep_draft_in_one_group(vllm_config: Any) -> None:
+    """Gives layers with a window and others one KV cache group, where the draft has both.
+
+    vLLM's V1 proposer takes drafts of one group only. It costs memory: what lies before a
+    window is kept.
+    """
+    draft = vllm_config.speculative_config.draft_model_config.hf_text_config
+    kinds = set(getattr(draft, "layer_types", None) or ())
+    if len(kinds) > 1 and not vllm_config.use_v2_model_runner:
+        vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
 
 
 def create_speculative_config(

@@ -98,7 +98,7 @@ def _model_reasons(model: Any, role: str) -> list[str]:
     """What tree attention cannot do; layers are checked again when the model is loaded."""
     kinds = {
         "uses multi-head latent attention (MLA)": model.use_mla,
-        "uses sliding-window attention": model.get_sliding_window() is not None,
+        "uses chunked local attention": model.attention_chunk_size is not None,
         "has recurrent (Mamba or linear-attention) layers": (
             model.is_hybrid or model.is_attention_free or model.has_inner_state
         ),
@@ -119,9 +119,6 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     return _present(
         {
-            "LoRA is not supported with trees: drop --enable-lora": (
-                vllm_config.lora_config is not None
-            ),
             "KV transfer connectors would ship uncommitted tree nodes: drop "
             "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
             "encoder-cache transfer is not supported: drop --ec-transfer-config": (

@@ -18,8 +18,8 @@ from sequoia_vllm.gpu_check.paged import PagedCache
 from sequoia_vllm.gpu_check.report import AttentionTime
 from sequoia_vllm.gpu_check.stage import StageRun
 from sequoia_vllm.kernels.tree_attention import (
+    NodeMask,
     TreeAttentionWorkspace,
-    pack_ancestors,
     tree_attention,
 )
 from sequoia_vllm.testing.attention import random_ancestors, tree_attention_reference
@@ -52,7 +52,10 @@ _FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Case:
-    """A batch whose requests have ``sizes`` nodes after ``contexts`` committed tokens."""
+    """A batch whose requests have ``sizes`` nodes after ``contexts`` committed tokens.
+
+    Its layer may have a window, a soft cap and sinks (`tree_attention`).
+    """
 
     heads: Heads
     dtype: torch.dtype
@@ -60,15 +63,26 @@ class Case:
     contexts: tuple[int, ...]
     sizes: tuple[int, ...]
     first_node: int = 0
+    window: int | None = None
+    soft_cap: float = 0.0
+    has_sinks: bool = False
 
     @property
     def name(self) -> str:
         """For the report."""
         dtypes = f"{short(self.dtype)}, {short(self.cache_dtype)} cache"
+        more = [f", window {self.window}"] if self.window else []
+        more += [f", soft cap {self.soft_cap:g}"] if self.soft_cap else []
+        more += [", sinks"] if self.has_sinks else []
         return (
             f"tree attention {self.heads.shape} {dtypes}, contexts {list(self.contexts)}, "
-            f"nodes {list(self.sizes)} from {self.first_node}"
+            f"nodes {list(self.sizes)} from {self.first_node}{''.join(more)}"
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether contexts may be read by a kernel that knows of no trees."""
+        return not (self.window or self.soft_cap or self.has_sinks)
 
 
 def short(dtype: torch.dtype) -> str:
@@ -89,7 +103,7 @@ def check_attention(run: StageRun) -> None:
             run.check(case.name, _worst_row(run, case), _limit(case.dtype))
     flash = flash_attention()
     for case in cases:
-        if case.cache_dtype == _FP8:
+        if case.cache_dtype == _FP8 or not case.is_plain:
             continue
         name = f"{case.name}, contexts by torch"
         with run.attempt(name):
@@ -111,6 +125,7 @@ def _cases(run: StageRun) -> list[Case]:
             Case(TINY, torch.float32, torch.float32, (40, 0, 17), (9, 0, 5)),
             Case(TINY, torch.float16, torch.float16, (300,), (4,), first_node=3),
             Case(TINY, torch.float32, _FP8, (33,), (6,)),
+            Case(TINY, torch.float32, torch.float32, (150, 0), (9, 5), 0, 70, 2.0, True),
         ]
     bf16, fp16 = torch.bfloat16, torch.float16
     mixed = ((0, 31, 700, 4096, 1), (1, 64, 0, 33, 128))
@@ -125,6 +140,13 @@ def _cases(run: StageRun) -> list[Case]:
         for heads in (LLAMA_2_7B, LLAMA_3_8B)
         for context, nodes in ((512, 16), (8192, 64), (8191, 256), (2048, 768))
     ]
+    cases += [
+        Case(heads, dtype, dtype, *mixed, 0, window, soft_cap, has_sinks)
+        for heads, dtype in ((LLAMA_3_8B, bf16), (LLAMA_68M, fp16))
+        for window, soft_cap, has_sinks in (
+            (128, 0.0, False), (1024, 50.0, False), (None, 3.0, False), (128, 0.0, True),
+        )
+    ]  # fmt: skip
     return [
         *cases,
         Case(LLAMA_68M, torch.float32, torch.float32, (257, 0), (40, 7)),
@@ -171,13 +193,17 @@ def _worst_row(
         torch.tensor(each, dtype=torch.int32, device=device) for each in (case.contexts, starts)
     )
     scale, context_lse = heads.head_size**-0.5, None
+    sinks = None
+    if case.has_sinks:
+        sinks = torch.empty(heads.heads, dtype=case.dtype, device=device)
+        sinks.normal_(0, 3, generator=generator)
     if attend_to_contexts is not None:
         context_lse = attend_to_contexts(
             query, cache, 0, contexts, query_start_loc, max(case.sizes), scale, output
         )
     tree_attention(
         query, keys, values, cache.block_table, contexts, query_start_loc,
-        pack_ancestors(ancestors),
+        NodeMask.of(ancestors, case.window),
         first_node=case.first_node,
         scale=scale,
         key_scale=torch.tensor(scales[0], device=device),
@@ -185,10 +211,12 @@ def _worst_row(
         workspace=TreeAttentionWorkspace(heads.head_size, device),
         output=output,
         context_lse=context_lse,
+        soft_cap=case.soft_cap,
+        sinks=sinks,
     )  # fmt: skip
     expected = tree_attention_reference(
         query, keys, values, cache.block_table, case.contexts, starts, ancestors,
-        case.first_node, scale, *scales,
+        case.first_node, scale, *scales, window=case.window, soft_cap=case.soft_cap, sinks=sinks,
     )  # fmt: skip
     return float(((output.float() - expected).norm(dim=2) / expected.norm(dim=2)).max())
 
@@ -287,14 +315,14 @@ def _time_shape(
         device
     )
     starts = torch.arange(shape.batch_size + 1, dtype=torch.int32).to(device) * shape.nodes
-    ancestors = pack_ancestors(some_ancestors(shape.nodes)).to(device)
+    mask = NodeMask.of(some_ancestors(shape.nodes).to(device))
     workspace = TreeAttentionWorkspace(heads.head_size, device)
     scale = heads.head_size**-0.5
 
     def attend(layer: int, context_lse: Tensor | None = None) -> None:
         keys, values = cache.keys_and_values(layer)
         tree_attention(
-            query, keys, values, cache.block_table, context_lens, starts, ancestors,
+            query, keys, values, cache.block_table, context_lens, starts, mask,
             first_node=0, scale=scale, key_scale=1.0, value_scale=1.0,
             workspace=workspace, output=output, context_lse=context_lse,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from sequoia_vllm.gpu_check.llama import Llama, Nodes
 from sequoia_vllm.gpu_check.paged import BLOCK_SIZE, PagedCache
 from sequoia_vllm.gpu_check.tree_batch import TreeBatch
 from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
-from sequoia_vllm.kernels.tree_attention import PackedAncestors
+from sequoia_vllm.kernels.tree_attention import NodeMasks
 
 
 class LlamaDraft(DraftModel):
@@ -25,7 +25,7 @@ class LlamaDraft(DraftModel):
     def __init__(self, model: Llama, cache: PagedCache) -> None:
         self._model = model
         self._cache = cache
-        self._packed = PackedAncestors()
+        self._masks = NodeMasks()
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, queries: DraftQueries
@@ -36,7 +36,7 @@ class LlamaDraft(DraftModel):
             query_start_loc=queries.query_start_loc,
             first=queries.first,
             width=queries.width,
-            ancestors=self._packed.of(queries.ancestors),
+            mask=self._masks.of(queries.ancestors),
         )
         return self._model.forward(token_ids, positions, slots[0], nodes, self._cache)
 

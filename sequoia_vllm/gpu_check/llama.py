@@ -15,8 +15,8 @@ from sequoia_vllm.gpu_check.model_kernels import (
 )
 from sequoia_vllm.gpu_check.paged import PagedCache
 from sequoia_vllm.kernels.tree_attention import (
+    NodeMask,
     TreeAttentionWorkspace,
-    pack_ancestors,
     tree_attention,
 )
 
@@ -61,14 +61,14 @@ class Nodes:
         query_start_loc: int32 ``[R + 1]``.
         first: The first node that is read.
         width: How many.
-        ancestors: int32 ``[N, words]``, packed.
+        mask: Of the tree.
     """
 
     context_lens: Tensor
     query_start_loc: Tensor
     first: int
     width: int
-    ancestors: Tensor
+    mask: NodeMask
 
 
 class ScoredNodes:
@@ -88,7 +88,7 @@ class ScoredNodes:
     def __init__(self, context_lens: Tensor, depths: Tensor, ancestors: Tensor) -> None:
         requests, size, device = len(context_lens), len(depths), context_lens.device
         starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * size
-        self.nodes = Nodes(context_lens, starts, 0, size, pack_ancestors(ancestors))
+        self.nodes = Nodes(context_lens, starts, 0, size, NodeMask.of(ancestors))
         self._depths = depths.to(device)
         self._offsets = torch.arange(size, device=device)
         self.positions = torch.zeros(requests * size, dtype=torch.int64, device=device)
@@ -223,7 +223,7 @@ class Llama:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         tree_attention(
             query, keys, values, cache.block_table, nodes.context_lens, nodes.query_start_loc,
-            nodes.ancestors, first_node=nodes.first, scale=self.shape.head_size**-0.5,
+            nodes.mask, first_node=nodes.first, scale=self.shape.head_size**-0.5,
             key_scale=1.0, value_scale=1.0, workspace=self._workspace, output=output,
             max_queries=nodes.width,
         )  # fmt: skip

@@ -15,11 +15,13 @@ device knows: a CUDA graph may hold the launches.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
+from sequoia_vllm.attention.tree_attention import within_window
 from sequoia_vllm.kernels.attention_tiles import (
     HOPPER,
     MAX_ROWS,
@@ -108,18 +110,41 @@ def pack_ancestors(ancestors: Tensor) -> Tensor:
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
-class PackedAncestors:
-    """`pack_ancestors` of the few matrices that an engine's trees have, each made once."""
+@dataclass(frozen=True)
+class NodeMask:
+    """Which nodes of a tree see which, as `tree_attention` takes it.
+
+    Attributes:
+        words: int32 ``[N, ceil(N / 32)]``, from `pack_ancestors`.
+        depths: int32 ``[N]``: of each node below its root.
+        window: The window that the words are for: positions that a node sees, its own
+            included; None: all.
+    """
+
+    words: Tensor
+    depths: Tensor
+    window: int | None = None
+
+    @classmethod
+    def of(cls, ancestors: Tensor, window: int | None = None) -> NodeMask:
+        """Of a bool ``[N, N]`` as `pack_ancestors` takes it."""
+        depths, within = within_window(ancestors, window or len(ancestors))
+        return cls(pack_ancestors(within), depths.to(torch.int32), window)
+
+
+class NodeMasks:
+    """The masks of the few matrices and windows that an engine has, each made once."""
 
     def __init__(self) -> None:
         # By identity; the matrix is kept alive, so that no other one gets its id.
-        self._packed: dict[int, tuple[Tensor, Tensor]] = {}
+        self._made: dict[tuple[int, int | None], tuple[Tensor, NodeMask]] = {}
 
-    def of(self, ancestors: Tensor) -> Tensor:
-        """int32 ``[N, ceil(N / 32)]``, of a bool ``[N, N]`` that does not change."""
-        if id(ancestors) not in self._packed:
-            self._packed[id(ancestors)] = ancestors, pack_ancestors(ancestors)
-        return self._packed[id(ancestors)][1]
+    def of(self, ancestors: Tensor, window: int | None = None) -> NodeMask:
+        """Of a bool ``[N, N]`` that does not change."""
+        key = id(ancestors), window
+        if key not in self._made:
+            self._made[key] = ancestors, NodeMask.of(ancestors, window)
+        return self._made[key][1]
 
 
 def tree_attention(
@@ -129,7 +154,7 @@ def tree_attention(
     block_table: Tensor,
     context_lens: Tensor,
     query_start_loc: Tensor,
-    ancestors: Tensor,
+    mask: NodeMask,
     *,
     first_node: int,
     scale: float,
@@ -139,6 +164,8 @@ def tree_attention(
     output: Tensor,
     max_queries: int | None = None,
     context_lse: Tensor | None = None,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Writes the attention of every tree node into its row of ``output``.
 
@@ -157,7 +184,8 @@ def tree_attention(
         context_lens: int32 ``[R]``: committed tokens c before the root; node j is at
             position c + j.
         query_start_loc: int32 ``[R + 1]``.
-        ancestors: int32 ``[N, ceil(N / 32)]``, from `pack_ancestors`.
+        mask: Of the tree. Where it has a window, blocks that lie wholly before the root's
+            are not read.
         first_node: 0 for a whole tree; a level's first node where a level is drafted.
         scale: Softmax scale, positive.
         key_scale, value_scale: Factors of what an fp8 cache holds, positive: two
@@ -168,11 +196,14 @@ def tree_attention(
         context_lse: float32 ``[Hq, T]``, rows of any stride: ``output`` holds the attention
             of each row over its context alone, from another kernel, and this the natural
             log-sum-exp of its scores (-inf: it saw nothing). The tree's nodes are added.
+        soft_cap: Scores s become ``soft_cap * tanh(s / soft_cap)``; 0: they stay.
+        sinks: Floating ``[Hq]``, contiguous: a score of each head that takes its share of the
+            softmax and adds nothing to the output.
 
     Raises:
         ValueError: For dtypes and shapes other than these, for fp8 on a device
-            that cannot convert it, for fp8 with ``context_lse``, and for a workspace of
-            a smaller head size.
+            that cannot convert it, for fp8, a window, a soft cap or sinks with
+            ``context_lse``, and for a workspace of a smaller head size.
     """
     if key_cache.dtype == torch.uint8:
         key_cache = key_cache.view(torch.float8_e4m3fn)
@@ -186,9 +217,13 @@ def tree_attention(
     tokens, heads, head_size = query.shape
     if context_lse is not None:
         _check_context_lse(context_lse, heads, tokens, quantized)
+        if mask.window is not None or soft_cap or sinks is not None:
+            raise ValueError("windows, soft caps and sinks are one kernel's: give no context_lse")
+    if sinks is not None and (sinks.shape != (heads,) or not sinks.is_contiguous()):
+        raise ValueError(f"sinks are {list(sinks.shape)}; expected {[heads]}, contiguous")
     _, block_size, key_heads, _ = key_cache.shape
     requests, group = len(context_lens), heads // key_heads
-    queries = min(tokens, len(ancestors) - first_node)
+    queries = min(tokens, len(mask.words) - first_node)
     if max_queries is not None:
         queries = min(queries, max_queries)
     if requests == 0 or queries <= 0:
@@ -200,29 +235,36 @@ def tree_attention(
     row_tiles = -(-queries * group // tile.rows)
     units = requests * key_heads * row_tiles
     max_positions = block_table.shape[1] * block_size
+    window = 0
+    if mask.window is not None:
+        window = min(mask.window, max_positions + len(mask.words))  # in 32 bits
+        max_positions = min(max_positions, window + len(mask.words) + tile.keys)
     splits = 1
     if context_lse is None:
         splits = choose_splits(units, tile, workspace.processors, max_positions)
     partial_rows = splits * units * tile.rows if splits > 1 else 0
     partial_output, partial_lse = workspace.partials(partial_rows, head_size)
     shared = _shared_constants(group, head_size, tile.keys)
+    shared["WINDOWED"] = mask.window is not None
     tree_attention_kernel[(row_tiles * splits, key_heads, requests)](
-        query, key_cache, value_cache, block_table, context_lens, query_start_loc, ancestors,
-        key_scale, value_scale, partial_output, partial_lse, output,
-        partial_lse if context_lse is None else context_lse,
-        scale * math.log2(math.e), first_node, splits, row_tiles, block_table.shape[1],
+        query, key_cache, value_cache, block_table, context_lens, query_start_loc, mask.words,
+        mask.depths, key_scale, value_scale, partial_output, partial_lse, output,
+        partial_lse if context_lse is None else context_lse, query if sinks is None else sinks,
+        scale * math.log2(math.e), soft_cap * math.log2(math.e), window, first_node, splits,
+        row_tiles, block_table.shape[1],
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
-        block_table.stride(0), ancestors.stride(0), output.stride(0), output.stride(1),
+        block_table.stride(0), mask.words.stride(0), output.stride(0), output.stride(1),
         0 if context_lse is None else context_lse.stride(0),
-        BLOCK_SIZE=block_size, WORDS=ancestors.shape[1], QUANTIZED=quantized,
+        BLOCK_SIZE=block_size, WORDS=mask.words.shape[1], QUANTIZED=quantized,
         SCALES_IN_MEMORY=isinstance(key_scale, Tensor), ROWS=tile.rows,
-        ONLY_NODES=context_lse is not None, **shared,
+        ONLY_NODES=context_lse is not None, SOFT_CAPPED=bool(soft_cap),
+        HAS_SINKS=sinks is not None, **shared,
         num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
     )  # fmt: skip
     if splits > 1:
         merge_splits_kernel[(queries * group, key_heads, requests)](
             partial_output, partial_lse, context_lens, query_start_loc, output,
-            first_node, splits, row_tiles * tile.rows, output.stride(0), output.stride(1),
+            window, first_node, splits, row_tiles * tile.rows, output.stride(0), output.stride(1),
             SPLITS_AT_ONCE=_SPLITS_AT_ONCE, **shared, num_warps=4,
         )  # fmt: skip
 

@@ -7,8 +7,12 @@ taken in blocks of ``KEYS``; runs of equally many blocks are the splits. A block
 that lies wholly in the context needs no mask; in the others each row has one bit
 per position, and those of the context are 1.
 
+A layer may have a window: a row then sees no position before that of its node's depth,
+less the window. What lies before the window of a request's root is nobody's, and blocks are
+counted from there. Those that some row of a tile sees in part are masked, too.
+
 Maxima and log-sum-exps are in base 2, of scores times ``scale`` (which therefore
-holds log2(e) too).
+holds log2(e) too), capped softly or not.
 """
 
 from __future__ import annotations
@@ -21,6 +25,20 @@ import triton.language as tl
 def _blocks_per_split(num_positions, splits, KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr):
     """Blocks in each split of a request; the last splits may get fewer or none."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_positions, KEYS), splits), MIN_BLOCKS)
+
+
+@triton.jit
+def _first_position(context, window, KEYS: tl.constexpr):
+    """Where a request's blocks start: the one that holds the start of its root's window."""
+    return tl.maximum(context - window + 1, 0) // KEYS * KEYS
+
+
+@triton.jit
+def _capped(scores, soft_cap):
+    """``soft_cap * tanh(scores / soft_cap)``."""
+    rest = tl.exp2(tl.abs(scores) * (-2.8853900817779268 / soft_cap))
+    capped = soft_cap * (1.0 - rest) / (1.0 + rest)
+    return tl.where(scores < 0, -capped, capped)
 
 
 @triton.jit
@@ -51,19 +69,23 @@ def _seen(word_pointers, row_exists, first, KEYS: tl.constexpr, WORDS: tl.conste
 def _attend_block(
     accumulator, maximum, total, query, word_pointers, row_exists,
     key_cache, value_cache, blocks, key_block_stride, key_slot_stride, value_block_stride,
-    value_slot_stride, start, end, context, scale,
+    value_slot_stride, start, end, context, first_seen, lowest, scale, soft_cap,
     HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WORDS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFT_CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Takes positions ``start`` to ``start + KEYS`` into the running softmax.
 
-    Without MASKED all of them must be context.
+    Without MASKED all of them must be context, and within every row's window. Before
+    ``lowest`` no window of the request begins, and blocks may be gone.
     """
     position = start + tl.arange(0, KEYS)
     channel = tl.arange(0, PADDED_HEAD_SIZE)
     is_channel = channel < HEAD_SIZE
     # What lies past the end may be anything, and 0 times NaN is NaN: not read.
     exists = position < end if MASKED else position >= 0
+    if WINDOWED:
+        exists &= position >= lowest
     block = tl.load(blocks + position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
     slot = position % BLOCK_SIZE
     key_rows = key_cache + block * key_block_stride + slot * key_slot_stride
@@ -73,9 +95,16 @@ def _attend_block(
         other=0.0,
     )
     scores = tl.dot(query, keys.to(query.dtype), input_precision="ieee")
+    if SOFT_CAPPED:
+        scores = _capped(scores * scale, soft_cap)
+        scale = 1.0
     if MASKED:
-        seen = _seen(word_pointers, row_exists, start - context, KEYS, WORDS)
-        scores = tl.where((seen != 0) & exists[None, :], scores, float("-inf"))
+        seen = _seen(word_pointers, row_exists, start - context, KEYS, WORDS) != 0
+        seen &= exists[None, :]
+        if WINDOWED:
+            # Nodes before the window are not in the words.
+            seen &= (position[None, :] >= first_seen[:, None]) | (position >= context)[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * scale)
     reference = new_maximum
     if MASKED:  # a row may have seen nothing yet, and -inf minus -inf is NaN
@@ -103,17 +132,17 @@ def _attend_block(
 @triton.jit(
     do_not_specialize=[
         "first_node", "splits", "row_tiles", "table_columns", "table_stride", "ancestors_stride",
-        "context_lse_stride",
+        "context_lse_stride", "window",
     ],
     do_not_specialize_on_alignment=[
-        "block_table", "context_lens", "query_start_loc", "ancestors", "key_scale", "value_scale",
-        "context_lse",
+        "block_table", "context_lens", "query_start_loc", "ancestors", "depths", "key_scale",
+        "value_scale", "context_lse", "sinks",
     ],
 )  # fmt: skip
 def tree_attention_kernel(
-    query, key_cache, value_cache, block_table, context_lens, query_start_loc, ancestors,
-    key_scale, value_scale, partial_output, partial_lse, output, context_lse,
-    scale, first_node, splits, row_tiles, table_columns,
+    query, key_cache, value_cache, block_table, context_lens, query_start_loc, ancestors, depths,
+    key_scale, value_scale, partial_output, partial_lse, output, context_lse, sinks,
+    scale, soft_cap, window, first_node, splits, row_tiles, table_columns,
     query_token_stride, query_head_stride,
     key_block_stride, key_slot_stride, key_head_stride,
     value_block_stride, value_slot_stride, value_head_stride,
@@ -121,7 +150,8 @@ def tree_attention_kernel(
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, QUANTIZED: tl.constexpr,
     SCALES_IN_MEMORY: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr, ONLY_NODES: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, ONLY_NODES: tl.constexpr, WINDOWED: tl.constexpr,
+    SOFT_CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attention of ``ROWS`` rows over one split, for one key head of one request.
 
@@ -134,6 +164,8 @@ def tree_attention_kernel(
 
     With ONLY_NODES there is one split, and the softmax goes on from ``output``, which
     holds the attention over the context, and ``context_lse``, its natural log-sum-exp.
+
+    With HAS_SINKS the softmax of the first split starts with the sinks' scores.
     """
     tile = tl.program_id(0) % row_tiles
     split = tl.program_id(0) // row_tiles
@@ -144,10 +176,11 @@ def tree_attention_kernel(
     if tile * ROWS >= num_queries * GROUP:
         return
     context = tl.load(context_lens + request)
-    num_positions = context + first_node + num_queries
+    first_position = _first_position(context, window, KEYS) if WINDOWED else 0
+    num_positions = context + first_node + num_queries - first_position
     split_blocks = _blocks_per_split(num_positions, splits, KEYS, MIN_BLOCKS)
-    split_start = context if ONLY_NODES else split * split_blocks * KEYS
-    if split_start >= num_positions:
+    split_start = context if ONLY_NODES else first_position + split * split_blocks * KEYS
+    if split_start >= first_position + num_positions:
         return
 
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -172,6 +205,12 @@ def tree_attention_kernel(
     end = tl.minimum(context + first_node + last_query + 1, table_columns * BLOCK_SIZE)
     split_end = tl.minimum(split_start + split_blocks * KEYS, end)
     unmasked_end = tl.maximum(tl.minimum(split_end, context) // KEYS * KEYS, split_start)
+    first_seen = tl.zeros([ROWS], dtype=tl.int32)
+    lowest = 0
+    if WINDOWED:
+        depth = tl.load(depths + first_node + node, mask=row_exists, other=0)
+        lowest = context - window + 1
+        first_seen = lowest + depth
     blocks = block_table + request.to(tl.int64) * table_stride
     key_cache += key_head.to(tl.int64) * key_head_stride
     value_cache += key_head.to(tl.int64) * value_head_stride
@@ -189,19 +228,38 @@ def tree_attention_kernel(
         accumulator = tl.zeros([ROWS, PADDED_HEAD_SIZE], dtype=tl.float32)
         maximum = tl.full([ROWS], float("-inf"), dtype=tl.float32)
         total = tl.zeros([ROWS], dtype=tl.float32)
-        for start in tl.range(split_start, unmasked_end, KEYS):
+        if HAS_SINKS:
+            sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+            maximum = tl.where(split == 0, sink, maximum)
+            total = tl.where(split == 0, 1.0, total)
+        unmasked_start = split_start
+        if WINDOWED:
+            # From here on every row's window has begun.
+            begun = tl.cdiv(tl.maximum(tl.max(first_seen, axis=0), 0), KEYS) * KEYS
+            unmasked_start = tl.minimum(tl.maximum(begun, split_start), unmasked_end)
+            for start in tl.range(split_start, unmasked_start, KEYS):
+                accumulator, maximum, total = _attend_block(
+                    accumulator, maximum, total, queries, word_pointers, row_exists,
+                    key_cache, value_cache, blocks, key_block_stride, key_slot_stride,
+                    value_block_stride, value_slot_stride, start, end, context, first_seen, lowest,
+                    scale, soft_cap, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, WORDS, KEYS, True,
+                    WINDOWED, SOFT_CAPPED,
+                )  # fmt: skip
+        for start in tl.range(unmasked_start, unmasked_end, KEYS):
             accumulator, maximum, total = _attend_block(
                 accumulator, maximum, total, queries, word_pointers, row_exists,
                 key_cache, value_cache, blocks, key_block_stride, key_slot_stride,
-                value_block_stride, value_slot_stride, start, end, context, scale,
-                HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, WORDS, KEYS, False,
+                value_block_stride, value_slot_stride, start, end, context, first_seen, lowest,
+                scale, soft_cap, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, WORDS, KEYS, False,
+                WINDOWED, SOFT_CAPPED,
             )  # fmt: skip
     for start in tl.range(unmasked_end, split_end, KEYS):
         accumulator, maximum, total = _attend_block(
             accumulator, maximum, total, queries, word_pointers, row_exists,
             key_cache, value_cache, blocks, key_block_stride, key_slot_stride,
-            value_block_stride, value_slot_stride, start, end, context, scale,
-            HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, WORDS, KEYS, True,
+            value_block_stride, value_slot_stride, start, end, context, first_seen, lowest,
+            scale, soft_cap, HEAD_SIZE, PADDED_HEAD_SIZE, BLOCK_SIZE, WORDS, KEYS, True,
+            WINDOWED, SOFT_CAPPED,
         )  # fmt: skip
 
     # In a split that holds only nodes a row may see nothing: output 0, weight 2**-inf.
@@ -225,14 +283,15 @@ def tree_attention_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["first_node", "splits"],
+    do_not_specialize=["first_node", "splits", "window"],
     do_not_specialize_on_alignment=["context_lens", "query_start_loc"],
 )
 def merge_splits_kernel(
     partial_output, partial_lse, context_lens, query_start_loc, output,
-    first_node, splits, padded_rows, output_token_stride, output_head_stride,
+    window, first_node, splits, padded_rows, output_token_stride, output_head_stride,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_HEAD_SIZE: tl.constexpr,
-    KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr,
+    KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WINDOWED: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Joins the live splits of one row. Grid: (rows of the largest request, key heads, requests).
 
@@ -246,7 +305,9 @@ def merge_splits_kernel(
     node = row // GROUP
     if node >= num_queries:
         return
-    num_positions = tl.load(context_lens + request) + first_node + num_queries
+    context = tl.load(context_lens + request)
+    first_position = _first_position(context, window, KEYS) if WINDOWED else 0
+    num_positions = context + first_node + num_queries - first_position
     split_blocks = _blocks_per_split(num_positions, splits, KEYS, MIN_BLOCKS)
     live = tl.cdiv(num_positions, split_blocks * KEYS)
     if live <= 1:  # written already

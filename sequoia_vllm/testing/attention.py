@@ -27,6 +27,9 @@ def tree_attention_reference(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     elsewhere: float = float("nan"),
+    window: int | None = None,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of nodes to their request's committed tokens, their ancestors and themselves.
 
@@ -41,6 +44,9 @@ def tree_attention_reference(
         scale: Softmax scale.
         key_scale, value_scale: What stored keys and values are multiplied by.
         elsewhere: What rows hold that are no request's.
+        window: Positions that a node sees, its own included; a node's is its depth after the
+            context. None: all.
+        soft_cap, sinks: As `dense_attention` has them.
 
     Returns:
         float32 ``[T, Hq, D]``.
@@ -57,14 +63,26 @@ def tree_attention_reference(
         )
         hidden = ~ancestors[nodes.start : nodes.stop, : nodes.stop]
         hidden = torch.cat([hidden.new_zeros(len(nodes), context), hidden], dim=1)
+        if window is not None:
+            depths = ancestors[: nodes.stop].sum(dim=1) - 1
+            positions = torch.cat([torch.arange(context).to(depths), context + depths])
+            own = positions[context + nodes.start :]
+            hidden |= own[:, None] - positions[None, :] >= window
         output[first:last], _ = dense_attention(
-            query[first:last], keys * key_scale, values * value_scale, scale, hidden
-        )
+            query[first:last], keys * key_scale, values * value_scale, scale, hidden, soft_cap,
+            sinks,
+        )  # fmt: skip
     return output
 
 
 def dense_attention(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Tensor | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    hidden: Tensor | None = None,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one request, computed in the dtype of its keys.
 
@@ -73,18 +91,25 @@ def dense_attention(
         keys, values: float32 or float64 ``[K, Hkv, D]``.
         scale: Softmax scale.
         hidden: bool ``[Q, K]``: keys that a row does not see; None: it sees all.
+        soft_cap: Scores s become ``soft_cap * tanh(s / soft_cap)``; 0: they stay.
+        sinks: ``[Hq]``: a score of each head besides those of its keys, for a value of 0.
 
     Returns:
         Outputs ``[Q, Hq, D]``, 0 in rows that see no key, and natural log-sum-exps
-        ``[Hq, Q]``.
+        ``[Hq, Q]``, sinks included.
     """
     group = query.shape[1] // keys.shape[1]
     keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.to(keys.dtype), keys) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     if hidden is None:
         hidden = scores.new_zeros(scores.shape[1:], dtype=torch.bool)
     scores = scores.masked_fill(hidden, float("-inf"))
-    weights = scores.softmax(dim=2).masked_fill(hidden.all(dim=1)[:, None], 0.0)
+    if sinks is not None:
+        own = sinks.to(scores)[:, None, None].expand(*scores.shape[:2], 1)
+        scores = torch.cat([scores, own], dim=2)
+    weights = scores.softmax(dim=2)[..., : len(keys)].masked_fill(hidden.all(dim=1)[:, None], 0.0)
     return torch.einsum("hqk,khd->qhd", weights, values), scores.logsumexp(dim=2)
 
 

@@ -44,12 +44,6 @@ TINY = {
 }  # fmt: skip
 
 MODELS = {
-    "sliding-window": (
-        lambda: transformers.MistralConfig(
-            **TINY, sliding_window=64, architectures=["MistralForCausalLM"]
-        ),
-        "uses sliding-window attention",
-    ),
     "mla": (
         lambda: transformers.DeepseekV2Config(
             **TINY, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=16, v_head_dim=16,
@@ -97,7 +91,7 @@ def test_target_models(kind, tmp_path):
 
 
 def test_draft_models(tmp_path):
-    make, reason = MODELS["sliding-window"]
+    make, reason = MODELS["mla"]
     draft = save_config(tmp_path, make())
     refused(f"the draft model {draft} {reason}", speculative_config=sequoia(draft=draft))
 
@@ -106,6 +100,7 @@ def test_draft_models(tmp_path):
     ("attribute", "value", "reason"),
     [
         ("uses_mrope", True, "uses multi-axis RoPE"),
+        ("attention_chunk_size", 8192, "uses chunked local attention"),
         ("is_multimodal_model", True, "is multimodal"),
         ("runner_type", "pooling", "is a pooling model"),
     ],
@@ -116,7 +111,7 @@ def test_models_that_need_packages_we_do_not_install(attribute, value, reason):
         **{
             name: getattr(config.model_config, name)
             for name in (
-                "model", "use_mla", "get_sliding_window", "is_hybrid", "is_attention_free",
+                "model", "use_mla", "attention_chunk_size", "is_hybrid", "is_attention_free",
                 "has_inner_state", "uses_mrope", "is_multimodal_model", "is_encoder_decoder",
                 "runner_type",
             )
@@ -151,7 +146,6 @@ def test_draft_longer_than_allowed():
                 "tensor_parallel_size": 2,
             },
         ),
-        ("drop --enable-lora", {"enable_lora": True}),
         ("use --kv-cache-dtype auto", {"kv_cache_dtype": "fp8"}),
         (
             "context_attention is for GPUs",

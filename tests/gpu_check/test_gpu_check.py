@@ -80,8 +80,8 @@ def test_wrong_kernels_are_found(tmp_path):
 import sys, torch
 from sequoia_vllm.gpu_check import attention_check, command, sampling_check
 from sequoia_vllm.gpu_check.tree_batch import TreeBatch
-pack = attention_check.pack_ancestors
-attention_check.pack_ancestors = lambda seen: pack(torch.ones_like(seen).tril())
+of = attention_check.NodeMask.of
+attention_check.NodeMask.of = lambda seen, *window: of(torch.ones_like(seen).tril(), *window)
 sampling_check.DRAW, sampling_check.VERIFY = sampling_check.VERIFY, sampling_check.DRAW
 TreeBatch.commit = lambda *arguments: None
 attention_check.time_attention = lambda *arguments: None

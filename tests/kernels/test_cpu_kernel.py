@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from sequoia_vllm import cpp_library
-from sequoia_vllm.attention.cpu_cache import keys_and_values
+from sequoia_vllm.attention.cpu_cache import gather_context, keys_and_values
 from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernels
-from sequoia_vllm.testing.attention import dense_attention, gathered
+from sequoia_vllm.attention.tree_attention import tree_attention, tree_attention_mask
+from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.testing.attention import dense_attention, gathered, tree_attention_reference
+from sequoia_vllm.tree import TokenTree
 
 BLOCK = 32
 
@@ -21,14 +24,14 @@ def _threads(request):
     torch.set_num_threads(before)
 
 
-def attend(shape, cache, table, contexts, sizes, ancestors, query):
+def attend(shape, cache, table, contexts, sizes, ancestors, query, sinks=None):
     batch, queries = query.shape[:2]
     output = torch.full(query.flatten(0, 1).shape, 7.0, dtype=shape.dtype)
     trees = TreeAttentionBatch(
         shape, torch.arange(batch * queries).view(batch, queries), table, contexts, sizes,
         ancestors, int((contexts + sizes).max()),
     )  # fmt: skip
-    trees.attend(load_kernels(), query.flatten(0, 1), cache, output)
+    trees.attend(load_kernels(), query.flatten(0, 1), cache, output, sinks)
     return output.view_as(query)
 
 
@@ -63,6 +66,41 @@ def test_long_and_short_contexts_in_one_batch(dtype, heads):
         expected = dense(shape, cache, table[row], context, size, ancestors, query[row])[:size]
         error = (found[row, :size].double() - expected).abs().max()
         assert error < {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+
+
+@pytest.mark.parametrize("_threads", [1, 2], indirect=True)
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("heads", [(1, 1), (8, 2)])
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 31, 70, 1000, 5000])
+@pytest.mark.parametrize(("soft_cap", "sunk"), [(0.0, False), (3.0, False), (0.0, True)])
+def test_windows_soft_caps_and_sinks(heads, window, soft_cap, sunk):
+    """By hand: what the compiled kernel and the one in torch give is the dense reference's."""
+    generator = torch.Generator().manual_seed(window or 0)
+    shape = AttentionShape(*heads, 48, BLOCK, 0.5, torch.float32, window, soft_cap)
+    contexts, sizes = torch.tensor([1500, 3, 65, 0]), torch.tensor([6, 6, 6, 6])
+    table = torch.randperm(200, generator=generator).view(4, 50).to(torch.int32)
+    cache = torch.randn(200, heads[1], BLOCK, 96, generator=generator)
+    query = torch.randn(4, 6, heads[0], 48, generator=generator)
+    sinks = torch.randn(heads[0], generator=generator) * 3 if sunk else None
+    ancestors = TreeTables(TokenTree((-1, 0, 0, 1, 3, 4)), torch.device("cpu")).ancestors
+    # Blocks before every window belong to nobody: nothing of them may be read.
+    for row, context in enumerate(contexts.tolist()):
+        gone = 0 if window is None else max(0, context - window + 1) // BLOCK
+        cache[table[row, :gone].long()] = float("nan")
+    found = attend(shape, cache, table, contexts, sizes, ancestors, query, sinks)
+    keys, values = gather_context(cache, table)
+    mask = tree_attention_mask(contexts, ancestors, keys.shape[2], torch.float32, window)
+    in_torch = tree_attention(
+        query, keys.nan_to_num(), values.nan_to_num(), mask, 0.5, soft_cap, sinks
+    )
+    key_cache, value_cache = (part.transpose(1, 2) for part in keys_and_values(cache))
+    expected = tree_attention_reference(
+        query.flatten(0, 1), key_cache.nan_to_num(), value_cache.nan_to_num(), table,
+        contexts.tolist(), range(0, 25, 6), ancestors, 0, 0.5,
+        window=window, soft_cap=soft_cap, sinks=sinks,
+    ).view_as(query)  # fmt: skip
+    torch.testing.assert_close(found, expected, atol=5e-6, rtol=1e-5)
+    torch.testing.assert_close(in_torch, expected, atol=5e-6, rtol=1e-5)
 
 
 def test_large_scores_do_not_overflow():

@@ -152,14 +152,14 @@ def test_tree_attention_has_a_version_per_tile_and_mask_width(record, blocks):
     for nodes, first_node, width in (
         (1, 0, 1), (4, 0, 4), (33, 0, 33), (64, 0, 64), (64, 1, 7), (64, 8, 16), (64, 24, 1),
     ):  # fmt: skip
-        ancestors = tree_attention.pack_ancestors(torch.eye(nodes, dtype=torch.bool))
+        mask = tree_attention.NodeMask.of(torch.eye(nodes, dtype=torch.bool))
         for requests in BATCHES:
             for skipped in (0, 1):  # rows of other requests come first
                 own = slice(skipped, skipped + requests)
                 packed = torch.zeros(requests * width + skipped, 12, 64, dtype=torch.bfloat16)
                 tree_attention.tree_attention(
                     packed[skipped:, :8], cache, cache, table[own], lengths[own],
-                    lengths[skipped : skipped + requests + 1], ancestors,
+                    lengths[skipped : skipped + requests + 1], mask,
                     first_node=first_node, scale=1.0, key_scale=scales[1], value_scale=scales[2],
                     workspace=workspace, output=torch.zeros_like(packed)[skipped:, :8],
                     max_queries=width,

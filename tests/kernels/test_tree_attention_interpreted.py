@@ -98,6 +98,68 @@ def test_contexts_around_the_ends_of_splits(context):
     assert_close(batch.run(processors=32), batch.expected())
 
 
+@pytest.mark.parametrize("processors", [1, 110])
+@pytest.mark.parametrize("window", [1, 4, 16, 33, 64, 130, 300, 5000, 2**40])
+def test_windows_count_from_each_nodes_depth(window, processors):
+    """Blocks before them are not the request's any more, and hold anything."""
+    batch = Batch([600, 31, 0, 259], [33, 7, 20, 1], heads=(4, 2))
+    expected = batch.expected(window=window)
+    assert (expected != batch.expected()).any() == (window < 600)
+    batch.drop_blocks_before(window)
+    assert_close(batch.run(processors, window=window), expected)
+
+
+@pytest.mark.parametrize("first_node", [1, 32])
+@pytest.mark.parametrize("window", [2, 20, 300])
+def test_windows_of_levels(first_node, window):
+    batch = Batch([500, 3], [5, 2], first_node=first_node, heads=(2, 1))
+    expected = batch.expected(window=window)
+    batch.drop_blocks_before(window)
+    assert_close(batch.run(32, window=window), expected)
+
+
+@pytest.mark.parametrize("processors", [1, 110])
+@pytest.mark.parametrize("window", [None, 20, 300])
+@pytest.mark.parametrize(
+    ("soft_cap", "has_sinks", "dtype"),
+    [
+        (0.7, False, torch.float32), (0.0, True, torch.float32), (0.7, True, torch.float32),
+        (50.0, True, torch.float16),
+    ],
+)  # fmt: skip
+def test_soft_caps_and_sinks(soft_cap, has_sinks, dtype, window, processors):
+    batch = Batch([600, 31, 0], [33, 7, 20], heads=(4, 2), dtype=dtype)
+    sinks = torch.tensor([-2.0, 0.0, 3.0, 9.0]).to(dtype) if has_sinks else None
+    how = {"window": window, "soft_cap": soft_cap, "sinks": sinks}
+    expected = batch.expected(**how)
+    if window is not None:
+        batch.drop_blocks_before(window)
+    tolerance = 2e-5 if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
+    assert_close(batch.run(processors, **how), expected, tolerance)
+
+
+def test_large_scores_under_a_soft_cap():
+    batch = Batch([40], [4])
+    batch.query *= 1e6
+    assert_close(batch.run(soft_cap=2.0), batch.expected(soft_cap=2.0))
+
+
+def test_an_fp8_cache_with_a_window():
+    batch = Batch([90], [4], cache_dtype=torch.float8_e4m3fn)
+    scales = {"key_scale": 0.5, "value_scale": 1.5}
+    expected = batch.expected(**scales, window=30, soft_cap=1.0)
+    assert_close(batch.run(**scales, window=30, soft_cap=1.0), expected)
+
+
+def test_what_one_kernel_does_is_not_continued():
+    batch = Batch([40], [4])
+    for how in ({"window": 3}, {"soft_cap": 1.0}, {"sinks": torch.zeros(4)}):
+        with pytest.raises(ValueError, match="give no context_lse"):
+            batch.run(continued=True, **how)
+    with pytest.raises(ValueError, match=r"sinks are \[3\]; expected \[4\]"):
+        batch.run(sinks=torch.zeros(3))
+
+
 def test_long_contexts_make_longer_splits():
     batch = Batch([1300, 40], [4, 4], heads=(1, 1), block_size=64)
     assert splits_of(batch, processors=2) == 2

@@ -3,8 +3,8 @@
 import torch
 
 from sequoia_vllm.kernels.tree_attention import (
+    NodeMask,
     TreeAttentionWorkspace,
-    pack_ancestors,
     tree_attention,
 )
 from sequoia_vllm.testing.attention import (
@@ -63,20 +63,29 @@ class Batch:
             output[rows] = attended.to(output.dtype)
         return output, lse
 
-    def run(self, processors=1, ancestors=None, continued=False, **arguments):
+    def run(self, processors=1, ancestors=None, continued=False, window=None, **arguments):
         output = torch.full_like(self.query, UNTOUCHED)
         if continued:
             output, arguments["context_lse"] = self.attend_to_contexts()
         workspace = TreeAttentionWorkspace(self.query.shape[2], "cpu", processors)
         workspace._memory.fill_(float("nan"))  # what no split wrote must not be read
-        packed = pack_ancestors(self.ancestors if ancestors is None else ancestors)
+        mask = NodeMask.of(self.ancestors if ancestors is None else ancestors, window)
         scales = {"key_scale": 1.0, "value_scale": 1.0}
         tree_attention(
-            self.query, self.keys, self.values, self.table, self.contexts, self.starts, packed,
+            self.query, self.keys, self.values, self.table, self.contexts, self.starts, mask,
             first_node=self.first_node, scale=self.scale, workspace=workspace, output=output,
             **{**scales, **arguments},
         )  # fmt: skip
         return output.float()
+
+    def drop_blocks_before(self, window):
+        """Gives each request's blocks that lie before its root's window to somebody else."""
+        size = self.keys.shape[1]
+        for row, context in zip(self.table, self.contexts.tolist(), strict=True):
+            gone = max(0, context - window + 1) // size
+            for cache in (self.keys, self.values):
+                cache[row[:gone].long()] = float("nan")
+            row[:gone] = len(self.keys) - 1  # as vLLM's null block: one for all
 
     def expected(self, **scales):
         return tree_attention_reference(

@@ -172,6 +172,15 @@ CPU_V1: tuple[Expected | Override, ...] = (
         ),
         kind="subclass", why="the kernel has no mask argument", until=_CPU_KERNEL,
     ),
+    Expected(
+        f"{_ATTENTION}:CPUAttentionBackendImpl",
+        (
+            "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window",
+            "kv_cache_dtype", "logits_soft_cap", "attn_type", "kv_sharing_target_layer_name",
+            "sinks",
+        ),
+        may_grow=True,
+    ),
     Override(
         f"{_ATTENTION}:CPUAttentionMetadataBuilder.build",
         ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),

@@ -17,7 +17,7 @@ _TREE_MASK = "vLLM's metadata carries a tree mask"
 _RANGES = "vLLM captures for each range of a schedule its own batches"
 
 
-def _attention(prefix: str) -> Iterator[Override]:
+def _attention(prefix: str) -> Iterator[Expected | Override]:
     """Of one of vLLM's attention backends, whose four classes begin with ``prefix``."""
     yield Override(
         f"{prefix}Impl.forward",
@@ -28,6 +28,16 @@ def _attention(prefix: str) -> Iterator[Override]:
         kind="subclass",
         why="kernels treat requests as chains; rows of tree nodes go through ours",
         until=_KERNELS,
+    )  # fmt: skip
+    # What layers may ask of attention, all of which trees know or refuse.
+    yield Expected(
+        f"{prefix}Impl",
+        (
+            "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window",
+            "kv_cache_dtype", "logits_soft_cap", "attn_type", "kv_sharing_target_layer_name",
+            "sinks",
+        ),
+        may_grow=True,
     )  # fmt: skip
     yield Override(
         f"{prefix}MetadataBuilder._cudagraph_support",
@@ -83,7 +93,7 @@ GPU: tuple[Expected | Override, ...] = (
         until=_RANGES,
     ),
     *(Expected(f"{_GRAPHS}:BatchExecutionDescriptor.{field}") for field in (
-        "cg_mode", "num_tokens", "num_reqs", "uniform_token_count",
+        "cg_mode", "num_tokens", "num_reqs", "uniform_token_count", "num_active_loras",
     )),
     Expected("vllm.config.compilation:CUDAGraphMode.separate_routine", ("self",)),
     # v2/attention_gpu.py

@@ -24,9 +24,13 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from sequoia_vllm.engine.attention_layers import TreeForward
+from sequoia_vllm.engine.attention_layers import TreeForward, window_of
 from sequoia_vllm.kernels.context_attention import attend_to_contexts
-from sequoia_vllm.kernels.tree_attention import TreeAttentionWorkspace, tree_attention
+from sequoia_vllm.kernels.tree_attention import (
+    NodeMasks,
+    TreeAttentionWorkspace,
+    tree_attention,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class GPUTreeQueries:
         query_start_loc: int32 ``[R + 1]``: rows of each request's nodes.
         context_lens: int32 ``[R]``: tokens in the cache before node 0.
         block_table: int32 ``[R, max_blocks]``: the cache blocks of each request.
-        ancestors: int32 ``[N, words]``: which nodes each node sees, packed as bits.
+        ancestors: bool ``[N, N]``: which nodes each node sees; always the same tensor of a tree.
+        masks: What the kernel takes of it, made once for each window.
         first_node: The node that the first row of each request is.
         max_queries: The most nodes of any request.
         workspace: The buffers that the kernel works in.
@@ -50,6 +55,7 @@ class GPUTreeQueries:
     context_lens: Tensor
     block_table: Tensor
     ancestors: Tensor
+    masks: NodeMasks
     first_node: int
     max_queries: int
     workspace: TreeAttentionWorkspace
@@ -75,6 +81,8 @@ class GPUTreeForward(TreeForward):
 
     head_size: int
     scale: float
+    logits_soft_cap: float | None
+    sinks: Tensor | None
 
     def _forward_trees(
         self, layer: Any, query: Tensor, kv_cache: Tensor, tree: GPUTreeQueries, output: Tensor
@@ -90,7 +98,7 @@ class GPUTreeForward(TreeForward):
             tree.block_table,
             tree.context_lens,
             tree.query_start_loc,
-            tree.ancestors,
+            tree.masks.of(tree.ancestors, window_of(self)),
             first_node=tree.first_node,
             scale=self.scale,
             key_scale=layer._k_scale,
@@ -99,6 +107,8 @@ class GPUTreeForward(TreeForward):
             output=output,
             max_queries=tree.max_queries,
             context_lse=context_lse,
+            soft_cap=self.logits_soft_cap or 0.0,
+            sinks=self.sinks,
         )
 
     def _attend_to_contexts(
@@ -124,7 +134,9 @@ class FlashTreeImpl(GPUTreeForward, FlashAttentionImpl):
         self, query: Tensor, keys: Tensor, values: Tensor, tree: GPUTreeQueries, output: Tensor
     ) -> Tensor | None:
         """Writes it by FlashAttention, if the configuration says so."""
-        if tree.flash_max_context is None:
+        if tree.flash_max_context is None or window_of(self) is not None:
+            return None  # how far a node sees, is its own: no kernel for chains can tell
+        if self.logits_soft_cap or self.sinks is not None:
             return None
         return attend_to_contexts(
             flash_attn.flash_attn_varlen_func,

@@ -26,9 +26,8 @@ from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.scoring import ScoringTrees
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
 from sequoia_vllm.kernels.tree_attention import (
-    PackedAncestors,
+    NodeMasks,
     TreeAttentionWorkspace,
-    pack_ancestors,
 )
 
 _MODULE = "sequoia_vllm.engine.v2.attention_gpu"
@@ -44,8 +43,8 @@ class GPUTreeBackend(TreeBackend):
 
     def __init__(self, ancestors: Tensor, context_attention: ContextAttention) -> None:
         self._context_attention = context_attention
-        self._ancestors = pack_ancestors(ancestors)
-        self._packed = PackedAncestors()
+        self._ancestors = ancestors
+        self._masks = NodeMasks()
         self._workspace = TreeAttentionWorkspace(_LARGEST_HEAD, ancestors.device)
         self._layers: list[tuple[str, CacheLayers]] = []
 
@@ -76,6 +75,7 @@ class GPUTreeBackend(TreeBackend):
             context_lens=trees.context_lens,
             block_table=metadata.block_table[: trees.num_requests],
             ancestors=self._ancestors,
+            masks=self._masks,
             first_node=0,
             max_queries=trees.max_nodes,
             workspace=self._workspace,
@@ -92,7 +92,8 @@ class GPUTreeBackend(TreeBackend):
                 query_start_loc=queries.query_start_loc,
                 context_lens=queries.context_lens,
                 block_table=block_table,
-                ancestors=self._packed.of(queries.ancestors),
+                ancestors=queries.ancestors,
+                masks=self._masks,
                 first_node=queries.first,
                 max_queries=queries.width,
                 workspace=self._workspace,

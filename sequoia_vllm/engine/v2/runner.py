@@ -147,8 +147,7 @@ class TreeRunner(GPUModelRunner):
             trees = self._scoring.trees_of(input_batch)
         self._trees, self._metadata = trees, metadata
         if trees is not None:
-            first = metadata[self._target_layers[0]]
-            attach(metadata, self._target_layers, self.tree_backend.scoring_queries(trees, first))
+            attach(metadata, self._target_layers, trees, self.tree_backend)
         return metadata
 
     # -- after it: verify and commit -------------------------------------------------

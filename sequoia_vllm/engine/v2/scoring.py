@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from sequoia_vllm.kernels.scoring_inputs import place_nodes
 from sequoia_vllm.tree import TokenTree
+
+if TYPE_CHECKING:
+    from sequoia_vllm.engine.v2.backend import TreeBackend
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,12 @@ class TreeScoring:
         )
 
 
-def attach(metadata: dict[str, Any], layers: list[str], trees: Any) -> None:
-    """Hands ``trees`` to the attention of these layers; layers may share one metadata object."""
+def attach(
+    metadata: dict[str, Any], layers: list[str], trees: ScoringTrees, backend: TreeBackend
+) -> None:
+    """Hands ``trees`` to the attention of these layers.
+
+    Layers of a cache group share one metadata object, which has the group's block table.
+    """
     for shared in {id(metadata[name]): metadata[name] for name in layers}.values():
-        shared.tree = trees
+        shared.tree = backend.scoring_queries(trees, shared)

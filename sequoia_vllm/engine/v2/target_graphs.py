@@ -42,21 +42,24 @@ class TreeGraphManager(ModelCudaGraphManager):
                 num_tokens=tokens * requests,
                 num_reqs=requests,
                 uniform_token_count=tokens,
+                num_active_loras=loras,
             )
             for tokens, requests in self._shapes(most_tokens)
+            for loras in self.lora_capture_cases
         ]
         graphs.sort(key=lambda graph: graph.num_tokens, reverse=True)
         self._capture_descs = {**self._capture_descs, mode: graphs}
         self._candidates = {
-            (tokens, 0): [
-                *_smallest_of_each(graphs, tokens),
+            (tokens, loras): [
+                *_smallest_of_each(graphs, tokens, loras),
                 *(
                     graph
-                    for graph in self._candidates.get((tokens, 0), ())
+                    for graph in self._candidates.get((tokens, loras), ())
                     if graph.cg_mode != mode
                 ),
             ]
             for tokens in range(most_tokens + 1)
+            for loras in self.lora_capture_cases
         }
 
     def _shapes(self, most_tokens: int) -> list[tuple[int, int]]:
@@ -67,13 +70,18 @@ class TreeGraphManager(ModelCudaGraphManager):
 
 
 def _smallest_of_each(
-    graphs: list[BatchExecutionDescriptor], tokens: int
+    graphs: list[BatchExecutionDescriptor], tokens: int, loras: int
 ) -> list[BatchExecutionDescriptor]:
     """For each number of tokens per request the smallest graph for ``tokens`` tokens or more.
 
     Args:
         graphs: Largest first.
         tokens: Of the batch.
+        loras: As vLLM counts them for a graph.
     """
-    found = {graph.uniform_token_count: graph for graph in graphs if graph.num_tokens >= tokens}
+    found = {
+        graph.uniform_token_count: graph
+        for graph in graphs
+        if graph.num_tokens >= tokens and graph.num_active_loras == loras
+    }
     return list(found.values())

@@ -1,0 +1,86 @@
+"""Targets with sliding windows, soft caps, sinks and experts: greedy tokens are plain vLLM's.
+
+Windows are of 40 tokens, and prompts and completions go beyond. A model that drafts for itself
+is right in every draft, unless attention over its own trees is wrong: so it tests drafts, too.
+"""
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.support.architectures import CONFIGS, VOCABULARY, save_architecture
+from tests.support.engines import metric, running, sequoia, tokens_of
+from tests.support.models import save_llama
+
+LENGTHS = (5, 37, 90, 200)
+PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+# A block is 128 tokens here, unless told otherwise: windows end within blocks, and at their ends.
+OPTIONS = {"skip_tokenizer_init": True, "block_size": 32}
+
+
+def random_prompts(lengths):
+    return [
+        {
+            "prompt_token_ids": torch.randint(
+                3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)
+            ).tolist()
+        }
+        for length in lengths
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("architectures")
+    for name in CONFIGS:
+        save_architecture(folder / name, name)
+    save_llama(folder / "draft", seed=1, vocab_size=VOCABULARY, max_position_embeddings=1024)
+    return folder
+
+
+def groups_of(llm):
+    """The kinds of the engine's KV cache groups."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    return {type(group.kv_cache_spec).__name__ for group in runner.kv_cache_config.kv_cache_groups}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_that_drafts_for_itself(folder, name):
+    options = {"model": str(folder / name), **OPTIONS}
+    with running(None, **options) as llm:
+        plain = tokens_of(llm.generate(random_prompts(LENGTHS), PARAMS, use_tqdm=False))
+    with running(sequoia(16, draft=folder / name), **options) as llm:
+        assert tokens_of(llm.generate(random_prompts(LENGTHS), PARAMS, use_tqdm=False)) == plain
+        # 100 tokens of 4 requests, the first of each from its prompt: five at a time.
+        assert metric(llm, "vllm:spec_decode_num_drafts") == 4 * 20
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") == 4 * 80
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        # vLLM gives the target's window to a draft without one.
+        ("mistral", {"SlidingWindowSpec"}),
+        ("gemma2", {"FullAttentionSpec", "SlidingWindowSpec"}),
+        ("gpt_oss", {"FullAttentionSpec", "SlidingWindowSpec"}),
+    ],
+)
+def test_windows_in_cache_groups_of_their_own(folder, name, kinds):
+    """What lies before a window is given to others; a shared prefix is found in the cache."""
+    options = {
+        "model": str(folder / name), **OPTIONS, "enable_prefix_caching": True,
+        "kv_cache_memory_bytes": 1 << 20,
+    }  # fmt: skip
+    prompts = random_prompts((200, 90, 37, 5, 200, 150, 120, 33))
+
+    def generated(llm):
+        return [tokens_of(llm.generate(prompts, PARAMS, use_tqdm=False)) for _ in range(2)]
+
+    with running(None, **options) as llm:
+        plain = generated(llm)
+    with running(sequoia(16, draft=folder / "draft"), **options) as llm:
+        assert generated(llm) == plain
+        assert metric(llm, "vllm:prefix_cache_hits") > 0
+        assert metric(llm, "vllm:num_preemptions") > 0
+        assert metric(llm, "vllm:spec_decode_num_drafts") > 100
+        assert groups_of(llm) == kinds

@@ -1,0 +1,34 @@
+"""Random requests of all kinds in one engine, on a KV cache too small for them: plain's answers."""
+
+import pytest
+
+from benchmarks.soak.in_engine import answers, differences, kv_cache_usage
+from benchmarks.soak.random_requests import random_requests
+from tests.support.engines import metric, running, sequoia
+from tests.support.models import prompts
+
+pytestmark = pytest.mark.engine
+
+REQUESTS = random_requests(prompts(32), 500, seed=14, vocabulary=4096)
+OPTIONS = {
+    "kv_cache_memory_bytes": 3 << 20,
+    "max_num_batched_tokens": 96,  # prompts are read in chunks
+    "enable_prefix_caching": True,
+}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with running(None, **OPTIONS) as llm:
+        return answers(llm, REQUESTS, leaving=False)
+
+
+@pytest.mark.parametrize("verification", ["sequoia", "traversal"])
+def test_500_random_requests(plain, verification):
+    with running(sequoia(verification=verification), **OPTIONS) as llm:
+        different = differences(llm, REQUESTS, plain)
+        assert not different, "\n".join(map(str, different))
+        assert kv_cache_usage(llm) == 0.0
+        assert metric(llm, "vllm:num_preemptions") > 10
+        assert metric(llm, "vllm:prefix_cache_hits") > 1000
+        assert metric(llm, "sequoia:trees") > 2000

@@ -1,0 +1,67 @@
+"""Tiny random models whose attention or feed-forward layers are not those of Llama."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
+
+VOCABULARY = 96
+_WINDOW = 40
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+_EVERY_OTHER = ["sliding_attention", "full_attention"] * 2
+CONFIGS = {
+    # Every layer has the window.
+    "mistral": MistralConfig(**_COMMON, sliding_window=_WINDOW),
+    # Every other layer has it, and all cap their scores.
+    "gemma2": Gemma2Config(
+        **_COMMON, sliding_window=_WINDOW, layer_types=_EVERY_OTHER, attn_logit_softcapping=2.0,
+        query_pre_attn_scalar=32,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **_COMMON, sliding_window=_WINDOW, layer_types=_EVERY_OTHER, query_pre_attn_scalar=32
+    ),
+    # A window in every other layer, sinks in all, and experts.
+    "gpt_oss": GptOssConfig(
+        **_COMMON, sliding_window=_WINDOW, layer_types=_EVERY_OTHER, num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "mixtral": MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": Qwen3MoeConfig(
+        **_COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
+    ),
+}  # fmt: skip
+
+
+def save_architecture(path: Path, name: str, seed: int = 0) -> Path:
+    """A random model of ``CONFIGS[name]`` whose choices depend on far and near tokens."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, 0.15)
+            elif parameter_name.endswith("sinks"):
+                parameter.normal_(0, 2.0)
+    model.save_pretrained(path)
+    return path
