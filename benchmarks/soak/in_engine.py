@@ -32,7 +32,8 @@ class Completion:
     logprobs: tuple[float, ...] | None
 
 
-Answer = list[Completion]
+Answer = dict[int, Completion]
+"""A request's outputs, by their index."""
 
 
 def sampling_params(request: RandomRequest) -> SamplingParams:
@@ -47,9 +48,7 @@ def sampling_params(request: RandomRequest) -> SamplingParams:
     return SamplingParams(**request.parameters, **more)
 
 
-def answers(
-    llm: LLM, requests: Sequence[RandomRequest], leaving: bool = True
-) -> dict[int, Answer]:
+def answers(llm: LLM, requests: Sequence[RandomRequest], leaving: bool = True) -> dict[int, Answer]:
     """Each request's outputs; of one that leaves, what it had by then.
 
     Args:
@@ -65,10 +64,12 @@ def answers(
             request = waiting.pop(0)
             engine.add_request(str(request.number), request.prompt, sampling_params(request))
         for output in engine.step():
-            answer = [_completion(one) for one in output.outputs]
-            found[int(output.request_id)] = answer
+            answer = found.setdefault(int(output.request_id), {})
+            # Of several outputs only those that have something new.
+            answer.update({one.index: _completion(one) for one in output.outputs})
             limit = leaves.get(output.request_id)
-            if limit is not None and not output.finished and len(answer[0].tokens) >= limit:
+            longest = max(len(one.tokens) for one in answer.values())
+            if limit is not None and not output.finished and longest >= limit:
                 engine.abort_request([output.request_id])
         step += 1
     return found
@@ -76,13 +77,14 @@ def answers(
 
 def same(request: RandomRequest, ours: Answer | None, plain: Answer) -> bool:
     """Whether a request's answer is plain vLLM's, or began like it when its client left."""
+    ours = ours or {}
     if request.leaves is not None:
-        # Of several outputs one may not have begun.
-        begun = {} if ours is None else {one.tokens: one for one in ours}
         return all(
-            any(tokens == one.tokens[: len(tokens)] for one in plain) for tokens in begun
+            one.tokens == plain[index].tokens[: len(one.tokens)] for index, one in ours.items()
         )
-    return ours is not None and len(ours) == len(plain) and all(map(_same, ours, plain))
+    return ours.keys() == plain.keys() and all(
+        _same(one, plain[index]) for index, one in ours.items()
+    )
 
 
 def _same(ours: Completion, plain: Completion) -> bool:
@@ -107,9 +109,7 @@ def differences(
         request
         for request in requests
         if not same(request, found.get(request.number), plain[request.number])
-        and not same(
-            request, answers(llm, [request]).get(request.number), plain[request.number]
-        )
+        and not same(request, answers(llm, [request]).get(request.number), plain[request.number])
     ]
 
 

@@ -9,9 +9,11 @@ from tests.support.models import prompts
 
 pytestmark = pytest.mark.engine
 
-REQUESTS = random_requests(prompts(32), 500, seed=14, vocabulary=4096)
+REQUESTS = random_requests(prompts(32), 550, seed=14, vocabulary=4096)
+OF_VERIFICATION = {"sequoia": REQUESTS[:300], "traversal": REQUESTS[300:]}
 OPTIONS = {
-    "kv_cache_memory_bytes": 3 << 20,
+    "kv_cache_memory_bytes": 12 << 20,
+    "block_size": 32,
     "max_num_batched_tokens": 96,  # prompts are read in chunks
     "enable_prefix_caching": True,
 }
@@ -19,16 +21,18 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def plain():
-    with running(None, **OPTIONS) as llm:
+    """With memory for all: plain vLLM stops on CPUs where a seeded prompt is read in chunks."""
+    with running(None, max_num_batched_tokens=8192) as llm:
         return answers(llm, REQUESTS, leaving=False)
 
 
-@pytest.mark.parametrize("verification", ["sequoia", "traversal"])
-def test_500_random_requests(plain, verification):
+@pytest.mark.parametrize("verification", OF_VERIFICATION)
+def test_random_requests(plain, verification):
+    requests = OF_VERIFICATION[verification]
     with running(sequoia(verification=verification), **OPTIONS) as llm:
-        different = differences(llm, REQUESTS, plain)
+        different = differences(llm, requests, plain)
         assert not different, "\n".join(map(str, different))
         assert kv_cache_usage(llm) == 0.0
         assert metric(llm, "vllm:num_preemptions") > 10
         assert metric(llm, "vllm:prefix_cache_hits") > 1000
-        assert metric(llm, "sequoia:trees") > 2000
+        assert metric(llm, "sequoia:trees") > 1000
