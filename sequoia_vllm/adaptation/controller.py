@@ -143,6 +143,12 @@ class DraftController:
         elif octave.steps % _DECIDE_EVERY == 0 or step.workload != octave.decided_for:
             self._decide(octave, step)
 
+    def speedup(self, batch_size: int, workload: Workload) -> float | None:
+        """Speed with as many drafts as are chosen now over that with none; None: not known."""
+        rates = self._rates(batch_size, workload)
+        current, none = rates.get(self.lookup[batch_size]), rates.get(0)
+        return None if current is None or none is None else current.speed / none.speed
+
     # -- what was seen ---------------------------------------------------------------------
 
     def _note(self, step: Step) -> int:

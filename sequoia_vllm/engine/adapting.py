@@ -21,6 +21,7 @@ logger = logging.getLogger("vllm.sequoia")
 
 # Seconds, after decisions and else: nothing is lost but a few trials.
 _SAVE_DECISIONS, _SAVE_EVERY = 1.0, 60.0
+_COMPARE_EVERY = 32  # steps
 _ADAPTER = "_sequoia_adapter"  # set on a scheduler
 
 
@@ -38,6 +39,12 @@ def follow(scheduler: Any, scheduler_output: Any, paths: bytes, started: float) 
     adapter: SchedulerAdapter | None = getattr(scheduler, _ADAPTER)
     if adapter is not None:
         adapter.follow(scheduler_output, paths, started, bool(scheduler.running))
+
+
+def measured_speedup(scheduler: Any) -> float | None:
+    """See `SchedulerAdapter.speedup`; None, too, of schedulers that do not adapt."""
+    adapter: SchedulerAdapter | None = getattr(scheduler, _ADAPTER, None)
+    return None if adapter is None else adapter.speedup
 
 
 def freeze(scheduler: Any) -> None:
@@ -73,6 +80,9 @@ class SchedulerAdapter:
     Args:
         controller: Its table is the scheduler's.
         name: Of the file that keeps what was learned, in the user's directory.
+
+    Attributes:
+        speedup: Against no drafts, at the load of late, as far as was measured; None: not known.
     """
 
     def __init__(self, controller: DraftController, name: str) -> None:
@@ -80,6 +90,8 @@ class SchedulerAdapter:
         self._path = adaptation_path(user_directory(), name)
         self._sampled: set[str] = set()  # unfinished requests that are not greedy
         self._greedy: set[str] = set()
+        self.speedup: float | None = None
+        self._steps = 0
         self._drafts = -1  # of the step before
         self._before: float | None = None
         self._saved, self._saved_decisions = time.perf_counter(), 0
@@ -106,6 +118,9 @@ class SchedulerAdapter:
                 )
             )
             self._drafts = drafts
+            self._steps += 1
+            if self._steps % _COMPARE_EVERY == 0:
+                self.speedup = self._controller.speedup(requests, self._workload())
         self._before = now if is_busy else None
         has_decided = self._controller.decisions != self._saved_decisions
         if now - self._saved > (_SAVE_DECISIONS if has_decided else _SAVE_EVERY):

@@ -90,6 +90,7 @@ def resolve(
         verification=config.verification or choice.verification,
         adapts_as=pair.file_name if config.adapts else None,
         to_time=to_time,
+        expected_speedup=choice.outlook.speedup,
     )
     return Resolved(draft, choice, settings)
 

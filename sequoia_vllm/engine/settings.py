@@ -26,6 +26,7 @@ class SequoiaSettings:
         adapts_as: Name of the file that keeps what the engine learns of how much to draft; None:
             it drafts as configured.
         to_time: What it times in its warm-up for the next start; None: nothing.
+        expected_speedup: Against plain decoding at batch size 1; None: not known.
     """
 
     tree: TokenTree
@@ -36,6 +37,7 @@ class SequoiaSettings:
     verification: Verification = "sequoia"
     adapts_as: str | None = None
     to_time: ToTime | None = None
+    expected_speedup: float | None = None
 
     @classmethod
     def enabled(cls, vllm_config: Any) -> bool:
@@ -63,6 +65,7 @@ class SequoiaSettings:
             data["verification"],
             data["adapts_as"],
             ToTime.from_dict(data["to_time"]) if data["to_time"] else None,
+            data["expected_speedup"],
         )
 
     def store(self, additional_config: dict[str, Any] | None) -> dict[str, Any]:
@@ -76,5 +79,6 @@ class SequoiaSettings:
             "verification": self.verification,
             "adapts_as": self.adapts_as,
             "to_time": self.to_time.to_dict() if self.to_time else None,
+            "expected_speedup": self.expected_speedup,
         }
         return {**(additional_config or {}), KEY: own}

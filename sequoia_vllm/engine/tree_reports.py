@@ -21,7 +21,7 @@ from vllm.v1.metrics import reader
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 
-from sequoia_vllm.engine.adapting import follow, freeze
+from sequoia_vllm.engine.adapting import follow, freeze, measured_speedup
 from sequoia_vllm.engine.eligibility import has_custom_processors, reason_without_drafts
 from sequoia_vllm.engine.grammar import thinks_first
 from sequoia_vllm.engine.settings import SequoiaSettings
@@ -46,11 +46,13 @@ class StepReport:
         drafts: Nodes drafted per request at its load; None: no request was scheduled.
         paths: Its verified trees, for `TreeCounts.from_bytes`; empty: there was none.
         undrafted: Of each request that began with it and has no drafts, the reason.
+        speedup: Against no drafts, as measured while serving; None: not known.
     """
 
     drafts: int | None
     paths: bytes
     undrafted: list[Reason] = dataclasses.field(default_factory=list)
+    speedup: float | None = None
 
 
 def add_report_field() -> None:
@@ -119,7 +121,8 @@ def update_from_output(
             scheduled = scheduler_output.total_num_scheduled_tokens > 0
             drafts = scheduler_output.num_spec_tokens_to_schedule if scheduled else None
             paths = getattr(model_runner_output, _PATHS, b"")
-            report = StepReport(drafts, paths, _undrafted(self, scheduler_output))
+            undrafted = _undrafted(self, scheduler_output)
+            report = StepReport(drafts, paths, undrafted, measured_speedup(self))
             setattr(output.scheduler_stats, REPORT, report)
             break
     return outputs
@@ -156,7 +159,9 @@ def init_stat_logger_manager(
     model_name = vllm_config.model_config.served_model_name
     engines = self.engine_indexes
     kinds = _own_kinds(given.arguments["custom_stat_loggers"])
-    _shown = TreeMetrics(settings.tree, settings.tree_source, model_name, engines, kinds)
+    _shown = TreeMetrics(
+        settings.tree, settings.tree_source, model_name, engines, kinds, settings.expected_speedup
+    )
     # Where vLLM writes no interval lines, as each front end knows its share only, nor do we.
     logs = given.arguments["enable_default_loggers"] and given.arguments["client_count"] == 1
     aggregate = given.arguments["aggregate_engine_logging"]
@@ -250,7 +255,7 @@ class TreeStatLogger(AggregateStatLoggerBase):
             self._interval[engine_idx].add(counts)
         if report.drafts is not None:
             self._drafts[engine_idx] = report.drafts
-        self._metrics.observe(engine_idx, counts, report.drafts, report.undrafted)
+        self._metrics.observe(engine_idx, counts, report.drafts, report.undrafted, report.speedup)
         now = time.monotonic()
         idle = scheduler_stats.num_running_reqs == 0
         if idle or now - self._flushed[engine_idx] >= _FLUSH_SECONDS:

@@ -95,6 +95,10 @@ class TreeMetrics:
         Nodes drafted for each request at the present load (the root is not);
         less than size - 1 where the schedule trims the tree, 0 where it turns
         speculation off.
+    ``sequoia:expected_speedup``, ``sequoia:measured_speedup``
+        Against plain decoding: as the tree was chosen for one request at once, and as
+        the engine measured with its drafts and without at the load of late. Not there
+        where they are not known.
 
     vLLM's own ``vllm:spec_decode_*`` go on beside them and mean for trees:
     ``num_drafts`` is trees, ``num_draft_tokens`` nodes without roots, of which
@@ -111,6 +115,7 @@ class TreeMetrics:
         model_name: Label, as served.
         engines: Their indexes.
         kinds: What makes counters and gauges, of name, documentation and labels.
+        expected_speedup: See above; None: not known.
     """
 
     def __init__(
@@ -120,6 +125,7 @@ class TreeMetrics:
         model_name: str,
         engines: Sequence[int],
         kinds: MetricKinds | None = None,
+        expected_speedup: float | None = None,
     ) -> None:
         self._kinds = kinds or PrometheusKinds()
         self._pending = {engine: TreeCounts.zeros(tree) for engine in engines}
@@ -138,6 +144,11 @@ class TreeMetrics:
         self._drafted = {e: drafted.labels(*labels) for e, labels in self._labels.items()}
         for gauge in self._drafted.values():
             gauge.set(tree.num_speculative_tokens)
+        expected = self._gauge("expected_speedup", "Expected for one request, against no drafts.")
+        self._measured = self._gauge("measured_speedup", "Measured of late, against no drafts.")
+        if expected_speedup is not None:
+            for labels in self._labels.values():
+                expected.labels(*labels).set(expected_speedup)
 
     def observe(
         self,
@@ -145,6 +156,7 @@ class TreeMetrics:
         counts: TreeCounts | None,
         drafts: int | None,
         undrafted: Sequence[Reason] = (),
+        speedup: float | None = None,
     ) -> None:
         """Takes one step's report.
 
@@ -153,6 +165,7 @@ class TreeMetrics:
             counts: Of the step; None: no tree was verified.
             drafts: Nodes drafted per request; None: not known.
             undrafted: Of each request that began and has no drafts, the reason.
+            speedup: Against no drafts, as measured; None: not known.
         """
         for reason in undrafted:
             self._undrafted[engine, reason].inc()
@@ -160,6 +173,8 @@ class TreeMetrics:
             self._pending[engine].add(counts)
         if drafts is not None:
             self._drafted[engine].set(drafts)
+        if speedup is not None:
+            self._measured.labels(*self._labels[engine]).set(speedup)
 
     def flush(self, engine: int) -> None:
         """Makes the counters show everything observed."""

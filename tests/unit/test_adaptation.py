@@ -124,6 +124,16 @@ def test_what_is_fastest_is_found_and_kept(acceptance, batch_size):
     assert switches < 60  # trials, and few decisions: it does not wander
 
 
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_the_speedup_is_known_once_no_drafts_were_seen(batch_size):
+    engine = Engine(controller(), CODE, batch_size).run(10)
+    assert engine.controlled.speedup(batch_size, "greedy") is None
+    engine.run(1000)
+    expected = engine.speed_of(engine.controlled.lookup[batch_size]) / engine.speed_of(0)
+    assert engine.controlled.speedup(batch_size, "greedy") == pytest.approx(expected, rel=0.05)
+    assert engine.controlled.speedup(batch_size, "sampled") is None
+
+
 def test_it_comes_back_when_speculation_pays():
     engine = Engine(controller(), NONE).run(300)
     assert engine.controlled.lookup[1] == 0

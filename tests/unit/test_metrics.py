@@ -209,6 +209,24 @@ def test_requests_without_drafts_are_counted_by_reason():
     assert found == {reason: counted.get(reason, 0) for reason in found}
 
 
+def test_speedups_are_shown_where_they_are_known():
+    registry = CollectorRegistry()
+
+    def shown(metric):
+        labels = {"model_name": "model", "engine": "0"}
+        return registry.get_sample_value(f"sequoia:{metric}_speedup", labels)
+
+    kinds = PrometheusKinds(registry)
+    metrics = TreeMetrics(TREE, "a test", "model", [0], kinds, expected_speedup=2.5)
+    assert (shown("expected"), shown("measured")) == (2.5, None)
+    metrics.observe(0, None, drafts=7, speedup=1.9)
+    metrics.observe(0, None, drafts=7)
+    assert shown("measured") == 1.9
+    metrics.unregister()
+    TreeMetrics(TREE, "a test", "model", [0], kinds)
+    assert shown("expected") is None
+
+
 def test_metrics_of_a_new_engine_replace_the_old_ones():
     registry = CollectorRegistry()
     first = TreeMetrics(TREE, "a test", "model", [0], PrometheusKinds(registry))

@@ -1,0 +1,171 @@
+"""Random requests to a server, as its clients send them: at once, streamed or not, some leave."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.soak.random_requests import RandomRequest
+from sequoia_vllm.engine.request_options import MOST_DRAFTS
+
+# A request that takes longer than this hangs; an idle machine answers the longest in a second.
+HANGS_AFTER = 120.0
+_AT_ONCE = 24
+_OF_OPENAI = {
+    "temperature", "max_tokens", "seed", "top_p", "presence_penalty", "frequency_penalty",
+    "logit_bias", "stop", "logprobs", "n",
+}  # fmt: skip
+
+
+@dataclass
+class Tally:
+    """What became of the requests.
+
+    Attributes:
+        answered: Requests whose answers were compared.
+        left: Requests whose clients left.
+        different: Requests with another answer than plain vLLM's.
+        hung: Requests that got none within `HANGS_AFTER` seconds.
+        tokens: Returned, of the requests whose clients stayed.
+    """
+
+    answered: int = 0
+    left: int = 0
+    different: list[RandomRequest] = field(default_factory=list)
+    hung: list[RandomRequest] = field(default_factory=list)
+    tokens: int = 0
+
+
+class Endpoint:
+    """A server's completions.
+
+    Args:
+        url: Of the server, without a path.
+        model: Its name there.
+    """
+
+    def __init__(self, url: str, model: str) -> None:
+        self.url = url
+        self.model = model
+        self._client = openai.AsyncOpenAI(
+            base_url=f"{url}/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=HANGS_AFTER,
+            # A kept connection may be closed by the server just as it is used again.
+            default_headers={"Connection": "close"},
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+        )
+
+    async def answer(self, request: RandomRequest) -> list[Any]:
+        """Token ids, text and end of each of a request's outputs, by index."""
+        found = await self._client.completions.create(model=self.model, **_arguments(request))
+        return [
+            (choice.token_ids, choice.text, choice.finish_reason, choice.stop_reason)
+            for choice in sorted(found.choices, key=lambda choice: choice.index)
+        ]
+
+    async def leave(self, request: RandomRequest) -> None:
+        """Streams a request, and closes the connection after its first pieces."""
+        stream = await self._client.completions.create(
+            model=self.model, stream=True, **_arguments(request)
+        )
+        pieces = 0
+        async for _ in stream:
+            pieces += 1
+            if pieces == request.leaves:
+                await stream.close()
+                return
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's values on ``/metrics``."""
+        text = httpx.get(f"{self.url}/metrics", trust_env=False).raise_for_status().text
+        samples = (
+            sample for family in text_string_to_metric_families(text) for sample in family.samples
+        )
+        return sum(sample.value for sample in samples if sample.name == name)
+
+    def wait_until_idle(self, seconds: float = HANGS_AFTER) -> None:
+        """Until no request is left, and none holds any of the KV cache.
+
+        Raises:
+            TimeoutError: If that takes longer.
+        """
+        names = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+        deadline = time.monotonic() + seconds
+        while any(self.metric(name) for name in names):
+            if time.monotonic() > deadline:
+                values = {name: self.metric(name) for name in names}
+                raise TimeoutError(f"without requests the server still has {values}")
+            time.sleep(0.2)
+
+
+async def compare(
+    ours: Endpoint, plain: Endpoint, requests: Iterable[RandomRequest], tally: Tally
+) -> None:
+    """Sends all requests to both servers, many at once, and counts what comes back.
+
+    An answer that differs is asked for once more, alone: which of two tokens that are equally
+    likely but for rounding comes first, may depend on what else is in the batch.
+    """
+    waiting = iter(requests)
+    suspects: list[tuple[RandomRequest, list[Any]]] = []
+
+    async def client(number: int) -> None:
+        pauses = random.Random(number)
+        for request in waiting:  # shared: each client takes the next one
+            await asyncio.sleep(pauses.choice((0, 0, 0.01, 0.1)))
+            try:
+                if request.leaves is not None:
+                    await ours.leave(request)
+                    tally.left += 1
+                    continue
+                found, expected = await asyncio.gather(ours.answer(request), plain.answer(request))
+            except openai.APITimeoutError:
+                tally.hung.append(request)
+                continue
+            tally.answered += 1
+            tally.tokens += sum(len(tokens) for tokens, *_ in found)
+            if found != expected:
+                suspects.append((request, expected))
+
+    await asyncio.gather(*(client(number) for number in range(_AT_ONCE)))
+    for request, expected in suspects:
+        found = await ours.answer(request)
+        tally.tokens += sum(len(tokens) for tokens, *_ in found)
+        if found != expected:
+            tally.different.append(request)
+
+
+def compare_all(
+    ours: Endpoint, plain: Endpoint, requests: Sequence[RandomRequest], tally: Tally
+) -> None:
+    """`compare`, then waits until the server is idle.
+
+    Raises:
+        TimeoutError: If something of the requests stays.
+    """
+    asyncio.run(compare(ours, plain, requests, tally))
+    ours.wait_until_idle()
+
+
+def _arguments(request: RandomRequest) -> dict[str, Any]:
+    """The request as the openai client takes it; it does not know all of vLLM's parameters."""
+    own = {key: value for key, value in request.parameters.items() if key in _OF_OPENAI}
+    if "logit_bias" in own:
+        own["logit_bias"] = {str(token): bias for token, bias in own["logit_bias"].items()}
+    more = {key: value for key, value in request.parameters.items() if key not in own}
+    more["return_token_ids"] = True
+    if request.structured is not None:
+        more["structured_outputs"] = request.structured
+    if request.most_drafts is not None:
+        more["vllm_xargs"] = {MOST_DRAFTS: request.most_drafts}
+    return {"prompt": request.prompt, **own, "extra_body": more}
