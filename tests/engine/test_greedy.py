@@ -3,6 +3,8 @@
 import pytest
 from vllm import SamplingParams
 
+from sequoia_vllm.engine.v1 import runner
+from sequoia_vllm.engine.v1.proposer import TreeProposer
 from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
 from tests.support.models import TARGET, prompts
 
@@ -164,3 +166,25 @@ def test_draft_shorter_than_target(plain_outputs):
         [stats] = llm.collective_rpc("sequoia_stats")
     assert found == expected
     assert 0 < stats["tokens"] < 6 * 60  # about 32 of the 128 tokens per request had drafts
+
+
+@pytest.mark.parametrize("fails_in", ["advance", "grow"])
+def test_a_draft_that_fails_ends_speculation_only(plain_outputs, monkeypatch, fails_in):
+    """In the middle of 8 requests, trees of the step before still to be verified."""
+    expected = plain_outputs(prompts(8), GREEDY)
+    said, calls = [], []
+    original = getattr(TreeProposer, fails_in)
+
+    def failing(self, *args, **kwargs):
+        calls.append(fails_in)
+        if len(calls) == 12:
+            raise RuntimeError("the draft's file is gone")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(TreeProposer, fails_in, failing)
+    monkeypatch.setattr(runner.logger, "exception", said.append)
+    with running(sequoia()) as llm:
+        assert tokens_of(llm.generate(prompts(8), GREEDY, use_tqdm=False)) == expected
+        assert 0 < metric(llm, "sequoia:trees") < 12 * 8
+        assert len(calls) == 12
+    assert said == ["Sequoia: the draft model failed; this engine goes on without speculation"]

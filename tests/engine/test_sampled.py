@@ -10,15 +10,19 @@ few continuations (from the non-central chi-square law of the statistic, for the
 """
 
 import itertools
+import shutil
 from functools import partial
 from math import inf
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from sequoia_vllm.engine.v1 import draft_sampling
 from sequoia_vllm.testing.laws import assert_same_law
 from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
 from tests.support.histories import Histories, penalised
@@ -178,3 +182,30 @@ def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(plain_output
                 others[:3] + own + others[3:], mixed[:3] + params + mixed[3:], use_tqdm=False
             )
         assert tokens_of(outputs)[3:7] == expected
+
+
+@pytest.mark.parametrize("verification", ["sequoia", "traversal"])
+def test_a_draft_that_gives_nan_changes_no_law(tiny_pair, tmp_path, monkeypatch, verification):
+    """Whatever comes after token 4 is NaN: some nodes of a tree have a Q, and others none."""
+    target, draft = tiny_pair
+    broken = shutil.copytree(draft, tmp_path / "draft")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.embed_tokens.weight"][4] = torch.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    warnings = []
+    monkeypatch.setattr(draft_sampling.logger, "warning", warnings.append)
+    draft_sampling._say_that_it_is_broken.cache_clear()
+    config = sequoia(size=12, depth=3, draft=broken, verification=verification)
+    sampled = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, detokenize=False)
+    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
+    with running(None, model=target, **TINY) as llm:
+        plain = tokens_of(llm.generate([{"prompt_token_ids": PROMPT}], greedy, use_tqdm=False))
+    with running(config, model=target, **TINY) as llm:
+        requests = [{"prompt_token_ids": PROMPT}] * COMPLETIONS[3]
+        outputs = llm.generate(requests, sampled, use_tqdm=False)
+        assert tokens_of(llm.generate(requests[:1], greedy, use_tqdm=False)) == plain
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 100
+    law = exact_law(target, 3, PLAIN[0])
+    assert_same_law(count(outputs, 3), law, FALSE_ALARM)
+    [warning] = warnings  # once, however many nodes there were
+    assert "NaN or infinite logits" in warning

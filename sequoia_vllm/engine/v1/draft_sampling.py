@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -15,6 +18,30 @@ from sequoia_vllm.verification import (
     draw_without_replacement,
     lower_outside,
 )
+
+logger = logging.getLogger("vllm.sequoia")
+
+
+_BROKEN = (
+    "Sequoia: the draft model gave NaN or infinite logits. Outputs stay the target's, but hardly "
+    "any draft is accepted: check the draft's weights and dtype (said once)"
+)
+
+
+@cache
+def _say_that_it_is_broken() -> None:
+    logger.warning(_BROKEN)
+
+
+def _mend_broken(draft: Tensor) -> None:
+    """Makes Q uniform, in place, where it is NaN.
+
+    A NaN anywhere in a row's logits makes all of its Q NaN.
+    """
+    broken = draft[:, 0].isnan()
+    if broken.any():
+        draft[broken] = 1.0 / draft.shape[1]
+        _say_that_it_is_broken()
 
 
 class DraftSampling:
@@ -101,6 +128,7 @@ class DraftSampling:
                 self.temperature[rows],
                 self.truncation.of(rows),
             )
+            _mend_broken(draft)
             self._store(draft, level.nodes)
             tokens = draw_without_replacement(draft, branch)
             drawn[self.sampled] = tokens.view(-1, width, branch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -41,6 +42,8 @@ from sequoia_vllm.engine.v1.seeded import peek_seeds
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution, truncation_of
 from sequoia_vllm.engine.v1.verifier import TreeVerifier
 from sequoia_vllm.verification import GREEDY_BELOW, VerifyResult, load_traversal
+
+logger = logging.getLogger("vllm.sequoia")
 
 
 def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
@@ -292,10 +295,30 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     ) -> list[list[int]]:
         """Replaces vLLM's: the draft reads what was committed and grows trees.
 
+        A draft that fails is not asked again: requests do not need it. With several ranks
+        the error goes on, as the others wait for this one.
+
         Returns:
             Draft tokens in stored tree order for each request of the batch;
             empty for those that get none.
         """
+        try:
+            return self._grow_trees(scheduler_output, sampled_token_ids, sampling_metadata)
+        except Exception:
+            if self.parallel_config.tensor_parallel_size > 1:
+                raise
+            logger.exception(
+                "Sequoia: the draft model failed; this engine goes on without speculation"
+            )
+            self.max_drafts = 0
+            return [[] for _ in range(self.input_batch.num_reqs)]
+
+    def _grow_trees(
+        self,
+        scheduler_output: SchedulerOutput,
+        sampled_token_ids: Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in range(self.input_batch.num_reqs)]
         drafts_each = min(scheduler_output.num_spec_tokens_to_schedule, self.max_drafts)
         if drafts_each == 0 or self._has_custom_processors:
