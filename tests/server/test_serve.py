@@ -10,11 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import openai
 import pytest
 
+from benchmarks.soak.over_http import Endpoint, Tally, compare_all
+from benchmarks.soak.random_requests import random_requests
 from tests.support.models import prompts
 from tests.support.serving import DRAFT, Server
 
@@ -85,7 +88,8 @@ def servers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
         config = '--speculative-config={"method": "sequoia", "adapt": false}'
         ours = Server(folder / "sequoia.log", *common, *ending, config)
         stack.callback(ours.kill)
-        plain = Server(folder / "plain.log", *common)
+        # Plain vLLM stops on CPUs where a seeded prompt is read in chunks.
+        plain = Server(folder / "plain.log", *common, "--max-num-batched-tokens=8192")
         stack.callback(plain.kill)
         ours.wait_until_healthy()
         plain.wait_until_healthy()
@@ -318,6 +322,26 @@ def test_interval_line_is_in_the_log(server):
         assert time.monotonic() < deadline, "no line about trees in the log"
         time.sleep(0.2)
     assert "SpecDecoding metrics: Mean acceptance length" in server.log
+
+
+def test_random_requests(servers):
+    """More than fit in a batch; all tokens are counted, and nothing of the requests stays."""
+    ours, plain = (Endpoint(server.url, server.model) for server in servers)
+    wait_until_idle(servers[0])
+    requests = random_requests(prompts(32), 80, seed=7, vocabulary=4096)
+    requests = [replace(request, leaves=None) for request in requests]
+    # What a stop string cuts off a step's tokens, vLLM counts, and does not return.
+    cut = [request for request in requests if "stop" in request.parameters]
+    whole = [request for request in requests if "stop" not in request.parameters]
+    before = ours.metric("vllm:generation_tokens_total")
+    tally = Tally()
+    compare_all(ours, plain, whole, tally)
+    assert ours.metric("vllm:generation_tokens_total") - before == tally.tokens > 1000
+    leaving = [replace(request, leaves=2) for request in whole[:12]]
+    compare_all(ours, plain, [*cut, *leaving], tally)
+    assert (tally.answered, tally.left) == (len(requests), len(leaving))
+    assert tally.hung == []
+    assert not tally.different, "\n".join(map(str, tally.different))
 
 
 def test_client_that_leaves_does_no_harm(server, plain_answer):
