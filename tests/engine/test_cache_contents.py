@@ -56,7 +56,7 @@ def after_random_requests():
     with running(config, **options) as llm:
         cache = PrefixCache(llm)
         models = [Contents(cache, is_draft) for is_draft in (False, True)]
-        engine, step, steps = llm.llm_engine, llm.llm_engine.step, 0
+        step, steps = llm.llm_engine.step, 0
 
         def looking():
             nonlocal steps
@@ -67,7 +67,7 @@ def after_random_requests():
                     model.look()
             return outputs
 
-        engine.step = looking
+        llm.llm_engine.step = looking
         answers(llm, REQUESTS)
         assert metric(llm, "vllm:num_preemptions") > 10
         assert metric(llm, "vllm:prefix_cache_hits") > 1000

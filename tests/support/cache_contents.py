@@ -45,15 +45,13 @@ class PrefixCache:
         self._put = self._pool.cache_full_blocks
         self._pool.cache_full_blocks = self._follow
 
-    def _follow(self, *args: Any, **kwargs: Any) -> Any:
-        names = ("request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size")
-        given = dict(zip((*names, "kv_cache_group_id"), args, strict=False)) | kwargs
-        request, size = given["request"], given["block_size"]
-        for place in range(given["num_cached_blocks"], given["num_full_blocks"]):
-            prefix = tuple(request.all_token_ids[: (place + 1) * size])
-            key = given["kv_cache_group_id"], given["blocks"][place].block_id
-            self._prefixes[key] = prefix
-        return self._put(*args, **kwargs)
+    def _follow(self, **keys: Any) -> Any:
+        """In the place of the pool's method, which vLLM calls with names alone."""
+        group, size = keys["kv_cache_group_id"], keys["block_size"]
+        for place in range(keys["num_cached_blocks"], keys["num_full_blocks"]):
+            prefix = tuple(keys["request"].all_token_ids[: (place + 1) * size])
+            self._prefixes[group, keys["blocks"][place].block_id] = prefix
+        return self._put(**keys)
 
     def layers(self, is_draft: bool = False) -> Layers:
         """The target's, or the draft's."""
