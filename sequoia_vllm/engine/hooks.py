@@ -19,7 +19,14 @@ from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.spec_decode.metrics import SpecDecodingProm
 from vllm.v1.structured_output import StructuredOutputManager
 
-from sequoia_vllm.engine import engine_config, grammar, request, shown, tree_reports
+from sequoia_vllm.engine import (
+    engine_config,
+    grammar,
+    request,
+    sessions,
+    shown,
+    tree_reports,
+)
 from sequoia_vllm.engine.mark import is_marked
 from sequoia_vllm.engine.request_options import check_options
 
@@ -36,6 +43,7 @@ def install() -> None:
     _wrap(StructuredOutputManager, "grammar_bitmask", grammar.grammar_bitmask)
     tree_reports.add_report_field()
     _wrap(Scheduler, "update_from_output", tree_reports.update_from_output)
+    _wrap(Scheduler, "_handle_stopped_request", sessions.handle_stopped_request)
     _wrap(StatLoggerManager, "__init__", tree_reports.init_stat_logger_manager)
     _wrap(SpeculativeConfig, "__repr__", shown.describe)
     _wrap(Scheduler, "make_stats", shown.make_stats)

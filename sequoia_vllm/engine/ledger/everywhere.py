@@ -149,6 +149,15 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         "and having one turns statistics on in every engine",
         until=_METRICS,
     ),
+    # sessions.py
+    Override(
+        "vllm.v1.core.sched.scheduler:Scheduler._handle_stopped_request", ("self", "request"),
+        kind="patch",
+        why="a resumable request goes on behind the drafts that its last step accepted, though its "
+        "turn ended before them",
+        until="vLLM goes back to the turn's end",
+    ),
+    Expected("vllm.v1.request:Request.num_tokens"),
     # shown.py
     Override(
         "vllm.config:SpeculativeConfig.__repr__", ("self",),

@@ -31,6 +31,12 @@ def consume_seeds(generator: torch.Generator, count: int) -> None:
     torch.randint(0, 2**31, (count,), generator=generator, dtype=torch.long)
 
 
+def restart_seeds(generator: torch.Generator, count: int) -> None:
+    """Sets the generator to where it was after its first ``count`` tokens."""
+    generator.manual_seed(generator.initial_seed())
+    consume_seeds(generator, count)
+
+
 def gumbel_noise(seeds: Tensor, vocab_size: int) -> Tensor:
     """The noise that vLLM's CPU sampler adds to a row's logits.
 

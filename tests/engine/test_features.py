@@ -1,0 +1,232 @@
+"""What engines can do besides decoding, with trees: the tokens are those of plain vLLM."""
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import BeamSearchParams
+
+from tests.support.engines import metric, running, sequoia, tokens_of
+from tests.support.models import TARGET, prompts
+from tests.support.quantised import QUANTISED, save_quantised
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = prompts(12)
+SMALL_CACHE = {"kv_cache_memory_bytes": 7 << 20, "block_size": 32}
+
+
+def greedy_and_seeded(count: int, max_tokens: int = 48) -> list[SamplingParams]:
+    return [
+        SamplingParams(
+            temperature=0.8 * (place % 2), seed=place, max_tokens=max_tokens, ignore_eos=True
+        )
+        for place in range(count)
+    ]
+
+
+PARAMS = greedy_and_seeded(12)
+
+
+class Driven:
+    """An engine's requests, and what they have, step by step."""
+
+    def __init__(self, llm) -> None:
+        self.engine = llm.llm_engine
+        self.tokens: dict[int, list[int]] = {}
+        self.ended: list[int] = []
+
+    def add(self, priorities=None) -> None:
+        for place, (text, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            priority = priorities[place] if priorities else 0
+            self.engine.add_request(str(place), text, params, priority=priority)
+
+    def step(self, most: int | None = None) -> None:
+        """Until all have ended, or so many times."""
+        while self.engine.has_unfinished_requests() and most != 0:
+            most = None if most is None else most - 1
+            for output in self.engine.step():
+                place = int(output.request_id)
+                self.tokens[place] = list(output.outputs[0].token_ids)
+                if output.finished:
+                    self.ended.append(place)
+
+    def all_tokens(self) -> list[list[int]]:
+        return [self.tokens[place] for place in range(len(PROMPTS))]
+
+
+def counted(llm) -> dict:
+    [stats] = llm.collective_rpc("sequoia_stats", args=(True,))
+    return stats
+
+
+def test_priority_scheduling(plain_outputs):
+    """Those of low priority are preempted, and end last."""
+    priorities = [(-place) % 5 for place in range(12)]
+    with running(sequoia(), scheduling_policy="priority", **SMALL_CACHE) as llm:
+        driven = Driven(llm)
+        driven.add(priorities)
+        driven.step()
+        assert metric(llm, "vllm:num_preemptions") > 5
+        assert metric(llm, "sequoia:trees") > 100
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 200
+    assert driven.all_tokens() == plain_outputs(PROMPTS, PARAMS)
+    ended = [priorities[place] for place in driven.ended]
+    assert ended[:3] == [0, 0, 0]
+    assert ended[-3:] == [4, 4, 4]
+
+
+def test_prefix_cache_reset_and_pauses(plain_outputs):
+    """Between generations and amid one: the same trees again, which are as good.
+
+    A reset amid one preempts all: each request reads its tokens again, in a step without a tree.
+    """
+    expected = plain_outputs(PROMPTS, PARAMS)
+    with running(sequoia(), enable_prefix_caching=True, block_size=32, max_num_seqs=12) as llm:
+
+        def again() -> dict:
+            assert tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+            return counted(llm)
+
+        first = again()
+        assert first["tokens"] > 1.5 * first["tree_steps"] > 0
+        hits = metric(llm, "vllm:prefix_cache_hits")
+        assert llm.reset_prefix_cache()
+        assert trees_of(again()) == trees_of(first)
+        assert metric(llm, "vllm:prefix_cache_hits") == hits
+
+        driven = Driven(llm)
+        driven.add()
+        for _ in range(3):
+            driven.step(most=4)
+            assert llm.reset_prefix_cache(reset_running_requests=True)
+        driven.step(most=2)
+        llm.sleep(level=0, mode="keep")
+        assert llm.llm_engine.step() == []
+        llm.wake_up(tags=["scheduling"])
+        driven.step()
+        assert driven.all_tokens() == expected
+        assert metric(llm, "vllm:num_preemptions") == 3 * 12
+        amid = counted(llm)
+        assert amid["tokens"] / amid["tree_steps"] > 0.95 * first["tokens"] / first["tree_steps"]
+
+        assert llm.reset_prefix_cache()
+        assert trees_of(again()) == trees_of(first)
+
+
+def trees_of(stats: dict) -> tuple:
+    return stats["tree_steps"], stats["tokens"], stats["depth_counts"]
+
+
+def test_beam_search(plain_outputs):
+    """Each beam is a request for one token, which no tree helps with; others have theirs."""
+
+    def beams(llm) -> list:
+        params = BeamSearchParams(beam_width=3, max_tokens=12)
+        found = llm.beam_search([{"prompt": text} for text in PROMPTS[:3]], params)
+        return [[(one.tokens, one.cum_logprob) for one in output.sequences] for output in found]
+
+    with running() as llm:
+        plain = beams(llm)
+    expected = plain_outputs(PROMPTS, PARAMS)
+    with running(sequoia()) as llm:
+        for _ in range(2):
+            found = beams(llm)
+            assert tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+        assert metric(llm, "sequoia:trees") > 200
+    for ours, theirs in zip(found, plain, strict=True):
+        assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs]
+        assert [value for _, value in ours] == pytest.approx([value for _, value in theirs], 1e-4)
+
+
+@pytest.mark.parametrize("how", QUANTISED)
+def test_quantised_targets(how, tmp_path):
+    """With the draft of the target as it was."""
+    model, dtype = save_quantised(tmp_path / how, TARGET, how), QUANTISED[how].dtype
+    found = []
+    for config in (None, sequoia()):
+        with running(config, model=model, dtype=dtype) as llm:
+            found.append(tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)))
+            if config:
+                stats = counted(llm)
+    plain, trees = found
+    assert trees == plain
+    assert stats["tokens"] > 1.3 * stats["tree_steps"] > 0
+
+
+@pytest.mark.slow
+def test_compiled_models(plain_outputs):
+    """As without `enforce_eager`: both models run as one graph each, at every batch size."""
+    expected = plain_outputs(PROMPTS, PARAMS)
+    with running(sequoia(), enforce_eager=False) as llm:
+        assert tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 200
+
+
+class Session:
+    """A request whose prompt comes in pieces, each answered before the next is read."""
+
+    def __init__(self, llm, name: str, pieces: list[list[int]], params: SamplingParams) -> None:
+        self._llm, self.name, self._params = llm, name, params
+        self._pieces = list(pieces)
+        self.answers: list[list[int]] = [[] for _ in pieces]
+        self.ended = 0
+
+    def send(self) -> None:
+        """The next piece; after the last, that there are no more."""
+        more = bool(self._pieces)
+        engine = self._llm.llm_engine
+        request = engine.input_processor.process_inputs(
+            self.name,
+            {"prompt_token_ids": self._pieces.pop(0) if more else [0]},
+            self._params,
+            supported_tasks=("generate",),
+            resumable=more,
+        )
+        engine.engine_core.add_request(request)
+
+
+def converse(llm, pieces, params, at_once: bool) -> list[list[list[int]]]:
+    """What each of some sessions answers to each of its pieces.
+
+    Args:
+        llm: An engine without other requests.
+        pieces: Of each session.
+        params: Of each session.
+        at_once: All pieces are there from the start, else each comes after the last answer.
+    """
+    sessions = {
+        str(place): Session(llm, str(place), own, params[place]) for place, own in enumerate(pieces)
+    }
+    for session in sessions.values():
+        for _ in range(len(session.answers) + 1 if at_once else 1):
+            session.send()
+    while any(session.ended < len(session.answers) for session in sessions.values()):
+        for output in llm.llm_engine.engine_core.get_output().outputs:
+            session = sessions[output.request_id]
+            session.answers[session.ended] += output.new_token_ids
+            if output.finish_reason is not None:
+                session.ended += 1
+                if not at_once:
+                    session.send()
+    return [session.answers for session in sessions.values()]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_streamed_prompts(at_once):
+    """A turn that ends amid an accepted path keeps of it what was emitted, but for the last."""
+    params = [
+        SamplingParams(
+            temperature=0.8 * (place % 2), seed=place, max_tokens=9 + place, ignore_eos=True
+        )
+        for place in range(6)
+    ]
+    found = []
+    for config in (None, sequoia()):
+        with running(config, block_size=32) as llm:
+            encoded = [llm.get_tokenizer().encode(text) for text in PROMPTS[:6]]
+            pieces = [[ids[:20], ids[20:33], ids[33:50]] for ids in encoded]
+            found.append(converse(llm, pieces, params, at_once))
+            if config:
+                stats = counted(llm)
+    plain, trees = found
+    assert trees == plain
+    assert stats["tokens"] > 1.3 * stats["tree_steps"] > 0
