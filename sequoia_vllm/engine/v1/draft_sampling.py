@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from vllm.v1.sample.metadata import SamplingMetadata
 
 from sequoia_vllm.drafting.tree_tables import Level
 from sequoia_vllm.engine.v1.drafts import DraftedTrees
-from sequoia_vllm.engine.v1.seeded import gumbel_noise
+from sequoia_vllm.engine.v1.seeded import gumbel_noise, peek_seeds
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification import (
+    GREEDY_BELOW,
     Truncation,
     draft_distribution,
     draw_without_replacement,
@@ -79,6 +84,36 @@ class DraftSampling:
         """All requests at temperature 0."""
         seeds, is_seeded = torch.zeros(batch, 0), torch.zeros(batch, dtype=torch.bool)
         return cls(torch.zeros(batch), seeds, is_seeded, Truncation())
+
+    @classmethod
+    def of(
+        cls,
+        requests: NDArray[np.int64],
+        metadata: SamplingMetadata,
+        generators: Mapping[int, torch.Generator],
+        truncation: Truncation,
+        depth: int,
+    ) -> DraftSampling:
+        """As some requests of a batch ask for it.
+
+        Args:
+            requests: Their indices in the batch.
+            metadata: Of the batch.
+            generators: Of its seeded requests, by index.
+            truncation: Of all requests of the batch.
+            depth: Of the trees.
+        """
+        if metadata.temperature is None:
+            return cls.greedy(len(requests))
+        temperature = metadata.temperature[requests]
+        temperature = torch.where(temperature < GREEDY_BELOW, 0.0, temperature)
+        seeds = torch.zeros(len(requests), depth, dtype=torch.int64)
+        is_seeded = torch.zeros(len(requests), dtype=torch.bool)
+        for row, request in enumerate(requests.tolist()):
+            if request in generators:
+                seeds[row] = peek_seeds(generators[request], depth)
+                is_seeded[row] = True
+        return cls(temperature, seeds, is_seeded, truncation.of(torch.from_numpy(requests)))
 
     def start(self, tree: TokenTree, vocab_size: int) -> None:
         """Begins to grow trees of this topology.

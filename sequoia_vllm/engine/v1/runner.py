@@ -38,10 +38,10 @@ from sequoia_vllm.engine.v1.path_edits import PathEdits
 from sequoia_vllm.engine.v1.proposer import TreeProposer
 from sequoia_vllm.engine.v1.reading import CommittedTokens, DraftReading
 from sequoia_vllm.engine.v1.sampler_output import SamplerRows, combine_outputs, wants_logprobs
-from sequoia_vllm.engine.v1.seeded import peek_seeds, restart_seeds
+from sequoia_vllm.engine.v1.seeded import restart_seeds
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution, truncation_of
 from sequoia_vllm.engine.v1.verifier import TreeVerifier
-from sequoia_vllm.verification import GREEDY_BELOW, VerifyResult, load_traversal
+from sequoia_vllm.verification import VerifyResult, load_traversal
 
 logger = logging.getLogger("vllm.sequoia")
 
@@ -356,7 +356,13 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             root_tokens=committed.tokens[roots],
             root_positions=committed.positions[roots],
             requests=requests,
-            sampling=self._draft_sampling(requests, sampling_metadata, levels.tree.depth),
+            sampling=DraftSampling.of(
+                requests,
+                sampling_metadata,
+                self.input_batch.generators,
+                truncation_of(sampling_metadata, self._params()),
+                levels.tree.depth,
+            ),
         )
         tokens = grown.tokens[:, 1:].tolist()
         for row, request in enumerate(requests.tolist()):
@@ -394,23 +400,6 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             if not discarded[request] and not never_drafts(state.sampling_params, self._thinks):
                 chosen.append(entry)
         return np.array(chosen, dtype=np.int64)
-
-    def _draft_sampling(
-        self, requests: NDArray[np.int64], metadata: SamplingMetadata, depth: int
-    ) -> DraftSampling:
-        if metadata.temperature is None:
-            return DraftSampling.greedy(len(requests))
-        temperature = metadata.temperature[requests]
-        temperature = torch.where(temperature < GREEDY_BELOW, 0.0, temperature)
-        generators = self.input_batch.generators
-        seeds = torch.zeros(len(requests), depth, dtype=torch.int64)
-        is_seeded = torch.zeros(len(requests), dtype=torch.bool)
-        for row, request in enumerate(requests.tolist()):
-            if request in generators:
-                seeds[row] = peek_seeds(generators[request], depth)
-                is_seeded[row] = True
-        truncation = truncation_of(metadata, self._params()).of(torch.from_numpy(requests))
-        return DraftSampling(temperature, seeds, is_seeded, truncation)
 
     def _params(self) -> list[Any]:
         """Each request's `SamplingParams`, in batch order."""
