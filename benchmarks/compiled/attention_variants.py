@@ -71,7 +71,9 @@ class _Shape:
         tiles: dict[Tile, list[int]] = {}
         for capability in CAPABILITIES:
             if not quantized or capability >= tree_attention._FP8_CAPABILITY:
-                tile = choose_tile(self.rows, self.head_size, element_size, capability, quantized)
+                tile = choose_tile(
+                    self.rows, self.head_size, element_size, capability, quantized, self.windowed
+                )
                 tiles.setdefault(tile, []).append(capability)
         return [
             Variant(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import takewhile
+
+NULL_BLOCK = 0
+"""Of vLLM's pool: the first block, which no request ever gets."""
 
 
 class DraftBlocks:
@@ -20,6 +23,10 @@ class DraftBlocks:
     A filled block that is not known as such costs the draft a second reading; one
     that is wrongly taken for filled would cost accepted drafts.
 
+    Where a group's layers have a sliding window, vLLM gives requests its null block in
+    place of those that lie before the window. Nobody reads or writes these, so they
+    count as filled.
+
     Both runners' `DraftReading` tells it when requests begin, get blocks and finish, and
     calls `read` when a drafting pass reads their tokens.
 
@@ -31,7 +38,7 @@ class DraftBlocks:
     def __init__(self, block_sizes: Mapping[int, int]) -> None:
         self._block_sizes = dict(block_sizes)
         self._blocks: dict[Hashable, dict[int, list[int]]] = {}
-        self._filled: set[int] = set()
+        self._filled = {NULL_BLOCK}
 
     @property
     def step(self) -> int:
@@ -51,13 +58,13 @@ class DraftBlocks:
         """
         self._blocks[request] = {group: list(block_ids[group]) for group in self._block_sizes}
         for size, blocks in self._sized_blocks(request):
-            self._filled.difference_update(blocks[num_computed_tokens // size :])
+            self._given_anew(blocks[num_computed_tokens // size :])
 
     def extend(self, request: Hashable, block_ids: Sequence[Sequence[int]]) -> None:
         """A request gets more blocks, whose ids are given for each cache group."""
         for group, blocks in self._blocks[request].items():
             blocks += block_ids[group]
-            self._filled.difference_update(block_ids[group])
+            self._given_anew(block_ids[group])
 
     def forget(self, request: Hashable) -> None:
         """The request has finished; what its blocks hold may still be shared."""
@@ -78,6 +85,10 @@ class DraftBlocks:
         blocks = self._blocks[request]
         for group, size in self._block_sizes.items():
             self._filled.update(blocks[group][start // size : end // size])
+
+    def _given_anew(self, block_ids: Iterable[int]) -> None:
+        self._filled.difference_update(block_ids)
+        self._filled.add(NULL_BLOCK)
 
     def _sized_blocks(self, request: Hashable) -> list[tuple[int, list[int]]]:
         blocks = self._blocks[request]

@@ -40,7 +40,12 @@ class Tile:
 
 
 def choose_tile(
-    rows: int, head_size: int, element_size: int, capability: int, quantized: bool = False
+    rows: int,
+    head_size: int,
+    element_size: int,
+    capability: int,
+    quantized: bool = False,
+    windowed: bool = False,
 ) -> Tile:
     """The tile for requests of up to ``rows`` rows.
 
@@ -50,6 +55,7 @@ def choose_tile(
         element_size: Bytes of a query element.
         capability: Compute capability of the device, times ten.
         quantized: Whether the cache is in fp8.
+        windowed: Whether the layer has a sliding window.
     """
     rows = min(MAX_ROWS, max(_MIN_ROWS, triton.next_power_of_2(rows)))
     padded_head_size = triton.next_power_of_2(head_size)
@@ -63,14 +69,18 @@ def choose_tile(
     in_registers = quantized or capability not in _READ_SHARED_MEMORY
     if in_registers and padded_head_size > 128:
         rows = min(rows, 32)
+    elif windowed and padded_head_size > (64 if in_registers else 128):
+        rows = min(rows, 64)  # where each row's window begins takes registers, too
     output_size = rows * padded_head_size
     wide = rows > 64 or output_size > 64 * 128
+    wide |= windowed and (rows, padded_head_size) == (64, 128)
     # 64 positions fill the tensor cores; fewer where registers or shared memory end,
     # more where a block has few bytes.
     full = in_registers and output_size >= 64 * 128
     keys = 32 if full or padded_head_size > 128 else 64 if output_size > 16 * 64 else 128
     blackwell = not in_registers and capability > HOPPER
-    registers = _ALL_REGISTERS if blackwell and padded_head_size <= 64 <= rows else None
+    spills = (blackwell and padded_head_size <= 64 <= rows) or (windowed and keys == 128)
+    registers = _ALL_REGISTERS if spills else None
     # Three stages: while one block is computed the next one's keys and values are
     # on their way, and so are the block table's entries for the one after.
     return Tile(rows, keys, 8 if wide else 4, num_stages=3, max_registers=registers)

@@ -231,7 +231,10 @@ def tree_attention(
     rows = queries * group
     if context_lse is not None:
         rows = min(rows, _ROWS_OF_NODES)
-    tile = choose_tile(rows, head_size, query.element_size(), workspace.capability, quantized)
+    tile = choose_tile(
+        rows, head_size, query.element_size(), workspace.capability, quantized,
+        windowed=mask.window is not None,
+    )  # fmt: skip
     row_tiles = -(-queries * group // tile.rows)
     units = requests * key_heads * row_tiles
     max_positions = block_table.shape[1] * block_size

@@ -8,6 +8,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from sequoia_vllm.engine.v1.reading import DraftReading
 from tests.support.architectures import CONFIGS, VOCABULARY, save_architecture
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.models import save_llama
@@ -84,3 +85,21 @@ def test_windows_in_cache_groups_of_their_own(folder, name, kinds):
         assert metric(llm, "vllm:num_preemptions") > 0
         assert metric(llm, "vllm:spec_decode_num_drafts") > 100
         assert groups_of(llm) == kinds
+
+
+def test_a_prompt_in_the_prefix_cache_is_not_read_again(folder, monkeypatch):
+    """Before a window there are null blocks in place of what the draft has read."""
+    read = []
+    note_read = DraftReading._note_read
+    monkeypatch.setattr(
+        DraftReading, "_note_read", lambda *args: (read.append(args[2]), note_read(*args))
+    )
+    options = {"model": str(folder / "mistral"), **OPTIONS, "enable_prefix_caching": True}
+    prompts = random_prompts((200,))
+    with running(sequoia(16, draft=folder / "mistral"), **options) as llm:
+        first = tokens_of(llm.generate(prompts, PARAMS, use_tqdm=False))
+        assert read[0] == 0
+        read.clear()
+        assert tokens_of(llm.generate(prompts, PARAMS, use_tqdm=False)) == first
+        assert read[0] == metric(llm, "vllm:prefix_cache_hits") == 192
+        assert metric(llm, "vllm:spec_decode_num_drafts") == 2 * 20

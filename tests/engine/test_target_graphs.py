@@ -34,8 +34,9 @@ def without_devices(monkeypatch):
 
 
 def manager_of(
-    kind, schedule, max_num_seqs, budget, mode=CUDAGraphMode.FULL_AND_PIECEWISE, adapts=True
-):
+    kind, schedule, max_num_seqs, budget, mode=CUDAGraphMode.FULL_AND_PIECEWISE, adapts=True,
+    lora_cases=None,
+):  # fmt: skip
     """With its graphs, and tokens of each request by batch size."""
     drafts = max(entry[2] for entry in schedule)
     fitting = fit_to_budget(schedule, drafts, max_num_seqs, budget)
@@ -59,7 +60,10 @@ def manager_of(
             uses_dynamic_speculative_decoding=lambda: True,
         ),
     )
-    manager = kind(config, torch.device("cpu"), mode, decode_query_len=drafts + 1)
+    manager = kind(
+        config, torch.device("cpu"), mode, decode_query_len=drafts + 1,
+        lora_capture_cases=lora_cases,
+    )  # fmt: skip
     manager._graphs_captured = True
     return manager, tokens
 
@@ -125,6 +129,25 @@ def test_other_steps_find_what_vllm_has_for_them():
         found = ours.dispatch(min(tokens, 7), tokens, None, 0)
         assert found == plain.dispatch(min(tokens, 7), tokens, None, 0)
         assert found.cg_mode == (PIECEWISE if tokens <= most else NONE)
+
+
+def test_batches_with_adapters_have_graphs_for_as_many_as_vllm_captures():
+    """vLLM captures for some numbers of adapters, and a batch takes the next larger one."""
+    lora = {"lora_cases": [0, 1, 2, 4]}
+    ours, tokens = manager_of(TreeGraphManager, LIBRARY, 64, 2048, **lora)
+    plain, _ = manager_of(ModelCudaGraphManager, LIBRARY, 64, 2048, **lora)
+    captured = set(ours._capture_descs[FULL])
+    for adapters, captured_for in ((0, 0), (1, 1), (2, 2), (3, 4), (4, 4)):
+        for batch, each in enumerate(tokens, start=1):
+            graph = ours.dispatch(batch, batch * each, each, adapters)
+            assert graph in captured
+            assert (graph.cg_mode, graph.num_active_loras) == (FULL, captured_for)
+            assert graph.num_tokens == graph.num_reqs * each >= batch * each
+        for others in (7, 300):
+            found = ours.dispatch(5, others, None, adapters)
+            assert found == plain.dispatch(5, others, None, adapters)
+    without, _ = manager_of(TreeGraphManager, LIBRARY, 64, 2048)
+    assert len(captured) == 4 * len(without._capture_descs[FULL])
 
 
 def test_without_separate_decode_graphs_all_is_vllms():

@@ -1,5 +1,7 @@
 """Tree attention's kernels, run by Triton's interpreter, against plain attention in torch."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -347,12 +349,16 @@ def test_refusals():
 def test_workspace_suffices_for_every_launch(capability, head_size, element_size):
     processors = 132
     size = TreeAttentionWorkspace.size_in_bytes(head_size, processors)
+    launches = itertools.product(
+        [1, 2, 9, 16, 33, 64, 100, 128, 129, 256, 520, 8192],
+        [1, 2, 7, 8, 64, 131, 132, 133, 264, 5000],  # of request and key head
+        [False, True],
+    )
     most = 0
-    for rows in [1, 2, 9, 16, 33, 64, 100, 128, 129, 256, 520, 8192]:
-        for pairs in [1, 2, 7, 8, 64, 131, 132, 133, 264, 5000]:  # of request and key head
-            tile = choose_tile(rows, head_size, element_size, capability)
-            units = pairs * -(-rows // tile.rows)
-            splits = choose_splits(units, tile, processors, 1 << 17)
-            if splits > 1:
-                most = max(most, splits * units * tile.rows * (head_size + 1) * 4)
+    for rows, pairs, windowed in launches:
+        tile = choose_tile(rows, head_size, element_size, capability, windowed=windowed)
+        units = pairs * -(-rows // tile.rows)
+        splits = choose_splits(units, tile, processors, 1 << 17)
+        if splits > 1:
+            most = max(most, splits * units * tile.rows * (head_size + 1) * 4)
     assert 0 < most <= size

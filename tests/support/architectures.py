@@ -1,5 +1,6 @@
 """Tiny random models whose attention or feed-forward layers are not those of Llama."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,40 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def save_architecture(path: Path, name: str, seed: int = 0) -> Path:
-    """A random model of ``CONFIGS[name]`` whose choices depend on far and near tokens."""
+def save_architecture(path: Path, name: str, seed: int = 0, layers: int | None = None) -> Path:
+    """A random model of ``CONFIGS[name]`` whose choices depend on far and near tokens.
+
+    `layers`: the first so many of its layers alone.
+    """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+    config = deepcopy(CONFIGS[name])
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0, 0.15)
             elif parameter_name.endswith("sinks"):
                 parameter.normal_(0, 2.0)
+        if name.startswith("gemma"):
+            _vary(model)
     model.save_pretrained(path)
     return path
+
+
+def _vary(model: Any) -> None:
+    """Makes a random Gemma say more than one token.
+
+    A token's embedding is its head's row, too, and outweighs all layers. So they get more weight,
+    scores reach the soft cap, and the head takes what is least like the last token.
+    """
+    for name, parameter in model.named_parameters():
+        if name == "model.norm.weight":
+            parameter.fill_(-2.0)
+        elif "post_" in name:
+            parameter.fill_(1.0)
+        elif "q_proj" in name or "k_proj" in name:
+            parameter.mul_(3.0)

@@ -70,7 +70,7 @@ class Engine:
         self.random, self.reader = random, reader
         self.running: list[Request] = []
         self.waiting: list[Request] = []
-        self.free = list(range(POOL))
+        self.free = list(range(1, POOL))  # the first is vLLM's null block
         self.users = [0] * POOL
         self.prefixes: dict[tuple[int, ...], int] = {}  # the prefix cache
         self.draft_keys: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> prefix

@@ -60,6 +60,22 @@ def test_every_group_with_layers_of_the_draft_counts():
     assert blocks.filled_tokens("second", 16) == 8  # of group 1 it would be 12
 
 
+def test_null_blocks_before_a_window_count_as_filled():
+    """vLLM puts its first block in their place; whatever happens, nobody has to fill it."""
+    blocks = DraftBlocks({0: 4, 1: 4})
+    blocks.start("first", [[1, 2, 3], [4, 5, 6]], 0)
+    blocks.read("first", 0, 12)
+    blocks.start("second", [[1, 2, 3], [0, 0, 6]], 12)
+    assert blocks.filled_tokens("second", 12) == 12
+    blocks.extend("second", [[7], [0]])
+    blocks.start("third", [[1, 2, 3, 8], [0, 0, 0, 9]], 0)
+    assert blocks.filled_tokens("third", 16) == 0  # its blocks are new, but for those
+    blocks.start("fourth", [[1, 2, 3], [0, 0, 6]], 12)
+    assert blocks.filled_tokens("fourth", 12) == 0
+    blocks.read("fourth", 0, 12)
+    assert blocks.filled_tokens("second", 12) == 12
+
+
 # -- both runners, against an engine that knows what the draft's cache holds ------------------
 
 

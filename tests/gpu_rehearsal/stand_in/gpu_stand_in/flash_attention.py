@@ -43,14 +43,16 @@ def flash_attn_varlen_func(
     assert block_table is not None
     assert out is not None
     assert fa_version in _VERSIONS
-    assert (q_v, alibi_slopes, s_aux) == (None, None, None)
-    assert window_size in (None, [-1, -1])
-    assert not softcap
+    assert (q_v, alibi_slopes) == (None, None)
+    if s_aux is not None:
+        assert fa_version > 2, "version 2 has no sinks"
+        assert s_aux.shape == q.shape[1:2]
+        assert s_aux.dtype == q.dtype
     # Versions 2 and 3 write them whether or not they are asked for.
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     _attend(
         q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, softmax_scale, causal,
-        block_table, out, lse, scheduler_metadata,
+        block_table, out, lse, scheduler_metadata, tuple(window_size or (-1, -1)), softcap, s_aux,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
 
@@ -59,7 +61,8 @@ def flash_attn_varlen_func(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, max_seqlen_q: int, cu_seqlens_q: Tensor, max_seqlen_k: int,
     seqused_k: Tensor, softmax_scale: float | None, causal: bool, block_table: Tensor, out: Tensor,
-    lse: Tensor, scheduler_metadata: Tensor | None,
+    lse: Tensor, scheduler_metadata: Tensor | None, window: tuple[int, int], soft_cap: float,
+    sinks: Tensor | None,
 ) -> None:  # fmt: skip
     attended[causal] += 1
     starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
@@ -74,7 +77,8 @@ def _attend(
         if first < last:
             out[first:last], lse[:, first:last] = _attention(
                 q[first:last], _gathered(k, block_table[request], length),
-                _gathered(v, block_table[request], length), softmax_scale, causal,
+                _gathered(v, block_table[request], length), softmax_scale, causal, window,
+                soft_cap, sinks,
             )  # fmt: skip
 
 
@@ -88,15 +92,26 @@ def _gathered(cache: Tensor, table: Tensor, length: int) -> Tensor:
 
 
 def _attention(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float | None, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Outputs ``[rows, heads, size]`` and log-sum-exps ``[heads, rows]``."""
-    hidden = None
-    if causal:
-        place = torch.arange(len(keys) - len(query), len(keys))[:, None]
-        hidden = torch.arange(len(keys)) > place
+    query: Tensor, keys: Tensor, values: Tensor, scale: float | None, causal: bool,
+    window: tuple[int, int], soft_cap: float, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Outputs ``[rows, heads, size]`` and log-sum-exps ``[heads, rows]``.
+
+    Keys before all windows are not read: their blocks may be others'.
+    """
+    left, right = window
+    if left >= 0:
+        unseen = max(len(keys) - len(query) - left, 0)
+        keys, values = keys[unseen:], values[unseen:]
+    place = torch.arange(len(keys) - len(query), len(keys))[:, None]
+    ahead = torch.arange(len(keys)) - place
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
+    if causal or right >= 0:
+        hidden |= ahead > (0 if causal else right)
+    if left >= 0:
+        hidden |= ahead < -left
     scale = query.shape[2] ** -0.5 if scale is None else scale
-    output, lse = dense_attention(query, keys, values, scale, hidden)
+    output, lse = dense_attention(query, keys, values, scale, hidden, soft_cap, sinks)
     return output.to(query.dtype), lse
 
 

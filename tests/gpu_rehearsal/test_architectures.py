@@ -1,0 +1,69 @@
+"""Sliding windows, soft caps and sinks on vLLM's GPU engine: tokens as plain, from its graphs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.architectures import VOCABULARY, save_architecture
+from tests.support.engines import sequoia
+from tests.support.generating import random_prompts
+from tests.support.on_gpu import call_on_gpu
+from tests.support.rehearsing import generate, generate_with_trees, rehearsing, runner_of
+
+pytestmark = pytest.mark.engine
+
+# Two have windows of 40 tokens, which end in prompts and in completions.
+LENGTHS = [9, 60]
+TOKENS = 11
+SIZE, DEPTH = 8, 4
+NAMES = ("mistral", "gemma2")
+
+
+def start_and_generate(models: str, names: list[str]) -> dict[str, Any]:
+    """Of plain vLLM, and of each model that drafts for itself."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    requests = random_prompts(LENGTHS, VOCABULARY)
+    answers = {}
+    for name in names:
+        model = str(save_architecture(Path(models) / name, name, layers=2))
+        with rehearsing(None, model=model, max_num_seqs=2) as llm:
+            plain = generate(llm, requests, params)
+        with rehearsing(sequoia(SIZE, DEPTH, draft=model), model=model, max_num_seqs=2) as llm:
+            trees = generate_with_trees(llm, requests, params)
+            groups = runner_of(llm).kv_cache_config.kv_cache_groups
+            kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+            backend = runner_of(llm).attn_groups[0][0].backend.__name__
+        answers[name] = {"plain": plain, "trees": trees, "kinds": kinds, "backend": backend}
+    return answers
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("architectures")
+    return call_on_gpu(start_and_generate, directory, models=str(directory), names=NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_that_drafts_for_itself(name, generated):
+    trees = generated[name]["trees"]
+    assert generated[name]["backend"] == "FlashTreeBackend"
+    assert trees["tokens"] == generated[name]["plain"]["tokens"]
+    # The first token of each request is its prompt's; then five at a time.
+    assert trees["counts"]["drafts"] == len(LENGTHS) * (TOKENS - 1) / (DEPTH + 1)
+    assert trees["counts"]["accepted_tokens"] == trees["counts"]["drafts"] * DEPTH
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trees_are_grown_and_scored_by_graphs(name, generated):
+    trees = generated[name]["trees"]
+    assert trees["graphs"]["TreeGraphManager"] > 1
+    assert trees["graphs"]["DraftGraphs"] > 1
+    assert trees["eager growth"] == []
+
+
+def test_windows_lie_in_cache_groups_of_their_own(generated):
+    assert generated["mistral"]["kinds"] == ["SlidingWindowSpec"]
+    assert generated["gemma2"]["kinds"] == ["FullAttentionSpec", "SlidingWindowSpec"]

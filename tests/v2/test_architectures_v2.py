@@ -1,0 +1,103 @@
+"""Windows, soft caps, sinks and experts on Model Runner V2: greedy tokens are plain vLLM's.
+
+As `tests/engine/test_architectures.py` asks it of V1: windows are of 40 tokens, prompts and
+completions go beyond, and a model that drafts for itself is right in every draft, unless
+attention over its own trees is wrong.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.architectures import VOCABULARY, save_architecture
+from tests.support.engines import running, sequoia
+from tests.support.generating import generate, generate_on, random_prompts
+from tests.support.on_v2 import call_on_v2
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+LENGTHS = [37, 90]
+TOKENS = 16
+SIZE, DEPTH = 8, 4
+OPTIONS = {"skip_tokenizer_init": True, "max_num_seqs": 2}
+NAMES = ("mistral", "gemma2", "gpt_oss")
+
+
+def generate_with_all(models: str, names: list[str], block_size: int) -> dict[str, Any]:
+    """Of each architecture: plain vLLM's tokens, and those that it drafts for itself."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    prompts = random_prompts(LENGTHS, VOCABULARY)
+    answers = {}
+    for name in names:
+        model = save_architecture(Path(models) / name, name, layers=2)
+        options = {"model": str(model), "block_size": block_size, **OPTIONS}
+        plain = generate(None, prompts, params, **options)
+        with running(sequoia(SIZE, DEPTH, draft=str(model)), **options) as llm:
+            answers[name] = {
+                "plain": plain, "trees": generate_on(llm, prompts, params), "groups": groups_of(llm)
+            }  # fmt: skip
+    return answers
+
+
+def groups_of(llm: Any) -> list[list[Any]]:
+    """Each KV cache group: its kind, and how many layers of the target and of the draft it has."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    drafts = runner.speculator.draft_attn_layer_names
+    return [
+        [type(group.kv_cache_spec).__name__, *(
+            sum((name in drafts) == of_draft for name in group.layer_names)
+            for of_draft in (False, True)
+        )]
+        for group in runner.kv_cache_config.kv_cache_groups
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def on_cpu_attention(tmp_path_factory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("architectures")
+    return call_on_v2(
+        generate_with_all, directory, models=str(directory), names=NAMES, block_size=32
+    )
+
+
+@pytest.fixture(scope="module")
+def on_gpu_attention(tmp_path_factory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("architectures-gpu")
+    return call_on_v2(
+        generate_with_all, directory, gpu_attention=True, models=str(directory),
+        names=NAMES, block_size=16,
+    )  # fmt: skip
+
+
+def check(answers: dict[str, Any], attention: str) -> None:
+    plain, trees = answers["plain"], answers["trees"]
+    assert trees["attention"] == attention
+    assert trees["tokens"] == plain["tokens"]
+    # The first token of each request is its prompt's; then five at a time.
+    assert trees["counts"]["drafts"] == len(LENGTHS) * (TOKENS - 1) / (DEPTH + 1)
+    assert trees["counts"]["accepted_tokens"] == trees["counts"]["drafts"] * DEPTH
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_that_drafts_for_itself(name, on_cpu_attention):
+    check(on_cpu_attention[name], "CPUTreeAttentionImpl")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_that_drafts_for_itself_with_the_attention_of_gpus(name, on_gpu_attention):
+    check(on_gpu_attention[name], "TritonTreeImpl")
+
+
+@pytest.mark.parametrize("attention", ["on_cpu_attention", "on_gpu_attention"])
+def test_drafts_lie_in_several_cache_groups(attention, request):
+    """With windows in every other layer; each group has its own blocks."""
+    answers = request.getfixturevalue(attention)
+    assert answers["mistral"]["groups"] == [["SlidingWindowSpec", 2, 2]]
+    for name in ("gemma2", "gpt_oss"):
+        kinds = {kind for kind, *_ in answers[name]["groups"]}
+        assert kinds == {"FullAttentionSpec", "SlidingWindowSpec"}
+        assert [sum(group[1:]) for group in answers[name]["groups"]].count(4) == 0
+        assert sum(group[2] for group in answers[name]["groups"]) == 2
