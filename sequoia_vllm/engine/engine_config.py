@@ -101,14 +101,13 @@ def _choose_scheduler(vllm_config: Any) -> None:
 
 
 def _keep_draft_in_one_group(vllm_config: Any) -> None:
-    """Gives layers with a window and others one KV cache group, where the draft has both.
+    """Gives layers with a window and others one KV cache group on the V1 runner.
 
-    vLLM's V1 proposer takes drafts of one group only. It costs memory: what lies before a
-    window is kept.
+    vLLM's V1 proposer takes drafts of one group only, and apart, layers of one model come to
+    lie in several. It costs memory where a model has both kinds: what lies before a window
+    is kept.
     """
-    draft = vllm_config.speculative_config.draft_model_config.hf_text_config
-    kinds = set(getattr(draft, "layer_types", None) or ())
-    if len(kinds) > 1 and not vllm_config.use_v2_model_runner:
+    if not vllm_config.use_v2_model_runner:
         vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
 
 

@@ -1,5 +1,6 @@
 """Tiny random models whose attention or feed-forward layers are not those of Llama."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,16 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def save_architecture(path: Path, name: str, seed: int = 0, layers: int | None = None) -> Path:
+def save_architecture(
+    path: Path,
+    name: str,
+    seed: int = 0,
+    layers: int | None = None,
+    full: Sequence[int] | None = None,
+) -> Path:
     """A random model of ``CONFIGS[name]`` whose choices depend on far and near tokens.
 
-    `layers`: the first so many of its layers alone.
+    `layers`: the first so many of its layers alone; `full`: those of them without a window.
     """
     torch.manual_seed(seed)
     config = deepcopy(CONFIGS[name])
@@ -65,6 +72,9 @@ def save_architecture(path: Path, name: str, seed: int = 0, layers: int | None =
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
+    if full is not None:
+        kinds = "sliding_attention", "full_attention"
+        config.layer_types = [kinds[i in full] for i in range(config.num_hidden_layers)]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

@@ -101,3 +101,39 @@ def test_drafts_lie_in_several_cache_groups(attention, request):
         assert kinds == {"FullAttentionSpec", "SlidingWindowSpec"}
         assert [sum(group[1:]) for group in answers[name]["groups"]].count(4) == 0
         assert sum(group[2] for group in answers[name]["groups"]) == 2
+
+
+def generate_after_a_rest(models: str) -> dict[str, Any]:
+    """Of requests of which two outlive the others, with drafts only then; and plain vLLM's."""
+    from vllm import SamplingParams
+
+    # A block of the draft's windowed layer is in the memory of one of the target's layers.
+    target = save_architecture(Path(models) / "target", "gemma2", layers=4, full=[3])
+    draft = save_architecture(Path(models) / "draft", "gemma2", layers=2, full=[1])
+    prompts = random_prompts([90, 60, 30, 33], VOCABULARY)
+    params = [
+        SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        for tokens in (110, 120, 70, 72)
+    ]
+    options = {
+        "model": str(target), **OPTIONS, "block_size": 32, "max_num_seqs": 4,
+        "max_model_len": 192,
+    }  # fmt: skip
+    # Just as much as these requests need, if what lies before windows is given away.
+    small = {**options, "kv_cache_memory_bytes": 11 << 16}
+    config = sequoia(SIZE, DEPTH, draft=str(draft))
+    config["num_speculative_tokens_per_batch_size"] = [[1, 2, SIZE - 1], [3, 4, 0]]
+    plain = generate(None, prompts, params, **options)
+    with running(config, **small) as llm:
+        return {
+            "plain": plain["tokens"], "trees": generate_on(llm, prompts, params),
+            "groups": groups_of(llm),
+        }  # fmt: skip
+
+
+def test_a_draft_that_rested_writes_to_no_block_of_others(tmp_path):
+    """vLLM gives away what lies before windows; the blocks may be those of the target's layers."""
+    answers = call_on_v2(generate_after_a_rest, tmp_path, models=str(tmp_path))
+    assert answers["trees"]["tokens"] == answers["plain"]
+    assert answers["trees"]["counts"]["drafts"] > 10
+    assert ["SlidingWindowSpec", 1, 1] in answers["groups"]

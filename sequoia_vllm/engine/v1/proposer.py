@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from sequoia_vllm.drafting.tree_tables import DraftLevels, Level
@@ -88,6 +90,7 @@ class TreeProposer(DraftModelProposer):
         starts[1:] = last + 1
         seq_lens = committed.positions[last] + 1
         slots = self._slots(np.repeat(requests, counts), committed.positions)
+        self._leave_out_before_windows(slots, committed)
         positions = torch.from_numpy(committed.positions)
         query_start_loc = torch.from_numpy(starts)
         common = CommonAttentionMetadata(
@@ -107,6 +110,24 @@ class TreeProposer(DraftModelProposer):
         tokens = torch.from_numpy(committed.tokens.astype(np.int32))
         rows = torch.from_numpy(last) if len(tokens) > len(counts) else None
         return self._forward(tokens, positions, slots, metadata, len(counts), rows)
+
+    def _leave_out_before_windows(self, slots: Tensor, committed: CommittedTokens) -> None:
+        """Gives no slots, in place, to what no later token sees: its blocks may be another's.
+
+        vLLM takes them away when the target has no more use for them, whether or not the
+        draft has read that far.
+        """
+        if self._window is None:
+            return
+        computed = self.runner.input_batch.num_computed_tokens_cpu[committed.requests]
+        first = np.repeat(computed - self._window + 1, committed.counts)
+        slots[torch.from_numpy(committed.positions < first)] = PADDING_SLOT
+
+    @cached_property
+    def _window(self) -> int | None:
+        """Tokens that the layers of the draft's cache group see; None: all of them."""
+        spec = self.runner.kv_cache_config.kv_cache_groups[self.kv_cache_gid].kv_cache_spec
+        return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
 
     def grow(
         self,

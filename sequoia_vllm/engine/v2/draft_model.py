@@ -26,23 +26,34 @@ class DraftCache:
     Attributes:
         block_tables: vLLM's, gathered for the batch by the target's pass.
         groups: Index of the cache group of each draft layer.
+        windows: Tokens that the layers of a group see, of groups that do not see all.
         slot_mappings: int64 ``[groups, rows]``: a buffer of the draft's own.
     """
 
     block_tables: BlockTables
     groups: dict[str, int]
+    windows: dict[int, int]
     slot_mappings: Tensor
 
     def slots(
-        self, requests: Tensor, query_start_loc: Tensor, positions: Tensor, has_slot: Tensor
+        self,
+        requests: Tensor,
+        query_start_loc: Tensor,
+        positions: Tensor,
+        has_slot: Tensor,
+        computed: Tensor,
     ) -> Tensor:
         """Slots int64 ``[groups, rows]`` of these positions; -1 where there is none.
+
+        There is none either before the windows that tokens to come will see: vLLM gives such
+        blocks to others, whether or not the draft has read that far.
 
         Args:
             requests: int64 ``[R]``: request slots; -1: none.
             query_start_loc: int32 ``[R + 1]``: rows of each request.
             positions: ``[rows]``.
             has_slot: bool ``[rows]``.
+            computed: ``[rows]``: tokens that the target had computed of each one's request.
         """
         slots = self.block_tables.compute_slot_mappings(
             requests,
@@ -51,7 +62,10 @@ class DraftCache:
             len(positions),
             out=self.slot_mappings,
         )
-        return slots.masked_fill_(~has_slot, PAD_SLOT_ID)
+        slots.masked_fill_(~has_slot, PAD_SLOT_ID)
+        for group, window in self.windows.items():
+            slots[group].masked_fill_(positions < computed - window + 1, PAD_SLOT_ID)
+        return slots
 
     def by_layer(self, slots: Tensor) -> dict[str, Tensor]:
         """Each draft layer's row of such slots."""

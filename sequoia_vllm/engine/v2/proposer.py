@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.states import SamplingStates
@@ -91,7 +92,13 @@ class TreeProposer(StandaloneARSpeculator):
         }
         specs = {i: self.kv_cache_config.kv_cache_groups[i].kv_cache_spec for i in groups.values()}
         self.reading.use_cache({index: spec.block_size for index, spec in specs.items()})
-        self._cache = DraftCache(self.block_tables, groups, self.expanded_slot_mappings)
+        windows = {i: w for i, spec in specs.items() if (w := _freed_behind(spec)) is not None}
+        if windows and min(windows.values()) <= self.tree.depth + 1:
+            raise ValueError(
+                f"the draft has a sliding window of {min(windows.values())} tokens, too few for a "
+                f"tree of depth {self.tree.depth}: choose a less deep tree"
+            )
+        self._cache = DraftCache(self.block_tables, groups, windows, self.expanded_slot_mappings)
         self._growth = TreeGrowth(
             batch=self.batch,
             drafted=self.drafted,
@@ -256,8 +263,9 @@ class TreeProposer(StandaloneARSpeculator):
         positions = (starts[request] + offset).long()
         self.input_buffers.query_start_loc[: num_reqs + 1] = query_start_loc
         self.input_buffers.seq_lens[:num_reqs] = starts + query_start_loc.diff()
+        computed = self.req_states.num_computed_tokens.gpu[batch.idx_mapping[request]]
         slots = self._cache.slots(
-            batch.idx_mapping, query_start_loc, positions, offset < counts[request]
+            batch.idx_mapping, query_start_loc, positions, offset < counts[request], computed
         )
         self.input_buffers.positions[:total] = positions
         metadata = self._build_attn_metadata(
@@ -285,6 +293,11 @@ class TreeProposer(StandaloneARSpeculator):
         rows = batch.num_tokens
         hidden = self._run_model(batch.input_ids[:rows], batch.positions[:rows], None, None, None)
         self.model.compute_logits(hidden[: min(rows, self.plan.widest_level)])
+
+
+def _freed_behind(spec: Any) -> int | None:
+    """The window behind which vLLM frees the blocks of a cache group; None: it keeps them."""
+    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
 
 
 def last_rows(first_rows: Tensor, counts: Tensor, total: int) -> Tensor:
