@@ -222,7 +222,7 @@ def test_several_reasons_are_reported_together():
 )
 def test_attention_that_cannot_leave_contexts_to_flash_attention(kind, version, wrong):
     impl = object.__new__(getattr(attention_gpu, kind))
-    impl.head_size, impl.vllm_flash_attn_version = 64, version
+    impl.head_size, impl.vllm_flash_attn_version, impl.sliding_window = 64, version, (-1, -1)
     ancestors = torch.ones(1, 1, dtype=torch.bool)
     reason = GPUTreeBackend(ancestors, "flash").unsupported_attention("a", impl)
     assert reason is None if wrong is None else reason.startswith(wrong)

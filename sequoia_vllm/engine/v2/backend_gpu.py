@@ -14,6 +14,7 @@ from sequoia_vllm.engine.attention_layers import (
     reason_of,
     replaced_backends,
     unmaskable_features,
+    window_of,
 )
 from sequoia_vllm.engine.kv_commit import layers_by_cache
 from sequoia_vllm.engine.v2.attention_gpu import (
@@ -45,6 +46,7 @@ class GPUTreeBackend(TreeBackend):
         self._context_attention = context_attention
         self._ancestors = ancestors
         self._masks = NodeMasks()
+        self._masks.of(ancestors)  # making one waits for the device: now, not in a step
         self._workspace = TreeAttentionWorkspace(_LARGEST_HEAD, ancestors.device)
         self._layers: list[tuple[str, CacheLayers]] = []
 
@@ -54,6 +56,8 @@ class GPUTreeBackend(TreeBackend):
 
     def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
         """Why our kernel cannot serve this layer, or None."""
+        if isinstance(impl, GPUTreeForward):
+            self._masks.of(self._ancestors, window_of(impl))  # the layer is asked when it is loaded
         head_size = getattr(impl, "head_size", 0)
         by_flash = self._context_attention == "flash"
         flash = isinstance(impl, FlashTreeImpl) and impl.attends_to_contexts
