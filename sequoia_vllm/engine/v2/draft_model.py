@@ -53,7 +53,8 @@ class DraftCache:
             query_start_loc: int32 ``[R + 1]``: rows of each request.
             positions: ``[rows]``.
             has_slot: bool ``[rows]``.
-            computed: ``[rows]``: tokens that the target had computed of each one's request.
+            computed: ``[rows]``: tokens that the target had computed of each one's request
+                before the step.
         """
         slots = self.block_tables.compute_slot_mappings(
             requests,

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
@@ -194,6 +195,9 @@ class TreeProposer(StandaloneARSpeculator):
             drafts = min(drafts, num_speculative_tokens)
         if drafts > 0:
             self._draft(input_batch, num_sampled, temperature, seeds, drafts)
+        elif self._cache.windows and input_batch.is_prefilling_np.any():
+            # Later what lies before windows could not be kept, see `DraftCache.slots`.
+            self._read_prompts(input_batch, num_sampled, temperature, seeds)
         tokens = self.drafted.tokens[: input_batch.num_reqs, 1:]
         # What vLLM did not ask for it overwrites with -1, in place. A request that gets no
         # tree later is scored with what is in its row: ids that the target can embed.
@@ -210,10 +214,46 @@ class TreeProposer(StandaloneARSpeculator):
         num_reqs, levels = batch.num_reqs, self.tables.levels_of(drafts)
         num_trees = min(num_reqs, self.plan.most_requests(drafts))
         is_long = self.reading.most_unread(batch.idx_mapping_np) > chain_width(levels)
-        bounds = np.zeros(num_reqs, dtype=np.int32)
-        readers = slice(num_reqs if is_long else num_trees)
-        bounds[readers] = self.reading.take_bounds(
-            batch.idx_mapping_np[readers], self.max_num_tokens
+        readers = num_reqs if is_long else num_trees
+        bounds = self._begin(batch, num_sampled, temperature, seeds, levels, readers, num_trees)
+        self._last_grown = levels
+        max_keys = int(batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs].max()) + 1
+        if is_long:
+            hidden = self._read_ragged(batch, bounds)
+            self._growth.grow(num_trees, levels, hidden[:num_trees], max_keys)
+        elif shape := self._graphs and self._graphs.shape_of(num_trees, drafts):
+            self._graphs.run_fullgraph(shape)
+        else:
+            self._growth.read_and_grow(num_trees, levels, max_keys)
+
+    def _read_prompts(
+        self, batch: InputBatch, num_sampled: Tensor, temperature: Tensor, seeds: Tensor
+    ) -> None:
+        """Reads what requests have, and grows nothing."""
+        levels = self.tables.levels_of(1)
+        bounds = self._begin(
+            batch, num_sampled, temperature, seeds, levels, readers=batch.num_reqs, num_trees=0
+        )
+        if bounds.any():
+            self._read_ragged(batch, bounds)
+
+    def _begin(
+        self,
+        batch: InputBatch,
+        num_sampled: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        levels: DraftLevels,
+        readers: int,
+        num_trees: int,
+    ) -> NDArray[np.int32]:
+        """Rows that each request's part of the pass may have at most, int32 ``[R]``.
+
+        The first ``readers`` requests read, and the first ``num_trees`` have trees.
+        """
+        bounds = np.zeros(batch.num_reqs, dtype=np.int32)
+        bounds[:readers] = self.reading.take_bounds(
+            batch.idx_mapping_np[:readers], self.max_num_tokens
         )
         self.batch.begin(
             requests=batch.idx_mapping,
@@ -235,15 +275,7 @@ class TreeProposer(StandaloneARSpeculator):
             longest=min(self.draft_model_config.max_model_len, self.max_model_len) - 1,
             max_trees=num_trees,
         )
-        self._last_grown = levels
-        max_keys = int(batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs].max()) + 1
-        if is_long:
-            hidden = self._read_ragged(batch, bounds)
-            self._growth.grow(num_trees, levels, hidden[:num_trees], max_keys)
-        elif shape := self._graphs and self._graphs.shape_of(num_trees, drafts):
-            self._graphs.run_fullgraph(shape)
-        else:
-            self._growth.read_and_grow(num_trees, levels, max_keys)
+        return bounds
 
     def _read_ragged(self, batch: InputBatch, bounds: np.ndarray) -> Tensor:
         """Hidden states ``[R, H]`` at each request's last committed token.
@@ -263,9 +295,14 @@ class TreeProposer(StandaloneARSpeculator):
         positions = (starts[request] + offset).long()
         self.input_buffers.query_start_loc[: num_reqs + 1] = query_start_loc
         self.input_buffers.seq_lens[:num_reqs] = starts + query_start_loc.diff()
-        computed = self.req_states.num_computed_tokens.gpu[batch.idx_mapping[request]]
+        # The target's before this step; vLLM frees nothing by what steps under way compute.
+        computed = batch.seq_lens[:num_reqs] - batch.query_start_loc[: num_reqs + 1].diff()
         slots = self._cache.slots(
-            batch.idx_mapping, query_start_loc, positions, offset < counts[request], computed
+            batch.idx_mapping,
+            query_start_loc,
+            positions,
+            offset < counts[request],
+            computed[request],
         )
         self.input_buffers.positions[:total] = positions
         metadata = self._build_attn_metadata(
