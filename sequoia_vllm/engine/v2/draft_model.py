@@ -36,25 +36,15 @@ class DraftCache:
     slot_mappings: Tensor
 
     def slots(
-        self,
-        requests: Tensor,
-        query_start_loc: Tensor,
-        positions: Tensor,
-        has_slot: Tensor,
-        computed: Tensor,
+        self, requests: Tensor, query_start_loc: Tensor, positions: Tensor, has_slot: Tensor
     ) -> Tensor:
         """Slots int64 ``[groups, rows]`` of these positions; -1 where there is none.
-
-        There is none either before the windows that tokens to come will see: vLLM gives such
-        blocks to others, whether or not the draft has read that far.
 
         Args:
             requests: int64 ``[R]``: request slots; -1: none.
             query_start_loc: int32 ``[R + 1]``: rows of each request.
             positions: ``[rows]``.
             has_slot: bool ``[rows]``.
-            computed: ``[rows]``: tokens that the target had computed of each one's request
-                before the step.
         """
         slots = self.block_tables.compute_slot_mappings(
             requests,
@@ -63,10 +53,22 @@ class DraftCache:
             len(positions),
             out=self.slot_mappings,
         )
-        slots.masked_fill_(~has_slot, PAD_SLOT_ID)
+        return slots.masked_fill_(~has_slot, PAD_SLOT_ID)
+
+    def leave_out_before_windows(self, slots: Tensor, positions: Tensor, computed: Tensor) -> None:
+        """Gives no slots, in place, to what no token to come sees: its blocks may be another's.
+
+        vLLM takes them away when the target has no more use for them, whether or not the
+        draft has read that far.
+
+        Args:
+            slots: int64 ``[groups, rows]``, from `slots`.
+            positions: ``[rows]``.
+            computed: ``[rows]``: tokens that the target had computed of each one's request
+                before the step.
+        """
         for group, window in self.windows.items():
             slots[group].masked_fill_(positions < computed - window + 1, PAD_SLOT_ID)
-        return slots
 
     def by_layer(self, slots: Tensor) -> dict[str, Tensor]:
         """Each draft layer's row of such slots."""

@@ -196,7 +196,7 @@ class TreeProposer(StandaloneARSpeculator):
         if drafts > 0:
             self._draft(input_batch, num_sampled, temperature, seeds, drafts)
         elif self._cache.windows and input_batch.is_prefilling_np.any():
-            # Later what lies before windows could not be kept, see `DraftCache.slots`.
+            # Later what lies before windows could not be kept, see `leave_out_before_windows`.
             self._read_prompts(input_batch, num_sampled, temperature, seeds)
         tokens = self.drafted.tokens[: input_batch.num_reqs, 1:]
         # What vLLM did not ask for it overwrites with -1, in place. A request that gets no
@@ -295,15 +295,13 @@ class TreeProposer(StandaloneARSpeculator):
         positions = (starts[request] + offset).long()
         self.input_buffers.query_start_loc[: num_reqs + 1] = query_start_loc
         self.input_buffers.seq_lens[:num_reqs] = starts + query_start_loc.diff()
-        # The target's before this step; vLLM frees nothing by what steps under way compute.
-        computed = batch.seq_lens[:num_reqs] - batch.query_start_loc[: num_reqs + 1].diff()
         slots = self._cache.slots(
-            batch.idx_mapping,
-            query_start_loc,
-            positions,
-            offset < counts[request],
-            computed[request],
+            batch.idx_mapping, query_start_loc, positions, offset < counts[request]
         )
+        if self._cache.windows:
+            # The target's before this step; vLLM frees nothing by what steps under way compute.
+            computed = batch.seq_lens[:num_reqs] - batch.query_start_loc[: num_reqs + 1].diff()
+            self._cache.leave_out_before_windows(slots, positions, computed[request])
         self.input_buffers.positions[:total] = positions
         metadata = self._build_attn_metadata(
             num_reqs=num_reqs,
