@@ -46,4 +46,4 @@ def test_adapters_and_none_in_one_batch(adapters, verification):
     assert all(plain[0][row] != without[row] for row in (1, 2, 4, 5))
     with running(sequoia(verification=verification), **LORA) as llm:
         assert [outputs(llm, adapters, seed) for seed in (0, 0, 7)] == plain
-        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 100
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 50

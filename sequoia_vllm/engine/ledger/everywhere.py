@@ -280,6 +280,7 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     *(Expected(f"{_OUTPUT}:CachedRequestData.{field}") for field in ("req_ids", "new_block_ids")),
     Expected("vllm.v1.kv_cache_interface:KVCacheConfig.kv_cache_groups"),
     Expected("vllm.v1.kv_cache_interface:KVCacheSpec.block_size"),
+    Expected("vllm.v1.kv_cache_interface:SlidingWindowSpec.sliding_window"),
     Expected(
         "vllm.config:get_layers_from_vllm_config", ("vllm_config", "layer_type"), may_grow=True
     ),
