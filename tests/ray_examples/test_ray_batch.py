@@ -63,25 +63,43 @@ def engine_of(replica: psutil.Process) -> psutil.Process:
     return engine
 
 
+def start_with_two_frozen_replicas(run):
+    """A session, and its replicas stopped at their first chunks: neither does the other's work.
+
+    In one of many runs Ray had not started the second within minutes: then all begins anew.
+    """
+    for deadline in (START_DEADLINE / 3, START_DEADLINE):
+        session, frozen = run.start(), {}
+        try:
+            while len(frozen) < 2:
+                [replica] = wait_for(
+                    "the start of a replica",
+                    lambda session=session, frozen=frozen: (
+                        [r for r in run.busy_replicas() if r.pid not in frozen][:1]
+                        or session.check_running()
+                    ),
+                    deadline,
+                    pause=0.05,
+                )
+                engine_of(replica).suspend()
+                frozen[replica.pid] = replica
+        except AssertionError:
+            for replica in frozen.values():
+                engine_of(replica).kill()
+            session.kill()
+            if deadline == START_DEADLINE:
+                raise
+            wait_for("the end of the replicas", run.gone, STOP_DEADLINE)
+        else:
+            break
+    return session, list(frozen.values())
+
+
 def test_killed_runs_are_completed_without_loss_or_repetition(cluster, tmp_path, plain_texts):
     run = Run(cluster, tmp_path)
-    session = run.start()
+    session, replicas = start_with_two_frozen_replicas(run)
     try:
-        # Each replica is stopped at its first chunk, so that neither can do the other's work.
-        frozen: dict[int, psutil.Process] = {}
-        while len(frozen) < 2:
-            [replica] = wait_for(
-                "the start of a replica",
-                lambda: (
-                    [r for r in run.busy_replicas() if r.pid not in frozen][:1]
-                    or session.check_running()
-                ),
-                START_DEADLINE,
-                pause=0.05,
-            )
-            engine_of(replica).suspend()
-            frozen[replica.pid] = replica
-        first, second = frozen.values()
+        first, second = replicas
         engines = [engine_of(first), engine_of(second)]
         before = len(run.lines())
         engines[0].kill()  # noticed by its replica
