@@ -12,6 +12,7 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 
 class TreeForward(ABC):
@@ -89,6 +90,11 @@ def window_of(impl: Any) -> int | None:
     if isinstance(window, tuple):
         return None if window[0] < 0 else window[0] + 1
     return None if window in (None, -1) else window
+
+
+def freed_behind(spec: KVCacheSpec) -> int | None:
+    """The window behind which vLLM gives a cache group's blocks to others; None: it keeps them."""
+    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
 
 
 def reason_of(layer_name: str, features: Mapping[str, bool]) -> str | None:

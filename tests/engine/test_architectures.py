@@ -5,29 +5,18 @@ is right in every draft, unless attention over its own trees is wrong: so it tes
 """
 
 import pytest
-import torch
 from vllm import SamplingParams
 
 from sequoia_vllm.engine.v1.reading import DraftReading
 from tests.support.architectures import CONFIGS, VOCABULARY, save_architecture
-from tests.support.engines import metric, running, sequoia, tokens_of
+from tests.support.engines import cache_kinds, metric, running, sequoia, tokens_of
+from tests.support.generating import random_prompts
 from tests.support.models import save_llama
 
-LENGTHS = (5, 37, 90, 200)
+LENGTHS = [5, 37, 90, 200]
 PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 # A block is 128 tokens here, unless told otherwise: windows end within blocks, and at their ends.
 OPTIONS = {"skip_tokenizer_init": True, "block_size": 32}
-
-
-def random_prompts(lengths):
-    return [
-        {
-            "prompt_token_ids": torch.randint(
-                3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)
-            ).tolist()
-        }
-        for length in lengths
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +28,17 @@ def folder(tmp_path_factory):
     return folder
 
 
-def groups_of(llm):
-    """The kinds of the engine's KV cache groups."""
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    return {type(group.kv_cache_spec).__name__ for group in runner.kv_cache_config.kv_cache_groups}
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_that_drafts_for_itself(folder, name):
     options = {"model": str(folder / name), **OPTIONS}
+    prompts = random_prompts(LENGTHS, VOCABULARY)
     with running(None, **options) as llm:
-        plain = tokens_of(llm.generate(random_prompts(LENGTHS), PARAMS, use_tqdm=False))
+        plain = tokens_of(llm.generate(prompts, PARAMS, use_tqdm=False))
     with running(sequoia(16, draft=folder / name), **options) as llm:
-        assert tokens_of(llm.generate(random_prompts(LENGTHS), PARAMS, use_tqdm=False)) == plain
+        assert (
+            tokens_of(llm.generate(random_prompts(LENGTHS, VOCABULARY), PARAMS, use_tqdm=False))
+            == plain
+        )
         # 100 tokens of 4 requests, the first of each from its prompt: five at a time.
         assert metric(llm, "vllm:spec_decode_num_drafts") == 4 * 20
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") == 4 * 80
@@ -72,7 +59,8 @@ def test_windows_with_a_cache_too_small(folder, name, kinds):
         "model": str(folder / name), **OPTIONS, "enable_prefix_caching": True,
         "kv_cache_memory_bytes": 1 << 20,
     }  # fmt: skip
-    prompts = random_prompts((200, 90, 37, 5, 200, 150, 120, 33))
+    prompts = random_prompts([200, 90, 37, 5, 150, 120, 33], VOCABULARY)
+    prompts.insert(4, prompts[0])
 
     def generated(llm):
         return [tokens_of(llm.generate(prompts, PARAMS, use_tqdm=False)) for _ in range(2)]
@@ -84,7 +72,7 @@ def test_windows_with_a_cache_too_small(folder, name, kinds):
         assert metric(llm, "vllm:prefix_cache_hits") > 0
         assert metric(llm, "vllm:num_preemptions") > 0
         assert metric(llm, "vllm:spec_decode_num_drafts") > 100
-        assert groups_of(llm) == kinds
+        assert cache_kinds(llm) == kinds
 
 
 def test_a_prompt_in_the_prefix_cache_is_not_read_again(folder, monkeypatch):
@@ -95,7 +83,7 @@ def test_a_prompt_in_the_prefix_cache_is_not_read_again(folder, monkeypatch):
         DraftReading, "_note_read", lambda *args: (read.append(args[2]), note_read(*args))
     )
     options = {"model": str(folder / "mistral"), **OPTIONS, "enable_prefix_caching": True}
-    prompts = random_prompts((200,))
+    prompts = random_prompts([200], VOCABULARY)
     with running(sequoia(16, draft=folder / "mistral"), **options) as llm:
         first = tokens_of(llm.generate(prompts, PARAMS, use_tqdm=False))
         assert read[0] == 0
@@ -112,7 +100,7 @@ def test_a_draft_that_fell_behind_its_window(folder):
     """
     model = folder / "mistral"
     options = {"model": str(model), **OPTIONS, "kv_cache_memory_bytes": 3 << 19}
-    prompts = random_prompts((150, 130, 60, 61, 62, 63, 64, 65))
+    prompts = random_prompts([150, 130, 60, 61, 62, 63, 64, 65], VOCABULARY)
     params = [
         SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         for tokens in (220, 240, 90, 100, 110, 90, 100, 110)
@@ -126,4 +114,4 @@ def test_a_draft_that_fell_behind_its_window(folder):
         trees = metric(llm, "vllm:spec_decode_num_drafts")
         # Hardly any draft was wrong: only those that looked at what was taken away.
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 2.5 * trees > 100
-        assert groups_of(llm) == {"SlidingWindowSpec"}
+        assert cache_kinds(llm) == {"SlidingWindowSpec"}

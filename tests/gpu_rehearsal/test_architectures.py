@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from tests.support.architectures import VOCABULARY, save_architecture
-from tests.support.engines import sequoia
+from tests.support.engines import cache_kinds, runner_of, sequoia
 from tests.support.generating import random_prompts
 from tests.support.on_gpu import call_on_gpu
-from tests.support.rehearsing import generate, generate_with_trees, rehearsing, runner_of
+from tests.support.rehearsing import generate, generate_with_trees, rehearsing
 
 pytestmark = pytest.mark.engine
 
@@ -33,8 +33,7 @@ def start_and_generate(models: str, names: list[str]) -> dict[str, Any]:
             plain = generate(llm, requests, params)
         with rehearsing(sequoia(SIZE, DEPTH, draft=model), model=model, max_num_seqs=2) as llm:
             trees = generate_with_trees(llm, requests, params)
-            groups = runner_of(llm).kv_cache_config.kv_cache_groups
-            kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+            kinds = sorted(cache_kinds(llm))
             backend = runner_of(llm).attn_groups[0][0].backend.__name__
         answers[name] = {"plain": plain, "trees": trees, "kinds": kinds, "backend": backend}
     return answers

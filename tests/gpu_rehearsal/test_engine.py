@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sequoia_vllm.measuring.step_recorder import EXTENSION
-from tests.support.engines import sequoia
+from tests.support.engines import runner_of, sequoia
 from tests.support.generating import random_prompts, save_related_pair
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import (
@@ -14,7 +14,6 @@ from tests.support.rehearsing import (
     generate_with_trees,
     recording_kernels,
     rehearsing,
-    runner_of,
     since,
 )
 

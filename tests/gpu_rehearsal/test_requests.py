@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sequoia_vllm.engine.adapting import freeze
-from tests.support.engines import sequoia
+from tests.support.engines import runner_of, sequoia
 from tests.support.generating import (
     completions,
     counted,
@@ -21,7 +21,6 @@ from tests.support.rehearsing import (
     generate,
     generate_with_trees,
     rehearsing,
-    runner_of,
     since,
 )
 

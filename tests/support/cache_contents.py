@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.v1.core.kv_cache_utils import get_group_id
 
 from sequoia_vllm.attention.cpu_cache import keys_and_values
+from tests.support.engines import runner_of
 
 Prefix = tuple[int, ...]
 """All tokens up to the end of a block: its keys and values depend on them."""
@@ -38,7 +39,7 @@ class PrefixCache:
 
     def __init__(self, llm: Any) -> None:
         engine = llm.llm_engine
-        self.runner = engine.model_executor.driver_worker.worker.model_runner
+        self.runner = runner_of(llm)
         manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
         self._pool = manager.block_pool
         self._prefixes: dict[tuple[int, int], Prefix] = {}

@@ -58,6 +58,17 @@ def tokens_of(outputs) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def runner_of(llm: LLM):
+    """The model runner of an engine in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def cache_kinds(llm: LLM) -> set[str]:
+    """The kinds of the engine's KV cache groups."""
+    groups = runner_of(llm).kv_cache_config.kv_cache_groups
+    return {type(group.kv_cache_spec).__name__ for group in groups}
+
+
 def metric(llm: LLM, name: str) -> float:
     return sum(m.value for m in llm.get_metrics() if m.name == name)
 

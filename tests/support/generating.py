@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engines import metric, running, whole_trees
+from tests.support.engines import metric, runner_of, running, whole_trees
 from tests.support.models import save_llama
 
 VOCAB = 256
@@ -87,7 +87,7 @@ def check_logprobs(ours: list[Any], plain: list[Any]) -> int:
 
 def describe(llm: Any) -> dict[str, str]:
     """Which of vLLM's and our classes run."""
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    runner = runner_of(llm)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     attention = next(iter(runner.compilation_config.static_forward_context.values())).impl
     return {

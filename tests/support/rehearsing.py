@@ -24,11 +24,6 @@ def rehearsing(config: dict | None, **options: Any) -> Iterator[Any]:
         yield llm
 
 
-def runner_of(llm: Any) -> Any:
-    """The model runner of an engine in this process."""
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
-
-
 def since(before: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
     """Graphs captured and replayed since `graphs.report()` gave `before`."""
     from gpu_stand_in import graphs

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.architectures import VOCABULARY, save_architecture
-from tests.support.engines import running, sequoia
+from tests.support.engines import runner_of, running, sequoia
 from tests.support.generating import generate, generate_on, random_prompts
 from tests.support.on_v2 import call_on_v2
 
@@ -44,7 +44,7 @@ def generate_with_all(models: str, names: list[str], block_size: int) -> dict[st
 
 def groups_of(llm: Any) -> list[list[Any]]:
     """Each KV cache group: its kind, and how many layers of the target and of the draft it has."""
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    runner = runner_of(llm)
     drafts = runner.speculator.draft_attn_layer_names
     return [
         [type(group.kv_cache_spec).__name__, *(

@@ -13,10 +13,10 @@ from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from sequoia_vllm.drafting.tree_tables import DraftLevels, Level
+from sequoia_vllm.engine.attention_layers import freed_behind
 from sequoia_vllm.engine.cpu_attention import CPUTreeAttentionMetadata, TreeQueries
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
 from sequoia_vllm.engine.v1.drafts import DraftedTrees
@@ -125,9 +125,9 @@ class TreeProposer(DraftModelProposer):
 
     @cached_property
     def _window(self) -> int | None:
-        """Tokens that the layers of the draft's cache group see; None: all of them."""
-        spec = self.runner.kv_cache_config.kv_cache_groups[self.kv_cache_gid].kv_cache_spec
-        return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+        """See `freed_behind`, of the draft's cache group."""
+        group = self.runner.kv_cache_config.kv_cache_groups[self.kv_cache_gid]
+        return freed_behind(group.kv_cache_spec)
 
     def grow(
         self,

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, build_logitsprocs
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -38,7 +38,7 @@ from sequoia_vllm.engine.v1.path_edits import PathEdits
 from sequoia_vllm.engine.v1.proposer import TreeProposer
 from sequoia_vllm.engine.v1.reading import CommittedTokens, DraftReading
 from sequoia_vllm.engine.v1.sampler_output import SamplerRows, combine_outputs, wants_logprobs
-from sequoia_vllm.engine.v1.seeded import restart_seeds
+from sequoia_vllm.engine.v1.seeded import SessionSeeds
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution, truncation_of
 from sequoia_vllm.engine.v1.verifier import TreeVerifier
 from sequoia_vllm.verification import VerifyResult, load_traversal
@@ -83,7 +83,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self._thinks = thinks_first(vllm_config)
         self._tables = TreeTables(self.tree, device)
         self._drafts: dict[str, Draft] = {}
-        self._earlier_turns: dict[str, int] = {}  # tokens that these emitted, of each session
+        self._session_seeds = SessionSeeds()
         self._trees: ScoringTrees | None = None
         self._target_metadata: dict[str, Any] = {}
         self._target_caches: TargetCaches | None = None
@@ -128,12 +128,12 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         """As vLLM's; follows requests that finish, start, or resume after preemption."""
         for request_id in scheduler_output.finished_req_ids:
             self._drafts.pop(request_id, None)
-            self._earlier_turns.pop(request_id, None)
+            self._session_seeds.forget(request_id)
             self.draft_reading.forget(request_id)
         for new in scheduler_output.scheduled_new_reqs:
-            is_known = new.req_id in self.requests
-            if is_known and new.req_id not in scheduler_output.finished_req_ids:
-                self._continue_session(new)
+            known = self.requests.get(new.req_id)
+            if known is not None and new.req_id not in scheduler_output.finished_req_ids:
+                self._session_seeds.continue_session(known, new.num_computed_tokens)
             self.draft_reading.start(new.req_id, new.num_computed_tokens, new.block_ids)
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
@@ -144,18 +144,6 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             elif blocks is not None:
                 self.draft_reading.extend(request_id, blocks)
         return super()._update_states(scheduler_output)
-
-    def _continue_session(self, new: NewRequestData) -> None:
-        """A resumable request has its next piece of prompt: its seeds go on where its turn ended.
-
-        The last step of the turn may have drawn for tokens behind its end.
-        """
-        state = self.requests[new.req_id]
-        emitted = new.num_computed_tokens + 1 - state.num_prompt_tokens
-        emitted += self._earlier_turns.get(new.req_id, 0)
-        self._earlier_turns[new.req_id] = emitted
-        if state.generator is not None:
-            restart_seeds(state.generator, emitted)
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -31,10 +32,33 @@ def consume_seeds(generator: torch.Generator, count: int) -> None:
     torch.randint(0, 2**31, (count,), generator=generator, dtype=torch.long)
 
 
-def restart_seeds(generator: torch.Generator, count: int) -> None:
-    """Sets the generator to where it was after its first ``count`` tokens."""
-    generator.manual_seed(generator.initial_seed())
-    consume_seeds(generator, count)
+class SessionSeeds:
+    """Follows requests whose prompts come in pieces: each turn's seeds go on where the last ended.
+
+    The last step of a turn may have drawn for tokens behind its end. The runner calls
+    `continue_session` when such a request has its next piece, and `forget` when it has finished.
+    """
+
+    def __init__(self) -> None:
+        self._emitted: dict[str, int] = {}  # tokens of all turns but the last
+
+    def continue_session(self, state: CachedRequestState, num_computed_tokens: int) -> None:
+        """Sets the request's generator to where it was after the tokens that it emitted.
+
+        Args:
+            state: The request, as it was in the turn that has ended.
+            num_computed_tokens: Of its next turn.
+        """
+        emitted = num_computed_tokens + 1 - state.num_prompt_tokens
+        emitted += self._emitted.get(state.req_id, 0)
+        self._emitted[state.req_id] = emitted
+        if state.generator is not None:
+            state.generator.manual_seed(state.generator.initial_seed())
+            consume_seeds(state.generator, emitted)
+
+    def forget(self, request_id: str) -> None:
+        """The request has finished."""
+        self._emitted.pop(request_id, None)
 
 
 def gumbel_noise(seeds: Tensor, vocab_size: int) -> Tensor:

@@ -36,6 +36,14 @@ class TreeBackend(ABC):
     def scoring_queries(self, trees: ScoringTrees, metadata: Any) -> Any:
         """What the target's attention needs of these trees, as its metadata's ``tree``."""
 
+    def attach(self, trees: ScoringTrees, metadata: dict[str, Any], layers: list[str]) -> None:
+        """Hands ``trees`` to the attention of these layers.
+
+        Layers of a cache group share one metadata object, which has the group's block table.
+        """
+        for shared in {id(metadata[name]): metadata[name] for name in layers}.values():
+            shared.tree = self.scoring_queries(trees, shared)
+
     @abstractmethod
     def draft_metadata(self, queries: DraftQueries, block_table: Tensor, slots: Tensor) -> Any:
         """Attention metadata of one draft pass.

@@ -12,7 +12,6 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.states import SamplingStates
@@ -24,6 +23,7 @@ from sequoia_vllm.drafting.draft_plan import DraftPlan, depths_by_drafts, inner_
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.growth import TreeGrowth, chain_width
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
+from sequoia_vllm.engine.attention_layers import freed_behind
 from sequoia_vllm.engine.grammar import thinks_first
 from sequoia_vllm.engine.load import fewer_drafts, scheduled_drafts
 from sequoia_vllm.engine.v2.backend import TreeBackend
@@ -93,7 +93,7 @@ class TreeProposer(StandaloneARSpeculator):
         }
         specs = {i: self.kv_cache_config.kv_cache_groups[i].kv_cache_spec for i in groups.values()}
         self.reading.use_cache({index: spec.block_size for index, spec in specs.items()})
-        windows = {i: w for i, spec in specs.items() if (w := _freed_behind(spec)) is not None}
+        windows = {i: w for i, spec in specs.items() if (w := freed_behind(spec)) is not None}
         if windows and min(windows.values()) <= self.tree.depth + 1:
             raise ValueError(
                 f"the draft has a sliding window of {min(windows.values())} tokens, too few for a "
@@ -328,11 +328,6 @@ class TreeProposer(StandaloneARSpeculator):
         rows = batch.num_tokens
         hidden = self._run_model(batch.input_ids[:rows], batch.positions[:rows], None, None, None)
         self.model.compute_logits(hidden[: min(rows, self.plan.widest_level)])
-
-
-def _freed_behind(spec: Any) -> int | None:
-    """The window behind which vLLM frees the blocks of a cache group; None: it keeps them."""
-    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
 
 
 def last_rows(first_rows: Tensor, counts: Tensor, total: int) -> Tensor:

@@ -23,7 +23,7 @@ from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.path_copies import PathCopies
 from sequoia_vllm.engine.v2.path_edits import along_paths
 from sequoia_vllm.engine.v2.proposer import TreeProposer
-from sequoia_vllm.engine.v2.scoring import ScoringTrees, TreeScoring, attach
+from sequoia_vllm.engine.v2.scoring import ScoringTrees, TreeScoring
 from sequoia_vllm.engine.v2.verifier import TreeVerifier
 
 
@@ -147,7 +147,7 @@ class TreeRunner(GPUModelRunner):
             trees = self._scoring.trees_of(input_batch)
         self._trees, self._metadata = trees, metadata
         if trees is not None:
-            attach(metadata, self._target_layers, trees, self.tree_backend)
+            self.tree_backend.attach(trees, metadata, self._target_layers)
         return metadata
 
     # -- after it: verify and commit -------------------------------------------------

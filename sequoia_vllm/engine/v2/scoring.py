@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,9 +11,6 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from sequoia_vllm.kernels.scoring_inputs import place_nodes
 from sequoia_vllm.tree import TokenTree
-
-if TYPE_CHECKING:
-    from sequoia_vllm.engine.v2.backend import TreeBackend
 
 
 @dataclass(frozen=True)
@@ -105,14 +101,3 @@ class TreeScoring:
             max_keys=max_keys,
             only_trees=True,
         )
-
-
-def attach(
-    metadata: dict[str, Any], layers: list[str], trees: ScoringTrees, backend: TreeBackend
-) -> None:
-    """Hands ``trees`` to the attention of these layers.
-
-    Layers of a cache group share one metadata object, which has the group's block table.
-    """
-    for shared in {id(metadata[name]): metadata[name] for name in layers}.values():
-        shared.tree = backend.scoring_queries(trees, shared)
