@@ -20,4 +20,3 @@ timing._LEAST_SHARE = 0.0
 
 class WithoutClocks:
     """Adds nothing to a worker: that this module was imported is what counts."""
-
