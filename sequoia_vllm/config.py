@@ -68,6 +68,22 @@ class TreeSpec(_Strict):
     )
 
 
+class OffloadSpec(_Strict):
+    """Where the target's layers are kept when they are not in memory (on CPUs)."""
+
+    weights: Literal["disk"] = Field(default="disk", description="What holds them.")
+    directory: Path = Field(
+        description="On a disk with room for them, best a local one that nothing else reads from. "
+        "Its file has no name: nothing is left there however the engine ends."
+    )
+    memory_gib: float = Field(
+        default=0.0, ge=0, description="GiB of the first layers that stay in memory all the same."
+    )
+    buffers: int = Field(
+        default=3, ge=2, le=64, description="Layers in memory at once: being computed or read."
+    )
+
+
 class SequoiaConfig(_Strict):
     """``{"method": "sequoia", ...}``: our keys, and vLLM's own for the draft model."""
 
@@ -124,6 +140,12 @@ class SequoiaConfig(_Strict):
         "time some steps in the engine's warm-up (3 seconds, more where steps are very slow), and "
         "keep them in the user's directory: the next start's tree is chosen with them.",
     )
+    offload: OffloadSpec | None = Field(
+        default=None,
+        description="On CPUs: read the target's layers from a disk in every pass, for models larger "
+        'than memory: {"weights": "disk", "directory": ..., "memory_gib": ...}. (On GPUs vLLM\'s '
+        "own --cpu-offload-gb and --offload-backend do that from the host's memory.)",
+    )
     quantization: str | None = Field(default=None, description="The draft's quantization.")
     revision: str | None = Field(default=None, description="The draft's revision.")
     code_revision: str | None = Field(default=None, description="The draft's code revision.")
@@ -176,7 +198,7 @@ class SequoiaConfig(_Strict):
         """The keys that are vLLM's own, as given."""
         ours = {
             "method", "model", "tree", "acceptance", "num_speculative_tokens", "context_attention",
-            "verification", "adapt", "tune_at_start",
+            "verification", "adapt", "tune_at_start", "offload",
         }  # fmt: skip
         return self.model_dump(exclude=ours, exclude_none=True)
 

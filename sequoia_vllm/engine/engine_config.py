@@ -19,6 +19,8 @@ from sequoia_vllm.engine.draft_checks import draft_problem
 from sequoia_vllm.engine.load import plan_load
 from sequoia_vllm.engine.mark import mark
 from sequoia_vllm.engine.model_shapes import pair_shapes
+from sequoia_vllm.engine.offload.choice import choose_offloading
+from sequoia_vllm.engine.offload.settings import with_offload
 from sequoia_vllm.engine.outlook import outlook_line
 from sequoia_vllm.engine.refusals import refuse_unsupported
 from sequoia_vllm.engine.request import sequoia_request
@@ -46,8 +48,11 @@ def create_engine_config(
     with short_in_commands():
         request = sequoia_request(self)
         if request is None:
-            return original(self, *args, **kwargs)
-        return _sequoia_engine_config(original, request, self, *args, **kwargs)
+            vllm_config = original(self, *args, **kwargs)
+        else:
+            vllm_config = _sequoia_engine_config(original, request, self, *args, **kwargs)
+        choose_offloading(vllm_config)
+        return vllm_config
 
 
 def _sequoia_engine_config(
@@ -124,6 +129,7 @@ def create_speculative_config(
     if request is None:
         return original(self, target_model_config, target_parallel_config)
     config = SequoiaConfig.parse(request)
+    self.additional_config = with_offload(self.additional_config, config.offload)
     resolved = resolve(
         config,
         device=current_device_name(),

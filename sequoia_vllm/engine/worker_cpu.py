@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu import model_runner as cpu_model_runner_v2
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from sequoia_vllm.engine.contract import check_contract
+from sequoia_vllm.engine.offload.worker import OffloadingCPUWorker
 from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.worker_base import SequoiaWorker
 
 
-class SequoiaCPUWorker(SequoiaWorker, CPUWorker):
+class SequoiaCPUWorker(SequoiaWorker, OffloadingCPUWorker):
     """vLLM's CPU worker with our model runner."""
 
     def init_device(self) -> None:

@@ -1,0 +1,254 @@
+"""vLLM's offloader for weights on a disk: CPUs have none of vLLM's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.offloader.base import BaseOffloader
+
+from sequoia_vllm.config import OffloadSpec
+from sequoia_vllm.offload import LayerRing, OffloadError, Region, WeightFile
+
+logger = logging.getLogger("vllm.sequoia")
+
+_LEAST = 64 << 10  # smaller weights (norms, biases, scales) stay in memory
+_ALIGNED = 64  # bytes, of a weight within its layer: a line of the CPU's caches
+
+
+@dataclass
+class _Weight:
+    """A weight of a layer, at ``offset`` bytes into the layer's region."""
+
+    name: str
+    offset: int
+    mapped: torch.Tensor
+
+
+@dataclass
+class _Layer:
+    """A decoder layer whose weights are on the disk; sizes in bytes.
+
+    Attributes:
+        module: The layer.
+        size: Of its weights as they are loaded.
+        weights, region, mapped: Where they are loaded to.
+    """
+
+    module: nn.Module
+    size: int
+    weights: list[_Weight] = field(default_factory=list)
+    region: Region | None = None
+    mapped: torch.Tensor | None = None
+
+
+class DiskOffloader(BaseOffloader):
+    """Keeps the target's decoder layers on a disk, and reads them ahead of their computation.
+
+    A layer's weights are mapped to a file as soon as vLLM has built the layer, so that a
+    checkpoint is loaded into the file, whatever its size; `post_init` then gives each weight its
+    place in a ring of buffers. Layers wait for their weights with the operations that vLLM's own
+    prefetching uses, which compiled models keep in order.
+
+    Args:
+        spec: What is asked for.
+
+    Raises:
+        OffloadError: The directory cannot be used.
+    """
+
+    def __init__(self, spec: OffloadSpec) -> None:
+        self._spec = spec
+        self._file = WeightFile(spec.directory)
+        self._layers: list[_Layer] | None = None
+        self._ring: LayerRing | None = None
+        self._resident = 0
+
+    def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[Any]:
+        """The same layers, whose weights vLLM loads into the file; a draft's stay as they are.
+
+        Args:
+            modules_generator: Builds one layer after the other.
+            prefix: Not used.
+
+        Raises:
+            OffloadError: There is no room.
+        """
+        if self._layers is not None:
+            return list(modules_generator)  # of the draft, whose model is built after the target's
+        self._layers = []
+        modules = []
+        most = int(self._spec.memory_gib * 2**30)
+        for module in modules_generator:
+            size = sum(weight.nbytes for _, weight in _large(module))
+            if self._layers or self._resident + size > most:
+                self._take(module, size)
+            else:
+                self._resident += size
+            modules.append(module)
+        return modules
+
+    def _take(self, module: nn.Module, size: int) -> None:
+        assert self._layers is not None
+        layer = _Layer(module, size)
+        if size:
+            self._map(layer)
+            self._layers.append(layer)
+            _keep_plain(module)
+            _hook(module, len(self._layers) - 1)
+
+    def _map(self, layer: _Layer) -> None:
+        """Moves a layer's weights, as they are, into a new region of the file."""
+        length, layer.weights = 0, []
+        large = _large(layer.module)
+        offsets = []
+        for _, weight in large:
+            offsets.append(length)
+            length += -(-weight.nbytes // _ALIGNED) * _ALIGNED
+        layer.region, layer.mapped = self._file.region(length)
+        for (name, weight), offset in zip(large, offsets, strict=True):
+            mapped = _place(layer.mapped, offset, weight)
+            _copy_what_is_not_zero(weight.data, mapped)
+            weight.data = mapped
+            layer.weights.append(_Weight(name, offset, mapped))
+
+    def post_init(self) -> None:
+        """Seals the file, once weights are as kernels want them, and begins to read.
+
+        Raises:
+            OffloadError: There are no layers to offload, or their weights are elsewhere.
+        """
+        if self._ring is not None:
+            return
+        layers = self._layers or []
+        if not layers:
+            raise OffloadError(
+                "no weights were offloaded: "
+                + (
+                    "all layers fit in memory_gib; leave offload out"
+                    if self._resident
+                    else "vLLM builds no decoder layers of this model one by one"
+                )
+            )
+        regions = [self._seal(layer) for layer in layers]
+        self._ring = LayerRing(self._file, regions, self._spec.buffers)
+        for number, layer in enumerate(layers):
+            buffer = self._ring.bytes_of(number)
+            for weight, (_, parameter) in zip(layer.weights, _large(layer.module), strict=True):
+                parameter.data = _place(buffer, weight.offset, parameter)
+            layer.weights.clear()
+        self._ring.start()
+        logger.info(
+            "Sequoia: %.2f GiB of the target's weights (%d layers) are read from %s in every pass, "
+            "through %d buffers of %.0f MiB; %.2f GiB of its layers stay in memory",
+            self._file.size / 2**30, len(layers), self._spec.directory, self._ring.buffers,
+            self._ring.memory / self._ring.buffers / 2**20, self._resident / 2**30,
+        )  # fmt: skip
+
+    def _seal(self, layer: _Layer) -> Region:
+        """The layer's region, which holds its weights as they are now."""
+        large = _large(layer.module)
+        size = sum(weight.nbytes for _, weight in large)
+        if size < layer.size // 2:
+            raise OffloadError(
+                f"{type(layer.module).__name__}: the CPU kernels of this quantisation keep "
+                "weights in memory of their own, which cannot be read from a disk: leave offload "
+                "out, or serve a checkpoint that is not quantised"
+            )
+        here = {weight.name: weight.mapped.data_ptr() for weight in layer.weights}
+        if {name: weight.data_ptr() for name, weight in large} != here:
+            self._map(layer)  # they were packed, into memory
+        assert layer.region is not None and layer.mapped is not None
+        self._file.seal(layer.region, layer.mapped)
+        layer.mapped = None
+        return layer.region
+
+    def _wait_for_layer(self, layer_idx: int) -> None:
+        """Called by vLLM's operation ``wait_prefetch``, before a layer."""
+        assert self._ring is not None, "a layer was run before its weights were ready"
+        self._ring.wait(layer_idx)
+
+    def _start_prefetch(self, layer_idx: int) -> None:
+        """Called by vLLM's operation ``start_prefetch``, after a layer."""
+        assert self._ring is not None
+        self._ring.release(layer_idx)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """That are read in every pass of the target."""
+        return self._file.size
+
+    def close(self) -> None:
+        """Ends reading, and gives the disk's space back."""
+        if self._ring is not None:
+            self._ring.close()
+        self._file.close()
+
+
+def _large(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [
+        (name, weight)
+        for name, weight in module.named_parameters()
+        if weight.nbytes >= _LEAST and weight.device.type == "cpu"
+    ]
+
+
+def _place(region: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """Part of a region, seen as a tensor of a weight's shape, strides and dtype."""
+    storage = region[offset : offset + like.nbytes].view(like.dtype)
+    return storage.as_strided(like.shape, like.stride(), storage.storage_offset())
+
+
+def _copy_what_is_not_zero(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Into a file of zeros: layers are built with memory that nothing was written to."""
+    if not source.is_contiguous():
+        target.copy_(source)
+        return
+    size = (8 << 20) // source.element_size()
+    for old, new in zip(
+        source.view(-1).split(size), target.view(-1).split(size), strict=True
+    ):
+        if old.view(torch.uint8).any():
+            new.copy_(old)
+
+
+def _keep_plain(layer: nn.Module) -> None:
+    """vLLM packs unquantised weights into memory that only oneDNN knows; not these.
+
+    A matrix product takes the plain ones, too. It reorders them at each call, which takes
+    a few per cent of the time that they take to come from a disk, and comes while others do.
+    """
+    for module in layer.modules():
+        if isinstance(getattr(module, "quant_method", None), UnquantizedLinearMethod):
+            module._cpu_skip_gemm_dispatch = True
+
+
+def _hook(layer: nn.Module, number: int) -> None:
+    """Has the layer wait for its weights, and say when it is done with them."""
+    forward = layer.forward
+
+    def streamed(*args: Any, **kwargs: Any) -> Any:
+        hidden = _activations((*args, *kwargs.values()))
+        torch.ops.vllm.wait_prefetch(hidden, number)
+        output = forward(*args, **kwargs)
+        torch.ops.vllm.start_prefetch(_activations(_as_tuple(output)), number)
+        return output
+
+    layer.forward = streamed
+
+
+def _as_tuple(output: Any) -> tuple[Any, ...]:
+    return output if isinstance(output, tuple) else (output,)
+
+
+def _activations(values: tuple[Any, ...]) -> torch.Tensor:
+    """The first tensor that depends on weights: positions, which come first, do not."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value
+    raise OffloadError("a decoder layer takes or gives no activations: leave offload out")

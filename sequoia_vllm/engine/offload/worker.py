@@ -1,0 +1,42 @@
+"""The part of CPU workers that loads a model whose weights stay on a disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.model_executor.offloader.base import set_offloader
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from sequoia_vllm.engine.offload.disk import DiskOffloader
+from sequoia_vllm.engine.offload.settings import offload_of
+
+
+class OffloadingCPUWorker(CPUWorker):
+    """vLLM's CPU worker; offloads where the engine's configuration asks for it."""
+
+    _offloader: DiskOffloader | None = None
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """As vLLM's, with our offloader in the place of the one for GPUs that its runner made.
+
+        vLLM's V1 runner on CPUs does not say when weights are ready (``post_init``).
+
+        Raises:
+            OffloadError: Weights cannot be kept on that disk, or read from it.
+        """
+        spec = offload_of(self.vllm_config.additional_config)
+        if spec is not None:
+            self._offloader = DiskOffloader(spec)
+            set_offloader(self._offloader)
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        if self._offloader is not None:
+            self._offloader.post_init()
+
+    def shutdown(self) -> Any:
+        """As vLLM's; then the disk's space is given back."""
+        ended = super().shutdown()
+        if self._offloader is not None:
+            set_offloader(None)
+            self._offloader.close()
+            self._offloader = None
+        return ended

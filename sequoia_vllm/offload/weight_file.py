@@ -1,0 +1,209 @@
+"""One file without a name that holds weights while an engine runs.
+
+It has no name from the start, so that nothing of it is left however the process ends, and no
+other process can change it. It is written through mapped memory, by whatever loads a checkpoint,
+and read with direct I/O, past the page cache: where weights do not fit in memory, a cache of
+them would only displace what does.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sequoia_vllm.errors import SequoiaError
+
+CHUNK = 8 << 20
+"""Bytes of one read, and of one checksum: many are under way at once."""
+
+_PAGE = mmap.ALLOCATIONGRANULARITY  # what direct I/O needs on the disks that we know, or more
+_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+
+
+class OffloadError(SequoiaError, RuntimeError):
+    """Weights that cannot be kept on, or read from, a disk; the message names the fix."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of the file: of one layer.
+
+    Attributes:
+        offset: Of its first byte, a multiple of a page.
+        length: In bytes, a multiple of a page.
+    """
+
+    offset: int
+    length: int
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """(offset within the region, bytes) of each read."""
+        return [(at, min(CHUNK, self.length - at)) for at in range(0, self.length, CHUNK)]
+
+
+class WeightFile:
+    """Regions that are written once, sealed, and read many times.
+
+    Args:
+        directory: Where it lies; on a disk, whose filesystem knows direct I/O.
+
+    Raises:
+        OffloadError: The directory cannot be used.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._end = 0
+        self._checksums: dict[int, list[int]] = {}
+        kind = filesystem_of(directory)
+        if kind in _IN_MEMORY:
+            raise OffloadError(
+                f"offload directory {directory} is in memory ({kind}): name one on a disk"
+            )
+        try:
+            self._file = tempfile.TemporaryFile(dir=directory)
+        except OSError as error:
+            raise OffloadError(
+                f"offload directory {directory}: {error.strerror}; name one that can be written to"
+            ) from None
+        try:
+            self._direct = os.open(
+                f"/proc/self/fd/{self._file.fileno()}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
+            )
+        except OSError as error:
+            self._file.close()
+            raise OffloadError(
+                f"offload directory {directory}: its filesystem ({kind}) has no direct I/O "
+                f"({error.strerror}); name one on ext4, xfs or btrfs"
+            ) from None
+
+    def region(self, length: int) -> tuple[Region, torch.Tensor]:
+        """A new region, with its space taken on the disk.
+
+        Args:
+            length: Bytes; rounded up to whole pages.
+
+        Returns:
+            The region, and its bytes: ``[region.length]`` uint8, zeros, mapped to the file. What
+            is written there is kept when the region is sealed.
+
+        Raises:
+            OffloadError: There is no room.
+        """
+        region = Region(self._end, -(-length // _PAGE) * _PAGE)
+        try:
+            os.posix_fallocate(self._file.fileno(), region.offset, region.length)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            free = os.statvfs(self.directory)
+            raise OffloadError(
+                f"offload directory {self.directory} has no room for another "
+                f"{region.length / 2**20:.0f} MiB, after {self._end / 2**30:.1f} GiB "
+                f"({free.f_bavail * free.f_frsize / 2**30:.1f} GiB are free, {error.strerror}): "
+                "name one on a larger disk, or keep more in memory (memory_gib)"
+            ) from None
+        self._end += region.length
+        mapped = mmap.mmap(self._file.fileno(), region.length, offset=region.offset)
+        return region, torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def seal(self, region: Region, written: torch.Tensor) -> None:
+        """Takes the checksums of what was written, and sends it to the disk.
+
+        Args:
+            region: A region.
+            written: Its bytes, as `region` gave them.
+
+        Raises:
+            OffloadError: The disk did not take it.
+        """
+        view = memoryview(written.numpy())
+        self._checksums[region.offset] = [
+            zlib.crc32(view[at : at + size]) for at, size in region.chunks()
+        ]
+        try:
+            os.fsync(self._file.fileno())
+            # Direct reads need no cached copy, and its memory is wanted.
+            os.posix_fadvise(
+                self._file.fileno(), region.offset, region.length, os.POSIX_FADV_DONTNEED
+            )
+        except OSError as error:
+            raise OffloadError(
+                f"offload directory {self.directory}: {error.strerror} while weights were written"
+            ) from None
+
+    def read(self, region: Region, chunk: int, buffer: memoryview) -> None:
+        """Reads one chunk from the disk. From any thread.
+
+        Args:
+            region: A sealed region.
+            chunk: Index into ``region.chunks()``.
+            buffer: All of the region's bytes begin here, at a page; the chunk is written to its
+                place.
+
+        Raises:
+            OffloadError: The disk gave an error, or less.
+        """
+        at, size = region.chunks()[chunk]
+        try:
+            count = os.preadv(self._direct, [buffer[at : at + size]], region.offset + at)
+        except OSError as error:
+            raise OffloadError(f"{self._of(region, at)}: {error.strerror}") from None
+        if count != size:
+            raise OffloadError(
+                f"{self._of(region, at)}: the disk gave {count} of {size} bytes; check it, and "
+                "start the engine anew"
+            )
+
+    def check(self, region: Region, chunk: int, buffer: memoryview) -> None:
+        """Compares a chunk that was read with what was written.
+
+        Raises:
+            OffloadError: They differ.
+        """
+        at, size = region.chunks()[chunk]
+        if zlib.crc32(buffer[at : at + size]) != self._checksums[region.offset][chunk]:
+            raise OffloadError(
+                f"{self._of(region, at)}: what the disk gave is not what was written (checksums "
+                "differ); check the disk, and start the engine anew"
+            )
+
+    def _of(self, region: Region, at: int) -> str:
+        return f"offloaded weights in {self.directory}, at byte {region.offset + at}"
+
+    @property
+    def size(self) -> int:
+        """Bytes on the disk."""
+        return self._end
+
+    def close(self) -> None:
+        """Gives the space back."""
+        os.close(self._direct)
+        self._file.close()
+
+
+def filesystem_of(directory: Path) -> str:
+    """The type of the filesystem a directory lies on, as in ``/proc/mounts``.
+
+    Raises:
+        OffloadError: It is no directory.
+    """
+    if not directory.is_dir():
+        raise OffloadError(f"offload directory {directory} is no directory: make it, or name one")
+    place = directory.resolve()
+    found = "unknown"
+    longest = -1
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, mounted, kind, *_ = line.split(" ")
+        point = Path(mounted.encode().decode("unicode_escape"))
+        # Of mounts over each other the last one counts.
+        if place.is_relative_to(point) and len(point.parts) >= longest:
+            longest, found = len(point.parts), kind
+    return found
