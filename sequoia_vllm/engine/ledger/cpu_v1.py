@@ -13,12 +13,15 @@ _SAMPLER = "vllm.v1.sample.sampler:Sampler"
 _TREE_HOOKS = "vLLM's V2 runner runs on CPUs (vllm-project/vllm#55847): v2/ has its part"
 _RUNNER_CLASS = "the worker asks a method for its runner class"
 _TREE_MASK = "vLLM's metadata carries a tree mask"
+_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
+_OFFLOADER = "vllm.model_executor.offloader.base"
+_DISK = "vLLM offloads weights on CPUs"
 _CPU_KERNEL = "vLLM's CPU kernel takes a tree mask"
 
 CPU_V1: tuple[Expected | Override, ...] = (
     # worker_cpu.py
     Override(
-        "vllm.v1.worker.cpu_worker:CPUWorker.init_device", ("self",),
+        f"{_WORKER}.init_device", ("self",),
         kind="subclass",
         why="see cpu_worker.CPUModelRunner and, with V2, cpu_model_runner_v2.CPUModelRunner",
         until=_RUNNER_CLASS,
@@ -36,12 +39,50 @@ CPU_V1: tuple[Expected | Override, ...] = (
         until=_RUNNER_CLASS,
     ),
     Override(
-        "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model", ("self",),
+        f"{_WORKER}.compile_or_warm_up_model", ("self",),
         kind="subclass", why="see gpu_worker.Worker", until="see gpu_worker.Worker",
     ),
     Expected("vllm.v1.worker.gpu_worker:Worker.load_model", ("self", "load_dummy_weights")),
     Expected(
         "vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_ATTN.clear_override", ()
+    ),
+    # offload/
+    Override(
+        f"{_WORKER}.load_model", ("self", "load_dummy_weights"),
+        kind="subclass",
+        why="our offloader before models are built; vLLM's V1 runner on CPUs never calls post_init",
+        until=_DISK,
+    ),
+    Override(
+        f"{_WORKER}.shutdown", ("self",),
+        kind="subclass", why="ends the threads that read weights", until=_DISK,
+    ),
+    *(
+        Override(
+            f"{_OFFLOADER}:BaseOffloader.{name}", parameters,
+            kind="subclass", why="vLLM's offloaders are for GPUs", until=_DISK,
+        )
+        for name, parameters in (
+            ("wrap_modules", ("self", "modules_generator", "prefix")),
+            ("post_init", ("self",)),
+            ("_wait_for_layer", ("self", "layer_idx")),
+            ("_start_prefetch", ("self", "layer_idx")),
+        )
+    ),
+    Expected(f"{_OFFLOADER}:set_offloader", ("instance",)),
+    Expected(
+        "vllm.model_executor.offloader.prefetch_ops:_wait_prefetch_impl",
+        ("input_tensor", "layer_idx"),
+    ),
+    Expected(
+        "vllm.model_executor.offloader.prefetch_ops:_start_prefetch_impl",
+        ("output_tensor", "layer_idx"),
+    ),
+    # Where it finds `_cpu_skip_gemm_dispatch` on a layer, vLLM does not pack its weights into
+    # memory that only oneDNN knows; our offloader notices where it does.
+    Expected(
+        "vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading",
+        ("self", "layer"),
     ),
     # v1/runner.py
     Override(

@@ -1,0 +1,206 @@
+"""Targets whose layers are read from a disk in every pass: tokens are those of weights in memory."""
+
+import gc
+import os
+
+import pytest
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+
+from sequoia_vllm.config import ConfigError
+from sequoia_vllm.engine.offload.disk import DiskOffloader
+from sequoia_vllm.offload import OffloadError, weight_file
+from tests.support.architectures import save_architecture
+from tests.support.cores import needs_two_cores
+from tests.support.engines import metric, runner_of, running, sequoia, tokens_of
+from tests.support.models import DRAFT, TARGET, prompts
+from tests.support.quantised import QUANTISED, save_quantised
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = prompts(4)
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.8, seed=7, max_tokens=24, ignore_eos=True)
+PARAMS = [GREEDY, SEEDED, GREEDY, SEEDED]
+
+
+def offload(tmp_path, **keys):
+    return {"weights": "disk", "directory": str(tmp_path), **keys}
+
+
+def plain(tmp_path, **keys):
+    """What an engine without Sequoia takes."""
+    return {"sequoia_offload": offload(tmp_path, **keys)}
+
+
+def offloader_of(llm) -> DiskOffloader:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker._offloader
+
+
+def found(llm, params=PARAMS):
+    return tokens_of(llm.generate(PROMPTS, params, use_tqdm=False))
+
+
+@pytest.mark.parametrize("buffers", [2, 3])
+def test_trees(plain_outputs, tmp_path, buffers):
+    expected = plain_outputs(PROMPTS, PARAMS)
+    with running(sequoia(offload=offload(tmp_path, buffers=buffers))) as llm:
+        assert found(llm) == expected
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 20
+        layers = runner_of(llm).model.model.layers
+        places = {layer.mlp.down_proj.weight.data_ptr() for layer in layers}
+        assert (len(layers), len(places)) == (4, buffers)
+        drafts = runner_of(llm).drafter.model.model.layers
+        assert all("streamed" not in layer.forward.__qualname__ for layer in drafts)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_plain_decoding_and_vllms_chain(plain_outputs, tmp_path):
+    chain = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": 3}
+    expected = plain_outputs(PROMPTS, GREEDY)
+    for speculative_config in (None, chain):
+        with running(speculative_config, additional_config=plain(tmp_path)) as llm:
+            assert found(llm, GREEDY) == expected
+            ring = offloader_of(llm)._ring
+            assert ring.bytes_read > 24 * offloader_of(llm).streamed_bytes / 4
+
+
+def test_the_first_layers_stay_in_memory(plain_outputs, tmp_path):
+    """As many as fit: of four layers of the same size, two."""
+    expected = plain_outputs(PROMPTS, GREEDY)
+    with running(additional_config=plain(tmp_path)) as llm:
+        all_layers = offloader_of(llm).streamed_bytes
+    keys = {"memory_gib": 0.6 * all_layers / 2**30}
+    with running(sequoia(offload=offload(tmp_path, **keys))) as llm:
+        assert found(llm, GREEDY) == expected
+        assert offloader_of(llm).streamed_bytes == all_layers / 2
+        layers = runner_of(llm).model.model.layers
+        assert [layer.forward.__qualname__.endswith("streamed") for layer in layers] == [
+            False, False, True, True,
+        ]  # fmt: skip
+    # What could not be offloaded is said: nobody believes that it was.
+    with (
+        pytest.raises(OffloadError, match="all layers fit in memory_gib; leave offload out"),
+        running(additional_config=plain(tmp_path, memory_gib=10)),
+    ):
+        pass
+
+
+def test_weights_really_come_from_the_disk(tmp_path):
+    """What is changed there ends the engine's next pass."""
+    with running(additional_config=plain(tmp_path)) as llm:
+        offloader = offloader_of(llm)
+        offloader._ring._unchecked.update((layer, 0) for layer in range(4))
+        os.pwrite(offloader._file._file.fileno(), os.urandom(4096), 4096)
+        with pytest.raises(Exception, match="what the disk gave is not what was written"):
+            # Buffers still hold what was read before.
+            for _ in range(2):
+                llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+
+
+@pytest.mark.slow
+def test_compiled(plain_outputs, tmp_path):
+    expected = plain_outputs(PROMPTS, PARAMS)
+    with running(sequoia(offload=offload(tmp_path)), enforce_eager=False) as llm:
+        assert found(llm) == expected
+        assert offloader_of(llm)._ring.bytes_read > 0
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "gemma2"])
+def test_architectures(name, tmp_path):
+    """Kernels of mixtures of experts want packed weights: these are on the disk."""
+    model = save_architecture(tmp_path / "model", name)
+    texts = [{"prompt_token_ids": list(range(3 + i, 40 + i))} for i in range(3)]
+    expected = []
+    for config in ({}, plain(tmp_path)):
+        with running(model=model, skip_tokenizer_init=True, additional_config=config) as llm:
+            params = SamplingParams(temperature=0, max_tokens=24, detokenize=False)
+            expected.append(tokens_of(llm.generate(texts, params, use_tqdm=False)))
+            if config:
+                assert offloader_of(llm).streamed_bytes > 4 * 64 * 128 * 4
+    assert expected[0] == expected[1]
+
+
+def test_quantised_targets(tmp_path):
+    """Those whose kernels read weights where vLLM has them; others are refused."""
+    model, dtype = save_quantised(tmp_path / "int4", TARGET, "int4"), QUANTISED["int4"].dtype
+    with running(model=model, dtype=dtype) as llm:
+        expected = found(llm, GREEDY)
+    with running(model=model, dtype=dtype, additional_config=plain(tmp_path)) as llm:
+        assert found(llm, GREEDY) == expected
+        assert offloader_of(llm).streamed_bytes > 1e6
+    model, dtype = save_quantised(tmp_path / "int8", TARGET, "int8"), QUANTISED["int8"].dtype
+    with (
+        pytest.raises(OffloadError, match="keep weights in memory of their own"),
+        running(model=model, dtype=dtype, additional_config=plain(tmp_path)),
+    ):
+        pass
+
+
+@needs_two_cores
+def test_two_ranks(plain_outputs, tmp_path, monkeypatch):
+    """Each has a file of its own."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    expected = plain_outputs(PROMPTS, GREEDY)
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with running(sequoia(offload=offload(tmp_path)), **options) as llm:
+        assert found(llm, GREEDY) == expected
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculative_config": {"offload": {"directory": "/missing"}}}, "/missing is no directory"),
+        ({"speculative_config": {"offload": {}}}, "directory: Field required"),
+        (
+            {"speculative_config": {"offload": {"directory": "/tmp", "memory_gb": 3}}},
+            "did you mean 'memory_gib'",
+        ),
+        (
+            {
+                "speculative_config": {"offload": {"directory": "/tmp"}},
+                "additional_config": {"sequoia_offload": {"directory": "/"}},
+            },
+            "differ: give one",
+        ),
+        (
+            {"additional_config": {"sequoia_offload": {"directory": "/tmp", "weights": "ssd"}}},
+            "additional_config.sequoia_offload: weights: Input should be 'disk'",
+        ),
+        (
+            {"additional_config": {"sequoia_offload": {"directory": "/tmp"}}, "enable_lora": True},
+            "drop --enable-lora",
+        ),
+        (
+            {
+                "additional_config": {"sequoia_offload": {"directory": "/tmp"}},
+                "worker_cls": "tests.support.engines.Other",
+            },
+            "leave it at 'auto'",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_before_models_load(options, message):
+    if "speculative_config" in options:
+        options = {**options, "speculative_config": {**sequoia(), **options["speculative_config"]}}
+    with pytest.raises((ConfigError, OffloadError), match=message):
+        EngineArgs(model=str(TARGET), **options).create_engine_config()
+
+
+def test_a_full_disk_is_said_so(tmp_path, monkeypatch):
+    ordinary = os.posix_fallocate
+
+    def allocate(file, offset, length):
+        if offset > 4 << 20:
+            raise OSError(28, "No space left on device")
+        ordinary(file, offset, length)
+
+    monkeypatch.setattr(weight_file.os, "posix_fallocate", allocate)
+    with (
+        pytest.raises(OffloadError, match=r"no room for another .* larger disk, or keep more in m"),
+        running(additional_config=plain(tmp_path)),
+    ):
+        pass
+    gc.collect()

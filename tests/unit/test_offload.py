@@ -1,0 +1,182 @@
+"""Weights on a disk: what is read is what was written, in time, or an error that names the fix."""
+
+import errno
+import os
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sequoia_vllm.offload import LayerRing, OffloadError, WeightFile, weight_file
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(weight_file, "CHUNK", 8192)
+
+
+def sealed(file: WeightFile, lengths: list[int]) -> tuple[list, list[torch.Tensor]]:
+    """Regions of random bytes, and what was written to them."""
+    regions, contents = [], []
+    for length in lengths:
+        region, mapped = file.region(length)
+        mapped.copy_(torch.randint(0, 256, mapped.shape, dtype=torch.uint8))
+        contents.append(mapped.clone())
+        file.seal(region, mapped)
+        regions.append(region)
+    return regions, contents
+
+
+def test_nothing_is_seen_in_the_directory(tmp_path):
+    file = WeightFile(tmp_path)
+    sealed(file, [5000])
+    assert list(tmp_path.iterdir()) == []
+    file.close()
+
+
+def test_regions_begin_and_end_at_pages(tmp_path):
+    file = WeightFile(tmp_path)
+    first, _ = file.region(5000)
+    second, _ = file.region(4096)
+    assert (first.offset, first.length, second.offset, second.length) == (0, 8192, 8192, 4096)
+    assert file.size == 12288
+    file.close()
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40_000), min_size=1, max_size=6),
+    buffers=st.integers(2, 5),
+    passes=st.lists(st.integers(0, 6), min_size=1, max_size=6),
+)
+@settings(max_examples=40, deadline=None)
+def test_each_layer_has_its_weights_while_it_is_computed(
+    tmp_path_factory, lengths, buffers, passes
+):
+    """Also after passes that were broken off; ``passes``: layers computed of each, all if more."""
+    file = WeightFile(tmp_path_factory.mktemp("weights"))
+    regions, contents = sealed(file, lengths)
+    ring = LayerRing(file, regions, buffers)
+    ring.start()
+    addresses = [ring.bytes_of(layer).data_ptr() for layer in range(len(lengths))]
+    for computed in passes:
+        for layer in range(min(computed or 1, len(lengths))):
+            ring.wait(layer)
+            assert torch.equal(ring.bytes_of(layer), contents[layer])
+            time.sleep(0.0005)  # what reads ahead has time to do harm
+            assert torch.equal(ring.bytes_of(layer), contents[layer])
+            if computed:
+                ring.release(layer)
+    assert addresses == [ring.bytes_of(layer).data_ptr() for layer in range(len(lengths))]
+    assert len(set(addresses)) == min(buffers, len(lengths))
+    ring.close()
+    file.close()
+
+
+def test_reading_goes_on_while_a_layer_is_computed(tmp_path):
+    file = WeightFile(tmp_path)
+    regions, _ = sealed(file, [4096] * 5)
+    ring = LayerRing(file, regions, 3)
+    ring.start()
+    ring.wait(0)
+    ends = time.monotonic() + 20
+    while ring.bytes_read < 3 * 4096 and time.monotonic() < ends:
+        time.sleep(0.001)
+    time.sleep(0.01)
+    assert ring.bytes_read == 3 * 4096  # as many as there are buffers, and no more
+    ring.close()
+    file.close()
+
+
+def test_a_changed_file_is_noticed(tmp_path, small_chunks):
+    file = WeightFile(tmp_path)
+    regions, _ = sealed(file, [30_000, 30_000])
+    os.pwrite(file._file.fileno(), b"other", regions[1].offset + 20_000)
+    ring = LayerRing(file, regions, 2)
+    ring.start()
+    with pytest.raises(OffloadError, match=r"at byte 49152: what the disk gave is not what was"):
+        for layer in range(2):
+            ring.wait(layer)
+            ring.release(layer)
+    ring.close()
+    file.close()
+
+
+def test_a_short_read_is_noticed(tmp_path, small_chunks):
+    file = WeightFile(tmp_path)
+    regions, _ = sealed(file, [30_000, 30_000])
+    os.ftruncate(file._file.fileno(), regions[1].offset + 4096)
+    ring = LayerRing(file, regions, 2)
+    ring.start()
+    with pytest.raises(OffloadError, match=r"the disk gave \d+ of 8192 bytes"):
+        for layer in range(2):
+            ring.wait(layer)
+            ring.release(layer)
+    ring.close()
+    file.close()
+
+
+def test_no_room(tmp_path):
+    file = WeightFile(tmp_path)
+    with pytest.raises(OffloadError, match=r"no room for another .* name one on a larger disk"):
+        file.region(1 << 52)
+    assert file.size == 0
+    file.close()
+
+
+def test_an_unusable_directory(tmp_path, monkeypatch):
+    with pytest.raises(OffloadError, match="is no directory: make it"):
+        WeightFile(tmp_path / "missing")
+    monkeypatch.setattr(weight_file, "filesystem_of", lambda directory: "tmpfs")
+    with pytest.raises(OffloadError, match=r"is in memory \(tmpfs\): name one on a disk"):
+        WeightFile(tmp_path)
+
+
+def test_a_filesystem_without_direct_reads(tmp_path, monkeypatch):
+    def refuse(path, flags, *args):
+        assert flags & os.O_DIRECT
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(weight_file.os, "open", refuse)
+    monkeypatch.setattr(
+        weight_file.tempfile, "TemporaryFile", lambda dir: (dir / "file").open("w+b")
+    )
+    with pytest.raises(OffloadError, match=r"has no direct I/O .* ext4, xfs or btrfs"):
+        WeightFile(tmp_path)
+
+
+def test_the_filesystem_of_a_directory(tmp_path, monkeypatch):
+    mounts = tmp_path / "mounts"
+    below = tmp_path / "with space" / "data"
+    below.mkdir(parents=True)
+    (tmp_path / "with space2").mkdir()
+    escaped = str(tmp_path / "with space").replace(" ", "\\040")
+    mounts.write_text(f"disk / ext4 rw 0 0\ntmpfs {escaped} xfs rw 0 0\nnone {escaped} btrfs rw 0 0\n")
+    ordinary = weight_file.Path
+    monkeypatch.setattr(
+        weight_file, "Path", lambda path: mounts if path == "/proc/mounts" else ordinary(path)
+    )
+    assert weight_file.filesystem_of(below) == "btrfs"
+    assert weight_file.filesystem_of(tmp_path / "with space2") == "ext4"
+
+
+def test_nothing_is_read_after_the_end(tmp_path):
+    file = WeightFile(tmp_path)
+    regions, _ = sealed(file, [4096])
+    ring = LayerRing(file, regions, 2)
+    ring.start()
+    ring.close()
+    with pytest.raises(OffloadError, match="after the engine had ended"):
+        ring.wait(0)
+    file.close()
+
+
+def test_too_few_buffers(tmp_path):
+    file = WeightFile(tmp_path)
+    regions, _ = sealed(file, [4096])
+    with pytest.raises(ValueError, match="1 layers in 1 buffers"):
+        LayerRing(file, regions, 1)
+    with pytest.raises(ValueError, match="0 layers"):
+        LayerRing(file, [])
+    file.close()
