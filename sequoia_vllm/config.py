@@ -142,9 +142,9 @@ class SequoiaConfig(_Strict):
     )
     offload: OffloadSpec | None = Field(
         default=None,
-        description="On CPUs: read the target's layers from a disk in every pass, for models larger "
-        'than memory: {"weights": "disk", "directory": ..., "memory_gib": ...}. (On GPUs vLLM\'s '
-        "own --cpu-offload-gb and --offload-backend do that from the host's memory.)",
+        description="On CPUs: read the target's layers from a disk in every pass, for models that "
+        'do not fit in memory: {"weights": "disk", "directory": ..., "memory_gib": ...}. (For GPUs '
+        "vLLM has --cpu-offload-gb and --offload-backend, from the host's memory.)",
     )
     quantization: str | None = Field(default=None, description="The draft's quantization.")
     revision: str | None = Field(default=None, description="The draft's revision.")

@@ -19,6 +19,8 @@ from sequoia_vllm.cli.measuring import (
     DtypeOption,
     EagerOption,
     JsonOption,
+    OffloadDirectoryOption,
+    OffloadMemoryOption,
     PromptsOption,
     RawPromptsOption,
     TargetOption,
@@ -26,6 +28,7 @@ from sequoia_vllm.cli.measuring import (
     check_output,
     measuring,
     numbers,
+    offload_spec,
     quiet_engines,
     write_file,
 )
@@ -81,6 +84,8 @@ def bench(
     dtype: DtypeOption = "auto",
     eager: EagerOption = False,
     kv_cache_gib: CacheOption = 1.0,
+    offload_directory: OffloadDirectoryOption = None,
+    offload_memory_gib: OffloadMemoryOption = 0.0,
     plot: Annotated[Path | None, typer.Option(help="Draw pictures into this folder.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON.")] = None,
     as_json: JsonOption = False,
@@ -145,6 +150,7 @@ def _settings(options: dict[str, Any], prompts: list[Prompt]) -> BenchSettings:
     engine = EngineSpec(
         options["target"], options["draft"], dtype=options["dtype"], enforce_eager=options["eager"],
         kv_cache_gib=options["kv_cache_gib"],
+        offload=offload_spec(options["offload_directory"], options["offload_memory_gib"]),
     )  # fmt: skip
     return BenchSettings(
         engine,
@@ -164,10 +170,11 @@ def _described(options: dict[str, Any], prompts: list[Prompt]) -> dict[str, Any]
 
     shown = (
         "num_prompts", "raw_prompts", "batch_sizes", "temperature", "trees", "chain", "max_tokens",
-        "rounds", "dtype", "eager", "kv_cache_gib",
+        "rounds", "dtype", "eager", "kv_cache_gib", "offload_memory_gib",
     )  # fmt: skip
     return {
         **{name: options[name] for name in shown},
+        "offload": "disk" if options["offload_directory"] else None,
         "prompts": source_name(options["prompts"]),
         "prompts_sha256": prompts_sha256(prompts),
     }

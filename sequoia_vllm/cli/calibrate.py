@@ -15,6 +15,8 @@ from sequoia_vllm.cli.measuring import (
     DtypeOption,
     EagerOption,
     JsonOption,
+    OffloadDirectoryOption,
+    OffloadMemoryOption,
     PromptsOption,
     RawPromptsOption,
     RestartOption,
@@ -26,6 +28,7 @@ from sequoia_vllm.cli.measuring import (
     check_output,
     measuring,
     note_grown,
+    offload_spec,
     quiet_engines,
     write_file,
 )
@@ -69,6 +72,8 @@ def calibrate(
     tensor_parallel_size: TensorParallelOption = 1,
     eager: EagerOption = False,
     kv_cache_gib: CacheOption = 1.0,
+    offload_directory: OffloadDirectoryOption = None,
+    offload_memory_gib: OffloadMemoryOption = 0.0,
     name: Annotated[
         str | None, typer.Option(help="Draft strength class; none: the output file's name.")
     ] = None,
@@ -93,6 +98,7 @@ def calibrate(
     engine = EngineSpec(
         target, draft, dtype=dtype, tensor_parallel_size=tensor_parallel_size,
         enforce_eager=eager, kv_cache_gib=kv_cache_gib,
+        offload=offload_spec(offload_directory, offload_memory_gib),
     )  # fmt: skip
     settings = AcceptanceSettings(
         engine, prompts=prompts, num_prompts=num_prompts, raw_prompts=raw_prompts,

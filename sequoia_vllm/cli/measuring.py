@@ -14,6 +14,7 @@ from sequoia_vllm.cli.common import engines_print_to_stderr, fail, note
 from sequoia_vllm.cli.progress import progress_bar
 
 if TYPE_CHECKING:
+    from sequoia_vllm.config import OffloadSpec
     from sequoia_vllm.json_file import FileModel
 
 INTERRUPTED = 130  # as shells report a program that Ctrl-C ended
@@ -40,6 +41,15 @@ TensorParallelOption = Annotated[
 EagerOption = Annotated[bool, typer.Option("--eager", help="Do not compile: starts faster.")]
 CacheOption = Annotated[
     float, typer.Option("--kv-cache-gib", min=0, help="KV cache of each engine, GiB.")
+]
+OffloadDirectoryOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Read the target's layers from a disk in every pass, in this directory (CPUs)."
+    ),
+]
+OffloadMemoryOption = Annotated[
+    float, typer.Option(min=0, help="GiB of layers that stay in memory, with the directory.")
 ]
 RestartOption = Annotated[
     bool, typer.Option("--restart", help="Do not go on from an earlier run: measure anew.")
@@ -98,6 +108,15 @@ def note_grown(target: str, draft: str) -> None:
             f"the {role} is a grown model: it computes what {mark.get('from')} does, at the cost "
             f"of {mark.get('parameters', 0) / 1e6:.0f} million parameters"
         )
+
+
+def offload_spec(directory: Path | None, memory_gib: float) -> OffloadSpec | None:
+    """What both options ask for; None: weights are in memory."""
+    from sequoia_vllm.config import OffloadSpec
+
+    if directory is None:
+        return None
+    return OffloadSpec(directory=directory.absolute(), memory_gib=memory_gib)
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ from sequoia_vllm.cli.measuring import (
     DtypeOption,
     EagerOption,
     JsonOption,
+    OffloadDirectoryOption,
+    OffloadMemoryOption,
     PromptsOption,
     TargetOption,
     TemperatureOption,
@@ -24,6 +26,7 @@ from sequoia_vllm.cli.measuring import (
     measuring,
     note_grown,
     numbers,
+    offload_spec,
     quiet_engines,
     write_file,
 )
@@ -54,6 +57,8 @@ def profile(
     tensor_parallel_size: TensorParallelOption = 1,
     eager: EagerOption = False,
     kv_cache_gib: CacheOption = 1.0,
+    offload_directory: OffloadDirectoryOption = None,
+    offload_memory_gib: OffloadMemoryOption = 0.0,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="File to write the profile to.")
     ] = Path("profile.json"),
@@ -79,6 +84,7 @@ def profile(
     engine = EngineSpec(
         target, draft, dtype=dtype, tensor_parallel_size=tensor_parallel_size,
         enforce_eager=eager, kv_cache_gib=kv_cache_gib,
+        offload=offload_spec(offload_directory, offload_memory_gib),
     )  # fmt: skip
     with friendly_errors():
         check_output("--output", output)

@@ -19,6 +19,8 @@ from sequoia_vllm.cli.measuring import (
     DtypeOption,
     EagerOption,
     JsonOption,
+    OffloadDirectoryOption,
+    OffloadMemoryOption,
     PromptsOption,
     RawPromptsOption,
     RestartOption,
@@ -29,6 +31,7 @@ from sequoia_vllm.cli.measuring import (
     check_models,
     note_grown,
     numbers,
+    offload_spec,
     quiet_engines,
     write_file,
 )
@@ -118,6 +121,8 @@ def tune(
     tensor_parallel_size: TensorParallelOption = 1,
     eager: EagerOption = False,
     kv_cache_gib: CacheOption = 1.0,
+    offload_directory: OffloadDirectoryOption = None,
+    offload_memory_gib: OffloadMemoryOption = 0.0,
     restart: RestartOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -149,6 +154,7 @@ def tune(
     engine = EngineSpec(
         target, draft, dtype=dtype, tensor_parallel_size=tensor_parallel_size,
         enforce_eager=eager, kv_cache_gib=kv_cache_gib,
+        offload=offload_spec(offload_directory, offload_memory_gib),
     )  # fmt: skip
     how_to_calibrate = AcceptanceSettings(
         # Compiling changes no acceptance, and may take longer than all the counting.

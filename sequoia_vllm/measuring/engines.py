@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from sequoia_vllm.config import OffloadSpec
+from sequoia_vllm.engine.offload.settings import with_offload
 from sequoia_vllm.measuring.engine_processes import interrupts_get_through
 from sequoia_vllm.measuring.errors import CalibrationError
 
@@ -34,6 +36,7 @@ class EngineSpec:
         tensor_parallel_size: Devices the target is split over.
         enforce_eager: Without compilation.
         kv_cache_gib: KV cache of each engine, GiB.
+        offload: The target's layers come from a disk (`OffloadSpec`); None: from memory.
     """
 
     target: str
@@ -43,6 +46,7 @@ class EngineSpec:
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
     kv_cache_gib: float = 1.0
+    offload: OffloadSpec | None = None
 
     def for_vllm(self) -> dict[str, Any]:
         """Arguments of ``vllm.LLM``; the draft is part of each engine's own speculation."""
@@ -52,6 +56,7 @@ class EngineSpec:
             "tensor_parallel_size": self.tensor_parallel_size,
             "enforce_eager": self.enforce_eager,
             "kv_cache_memory_bytes": int(self.kv_cache_gib * (1 << 30)),
+            "additional_config": with_offload(None, self.offload),
         }
 
 

@@ -68,7 +68,7 @@ class WeightFile:
                 f"offload directory {directory} is in memory ({kind}): name one on a disk"
             )
         try:
-            self._file = tempfile.TemporaryFile(dir=directory)
+            self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (until `close`)
         except OSError as error:
             raise OffloadError(
                 f"offload directory {directory}: {error.strerror}; name one that can be written to"

@@ -29,6 +29,12 @@ def sealed(file: WeightFile, lengths: list[int]) -> tuple[list, list[torch.Tenso
     return regions, contents
 
 
+def compute(ring: LayerRing, layers: int) -> None:
+    for layer in range(layers):
+        ring.wait(layer)
+        ring.release(layer)
+
+
 def test_nothing_is_seen_in_the_directory(tmp_path):
     file = WeightFile(tmp_path)
     sealed(file, [5000])
@@ -96,9 +102,7 @@ def test_a_changed_file_is_noticed(tmp_path, small_chunks):
     ring = LayerRing(file, regions, 2)
     ring.start()
     with pytest.raises(OffloadError, match=r"at byte 49152: what the disk gave is not what was"):
-        for layer in range(2):
-            ring.wait(layer)
-            ring.release(layer)
+        compute(ring, 2)
     ring.close()
     file.close()
 
@@ -110,9 +114,7 @@ def test_a_short_read_is_noticed(tmp_path, small_chunks):
     ring = LayerRing(file, regions, 2)
     ring.start()
     with pytest.raises(OffloadError, match=r"the disk gave \d+ of 8192 bytes"):
-        for layer in range(2):
-            ring.wait(layer)
-            ring.release(layer)
+        compute(ring, 2)
     ring.close()
     file.close()
 
@@ -152,7 +154,8 @@ def test_the_filesystem_of_a_directory(tmp_path, monkeypatch):
     below.mkdir(parents=True)
     (tmp_path / "with space2").mkdir()
     escaped = str(tmp_path / "with space").replace(" ", "\\040")
-    mounts.write_text(f"disk / ext4 rw 0 0\ntmpfs {escaped} xfs rw 0 0\nnone {escaped} btrfs rw 0 0\n")
+    lines = ["disk / ext4 rw 0 0", f"a {escaped} xfs rw 0 0", f"b {escaped} btrfs rw 0 0"]
+    mounts.write_text("\n".join(lines) + "\n")
     ordinary = weight_file.Path
     monkeypatch.setattr(
         weight_file, "Path", lambda path: mounts if path == "/proc/mounts" else ordinary(path)

@@ -163,7 +163,8 @@ class DiskOffloader(BaseOffloader):
         here = {weight.name: weight.mapped.data_ptr() for weight in layer.weights}
         if {name: weight.data_ptr() for name, weight in large} != here:
             self._map(layer)  # they were packed, into memory
-        assert layer.region is not None and layer.mapped is not None
+        assert layer.region is not None
+        assert layer.mapped is not None
         self._file.seal(layer.region, layer.mapped)
         layer.mapped = None
         return layer.region
@@ -210,9 +211,7 @@ def _copy_what_is_not_zero(source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source)
         return
     size = (8 << 20) // source.element_size()
-    for old, new in zip(
-        source.view(-1).split(size), target.view(-1).split(size), strict=True
-    ):
+    for old, new in zip(source.view(-1).split(size), target.view(-1).split(size), strict=True):
         if old.view(torch.uint8).any():
             new.copy_(old)
 
