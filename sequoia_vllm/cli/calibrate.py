@@ -9,7 +9,6 @@ import typer
 
 from sequoia_vllm.cli.common import console, friendly_errors, note, print_json
 from sequoia_vllm.cli.measuring import (
-    INTERRUPTED,
     CacheOption,
     DraftOption,
     DtypeOption,
@@ -148,10 +147,12 @@ def covered(state: CalibrationState) -> str:
 
 def finish(measured: AcceptanceFile, path: Path) -> None:
     """Says where the result is and how far it got; ends the program if it was interrupted."""
+    from sequoia_vllm.measuring.engine_processes import exit_code, last_interrupt
+
     state = _state(measured)
     if not state.complete:
         note(f"interrupted: {path} keeps {covered(state)}; the same command goes on from there")
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(exit_code(last_interrupt()))
     reason = {
         "precision": "the precision asked for was reached",
         "tokens": f"--max-tokens-total was reached before ±{state.wanted_precision:g} was",

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from sequoia_vllm.config import OffloadSpec
     from sequoia_vllm.json_file import FileModel
 
-INTERRUPTED = 130  # as shells report a program that Ctrl-C ended
-
 TargetOption = Annotated[str, typer.Option("--model", help="Target model, name or path.")]
 DraftOption = Annotated[str, typer.Option("--draft-model", help="Draft model, name or path.")]
 PromptsOption = Annotated[

@@ -24,6 +24,13 @@ _TRACKER = "from multiprocessing.resource_tracker import main"
 class Terminated(KeyboardInterrupt):
     """SIGTERM, which Python lets end a process on the spot; it is handled as Ctrl-C is."""
 
+    came = False  # since a command began to listen for it
+
+
+def last_interrupt() -> KeyboardInterrupt:
+    """What a measurement that keeps what it has was interrupted by."""
+    return Terminated() if Terminated.came else KeyboardInterrupt()
+
 
 @contextmanager
 def engines_end_here() -> Iterator[None]:
@@ -133,9 +140,11 @@ def sigterm_raises() -> Iterator[None]:
     """Within, SIGTERM raises `Terminated`; in the main thread, which signals go to."""
 
     here = os.getpid()
+    Terminated.came = False
 
     def terminate(number: int, frame: FrameType | None) -> None:
         if os.getpid() == here:
+            Terminated.came = True
             raise Terminated
         os._exit(128 + number)  # a fork that has set no handler of its own yet
 

@@ -44,6 +44,8 @@ def settings_as_data(settings: Any, **replaced: Any) -> dict[str, Any]:
     """
     fields = asdict(settings)
     engine = fields.pop("engine")
+    if engine["offload"] is not None:  # but not where on this machine
+        engine["offload"] = engine["offload"].model_dump(mode="json", exclude={"directory"})
     models = {role: engine.pop(role) for role in ("target", "draft")}
     return {**models, **fields, **engine, **replaced}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -209,10 +211,11 @@ TRUTH = np.array([0.6, 0.1, 0.05])
 class DiceEngine:
     """Accepts child k of the root with probability TRUTH[k]; each tree emits a token or two."""
 
-    def __init__(self, seed: int, interrupt_after: int | None) -> None:
+    def __init__(self, seed: int, interrupt_after: int | None, number: int = signal.SIGINT) -> None:
         self.llm_engine = self.renderer = self
         self._rng = np.random.default_rng(seed)
         self._left = interrupt_after
+        self._signal = number
         self._requests: dict[str, tuple[list[int], int]] = {}
         self._counts = np.zeros(3, dtype=int)
         self._trees = 0
@@ -237,7 +240,7 @@ class DiceEngine:
 
     def step(self):
         if self._left is not None and self._left == 0:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), self._signal)
         self._left = None if self._left is None else self._left - 1
         outputs = []
         for request_id, (tokens, most) in list(self._requests.items()):
@@ -259,11 +262,11 @@ class DiceEngine:
 @pytest.fixture
 def dice(monkeypatch):
     """Replaces vLLM; ``interrupt_after`` steps Ctrl-C comes. Keeps the engines made."""
-    made = SimpleNamespace(interrupt_after=None, engines=[])
+    made = SimpleNamespace(interrupt_after=None, signal=signal.SIGINT, engines=[])
 
     @contextmanager
     def open_engine(engine, *, seed, **options):
-        made.engines.append(DiceEngine(seed, made.interrupt_after))
+        made.engines.append(DiceEngine(seed, made.interrupt_after, made.signal))
         yield made.engines[-1]
 
     monkeypatch.setattr(acceptance_module, "open_engine", open_engine)
@@ -368,7 +371,7 @@ def test_acceptance_files_hide_where_prompts_lie(dice, tmp_path):
     assert list(found.provenance["settings"]) == [
         "target", "draft", "prompts", "num_prompts", "raw_prompts", "max_tokens", "temperature",
         "top_p", "branch", "depth", "precision", "max_tokens_total", "batch_size", "tree",
-        "verification", "dtype", "tensor_parallel_size", "enforce_eager", "kv_cache_gib",
+        "verification", "dtype", "tensor_parallel_size", "enforce_eager", "kv_cache_gib", "offload",
     ]  # fmt: skip
     assert found.provenance["settings"]["prompts"] == "mine.txt"
 
@@ -404,13 +407,14 @@ def call(*arguments: str):
     return CliRunner().invoke(app, ["calibrate", *arguments])
 
 
-def test_calibrate_again(dice, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_calibrate_again(dice, tmp_path, monkeypatch, number, code):
     monkeypatch.chdir(tmp_path)
     # Dice are so fast that a second between checkpoints is a very long time.
     monkeypatch.setitem(measure_acceptance.__kwdefaults__, "checkpoint_seconds", 0)
-    dice.interrupt_after = 5
+    dice.interrupt_after, dice.signal = 5, number
     result = call(*PAIR, *SMALL, "-o", "a.json")
-    assert result.exit_code == 130
+    assert result.exit_code == code
     assert "a.json keeps 40 trees" in result.stderr
     assert not AcceptanceFile.load("a.json").calibration.complete
     dice.interrupt_after = None
