@@ -135,17 +135,42 @@ class _ClassFile(FileModel):
     source: str
     shapes: list[ModelShape]
     classes: dict[str, tuple[str, str]]
+    offloaded: dict[str, _OffloadedClass]
+
+
+class _OffloadedClass(FileModel):
+    pair: tuple[str, str]
+    devices: list[str]
+
+
+@cache
+def _class_file() -> _ClassFile:
+    return read_model(_FILE, _ClassFile, "model shapes", ValueError)
+
+
+def _class(name: str, pair: tuple[str, str]) -> ModelClass:
+    shapes = {shape.name: shape for shape in _class_file().shapes}
+    return ModelClass(id=name, target=shapes[pair[0]], draft=shapes[pair[1]])
 
 
 @cache
 def model_classes() -> dict[str, ModelClass]:
     """The library's model classes by id."""
-    file = read_model(_FILE, _ClassFile, "model shapes", ValueError)
-    shapes = {shape.name: shape for shape in file.shapes}
+    return {name: _class(name, pair) for name, pair in _class_file().classes.items()}
+
+
+@cache
+def offloaded_classes() -> dict[str, tuple[ModelClass, list[str]]]:
+    """Those with a target that is offloaded, and the devices that the library has them for."""
     return {
-        name: ModelClass(id=name, target=shapes[target], draft=shapes[draft])
-        for name, (target, draft) in file.classes.items()
+        name: (_class(name, entry.pair), entry.devices)
+        for name, entry in _class_file().offloaded.items()
     }
+
+
+def every_class() -> dict[str, ModelClass]:
+    """All of both; a class in both is one."""
+    return model_classes() | {name: found for name, (found, _) in offloaded_classes().items()}
 
 
 def parameters_from_name(name: str) -> float | None:
