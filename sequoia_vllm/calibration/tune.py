@@ -138,6 +138,11 @@ def check_profile(pair: PairKey, profile: Profile) -> None:
     Raises:
         CalibrationError: Naming what differs.
     """
+    if profile.streamed is not None:
+        raise CalibrationError(
+            "the profile file is of a target whose weights are streamed; trees are tuned for "
+            "targets in memory: measure it here (sequoia-vllm profile)"
+        )
     found = PairKey(
         profile.device,
         model_key(profile.target),

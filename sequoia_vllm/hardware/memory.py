@@ -92,6 +92,12 @@ def memory_fit(
     return MemoryFit(device.memory_bytes, weights, per_token, max(0, math.floor(left / per_token)))
 
 
+def more_to_offload(fit: MemoryFit, tokens: int) -> float:
+    """Bytes beyond those that are offloaded, for ``tokens`` tokens to have room on each device."""
+    needed = fit.weights_bytes + tokens * fit.kv_bytes_per_token + _RUNTIME_BYTES
+    return max(0.0, needed - _UTILIZATION * fit.memory_bytes)
+
+
 def fewest_devices(
     device: DeviceSpec,
     target: ModelShape,

@@ -235,14 +235,13 @@ class TreeLibrary:
 
         Looked for in this order: the user's own tree for exactly this device,
         pair, dtype, TP size and offloading; one computed here from what an engine of it timed
-        when it started; a shipped tree of the device for the pair itself, or
-        measured with models of its sizes; one computed here from the pair's shapes, on
-        the device's datasheet or from what was measured with other models on it, for the
-        acceptance that engines counted while they served this pair, if they did.
-        Where shapes are not known: the shipped trees of the device, or of the one
-        nearest to it by roofline, for the nearest model class. Of these the draft
-        strength class asked for, or measured on the pair, or else the weakest. One
-        line is logged, once for each different choice.
+        when it started; a shipped tree of the device for the pair itself, or measured with
+        models of its sizes; one computed here from the pair's shapes, on the device's datasheet
+        or from what was measured with other models on it, for the acceptance that engines
+        counted while they served this pair, if they did. Where shapes are not known: the
+        shipped trees of the device, or of the one nearest to it by roofline, for the nearest
+        model class. Of these the draft strength class asked for, or measured on the pair, or
+        else the weakest. One line is logged, once for each different choice.
 
         A name is compared as it is; a directory by its files, not by its path.
 
