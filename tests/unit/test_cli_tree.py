@@ -431,7 +431,7 @@ class TestErrors:
         assert "cannot read tree file" in fails("tree", "show", "~/no-such-tree")
         assert "no tree named 'h100/x'" in fails("tree", "show", "h100/x")
         library_file = shipped_directory() / "h200.json"
-        assert "is a library file with 16 trees" in fails("tree", "show", library_file)
+        assert "is a library file with 18 trees" in fails("tree", "show", library_file)
         assert "draw at least 1" in fails("tree", "show", tree_file, "--nodes", 0)
 
     def test_plot(self, tree_file, vector, tmp_path):

@@ -22,6 +22,7 @@ from sequoia_vllm.cli.tree.offload import (
     OffloadOption,
     offload_of,
 )
+from sequoia_vllm.cli.tree.paper import paper
 from sequoia_vllm.cli.tree.roofline import (
     ClassOption,
     ContextOption,
@@ -348,6 +349,7 @@ def roofline(
 
 
 app.command()(scaling)
+app.command()(paper)
 
 
 @app.command()
