@@ -49,7 +49,7 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     Expected(
         "vllm.exceptions:VLLMValidationError", ("message", "parameter", "value"), may_grow=True
     ),
-    # offloading.py
+    # weight_source.py
     Expected(f"{_ARGS}.offload_backend"),
     Expected(f"{_ARGS}.cpu_offload_gb"),
     Expected(f"{_ARGS}.cpu_offload_params"),

@@ -8,8 +8,8 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from sequoia_vllm.engine import engine_config
-from sequoia_vllm.engine.offloading import offloaded_layers, weight_source, with_streamed
 from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.engine.weight_source import offloaded_layers, weight_source, with_streamed
 from sequoia_vllm.hardware.models import PairShapes, every_class
 from tests.support.models import DRAFT, TARGET
 
@@ -115,15 +115,16 @@ def test_auto_chooses_for_what_is_offloaded(monkeypatch, tmp_path):
     monkeypatch.setattr(engine_config, "current_device_name", lambda: "NVIDIA L40")
     monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path))
 
-    def settings(**options) -> SequoiaSettings:
+    def settings() -> SequoiaSettings:
         asked = {"method": "sequoia", "model": DRAFT}
-        config = EngineArgs(model=TARGET, speculative_config=asked, max_model_len=512, **options)
+        config = EngineArgs(model=TARGET, speculative_config=asked, max_model_len=512)
         return SequoiaSettings.of(config.create_engine_config())
 
     before = settings()
-    # What a GPU's front end asks, which this CPU's would not.
-    monkeypatch.setattr(engine_config, "weight_source", offloaded_layers)
-    after = settings(cpu_offload_gb=1)
+    # What a GPU's front end would read; offloading itself is not for CPUs.
+    source = offloaded_layers(arguments(cpu_offload_gb=1))
+    monkeypatch.setattr(engine_config, "weight_source", lambda arguments: source)
+    after = settings()
     assert "-offloaded/" in after.tree_source
     assert "of weights read in each pass: PCIe 4.0 x16, uva" in after.tree_source
     assert "-offloaded/" not in before.tree_source
