@@ -64,6 +64,8 @@ def markdown_table(comparisons: list[PaperComparison]) -> str:
 def _cells(entry: PaperComparison) -> tuple[str, ...]:
     published, compared, chosen = entry.published, entry.compared, entry.chosen
     where = published.device + ("" if entry.offloading is None else f", read {entry.offloading}")
+    if published.size is None:
+        where += f"; {published.source}"
     tree = f"{published.size}, {published.depth}" if published.size else ""
     tokens = _number(published.tokens)
     return (
