@@ -83,6 +83,11 @@ class OffloadSpec(_Strict):
         default=3, ge=2, le=64, description="Layers in memory at once: being computed or read."
     )
 
+    @property
+    def name(self) -> str:
+        """What trees and times of engines that offload so are kept under."""
+        return f"{self.weights}-{self.memory_gib:g}gib"
+
 
 class SequoiaConfig(_Strict):
     """``{"method": "sequoia", ...}``: our keys, and vLLM's own for the draft model."""

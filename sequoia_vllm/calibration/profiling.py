@@ -140,6 +140,7 @@ def profile_of(
         draft_level=[c.draft for c in curves],
         verification=[c.verification for c in curves],
         overhead=[c.overhead for c in curves],
+        offloading=None if engine.offload is None else engine.offload.name,
         provenance=provenance(
             settings=settings_as_data(settings, prompts=source_name(settings.prompts)),
             models={

@@ -36,8 +36,9 @@ def pair_here(engine: EngineSpec) -> PairKey:
         raise CalibrationError(f"vLLM cannot use the target {engine.target!r}: {error}") from error
     dtype = str(config.dtype).removeprefix("torch.")
     return PairKey(
-        current_device_name(), engine.target, engine.draft, dtype, engine.tensor_parallel_size
-    )
+        current_device_name(), engine.target, engine.draft, dtype, engine.tensor_parallel_size,
+        None if engine.offload is None else engine.offload.name,
+    )  # fmt: skip
 
 
 def quick_engine(engine: EngineSpec) -> EngineSpec:
@@ -138,12 +139,18 @@ def check_profile(pair: PairKey, profile: Profile) -> None:
     Raises:
         CalibrationError: Naming what differs.
     """
+    if profile.streamed is not None:
+        raise CalibrationError(
+            "the profile file was computed for a target whose weights are streamed: measure it "
+            "here (sequoia-vllm profile)"
+        )
     found = PairKey(
         profile.device,
         model_key(profile.target),
         model_key(profile.draft),
         profile.dtype,
         profile.tensor_parallel_size,
+        profile.offloading,
     )
     wanted = replace(pair, target=model_key(pair.target), draft=model_key(pair.draft))
     for key, value in asdict(wanted).items():

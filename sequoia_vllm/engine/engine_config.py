@@ -29,6 +29,8 @@ from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.engine.start.runs import how_it_runs
 from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.vocabulary import check_vocabularies
+from sequoia_vllm.engine.weight_source import weight_source, with_streamed
+from sequoia_vllm.hardware.models import PairShapes
 
 logger = logging.getLogger("vllm.sequoia")
 
@@ -130,27 +132,36 @@ def create_speculative_config(
         return original(self, target_model_config, target_parallel_config)
     config = SequoiaConfig.parse(request)
     self.additional_config = with_offload(self.additional_config, config.offload)
+    device, devices = current_device_name(), target_parallel_config.tensor_parallel_size
+    dtype = str(target_model_config.dtype).removeprefix("torch.")
+    source = weight_source(self)
+
+    def read_shapes(draft: str) -> PairShapes:
+        shapes = pair_shapes(target_model_config, draft, config)
+        return shapes if source is None else with_streamed(shapes, source, dtype, device, devices)
+
     resolved = resolve(
         config,
-        device=current_device_name(),
+        device=device,
         target=target_model_config.model,
-        dtype=str(target_model_config.dtype).removeprefix("torch."),
-        tensor_parallel_size=target_parallel_config.tensor_parallel_size,
-        read_shapes=lambda draft: pair_shapes(target_model_config, draft, config),
+        dtype=dtype,
+        tensor_parallel_size=devices,
+        read_shapes=read_shapes,
         max_model_len=target_model_config.max_model_len,
         runs=how_it_runs(config, self.enforce_eager),
+        offloading=source.name if source else None,
     )
-    tree, source = resolved.choice.tree, resolved.choice.source
+    tree, tree_source = resolved.choice.tree, resolved.choice.source
     if not resolved.speculates:
-        logger.warning("Sequoia: not speculating, as plain decoding is faster (%s)", source)
-        self.additional_config = {**(self.additional_config or {}), DECLINED: source}
+        logger.warning("Sequoia: not speculating, as plain decoding is faster (%s)", tree_source)
+        self.additional_config = {**(self.additional_config or {}), DECLINED: tree_source}
         return None
     level, line = outlook_line(
         resolved.choice.outlook, resolved.draft, tree.size, tree.depth,
         adapts=config.adapts, on_cpu=current_platform.is_cpu(),
     )  # fmt: skip
     logger.log(level, "%s", line)
-    logger.debug("Sequoia: the tree was chosen so: %s", source)
+    logger.debug("Sequoia: the tree was chosen so: %s", tree_source)
     target_parallel_config.worker_cls = _worker_class(target_parallel_config.worker_cls)
     self.additional_config = resolved.settings.store(self.additional_config)
     translated = copy(self)

@@ -47,6 +47,7 @@ def resolve(
     read_shapes: Callable[[str], PairShapes] | None = None,
     max_model_len: int | None = None,
     runs: Runs | None = None,
+    offloading: str | None = None,
 ) -> Resolved:
     """Finds the draft and the tree that this configuration names or leaves to us.
 
@@ -60,6 +61,7 @@ def resolve(
             depends on them; None: they are not known.
         max_model_len: Longest request, in tokens; None: any.
         runs: How the engine will run; None: it neither times steps nor uses what was timed.
+        offloading: See `PairKey`; shapes then say how much of the target is streamed.
 
     Raises:
         ConfigError: No draft is given, and none is known for this target; or a folder is
@@ -75,6 +77,7 @@ def resolve(
         draft=draft,
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
+        offloading=offloading,
     )
     shapes = cache(lambda: read_shapes(draft)) if read_shapes else None
     choice = choose_engine_tree(config, pair, shapes, max_model_len, runs)

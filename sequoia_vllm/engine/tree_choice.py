@@ -114,7 +114,7 @@ def _resolve(
         is_file = is_tree_file(config.tree)
         source = f"{Path(config.tree).name}: {config.tree}" if is_file else config.tree
         found = find_tree(config.tree)
-        return TreeChoice(found.tree, source, outlook=_outlook_of(found, pair.device))
+        return TreeChoice(found.tree, source, outlook=_outlook_of(found, pair))
     if config.acceptance is not None:
         return _optimal(config, DEFAULT_TREE, "optimal for the given acceptance")
     try:
@@ -133,14 +133,17 @@ def _resolve(
     return choice
 
 
-def _outlook_of(found: NamedTree, device: str) -> Outlook:
+def _outlook_of(found: NamedTree, pair: PairKey) -> Outlook:
     """Of a tree that the user named: its own figures where it was made for this device."""
     entry = found.entry
-    if entry is None:
+    if entry is None or (pair.offloading is not None and entry.streamed is None):
+        # A tree for weights in memory pays where they are streamed: how much, it does not say.
         vector = found.acceptance
         return Outlook(tokens=None if vector is None else found.tree.expected_tokens(vector))
+    if pair.offloading is None and entry.streamed is not None:
+        return Outlook(made_for="targets that are offloaded")
     made_for = entry.name.split("/")[0]
-    if made_for in (USER, identify(device).id):
+    if made_for in (USER, identify(pair.device).id):
         return _outlook_of_schedule(entry.to_schedule(), HOW_TIMED[entry.profile.source])
     return Outlook(made_for=made_for)
 

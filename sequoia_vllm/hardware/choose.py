@@ -27,6 +27,9 @@ _SAME = 1e-9
 TOLERANCE = 0.01
 # Trees made in one search; a few are enough unless wide draft levels are slow.
 _MOST_TREES = 256
+# Up to here each size is looked at, and above it only multiples of the other: around the best
+# of hundreds of nodes a few more or less are worth nothing.
+_EACH_SIZE_TO, _SIZE_STEP = 128, 8
 
 
 def choose_tree(
@@ -40,8 +43,9 @@ def choose_tree(
 ) -> TokenTree:
     """The tree with the most expected tokens per second at this batch size.
 
-    Searched are the optimal trees of every size and depth (`Frontier`), best
-    bound first, which finds the best of them all while making few (at most 256).
+    Searched are the optimal trees of every size (above 128 nodes of every eighth) and
+    depth (`Frontier`), best bound first, which finds the best of them all while making
+    few (at most 256).
 
     Args:
         acceptance: p[k] or p[d][k].
@@ -172,7 +176,9 @@ class TreeSearch:
         """The fastest tree at this batch size; the root alone if plain decoding is."""
         largest = min(len(self.frontier.expected_tokens) - 1, self.cost.max_tokens(batch_size))
         plain = 1.0 / self.cost.plain_seconds(batch_size)
-        found = self._fastest(np.arange(2, largest + 1), batch_size, plain)
+        sizes = np.arange(2, largest + 1)
+        sizes = sizes[(sizes <= _EACH_SIZE_TO) | (sizes % _SIZE_STEP == 0) | (sizes == largest)]
+        found = self._fastest(sizes, batch_size, plain)
         return found or TokenTree((-1,))
 
     def best_of_size(self, size: int, batch_size: int) -> Estimate:

@@ -15,6 +15,7 @@ from typing import Literal
 from pydantic import Field
 
 from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.hardware.streaming import LinkName
 from sequoia_vllm.json_file import FileModel, read_model
 
 _FILE = Path(__file__).with_name("devices.json")
@@ -107,10 +108,15 @@ class KnownDevice(DeviceSpec):
         min_length=1, description="Patterns for the whole driver name, see `normalize`."
     )
     library: bool = Field(description="Whether the library holds trees computed for it.")
+    host_link: LinkName | None = Field(
+        default=None,
+        description="Link to the host's memory; none: boards differ. In machines with slower "
+        "slots, or where devices share one, it is less.",
+    )
 
     def spec(self) -> DeviceSpec:
         """Only the datasheet values."""
-        return DeviceSpec(**self.model_dump(exclude={"match", "library"}))
+        return DeviceSpec(**self.model_dump(exclude={"match", "library", "host_link"}))
 
 
 class _DeviceFile(FileModel):

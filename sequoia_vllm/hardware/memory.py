@@ -9,6 +9,7 @@ from typing import Any
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.roofline import BYTES_PER_VALUE
+from sequoia_vllm.hardware.streaming import StreamedWeights
 
 # vLLM's default for `--gpu-memory-utilization`, as of 0.32.
 _UTILIZATION = 0.92
@@ -23,7 +24,8 @@ class MemoryFit:
 
     Attributes:
         memory_bytes: Memory of the device.
-        weights_bytes: Its part of both models' weights.
+        weights_bytes: Its part of both models' weights, as far as they lie in it, and the
+            buffers of those that do not.
         kv_bytes_per_token: Its part of the keys and values of a token, both models.
         kv_tokens: Tokens that the KV cache can hold in what vLLM takes by default.
     """
@@ -65,6 +67,7 @@ def memory_fit(
     draft: ModelShape,
     dtype: str = "bfloat16",
     tensor_parallel_size: int = 1,
+    streamed: StreamedWeights | None = None,
 ) -> MemoryFit:
     """How a pair fits when both models are split over this many devices.
 
@@ -74,16 +77,25 @@ def memory_fit(
         draft: Shape of the draft, split the same way.
         dtype: Weight and KV cache type; a key of `BYTES_PER_VALUE`.
         tensor_parallel_size: Devices.
+        streamed: Weights of the target that lie elsewhere.
     """
     value_bytes = BYTES_PER_VALUE[dtype]
     pair = target, draft
     weights = sum(shape.weights_bytes(value_bytes) for shape in pair) / tensor_parallel_size
+    if streamed is not None:
+        weights += streamed.buffer_bytes - streamed.bytes_per_pass
     kv_values = sum(
         shape.kv_values_per_token * shape.kv_copies(tensor_parallel_size) for shape in pair
     )
     per_token = kv_values * value_bytes / tensor_parallel_size
     left = _UTILIZATION * device.memory_bytes - _RUNTIME_BYTES - weights
     return MemoryFit(device.memory_bytes, weights, per_token, max(0, math.floor(left / per_token)))
+
+
+def more_to_offload(fit: MemoryFit, tokens: int) -> float:
+    """Bytes beyond those that are offloaded, for ``tokens`` tokens to have room on each device."""
+    needed = fit.weights_bytes + tokens * fit.kv_bytes_per_token + _RUNTIME_BYTES
+    return max(0.0, needed - _UTILIZATION * fit.memory_bytes)
 
 
 def fewest_devices(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.json_file import FileModel, read_model
 
 _FILE = Path(__file__).with_name("models.json")
@@ -57,8 +58,11 @@ class ModelShape(FileModel):
         Args:
             value_bytes: Bytes of a value in the model's type.
         """
-        layers = self.layer_parameters * (self.layer_weight_bytes or value_bytes)
-        return layers + self.hidden * self.vocab * value_bytes
+        return self.layers_bytes(value_bytes) + self.hidden * self.vocab * value_bytes
+
+    def layers_bytes(self, value_bytes: float) -> float:
+        """Bytes of all layers: what can be offloaded; argument as of `matmul_bytes`."""
+        return self.layer_parameters * (self.layer_weight_bytes or value_bytes)
 
     def weights_bytes(self, value_bytes: float) -> float:
         """Bytes of all `parameters`; argument as of `matmul_bytes`."""
@@ -98,16 +102,19 @@ class ModelShape(FileModel):
 
 @dataclass(frozen=True)
 class PairShapes:
-    """What the configurations of two models say of their sizes.
+    """What the configurations of two models say of their sizes, and where the target lies.
 
     Attributes:
         target, draft: None: not to be had.
-        problem: Why one of them is None.
+        problem: Why one of them is None, or ``streamed`` is not known.
+        streamed: Weights of the target that are not in the devices' memory; None: all are, or
+            how many are not is not known (`PairKey.offloading` tells which).
     """
 
     target: ModelShape | None
     draft: ModelShape | None
     problem: str | None = None
+    streamed: StreamedWeights | None = None
 
     @property
     def quantized(self) -> bool:
@@ -128,17 +135,42 @@ class _ClassFile(FileModel):
     source: str
     shapes: list[ModelShape]
     classes: dict[str, tuple[str, str]]
+    offloaded: dict[str, _OffloadedClass]
+
+
+class _OffloadedClass(FileModel):
+    pair: tuple[str, str]
+    devices: list[str]
+
+
+@cache
+def _class_file() -> _ClassFile:
+    return read_model(_FILE, _ClassFile, "model shapes", ValueError)
+
+
+def _class(name: str, pair: tuple[str, str]) -> ModelClass:
+    shapes = {shape.name: shape for shape in _class_file().shapes}
+    return ModelClass(id=name, target=shapes[pair[0]], draft=shapes[pair[1]])
 
 
 @cache
 def model_classes() -> dict[str, ModelClass]:
     """The library's model classes by id."""
-    file = read_model(_FILE, _ClassFile, "model shapes", ValueError)
-    shapes = {shape.name: shape for shape in file.shapes}
+    return {name: _class(name, pair) for name, pair in _class_file().classes.items()}
+
+
+@cache
+def offloaded_classes() -> dict[str, tuple[ModelClass, list[str]]]:
+    """Those with a target that is offloaded, and the devices that the library has them for."""
     return {
-        name: ModelClass(id=name, target=shapes[target], draft=shapes[draft])
-        for name, (target, draft) in file.classes.items()
+        name: (_class(name, entry.pair), entry.devices)
+        for name, entry in _class_file().offloaded.items()
     }
+
+
+def every_class() -> dict[str, ModelClass]:
+    """All of both; a class in both is one."""
+    return model_classes() | {name: found for name, (found, _) in offloaded_classes().items()}
 
 
 def parameters_from_name(name: str) -> float | None:

@@ -12,6 +12,9 @@ with the layers. The draft is split like the target, as vLLM requires: its
 products shrink too, its launches and reductions do not, so that a draft level
 becomes dearer beside the target and the best trees shallower.
 
+Weights that do not fit the memory may be streamed (`sequoia_vllm.hardware.streaming`): the
+target's pass then takes the longer of this and reading them, or both.
+
 What no datasheet says is in `Assumptions` and is copied into the profile.
 Whether the models fit the memory is another question: `memory_fit`.
 """
@@ -25,11 +28,18 @@ from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.interconnect import Interconnect
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
+from sequoia_vllm.hardware.streaming import StreamedWeights
 
 TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # The paper's largest tree on one GPU: larger ones rest on a measured profile.
 ROOFLINE_MAX_SIZE = 128
+# Its largest tree where weights are streamed, and tokens to time up to there.
+STREAMED_MAX_SIZE = 768
+STREAMED_TOKENS = (*TOKENS, 160, 192, 256, 320, 384, 512, 640, STREAMED_MAX_SIZE)
+# Batches whose trees have more steps of tiles than this are timed without them: a step is then
+# a small part of a pass.
+_MOST_TILES = 64
 BYTES_PER_VALUE = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0}
 
 
@@ -41,8 +51,9 @@ def roofline_profile(
     tensor_parallel_size: int = 1,
     context_length: int = 1024,
     assumptions: Assumptions | None = None,
-    tokens: Sequence[int] = TOKENS,
+    tokens: Sequence[int] | None = None,
     batch_sizes: Sequence[int] = BATCH_SIZES,
+    streamed: StreamedWeights | None = None,
 ) -> Profile:
     """The profile that datasheet values predict.
 
@@ -55,34 +66,38 @@ def roofline_profile(
         tensor_parallel_size: Devices.
         context_length: Committed tokens of each request.
         assumptions: What the datasheet does not say; None: the defaults.
-        tokens: Tokens per request to compute times for, increasing, from 1.
+        tokens: Tokens per request to compute times for, increasing, from 1; None: up to the
+            largest tree that is looked for (`largest_tree`).
         batch_sizes: Batch sizes to compute times for.
+        streamed: Weights of the target that are not in the devices' memory; None: all are.
 
     Raises:
-        ValueError: If ``dtype`` is not known, or a model cannot be split over so many devices.
+        ValueError: If ``dtype`` is not known, or a model cannot be split over so many devices, or
+            weights are streamed and the draft, which is not, does not fit.
     """
     value_bytes = bytes_per_value(dtype)
     for shape in (target, draft):
         shape.check_split(tensor_parallel_size)
+    if streamed is not None:
+        _check_draft_fits(device, draft, value_bytes, tensor_parallel_size, streamed)
     assumptions = assumptions or Assumptions()
     forward = _Forward(device, value_bytes, tensor_parallel_size, assumptions)
 
-    def curves(shape: ModelShape, kernels: float = 0) -> list[Curve]:
-        return [
-            Curve(
-                batch_size=batch,
-                context_length=context_length,
-                tokens=list(tokens),
-                seconds=[
-                    _rounded(
-                        forward.seconds(shape, count, batch, context_length)
-                        + kernels * assumptions.small_kernel_seconds
-                    )
-                    for count in tokens
-                ],
-            )
-            for batch in batch_sizes
-        ]
+    def curve(shape: ModelShape, batch: int, kernels: float = 0) -> Curve:
+        weights = streamed if shape is target else None
+        counts = list(tokens) if tokens else _tokens_to_time(weights, batch)
+        return Curve(
+            batch_size=batch,
+            context_length=context_length,
+            tokens=counts,
+            seconds=[
+                _rounded(
+                    forward.seconds(shape, count, batch, context_length, weights)
+                    + kernels * assumptions.small_kernel_seconds
+                )
+                for count in counts
+            ],
+        )
 
     return Profile(
         source="roofline",
@@ -94,8 +109,8 @@ def roofline_profile(
         draft_parameters=draft.parameters,
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
-        target_forward=curves(target),
-        draft_level=curves(draft, assumptions.level_kernels),
+        target_forward=[curve(target, batch) for batch in batch_sizes],
+        draft_level=[curve(draft, batch, assumptions.level_kernels) for batch in batch_sizes],
         overhead=[
             Overhead(
                 batch_size=1,
@@ -107,7 +122,13 @@ def roofline_profile(
         target_shape=target,
         draft_shape=draft,
         assumptions=assumptions.to_dict(),
+        streamed=streamed,
     )
+
+
+def largest_tree(profile: Profile) -> int:
+    """Nodes of the largest tree that computed times are used for, root included."""
+    return STREAMED_MAX_SIZE if profile.streamed else ROOFLINE_MAX_SIZE
 
 
 def bytes_per_value(dtype: str) -> float:
@@ -119,6 +140,39 @@ def bytes_per_value(dtype: str) -> float:
     if dtype not in BYTES_PER_VALUE:
         raise ValueError(f"dtype {dtype!r}: known are {', '.join(BYTES_PER_VALUE)}")
     return BYTES_PER_VALUE[dtype]
+
+
+def _tokens_to_time(streamed: StreamedWeights | None, batch: int) -> list[int]:
+    """Up to the largest tree; where products read weights, both sides of each step in rows."""
+    if streamed is None:
+        return list(TOKENS)
+    counts = set(STREAMED_TOKENS)
+    tile = streamed.tile_rows
+    if tile is not None and STREAMED_MAX_SIZE * batch <= _MOST_TILES * tile:
+        ends = {rows // batch for rows in range(tile, STREAMED_MAX_SIZE * batch, tile)}
+        counts |= ends | {end + 1 for end in ends}
+    return sorted(counts)
+
+
+def _check_draft_fits(
+    device: DeviceSpec,
+    draft: ModelShape,
+    value_bytes: float,
+    devices: int,
+    streamed: StreamedWeights,
+) -> None:
+    """That the draft and the buffers leave something of the memory.
+
+    Raises:
+        ValueError: If not; says what would.
+    """
+    needed = draft.weights_bytes(value_bytes) / devices + streamed.buffer_bytes
+    if needed >= device.memory_bytes:
+        raise ValueError(
+            f"the draft {draft.name} and the buffers of streamed weights take "
+            f"{needed / 2**30:.1f} GiB of {device.name}'s {device.memory_bytes / 2**30:.0f}: only "
+            "the target is offloaded, so use a smaller or quantized draft, or more devices"
+        )
 
 
 class _Forward:
@@ -136,12 +190,21 @@ class _Forward:
         self._links = Interconnect(device, devices, assumed)
         self._assumed = assumed
 
-    def seconds(self, shape: ModelShape, tokens: int, batch: int, context: int) -> float:
+    def seconds(
+        self,
+        shape: ModelShape,
+        tokens: int,
+        batch: int,
+        context: int,
+        streamed: StreamedWeights | None = None,
+    ) -> float:
         """Time for ``tokens`` tokens of each of ``batch`` requests."""
         rows = tokens * batch
-        products = self._longer(
-            shape.matmul_bytes(self._value_bytes), 2 * shape.matmul_parameters * rows
-        )
+        moved = shape.matmul_bytes(self._value_bytes)
+        if streamed is not None:
+            outside = streamed.bytes_per_pass - streamed.from_device_bytes
+            moved = max(0.0, moved - outside * self._devices)
+        products = self._longer(moved, 2 * shape.matmul_parameters * rows)
         kv_bytes = batch * context * shape.kv_values_per_token * self._value_bytes
         attention = self._longer(
             kv_bytes * shape.kv_copies(self._devices),
@@ -149,7 +212,9 @@ class _Forward:
         )
         launches = shape.layers * self._assumed.layer_seconds + self._assumed.forward_seconds
         launches += self._merges(shape, tokens, batch)
-        return products + attention + launches + self._logits(shape, rows) + self._sums(shape, rows)
+        computing = products + attention + launches
+        computing += self._logits(shape, rows) + self._sums(shape, rows)
+        return computing if streamed is None else streamed.pass_seconds(rows, computing)
 
     def _merges(self, shape: ModelShape, tokens: int, batch: int) -> float:
         """Of tree attention's splits; plain decoding's are in its launches."""

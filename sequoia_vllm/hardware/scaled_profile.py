@@ -24,12 +24,17 @@ from sequoia_vllm.hardware.cost import CostModel, Floats
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.roofline import bytes_per_value
 from sequoia_vllm.hardware.step_profile import Curve, Profile
+from sequoia_vllm.hardware.streaming import StreamedWeights
 
 Seconds = Callable[[list[int], int], Floats]
 
 
 def scaled_profile(
-    measured: Sequence[Profile], target: ModelShape, draft: ModelShape, dtype: str
+    measured: Sequence[Profile],
+    target: ModelShape,
+    draft: ModelShape,
+    dtype: str,
+    streamed: StreamedWeights | None = None,
 ) -> Profile:
     """The profile that measurements of other models suggest.
 
@@ -37,6 +42,7 @@ def scaled_profile(
         measured: Profiles of the device; at least one.
         target, draft: What to estimate.
         dtype: Weight type; as of `bytes_per_value`.
+        streamed: Weights of the target that each pass reads from outside the memory.
 
     Raises:
         ValueError: If a type is not known, or weights are quantized: they take less time to
@@ -53,16 +59,20 @@ def scaled_profile(
     )
     most = min(max(curve.tokens[-1] for curve in p.target_forward) for p in measured)
 
-    def curves(timed: list[Curve], size: float, most: int | None = None) -> list[Curve]:
-        return [
-            Curve(
-                batch_size=curve.batch_size,
-                context_length=curve.context_length,
-                tokens=(tokens := [count for count in curve.tokens if not most or count <= most]),
-                seconds=passes.seconds(size, tokens, curve.batch_size).tolist(),
-            )
-            for curve in timed
-        ]
+    def curve_of(curve: Curve, size: float, weights: StreamedWeights | None, most: int) -> Curve:
+        tokens = [count for count in curve.tokens if count <= most]
+        seconds = passes.seconds(size, tokens, curve.batch_size).tolist()
+        if weights is not None:
+            seconds = [
+                weights.pass_seconds(count * curve.batch_size, computing)
+                for count, computing in zip(tokens, seconds, strict=True)
+            ]
+        return Curve(
+            batch_size=curve.batch_size,
+            context_length=curve.context_length,
+            tokens=tokens,
+            seconds=seconds,
+        )
 
     return Profile(
         source="scaled",
@@ -74,12 +84,17 @@ def scaled_profile(
         draft_parameters=draft.parameters,
         dtype=dtype,
         tensor_parallel_size=basis.tensor_parallel_size,
-        target_forward=curves(basis.target_forward, target_bytes, most),
-        draft_level=curves(basis.draft_level, draft_bytes),
+        target_forward=[
+            curve_of(curve, target_bytes, streamed, most) for curve in basis.target_forward
+        ],
+        draft_level=[
+            curve_of(curve, draft_bytes, None, curve.tokens[-1]) for curve in basis.draft_level
+        ],
         overhead=basis.overhead,
         verification=basis.verification,
         target_shape=target,
         draft_shape=draft,
+        streamed=streamed,
         provenance={"scaled_from": [[p.target, p.draft] for p in measured]},
     )
 

@@ -11,7 +11,9 @@ from sequoia_vllm.hardware.cost import CostModel, check_batch_sizes
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.memory import MemoryFit, memory_fit
 from sequoia_vllm.hardware.models import ModelClass
-from sequoia_vllm.hardware.roofline import ROOFLINE_MAX_SIZE, roofline_profile
+from sequoia_vllm.hardware.offloading import Offload
+from sequoia_vllm.hardware.roofline import bytes_per_value, largest_tree, roofline_profile
+from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.tree.acceptance import Acceptance
 
 
@@ -50,6 +52,7 @@ class ScalingRow:
         memory: How the pair fits.
         problem: Why it cannot be served so; None: it can.
         predictions: By batch size; none where there is a problem.
+        streamed: Weights of the target that are not in the devices' memory; None: all are.
     """
 
     device: DeviceSpec
@@ -57,6 +60,7 @@ class ScalingRow:
     memory: MemoryFit
     problem: str | None
     predictions: list[Prediction]
+    streamed: StreamedWeights | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -67,6 +71,7 @@ class ScalingRow:
             "interconnect_kind": self.device.interconnect_kind,
             "problem": self.problem,
             "memory": self.memory.to_dict(),
+            "streamed": self.streamed.to_dict() if self.streamed else None,
             "predictions": [asdict(prediction) for prediction in self.predictions],
         }
 
@@ -79,6 +84,7 @@ def scaling(
     batch_sizes: Sequence[int] = (1, 16),
     dtype: str = "bfloat16",
     context_length: int = 1024,
+    offload: Offload | None = None,
 ) -> list[ScalingRow]:
     """The fastest tree of each device type, tensor parallel size and batch size.
 
@@ -90,6 +96,7 @@ def scaling(
         batch_sizes: Requests in a step; all must fit the memory with their context and trees.
         dtype: Weight and KV cache type.
         context_length: Committed tokens of each request.
+        offload: What of the target is not in the devices' memory; None: nothing.
 
     Returns:
         Rows by device, then by tensor parallel size, in the given order.
@@ -100,23 +107,29 @@ def scaling(
     """
     batches = check_batch_sizes(list(batch_sizes))
     pair = model_class.target, model_class.draft
-    tokens = batches[-1] * (context_length + ROOFLINE_MAX_SIZE)
     rows = []
     for device in devices:
         for size in tensor_parallel_sizes:
-            profile = roofline_profile(device, *pair, dtype, size, context_length)
-            memory = memory_fit(device, *pair, dtype, size)
-            problem = memory.problem(tokens)
+            streamed = None
+            if offload is not None:
+                streamed = offload.streamed(
+                    model_class.target, device.id, bytes_per_value(dtype), size
+                )
+            profile = roofline_profile(
+                device, *pair, dtype, size, context_length, streamed=streamed
+            )
+            memory = memory_fit(device, *pair, dtype, size, streamed)
+            problem = memory.problem(batches[-1] * (context_length + largest_tree(profile)))
             predictions = []
             if problem is None:
                 cost = CostModel(profile)
                 predictions = [_predict(cost, acceptance, batch) for batch in batches]
-            rows.append(ScalingRow(device, size, memory, problem, predictions))
+            rows.append(ScalingRow(device, size, memory, problem, predictions, streamed))
     return rows
 
 
 def _predict(cost: CostModel, acceptance: Acceptance, batch_size: int) -> Prediction:
-    tree = choose_tree(acceptance, cost.profile, batch_size, ROOFLINE_MAX_SIZE)
+    tree = choose_tree(acceptance, cost.profile, batch_size, largest_tree(cost.profile))
     estimate = cost.estimate(tree, acceptance, batch_size)
     return Prediction(
         batch_size=batch_size,

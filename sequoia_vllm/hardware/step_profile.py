@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.models import ModelShape
+from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.json_file import FileModel, dump_json, read_model
 
 Seconds = Annotated[float, Field(gt=0, le=1e5)]
@@ -127,6 +128,16 @@ class Profile(FileModel):
     draft_shape: ModelShape | None = Field(default=None, description="Computed profiles only.")
     assumptions: dict[str, float] | None = Field(
         default=None, description="What the roofline assumed and nobody measured."
+    )
+    streamed: StreamedWeights | None = Field(
+        default=None,
+        description="Weights of the target that each of its passes reads from outside the "
+        "devices' memory; none: all are in it. Computed profiles only.",
+    )
+    offloading: str | None = Field(
+        default=None,
+        description="How measured engines read the target's weights in every pass (`PairKey`); "
+        "none: from memory.",
     )
     provenance: dict[str, Any] = Field(
         default_factory=dict,

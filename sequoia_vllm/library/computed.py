@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sequoia_vllm.hardware.device import DeviceSpec
-from sequoia_vllm.hardware.models import ModelShape, PairShapes, size_name
+from sequoia_vllm.hardware.models import PairShapes, size_name
 from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.scaled_profile import scaled_profile
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
-from sequoia_vllm.library.generate import fastest_schedule, make_entry, profile_reference
+from sequoia_vllm.library.generate import OFFLOADED, fastest_schedule, make_entry, profile_reference
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.selection import Request, Strength, choose_strength, size_names
 
@@ -51,14 +51,17 @@ def computed_entry(
     pair = request.pair
     if shapes.target is None or shapes.draft is None:
         return None, shapes.problem or "the models' shapes are not known"
+    if pair.offloading is not None and shapes.streamed is None and basis.own is None:
+        return None, shapes.problem or "how much of the target is offloaded is not known"
     try:
-        profile = _profile(basis, pair, shapes.target, shapes.draft)
+        profile = _profile(basis, pair, shapes)
     except ValueError as error:
         return None, str(error)
     if profile is None:
         return None, f"no times of {basis.device} to compute from"
     vector, why = _vector(basis, request)
     sizes = f"{size_name(profile.target_parameters)}-{size_name(profile.draft_parameters)}"
+    sizes += "" if pair.offloading is None else OFFLOADED
     entry = make_entry(
         f"computed/{basis.device}/{sizes}/{vector.name}",
         sizes,
@@ -72,18 +75,24 @@ def computed_entry(
         how += f" and not {pair.tensor_parallel_size}"
     if shapes.quantized:
         how += ", quantized weights"
+    if profile.streamed is not None:
+        size = profile.streamed.bytes_per_pass / 1e9
+        how += f", {size:.1f} GB of weights read in each pass: {profile.streamed.source}"
     return entry, f"computed for {size_names(shapes)} ({how}); {why}"
 
 
-def _profile(basis: Basis, pair: PairKey, target: ModelShape, draft: ModelShape) -> Profile | None:
+def _profile(basis: Basis, pair: PairKey, shapes: PairShapes) -> Profile | None:
+    target, draft, streamed = shapes.target, shapes.draft, shapes.streamed
     if basis.own is not None:
         return basis.own
+    if target is None or draft is None:
+        return None
     if basis.spec is not None:
         size = pair.tensor_parallel_size
-        return roofline_profile(basis.spec, target, draft, pair.dtype, size)
+        return roofline_profile(basis.spec, target, draft, pair.dtype, size, streamed=streamed)
     if not basis.measured:
         return None
-    return scaled_profile(basis.measured, target, draft, pair.dtype)
+    return scaled_profile(basis.measured, target, draft, pair.dtype, streamed)
 
 
 def _vector(basis: Basis, request: Request) -> tuple[AcceptanceFile, str]:

@@ -12,6 +12,7 @@ from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate, ScheduleRange
 from sequoia_vllm.hardware.step_profile import ProfileSource
+from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.json_file import FileModel, read_model
 from sequoia_vllm.tree.acceptance import Acceptance, AcceptanceError
 from sequoia_vllm.tree.token_tree import TokenTree
@@ -190,6 +191,11 @@ class TreeEntry(FileModel):
     temperature: float | None = Field(default=None, ge=0)
     acceptance: list[float] | list[list[float]]
     profile: ProfileReference
+    streamed: StreamedWeights | None = Field(
+        default=None,
+        description="Weights of the target that were taken to be read from outside the devices' "
+        "memory in every pass; none: nothing is.",
+    )
     tree: StoredTree
     schedule: list[tuple[int, int, int]] = Field(
         min_length=1,

@@ -21,10 +21,17 @@ from pathlib import Path
 from sequoia_vllm.hardware.choose import choose_schedule
 from sequoia_vllm.hardware.device import DeviceSpec, identify, known_devices
 from sequoia_vllm.hardware.memory import memory_fit
-from sequoia_vllm.hardware.models import ModelClass, model_classes, size_name
-from sequoia_vllm.hardware.roofline import ROOFLINE_MAX_SIZE, roofline_profile
+from sequoia_vllm.hardware.models import (
+    ModelClass,
+    model_classes,
+    offloaded_classes,
+    size_name,
+)
+from sequoia_vllm.hardware.offloading import host_link, streamed_layers
+from sequoia_vllm.hardware.roofline import largest_tree, roofline_profile
 from sequoia_vllm.hardware.schedule import Schedule
 from sequoia_vllm.hardware.step_profile import Profile
+from sequoia_vllm.hardware.streaming import LINKS, StreamedWeights
 from sequoia_vllm.json_file import dump_json
 from sequoia_vllm.library.files import (
     AcceptanceFile,
@@ -40,6 +47,9 @@ _MEASURED_MAX_SIZE = 1024
 # Share of the memory that weights may take; the rest is for the KV cache and vLLM itself.
 _WEIGHTS_SHARE = 0.75
 _MAX_TENSOR_PARALLEL = 8
+_VALUE_BYTES = 2.0  # bfloat16
+OFFLOADED = "-offloaded"
+"""What model classes end with whose target does not fit, and is streamed."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +131,7 @@ def make_entry(
         temperature=vector.temperature,
         acceptance=vector.acceptance,
         profile=reference,
+        streamed=profile.streamed,
         tree=StoredTree.of(schedule.tree),
         schedule=schedule.per_batch_size(),
         estimates=schedule.estimates,
@@ -146,7 +157,7 @@ def fastest_schedule(profile: Profile, vector: AcceptanceFile) -> Schedule:
     """The tree and schedule of a library entry."""
     computed = profile.source == "roofline"
     return choose_schedule(
-        vector.vector, profile, max_size=ROOFLINE_MAX_SIZE if computed else _MEASURED_MAX_SIZE
+        vector.vector, profile, max_size=largest_tree(profile) if computed else _MEASURED_MAX_SIZE
     )
 
 
@@ -177,6 +188,32 @@ def _jobs(inputs: Path) -> Iterator[Job]:
             serving = [vector for vector in vectors if _serves(vector, profile)]
             if serving:
                 yield Job(device, name, profile, reference, serving)
+    published = [vector for vector in vectors if vector.source == "published"]
+    for name, (model_class, of_devices) in offloaded_classes().items():
+        for device in of_devices if published else ():
+            profile = _offloaded(known_devices()[device].spec(), model_class)
+            reference = profile_reference(profile)
+            yield Job(device, f"{name}{OFFLOADED}", profile, reference, published)
+
+
+def _offloaded(device: DeviceSpec, model_class: ModelClass) -> Profile:
+    """On one device, with as few layers of the target offloaded as leave room for the rest."""
+    pair = model_class.target, model_class.draft
+    link, name = host_link(device.id)
+
+    def streamed(layers: int) -> StreamedWeights:
+        return streamed_layers(
+            model_class.target,
+            layers * model_class.target.layers_bytes(_VALUE_BYTES) / model_class.target.layers,
+            LINKS[link].bytes_per_second,
+            f"{layers} of {model_class.target.layers} layers, {name}",
+        )
+
+    for layers in range(1, model_class.target.layers + 1):
+        weights = streamed(layers)
+        if memory_fit(device, *pair, streamed=weights).weights_share <= _WEIGHTS_SHARE:
+            return roofline_profile(device, *pair, streamed=weights)
+    raise LibraryError(f"{model_class.id} does not fit {device.id}, all of its layers offloaded")
 
 
 def _serves(vector: AcceptanceFile, profile: Profile) -> bool:

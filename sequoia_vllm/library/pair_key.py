@@ -18,6 +18,9 @@ class PairKey:
         target, draft: Model names or paths.
         dtype: vLLM's, resolved: never "auto".
         tensor_parallel_size: Devices the target is split over.
+        offloading: How much of the target lies outside the devices' memory, and how it is
+            read, in a word; None: nothing does. Trees, times and what was learned with weights
+            read so are of no use without, nor the other way round.
     """
 
     device: str
@@ -25,6 +28,7 @@ class PairKey:
     draft: str
     dtype: str
     tensor_parallel_size: int = 1
+    offloading: str | None = None
 
     @property
     def file_name(self) -> str:
@@ -38,6 +42,8 @@ class PairKey:
             self.device.strip(), model_key(self.target), model_key(self.draft), self.dtype,
             f"tp{self.tensor_parallel_size}",
         ]  # fmt: skip
+        if self.offloading is not None:
+            key.append(self.offloading)
         digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:8]
         return "--".join([*(_slug(part) for part in key), digest])
 

@@ -81,6 +81,34 @@ class Request:
         return self.known.same_pair(target, draft, self.pair)
 
 
+def read_alike(entries: list[TreeEntry], pair: PairKey) -> list[TreeEntry]:
+    """Those for weights that are streamed, if the pair's are, or else those for weights in memory.
+
+    The best trees of the two differ by hundreds of nodes.
+    """
+    is_offloaded = pair.offloading is not None
+    return [entry for entry in entries if (entry.streamed is not None) == is_offloaded]
+
+
+def none_alike(device: str, reason: str) -> LibraryError:
+    """What to do where a device has no entries read alike, and why none was computed."""
+    return LibraryError(
+        f"the library has no trees for offloaded targets on {device}, and none was computed "
+        f'({reason}): give a tree size, such as "tree": {{"size": 64, "depth": 10}}'
+    )
+
+
+def differences(entry: TreeEntry, pair: PairKey) -> list[str]:
+    """What of an entry's run is not as here, in words."""
+    compared = (
+        ("TP size", entry.tensor_parallel_size, pair.tensor_parallel_size),
+        ("dtype", entry.dtype, pair.dtype),
+    )
+    return [
+        f"made for {what} {stored}, not {here}" for what, stored, here in compared if stored != here
+    ]
+
+
 def made_for(entries: list[TreeEntry], request: Request) -> tuple[list[TreeEntry], str]:
     """The entries for exactly this pair, none if there are none, and why."""
     exact = [entry for entry in entries if request.is_of(entry.target, entry.draft)]
@@ -111,6 +139,8 @@ def runs_as_here(
     """
     if file.datasheet is None:
         return True
+    if pair.offloading is not None:
+        return False  # other bytes, or over another link
     runs = pair.tensor_parallel_size, pair.dtype
     same_run = (entry.tensor_parallel_size, entry.dtype) == runs and not shapes.quantized
     return same_run and device.id == file.device and device.mig is None

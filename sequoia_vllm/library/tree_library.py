@@ -33,10 +33,13 @@ from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.selection import (
     Request,
     Selection,
+    differences,
     made_for,
     nearest_in_size,
+    none_alike,
     of_strength,
     parameters_of,
+    read_alike,
     runs_as_here,
     selection,
     timed_at_size,
@@ -231,15 +234,14 @@ class TreeLibrary:
         """The tree for this device, model pair and way of running.
 
         Looked for in this order: the user's own tree for exactly this device,
-        pair, dtype and TP size; one computed here from what an engine of this pair timed
-        when it started; a shipped tree of the device for the pair itself, or
-        measured with models of its sizes; one computed here from the pair's shapes, on
-        the device's datasheet or from what was measured with other models on it, for the
-        acceptance that engines counted while they served this pair, if they did.
-        Where shapes are not known: the shipped trees of the device, or of the one
-        nearest to it by roofline, for the nearest model class. Of these the draft
-        strength class asked for, or measured on the pair, or else the weakest. One
-        line is logged, once for each different choice.
+        pair, dtype, TP size and offloading; one computed here from what an engine of it timed
+        when it started; a shipped tree of the device for the pair itself, or measured with
+        models of its sizes; one computed here from the pair's shapes, on the device's datasheet
+        or from what was measured with other models on it, for the acceptance that engines
+        counted while they served this pair, if they did. Where shapes are not known: the
+        shipped trees of the device, or of the one nearest to it by roofline, for the nearest
+        model class. Of these the draft strength class asked for, or measured on the pair, or
+        else the weakest. One line is logged, once for each different choice.
 
         A name is compared as it is; a directory by its files, not by its path.
 
@@ -282,12 +284,13 @@ class TreeLibrary:
                     source = found.profile.source
                     return selection(found, source, batch_size, reasons, is_timed=True)
         file, reasons = self._file_for(device, hints or DeviceHints())
-        entries, why = made_for(file.entries, request)
+        alike = read_alike(file.entries, pair)
+        entries, why = made_for(alike, request)
         is_timed = timed_here(entries, pair, is_cpu=device.id == X86_CPU)
         if shapes is not None:
             # What was counted on the pair says more than times of models of its sizes.
             if not entries and learned is None:
-                entries, why = timed_at_size(file.entries, shapes)
+                entries, why = timed_at_size(alike, shapes)
             if not any(runs_as_here(entry, file, device, pair, shapes) for entry in entries):
                 basis = self._basis(file, device, learned)
                 found, reason = computed_entry(basis, shapes, request)
@@ -298,17 +301,14 @@ class TreeLibrary:
                 reasons.append(reason)
         if not entries:
             sizes = parameters_of(pair, shapes, target_parameters, draft_parameters)
-            entries, why = nearest_in_size(file.entries, pair, *sizes)
+            if not alike:
+                raise none_alike(file.device, reasons[-1])
+            entries, why = nearest_in_size(alike, pair, *sizes)
         reasons.append(why)
         entries, why = of_strength(entries, request)
         reasons.append(why)
         entry = min(entries, key=lambda e: abs(e.tensor_parallel_size - pair.tensor_parallel_size))
-        for what, stored, here in (
-            ("TP size", entry.tensor_parallel_size, pair.tensor_parallel_size),
-            ("dtype", entry.dtype, pair.dtype),
-        ):
-            if stored != here:
-                reasons.append(f"made for {what} {stored}, not {here}")
+        reasons += differences(entry, pair)
         if device.mig:
             reasons.append("the slice is treated as the whole device")
         source = entry.profile.source

@@ -113,13 +113,10 @@ def test_predictions_are_the_roofline_models():
     """The scaling table and what is said around it are what the commands print now."""
     document = TEXTS[Path("docs/trees.md")]
 
-    def printed(*options: str) -> str:
-        done = CliRunner().invoke(app, ["tree", "scaling", *options])
-        assert done.exit_code == 0, done.output
-        return done.stdout
-
-    assert f"\n\n{printed('--markdown')}\n" in document
-    rows = json.loads(printed("--devices", "h100-sxm", "--tensor-parallel-sizes", "2,8", "--json"))
+    assert f"\n\n{printed('scaling', '--markdown')}\n" in document
+    rows = json.loads(
+        printed("scaling", "--devices", "h100-sxm", "--tensor-parallel-sizes", "2,8", "--json")
+    )
     shares = []
     for row in rows["rows"]:
         first = row["predictions"][0]
@@ -128,10 +125,55 @@ def test_predictions_are_the_roofline_models():
     text = " ".join(document.split())
     assert f"from {shares[0]} of the target's to {shares[1]}" in text
     box = ("--interconnect-gb-s", "64", "--interconnect-kind", "bus", "--json")
-    rows = json.loads(printed("--devices", "h100-sxm", "--tensor-parallel-sizes", "8", *box))
+    rows = json.loads(
+        printed("scaling", "--devices", "h100-sxm", "--tensor-parallel-sizes", "8", *box)
+    )
     first = rows["rows"][0]["predictions"][0]
     said = f"{first['speedup']:.2f}x with {first['size']} nodes, {first['depth']} deep"
     assert f"On PCIe, 8 H100 would do {said}" in text
+
+
+def printed(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["tree", *arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_predictions_of_offloaded_targets_are_the_models():
+    document = TEXTS[Path("docs/trees.md")]
+    shown = [
+        line for line in commands() if line.startswith("sequoia-vllm tree scaling --class 70b-8b")
+    ]
+    assert len(shown) == 2
+    for line in shown:
+        assert f"\n\n{printed(*shlex.split(line)[2:], '--markdown')}\n" in document
+
+
+def test_the_comparison_with_the_paper_is_the_commands():
+    """The table, and the figures in what is said of it."""
+    document = TEXTS[Path("docs/trees.md")]
+    assert f"\n\n{printed('paper', '--markdown')}\n" in document
+    said = " ".join(document.split("Deviations have three causes.")[1].split())
+    entries = json.loads(printed("paper", "--json"))["comparisons"]
+    made = [entry for entry in entries if entry["published"]["tokens"] is not None]
+    moved = [100 * entry["predicted"]["tokens_deviation"] for entry in made]
+    assert f"moves tokens by {min(moved):+.0f} % to {max(moved):+.0f} %" in said
+    plain = {}
+    for entry in made:
+        published, predicted = entry["published"], entry["predicted"]
+        speedup = predicted["speedup_at_its_tokens"]
+        if published["draft"] == "JF68M":
+            assert abs(speedup / published["speedup"] - 1) < 0.05
+        elif published["draft"] == "SL1.3B" and published["temperature"] == 0:
+            assert f"comes out at {speedup:.2f}x and not {published['speedup']}x" in said
+            level = (published["tokens"] / published["speedup"] - 1) / published["depth"]
+            assert f"each level of its draft still took {level:.2f} of a plain step" in said
+        elif published["offloaded"] and predicted["acceptance"] == "appendix-e":
+            words = "is near our {} for" if predicted["offloading"] == "in turns" else "make {} of"
+            assert words.format(f"{speedup:.2f}x") in said
+        plain[published["target"], predicted["offloading"]] = predicted["plain_seconds"]
+    assert f"ours plain vLLM at {1e3 * plain['Llama-2-7B', None]:.1f} ms" in said
+    assert f"and {plain['Llama-2-70B', 'overlapping']:.1f} s in the model" in said
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,87 @@ class TestRoofline:
         assert "tokens" in result.stdout
 
 
+class TestOffloaded:
+    OPTIONS = ("--device", "l40", "--class", "70b-8b", "--offload-gb", 200)
+
+    def build(self, *options):
+        return run_json(
+            "tree", "build", "--acceptance", "appendix-e", "--size", 768, *self.OPTIONS, *options
+        )
+
+    def test_trees_are_wide_where_layers_are_prefetched(self):
+        prefetched, uva = self.build(), self.build("--offload-backend", "uva")
+        assert prefetched["size"] == 768
+        assert uva["size"] == 128
+        assert prefetched["speedup"] > uva["speedup"] > 5
+        streamed = prefetched["times"]["streamed"]
+        assert streamed["source"] == "PCIe 4.0 x16, prefetch, 2 buffers"
+        assert prefetched["times"]["memory"]["problem"] is None
+        quick = self.build("--link", "nvlink-c2c")
+        assert quick["times"]["streamed"]["bytes_per_second"] == 346e9
+        measured = self.build("--link-gb-s", 20.5)
+        assert measured["times"]["streamed"]["bytes_per_second"] == 20.5e9
+
+    def test_says_how_much_would_do(self):
+        few = ("tree", "roofline", "l40", "--class", "70b-8b", "--offload-gb")
+        result = run(*few, 20)
+        enough = int(result.stderr.split("use --offload-gb ")[1].split(")")[0])
+        assert "does not fit" in result.stderr
+        assert "note" not in run(*few, enough).stderr
+        assert "KV cache" in run(*few, enough - 1).stderr
+
+    def test_times_reach_as_far_as_trees(self):
+        lines = run("tree", "roofline", "l40", *self.OPTIONS[2:]).stdout.splitlines()
+        assert lines[-1].split()[0] == "768"
+        profile = run_json("tree", "roofline", "l40", *self.OPTIONS[2:])["profile"]
+        assert profile["target_forward"][0]["tokens"][-1] == 768
+
+    def test_scaling_says_that_the_target_is_offloaded(self):
+        options = ["--devices", "l40", "--tensor-parallel-sizes", 1, *self.OPTIONS[2:]]
+        [row] = run_json("tree", "scaling", *options)["rows"]
+        assert row["problem"] is None
+        assert row["streamed"]["bytes_per_second"] == 25e9
+        assert row["predictions"][0]["size"] == 768
+        title = run("tree", "scaling", *options).stdout.splitlines()[0]
+        assert "target offloaded, predicted" in title
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--link", "pcie4"], "give --offload-gb"),
+            (["--link-gb-s", 20], "give --offload-gb"),
+            (["--offload-backend", "uva"], "give --offload-gb"),
+            (["--offload-gb", 9, "--link", "pcie4", "--link-gb-s", 20], "give it or --link-gb-s"),
+            (["--offload-gb", 0], "size 0 must be above 0"),
+            (["--offload-gb", "nan"], "size nan must be above 0"),
+            (["--offload-gb", 9, "--link-gb-s", 0], "rate 0 must be above 0"),
+            (["--class", "70b-8b", "--offload-gb", 9], "smaller or quantized draft"),
+        ],
+    )
+    def test_what_does_not_go_together(self, arguments, message):
+        assert message in fails("tree", "roofline", "t4", "--class", "8b-1b", *arguments)
+
+    def test_measured_times_are_of_what_was_measured(self, vector, profile):
+        command = ["tree", "build", "--acceptance", vector, "--size", 4, "--offload-gb", 9]
+        assert "give --device and --class" in fails(*command)
+        assert "give --device and --class" in fails(*command, "--profile", profile)
+
+
+class TestPaper:
+    def test_tables_and_json_are_the_same(self):
+        entries = run_json("tree", "paper")["comparisons"]
+        lines = run("tree", "paper", "--markdown").stdout.splitlines()
+        assert len(lines) == 2 + len(entries)
+        assert len({line.count("|") for line in lines}) == 1
+        for entry, line in zip(entries, lines[2:], strict=True):
+            chosen = entry["predicted"]["chosen"]
+            assert f"| {chosen['size']}, {chosen['depth']} | {chosen['tokens']:.2f} |" in line
+            assert f" {entry['published']['speedup']:.2f}x |" in line
+        shown = run("tree", "paper")
+        assert "predicted, not measured" in shown.stdout
+        assert "vectors of other pairs" in shown.stderr
+
+
 class TestScaling:
     def test_json(self):
         data = run_json("tree", "scaling", "--devices", "h200", "--tensor-parallel-sizes", "1,4")
@@ -431,7 +512,7 @@ class TestErrors:
         assert "cannot read tree file" in fails("tree", "show", "~/no-such-tree")
         assert "no tree named 'h100/x'" in fails("tree", "show", "h100/x")
         library_file = shipped_directory() / "h200.json"
-        assert "is a library file with 16 trees" in fails("tree", "show", library_file)
+        assert "is a library file with 18 trees" in fails("tree", "show", library_file)
         assert "draw at least 1" in fails("tree", "show", tree_file, "--nodes", 0)
 
     def test_plot(self, tree_file, vector, tmp_path):

@@ -20,11 +20,16 @@ from sequoia_vllm.hardware import (
     roofline_profile,
 )
 from sequoia_vllm.hardware.device import known_devices
-from sequoia_vllm.hardware.models import model_classes
+from sequoia_vllm.hardware.models import every_class, model_classes
 from sequoia_vllm.hardware.step_profile import ProfileError
 from sequoia_vllm.library import tree_library as library_module
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
-from sequoia_vllm.library.generate import generate_library, make_entry, profile_reference
+from sequoia_vllm.library.generate import (
+    OFFLOADED,
+    generate_library,
+    make_entry,
+    profile_reference,
+)
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory, user_directory
 from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree
@@ -112,8 +117,13 @@ def test_weights_fit_the_devices(library):
         if file.datasheet is None:
             continue
         for entry in file.entries:
-            weights = 2 * (entry.target_parameters + entry.draft_parameters)
+            pair = every_class()[entry.model_class.removesuffix(OFFLOADED)]
+            weights = pair.target.weights_bytes(2) + pair.draft.weights_bytes(2)
             memory = file.datasheet.memory_gb * 1e9 * entry.tensor_parallel_size
+            if entry.streamed is not None:
+                assert weights > memory
+                weights += entry.streamed.buffer_bytes - entry.streamed.bytes_per_pass
+            assert (entry.streamed is not None) == entry.model_class.endswith(OFFLOADED)
             if entry.profile.source == "roofline":
                 assert weights < memory
 

@@ -15,6 +15,14 @@ from sequoia_vllm.cli.common import (
     print_json,
 )
 from sequoia_vllm.cli.progress import progress_bar
+from sequoia_vllm.cli.tree.offload import (
+    BackendOption,
+    LinkOption,
+    LinkRateOption,
+    OffloadOption,
+    offload_of,
+)
+from sequoia_vllm.cli.tree.paper import paper
 from sequoia_vllm.cli.tree.roofline import (
     ClassOption,
     ContextOption,
@@ -28,6 +36,7 @@ from sequoia_vllm.cli.tree.roofline import (
     times_table,
 )
 from sequoia_vllm.cli.tree.scaling import scaling
+from sequoia_vllm.cli.tree.times import times_of
 from sequoia_vllm.cli.tree.view import (
     bench_table,
     comparison_table,
@@ -40,7 +49,6 @@ from sequoia_vllm.cli.tree.view import (
 )
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
-from sequoia_vllm.hardware.device import InterconnectKind
 from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
 from sequoia_vllm.json_file import dump_json
 from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vector
@@ -92,6 +100,10 @@ def build(
     ] = None,
     interconnect_gb_s: RateOption = None,
     interconnect_kind: KindOption = None,
+    offload_gb: OffloadOption = None,
+    link: LinkOption = None,
+    link_gb_s: LinkRateOption = None,
+    offload_backend: BackendOption = "prefetch",
     batch_size: BatchOption = 1,
     output: Annotated[Path | None, typer.Option(help="Write the tree to this file.")] = None,
     as_json: JsonOption = False,
@@ -105,7 +117,8 @@ def build(
         vector = find_vector(acceptance)
         extra: dict[str, Any] = {}
         links = interconnect_gb_s, interconnect_kind
-        times = _times(profile, device, model_class, tensor_parallel_size, *links)
+        offload = offload_of(offload_gb, link, link_gb_s, offload_backend)
+        times = times_of(profile, device, model_class, tensor_parallel_size, *links, offload)
         if times is None:
             with progress_bar("optimising") as report:
                 tree = optimize_tree(
@@ -314,13 +327,18 @@ def roofline(
     ] = 1,
     interconnect_gb_s: RateOption = None,
     interconnect_kind: KindOption = None,
+    offload_gb: OffloadOption = None,
+    link: LinkOption = None,
+    link_gb_s: LinkRateOption = None,
+    offload_backend: BackendOption = "prefetch",
     context_length: ContextOption = 1024,
     as_json: JsonOption = False,
 ) -> None:
     """Predict a profile from datasheet values."""
     with friendly_errors():
         spec = device_of(device, interconnect_gb_s, interconnect_kind, tensor_parallel_size)
-        profile = predict(spec, model_class, tensor_parallel_size, dtype, context_length)
+        offload = offload_of(offload_gb, link, link_gb_s, offload_backend)
+        profile = predict(spec, model_class, tensor_parallel_size, dtype, context_length, offload)
         if output is not None:
             profile.save(output)
         _note_memory(profile, context_length)
@@ -331,6 +349,7 @@ def roofline(
 
 
 app.command()(scaling)
+app.command()(paper)
 
 
 @app.command()
@@ -344,31 +363,6 @@ def bench(as_json: JsonOption = False) -> None:
         print_json({"cases": [result.to_dict() for result in results]})
     else:
         console().print(bench_table(results))
-
-
-def _times(
-    profile: Path | None,
-    device: str | None,
-    model_class: str | None,
-    tensor_parallel_size: int | None,
-    interconnect_gb_s: float | None,
-    interconnect_kind: InterconnectKind | None,
-) -> Profile | None:
-    """The profile of `build`'s options, measured or predicted; None: it has neither."""
-    links = interconnect_gb_s, interconnect_kind
-    if device is None and model_class is None:
-        if tensor_parallel_size is not None or links != (None, None):
-            fail(
-                "--tensor-parallel-size and --interconnect-... are of predicted times: give "
-                "--device and --class with them (a --profile has its own)"
-            )
-        return None if profile is None else Profile.load(profile)
-    if profile is not None:
-        fail("times are measured (--profile) or predicted (--device and --class): give one")
-    if device is None or model_class is None:
-        fail("predicted times need both --device and --class (sequoia-vllm tree roofline --help)")
-    size = 1 if tensor_parallel_size is None else tensor_parallel_size
-    return predict(device_of(device, *links, size), model_class, size)
 
 
 def _check_size(option: str, size: int) -> None:

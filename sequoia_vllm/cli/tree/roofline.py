@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -20,8 +21,10 @@ from sequoia_vllm.hardware import (
     roofline_profile,
 )
 from sequoia_vllm.hardware.device import InterconnectKind, known_devices
-from sequoia_vllm.hardware.memory import fewest_devices
-from sequoia_vllm.hardware.models import ModelClass, ModelShape, model_classes
+from sequoia_vllm.hardware.memory import fewest_devices, more_to_offload
+from sequoia_vllm.hardware.models import ModelClass, ModelShape, every_class
+from sequoia_vllm.hardware.offloading import Offload
+from sequoia_vllm.hardware.roofline import bytes_per_value
 from sequoia_vllm.hardware.step_profile import ProfileError
 
 ClassOption = Annotated[
@@ -79,7 +82,7 @@ def class_of(name: str) -> ModelClass:
     Raises:
         ProfileError: If there is none.
     """
-    classes = model_classes()
+    classes = every_class()
     if name not in classes:
         raise ProfileError(f"no model class {name!r}; there are {', '.join(classes)}")
     return classes[name]
@@ -104,23 +107,32 @@ def predict(
     tensor_parallel_size: int = 1,
     dtype: str = "bfloat16",
     context_length: int = 1024,
+    offload: Offload | None = None,
 ) -> Profile:
     """The roofline profile of a device and a model class.
 
     Raises:
-        ProfileError: If the class, dtype or a number is wrong.
+        ProfileError: If the class, dtype or a number is wrong, or the draft does not fit beside
+            what is streamed of the target.
     """
     pair = class_of(class_name)
     with profile_errors(context_length):
+        streamed = None
+        if offload is not None:
+            streamed = offload.streamed(
+                pair.target, device.id, bytes_per_value(dtype), tensor_parallel_size
+            )
         return roofline_profile(
-            device, pair.target, pair.draft, dtype, tensor_parallel_size, context_length
-        )
+            device, pair.target, pair.draft, dtype, tensor_parallel_size, context_length,
+            streamed=streamed,
+        )  # fmt: skip
 
 
 def fit_of(profile: Profile) -> MemoryFit | None:
     """How the pair of a predicted profile fits its devices; None: a measured one did."""
     pair = _predicted_pair(profile)
-    return pair and memory_fit(*pair, profile.dtype, profile.tensor_parallel_size)
+    size = profile.tensor_parallel_size
+    return pair and memory_fit(*pair, profile.dtype, size, profile.streamed)
 
 
 def memory_problem(profile: Profile, tokens: int) -> str | None:
@@ -128,14 +140,29 @@ def memory_problem(profile: Profile, tokens: int) -> str | None:
     pair, fit = _predicted_pair(profile), fit_of(profile)
     if pair is None or fit is None or (problem := fit.problem(tokens)) is None:
         return None
-    enough = fewest_devices(*pair, profile.dtype, tokens)
-    fix = "no size up to 16 would do: use a smaller dtype, fewer requests or a shorter context"
-    if enough is not None:
-        fix = f"use --tensor-parallel-size {enough}"
+    fix = _offload_more(profile, fit, tokens) or _more_devices(pair, profile.dtype, tokens)
     return (
         f"{problem}: {fit.weights_bytes / 2**30:.1f} GiB of weights on each device of "
         f"{fit.memory_bytes / 2**30:.0f} GiB; the times are of devices that had the memory ({fix})"
     )
+
+
+def _offload_more(profile: Profile, fit: MemoryFit, tokens: int) -> str | None:
+    """How much would do, where weights are streamed and there are so many."""
+    streamed, target = profile.streamed, profile.target_shape
+    if streamed is None or target is None:
+        return None
+    layers = target.layers_bytes(bytes_per_value(profile.dtype)) / profile.tensor_parallel_size
+    enough = math.ceil((streamed.bytes_per_pass + more_to_offload(fit, tokens)) / 2**30)
+    return f"use --offload-gb {enough}" if enough * 2**30 <= layers else None
+
+
+def _more_devices(pair: tuple[DeviceSpec, ModelShape, ModelShape], dtype: str, tokens: int) -> str:
+    """How many would do."""
+    enough = fewest_devices(*pair, dtype, tokens)
+    if enough is not None:
+        return f"use --tensor-parallel-size {enough}"
+    return "no size up to 16 would do: use a smaller dtype, fewer requests or a shorter context"
 
 
 def _predicted_pair(profile: Profile) -> tuple[DeviceSpec, ModelShape, ModelShape] | None:
@@ -159,6 +186,8 @@ def times_json(profile: Profile) -> dict[str, Any]:
         data["interconnect_gb_s"] = profile.datasheet.interconnect_gb_s
         data["interconnect_kind"] = profile.datasheet.interconnect_kind
         data["memory"] = fit.to_dict()
+    if profile.streamed is not None:
+        data["streamed"] = profile.streamed.to_dict()
     return data
 
 
@@ -174,7 +203,8 @@ def times_table(profile: Profile) -> Table:
     table.add_column("tokens", justify="right")
     for batch in batches:
         table.add_column(f"batch {batch}", justify="right")
-    for tokens in (1, 2, 4, 8, 16, 32, 64, 128):
+    wide = (256, 512, 768) if profile.streamed else ()
+    for tokens in (1, 2, 4, 8, 16, 32, 64, 128, *wide):
         cells = [
             f"{1e3 * float(cost.target_seconds(tokens, batch)):.2f} / "
             f"{1e3 * float(cost.draft_seconds(tokens, batch)):.2f}"

@@ -10,6 +10,13 @@ from rich.table import Table
 
 from sequoia_vllm.cli.common import console, friendly_errors, note, print_json
 from sequoia_vllm.cli.measuring import JsonOption, numbers
+from sequoia_vllm.cli.tree.offload import (
+    BackendOption,
+    LinkOption,
+    LinkRateOption,
+    OffloadOption,
+    offload_of,
+)
 from sequoia_vllm.cli.tree.roofline import (
     ClassOption,
     ContextOption,
@@ -40,6 +47,10 @@ def scaling(
     ] = "shipped",
     interconnect_gb_s: RateOption = None,
     interconnect_kind: KindOption = None,
+    offload_gb: OffloadOption = None,
+    link: LinkOption = None,
+    link_gb_s: LinkRateOption = None,
+    offload_backend: BackendOption = "prefetch",
     dtype: DtypeOption = "bfloat16",
     context_length: ContextOption = 1024,
     markdown: Annotated[
@@ -58,8 +69,9 @@ def scaling(
             device_of(name.strip(), interconnect_gb_s, interconnect_kind, max(sizes))
             for name in devices.split(",")
         ]
+        offload = offload_of(offload_gb, link, link_gb_s, offload_backend)
         with profile_errors(context_length):
-            rows = predicted(specs, pair, vector, sizes, batches, dtype, context_length)
+            rows = predicted(specs, pair, vector, sizes, batches, dtype, context_length, offload)
         if as_json:
             print_json(
                 {
@@ -82,8 +94,9 @@ def scaling(
 
 def rich_table(rows: list[ScalingRow], pair: ModelClass) -> Table:
     """One line for each device type, number of devices and batch size."""
+    offloaded = "target offloaded, " if any(row.streamed for row in rows) else ""
     table = Table(
-        title=f"{pair.target.name} with {pair.draft.name} (predicted, not measured)",
+        title=f"{pair.target.name} with {pair.draft.name} ({offloaded}predicted, not measured)",
         box=None, pad_edge=False, header_style="bold", title_justify="left",
     )  # fmt: skip
     for name in (*_HEAD, *_COLUMNS):

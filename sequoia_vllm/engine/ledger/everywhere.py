@@ -49,6 +49,14 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     Expected(
         "vllm.exceptions:VLLMValidationError", ("message", "parameter", "value"), may_grow=True
     ),
+    # weight_source.py
+    Expected(f"{_ARGS}.offload_backend"),
+    Expected(f"{_ARGS}.cpu_offload_gb"),
+    Expected(f"{_ARGS}.cpu_offload_params"),
+    Expected(f"{_ARGS}.offload_group_size"),
+    Expected(f"{_ARGS}.offload_num_in_group"),
+    Expected(f"{_ARGS}.offload_prefetch_step"),
+    Expected(f"{_ARGS}.offload_params"),
     # grammar.py
     Override(
         f"{_MANAGER}.validate_tokens", ("self", "request", "spec_tokens"),

@@ -230,6 +230,7 @@ def profile_of(wanted: ToTime, times: BatchTimes, *, waits_for_core: bool) -> Pr
         draft_parameters=wanted.draft_parameters,
         dtype=pair.dtype,
         tensor_parallel_size=pair.tensor_parallel_size,
+        offloading=pair.offloading,
         target_forward=[_never_slower(curves.target)],
         draft_level=[curves.draft],
         verification=[curves.verification],

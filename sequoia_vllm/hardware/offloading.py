@@ -1,0 +1,125 @@
+"""Weights that vLLM offloads to the host's memory, as streamed weights.
+
+It has two backends, which differ in what a wide tree costs:
+
+- *prefetch* copies layers into buffers on the device while others compute. With two buffers or
+  more a pass takes the longer of copying and computing; with one, copying waits for computing
+  and the pass takes both. The bytes do not depend on the tree.
+- *UVA* has the matrix products themselves read the weights through the link. A product works
+  on tiles of rows, and reads each weight once for each tile: the bytes of a pass grow with
+  ceil(rows / rows of a tile), so that 768 nodes cost six times what one does. The rest of the
+  pass is taken not to overlap with it.
+
+Both stream layers only: embeddings and the output matrix stay where they are. The draft is taken
+to be resident, since it runs many times in a step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from sequoia_vllm.hardware.device import identify, known_devices
+from sequoia_vllm.hardware.models import ModelShape
+from sequoia_vllm.hardware.streaming import LINKS, LinkName, StreamedWeights
+
+OffloadBackend = Literal["prefetch", "uva"]
+
+# cuBLAS and CUTLASS have tiles of 64 to 256 rows; 128 is the usual one where rows are many.
+# Assumed: nobody measured which of them vLLM's products take through UVA.
+UVA_TILE_ROWS = 128
+# As many as it takes to copy one layer while another computes.
+OVERLAPPING_BUFFERS = 2
+# Of a device whose link is not known. The faster one: it leads to the smaller trees.
+_CAUTIOUS_LINK: LinkName = "pcie5"
+
+
+def streamed_layers(
+    target: ModelShape,
+    size: float,
+    bytes_per_second: float,
+    source: str,
+    *,
+    value_bytes: float = 2.0,
+    devices: int = 1,
+    backend: OffloadBackend = "prefetch",
+    buffers: int = OVERLAPPING_BUFFERS,
+) -> StreamedWeights:
+    """So many bytes of a target's layers, offloaded as vLLM does.
+
+    Args:
+        target: Its shape.
+        size: Bytes on each device, as vLLM counts; more than the layers have: all of them.
+        bytes_per_second: Achieved rate to each device.
+        source: Where from, in words ("PCIe 4.0 x16").
+        value_bytes: Bytes of a value in the model's type.
+        devices: That the target is split over.
+        backend: ``"prefetch"`` or ``"uva"``.
+        buffers: Layers that prefetching has buffers for (``--offload-prefetch-step``).
+
+    Raises:
+        ValueError: If the size or the rate is not above 0 and finite.
+    """
+    for what, value in (("size", size), ("rate", bytes_per_second)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"weights offloaded: {what} {value:g} must be above 0")
+    layers = target.layers_bytes(value_bytes) / devices
+    prefetches = backend == "prefetch"
+    return StreamedWeights(
+        bytes_per_pass=min(size, layers),
+        bytes_per_second=bytes_per_second,
+        source=f"{source}, {backend}" + (f", {buffers} buffers" if prefetches else ""),
+        overlaps=prefetches and buffers >= OVERLAPPING_BUFFERS,
+        tile_rows=None if prefetches else UVA_TILE_ROWS,
+        buffer_bytes=buffers * layers / target.layers if prefetches else 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class Offload:
+    """How much to offload, and over what, on whatever device.
+
+    Attributes:
+        gib: GiB of the target's layers on each device, as vLLM's ``--cpu-offload-gb`` counts;
+            more than there are: all.
+        backend: See the module.
+        link: By name; None: the device's own.
+        gb_s: Achieved rate, 10^9 bytes/s; None: the link's.
+    """
+
+    gib: float
+    backend: OffloadBackend = "prefetch"
+    link: LinkName | None = None
+    gb_s: float | None = None
+
+    def streamed(
+        self, target: ModelShape, device: str, value_bytes: float, devices: int
+    ) -> StreamedWeights:
+        """What is streamed of this target on such devices; errors as of `streamed_layers`."""
+        name, words = host_link(device)
+        if self.link is not None:
+            name, words = self.link, LINKS[self.link].name
+        rate = LINKS[name].bytes_per_second
+        if self.gb_s is not None:
+            rate, words = self.gb_s * 1e9, f"{self.gb_s:g} GB/s"
+        return streamed_layers(
+            target, self.gib * 2**30, rate, words,
+            value_bytes=value_bytes, devices=devices, backend=self.backend,
+        )  # fmt: skip
+
+
+def host_link(device: str) -> tuple[LinkName, str]:
+    """The link between a device and the host's memory, and what to call it.
+
+    Args:
+        device: Its id, or the name that its driver gives.
+
+    Returns:
+        The link's name, and it in words, which say if it is a guess.
+    """
+    known = known_devices().get(identify(device).id or "")
+    name = known.host_link if known else None
+    if name is not None:
+        return name, LINKS[name].name
+    return _CAUTIOUS_LINK, f"{LINKS[_CAUTIOUS_LINK].name} (assumed)"

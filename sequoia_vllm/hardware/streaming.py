@@ -1,0 +1,94 @@
+"""Targets whose weights do not fit: read from outside the device's memory in every pass.
+
+A pass then takes what moving the weights takes, tens of times what the device's own memory
+would need, and hardly more for hundreds of tokens than for one: this is where the paper's
+largest trees are (768 nodes for a 70B target on one L40).
+
+Anything with a number of bytes and a rate can be told here: the host's memory over a link, or a
+disk. How vLLM offloads, and what of it comes out, is in `sequoia_vllm.hardware.offloading`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from sequoia_vllm.json_file import FileModel
+
+LinkName = Literal["pcie3", "pcie4", "pcie5", "nvlink-c2c"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way from the host's memory to a device's.
+
+    Attributes:
+        name: For people.
+        nominal_gb_s: Rate in one direction that its standard has, 10^9 bytes/s.
+        achieved_gb_s: What copies from pinned memory were measured to get.
+    """
+
+    name: str
+    nominal_gb_s: float
+    achieved_gb_s: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What is achieved."""
+        return self.achieved_gb_s * 1e9
+
+
+LINKS: dict[LinkName, Link] = {
+    # 8 GT/s, 16 lanes, 128b/130b. An author of BaM (ZaidQureshi/bam#54): 12 GB/s on a V100.
+    "pcie3": Link("PCIe 3.0 x16", 15.75, 12.0),
+    # nvbandwidth's host_to_device_memcpy_ce: 24.8 GB/s on eight A100 SXM4 (NVIDIA's developer
+    # forum, 352186), 23.9 to 26.4 on eight RTX 4090 (NVIDIA/nvbandwidth#15).
+    "pcie4": Link("PCIe 4.0 x16", 31.5, 25.0),
+    # H100, nvbandwidth: 52.8 GB/s to the host (NVIDIA/nvbandwidth#24; its copies by kernels got
+    # 35 to the device, which is not what prefetching does). Taken for both directions.
+    "pcie5": Link("PCIe 5.0 x16", 63.0, 52.8),
+    # GH200 480GB, nvbandwidth's host_to_device_memcpy_ce: 346 GB/s (NVIDIA/nvbandwidth#23).
+    "nvlink-c2c": Link("NVLink-C2C", 450.0, 346.0),
+}
+"""Links by name; nothing here was measured by us."""
+
+
+class StreamedWeights(FileModel):
+    """Weights of the target that every pass reads from outside the device's memory."""
+
+    bytes_per_pass: float = Field(
+        gt=0, description="Bytes of these weights, on each device of a tensor-parallel group."
+    )
+    bytes_per_second: float = Field(gt=0, description="Achieved, of each device.")
+    source: str = Field(min_length=1, description="Where they lie and how they come, in words.")
+    overlaps: bool = Field(
+        description="Whether reading goes on while the device computes: a pass takes the longer "
+        "of both, and else both."
+    )
+    tile_rows: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rows of a tile of the matrix products, where these read the weights "
+        "themselves, once for each tile; none: weights are copied once for all rows.",
+    )
+    buffer_bytes: float = Field(
+        default=0.0, ge=0, description="Memory that they pass through, on each device."
+    )
+
+    def read_seconds(self, rows: float) -> float:
+        """Reading them for one pass over so many rows (tokens of all requests)."""
+        reads = 1 if self.tile_rows is None else math.ceil(rows / self.tile_rows)
+        return reads * self.bytes_per_pass / self.bytes_per_second
+
+    def pass_seconds(self, rows: float, computing: float) -> float:
+        """A pass over so many rows, which takes ``computing`` seconds without reading."""
+        reading = self.read_seconds(rows)
+        return max(reading, computing) if self.overlaps else reading + computing
+
+    @property
+    def from_device_bytes(self) -> float:
+        """Those of its bytes that the device's own memory is read for: none that stay outside."""
+        return 0.0 if self.tile_rows is not None else self.bytes_per_pass

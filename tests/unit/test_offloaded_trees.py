@@ -1,0 +1,191 @@
+"""Trees with and without offloading are kept apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from sequoia_vllm.calibration.tune import check_profile
+from sequoia_vllm.config import SequoiaConfig
+from sequoia_vllm.engine.resolve import resolve
+from sequoia_vllm.engine.tree_choice import choose_engine_tree
+from sequoia_vllm.hardware import Curve, Overhead, Profile, identify
+from sequoia_vllm.hardware.models import PairShapes, every_class
+from sequoia_vllm.hardware.offloading import streamed_layers
+from sequoia_vllm.hardware.roofline import roofline_profile
+from sequoia_vllm.hardware.streaming import StreamedWeights
+from sequoia_vllm.library import tree_library
+from sequoia_vllm.library.files import LibraryError
+from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.start_times import ToTime, load_start_times, save_start_times
+from sequoia_vllm.library.tree_library import TreeLibrary, adaptation_path
+from sequoia_vllm.measuring.errors import CalibrationError
+from tests.unit.test_computed_trees import learned
+
+L40, CPU = "NVIDIA L40", "AMD EPYC"
+PAIR = every_class()["70b-8b"]
+NAMED = PairKey(L40, PAIR.target.name, PAIR.draft.name, "bfloat16")
+OFFLOADED = replace(NAMED, offloading="prefetch-72-of-80-2-ahead")
+WEIGHTS = streamed_layers(PAIR.target, 100e9, 25e9, "PCIe")
+SHAPES = PairShapes(PAIR.target, PAIR.draft, streamed=WEIGHTS)
+IN_MEMORY = replace(SHAPES, streamed=None)
+RUNS = {"vllm": "0.32.0"}
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch) -> TreeLibrary:
+    """The shipped trees, and no trees of the user's own, for engines too."""
+    monkeypatch.setenv(tree_library.USER_DIRECTORY_VARIABLE, str(tmp_path / "user"))
+    return TreeLibrary()
+
+
+def test_files_of_targets_in_memory_keep_their_names():
+    assert NAMED.file_name == replace(OFFLOADED, offloading=None).file_name
+    assert "--tp1--" in NAMED.file_name
+    others = ("uva-60gib", "uva-61gib", "prefetch-1-of-4-1-ahead")
+    names = {replace(NAMED, offloading=name).file_name for name in (None, *others)}
+    assert len(names) == 4
+
+
+def test_the_library_has_trees_of_each_for_the_same_pair(library):
+    in_memory, offloaded = library.select(NAMED), library.select(OFFLOADED)
+    assert in_memory.name == "l40/70b-8b/shipped"
+    assert offloaded.name == "l40/70b-8b-offloaded/shipped"
+    assert in_memory.tree.size <= 128 < offloaded.tree.size
+    assert "roofline, not measured" in offloaded.reason
+
+
+def test_the_nearest_class_is_one_of_them_too(library):
+    """Of shapes that cannot be read: a mixture of experts, say."""
+    pair = replace(OFFLOADED, target="some/target", draft="some/draft")
+    shapes = PairShapes(None, None, "a mixture of experts")
+    assert library.select(pair, shapes=shapes).entry.streamed is not None
+    assert library.select(replace(pair, offloading=None), shapes=shapes).entry.streamed is None
+
+
+def test_where_shapes_are_known_the_tree_is_of_these_bytes(library):
+    found = library.select(OFFLOADED, shapes=SHAPES)
+    assert found.name.startswith("computed/l40/70.6b-8.03b-offloaded/")
+    assert found.entry.streamed == WEIGHTS
+    assert "100.0 GB of weights read in each pass: PCIe, prefetch, 2 buffers" in found.reason
+    uva = streamed_layers(PAIR.target, 100e9, 25e9, "PCIe", backend="uva")
+    narrow = library.select(OFFLOADED, shapes=replace(SHAPES, streamed=uva))
+    assert narrow.tree.size <= 128 < found.tree.size
+    # The same pair in memory has the library's own, or one computed so.
+    assert library.select(NAMED, shapes=IN_MEMORY).entry.streamed is None
+
+
+def test_no_tree_is_made_up_where_it_is_not_known_what_is_read(library):
+    """A device without trees for offloaded targets, and an offloader of some parameters."""
+    pair = replace(OFFLOADED, device="NVIDIA H100 80GB HBM3", offloading="uva-60gib-experts")
+    with pytest.raises(LibraryError, match=r"how much.*give a tree size"):
+        library.select(pair, shapes=replace(IN_MEMORY, problem="how much is not known"))
+    choice = choose_engine_tree(SequoiaConfig(model="some/draft"), pair, lambda: IN_MEMORY)
+    assert choice.tree.size == 16
+    assert choice.lacks_times
+
+
+def test_a_draft_that_does_not_fit_is_said(library):
+    pair = replace(OFFLOADED, device="Tesla T4")
+    with pytest.raises(LibraryError, match="smaller or quantized draft"):
+        library.select(pair, shapes=SHAPES)
+
+
+def test_cpus_read_from_whatever_gives_bytes_and_a_rate(library):
+    disk = StreamedWeights(
+        bytes_per_pass=2e9, bytes_per_second=1e9, source="a disk", overlaps=False
+    )
+    small = every_class()["8b-1b"]
+    pair = PairKey(CPU, "/m/t", "/m/d", "bfloat16", offloading="disk")
+    shapes = PairShapes(small.target, small.draft, streamed=disk)
+    from_disk = library.select(pair, shapes=shapes)
+    in_memory = library.select(
+        replace(pair, offloading=None), shapes=replace(shapes, streamed=None)
+    )
+    assert from_disk.entry.streamed == disk
+    assert from_disk.tree.size >= in_memory.tree.size
+    assert "2.0 GB of weights read in each pass: a disk" in from_disk.reason
+
+
+# -- what was tuned, timed and learned ---------------------------------------------
+
+
+@pytest.mark.parametrize("tuned", [NAMED, OFFLOADED])
+def test_tuned_trees_serve_what_they_were_tuned_for(library, tuned):
+    library.save_user_tree(tuned, library.entry("l40/70b-8b/shipped"))
+    for pair in (NAMED, OFFLOADED, replace(OFFLOADED, offloading="uva-60gib")):
+        shapes = IN_MEMORY if pair.offloading is None else SHAPES
+        assert (library.select(pair, shapes=shapes).source == "user") == (pair == tuned)
+
+
+@pytest.mark.parametrize("timed", [NAMED, OFFLOADED])
+def test_times_of_a_start_serve_starts_like_it(library, timed):
+    to_time = ToTime(timed, RUNS, PAIR.target.parameters, PAIR.draft.parameters)
+    assert ToTime.from_dict(to_time.to_dict()) == to_time
+    profile = Profile(
+        source="warm-up", date="2026-11-23", device=L40, target=timed.target, draft=timed.draft,
+        target_parameters=PAIR.target.parameters, draft_parameters=PAIR.draft.parameters,
+        target_forward=[Curve(batch_size=1, context_length=1, tokens=[1, 8], seconds=[1, 1.5])],
+        draft_level=[Curve(batch_size=1, context_length=1, tokens=[1], seconds=[0.01])],
+        overhead=[Overhead(batch_size=1, plain_seconds=0, tree_seconds=0)],
+        provenance={"runs": RUNS},
+    )  # fmt: skip
+    save_start_times(library.user, to_time, profile)
+    for pair in (NAMED, OFFLOADED, replace(OFFLOADED, offloading="uva-60gib")):
+        shapes = IN_MEMORY if pair.offloading is None else SHAPES
+        found = load_start_times(library.user, pair, shapes, RUNS)
+        assert (found is not None) == (pair == timed)
+        selection = library.select(pair, shapes=shapes, runs=RUNS)
+        assert (selection.source == "warm-up") == (pair == timed)
+        assert selection.name.endswith("-offloaded/shipped") == (pair.offloading is not None)
+
+
+def test_what_was_learned_serves_engines_like_it(library):
+    """Half of it is times; acceptance goes with them."""
+    in_memory = replace(NAMED, target="some/target", draft="some/draft")
+    offloaded = replace(in_memory, offloading=OFFLOADED.offloading)
+    for pair in (in_memory, offloaded):
+        state = learned([[0.9, 0.0]], greedy_trees=1000.0)
+        path = adaptation_path(library.user, pair.file_name)
+        state.save(path)
+        for other in (in_memory, offloaded):
+            found = resolved(other)
+            assert found.settings.adapts_as == other.file_name
+            assert ("counted while serving" in found.choice.source) == (other == pair)
+        path.unlink()
+
+
+def resolved(pair: PairKey):
+    shapes = IN_MEMORY if pair.offloading is None else SHAPES
+    return resolve(
+        SequoiaConfig(model=pair.draft, tree="auto"), device=pair.device, target=pair.target,
+        dtype=pair.dtype, tensor_parallel_size=1, read_shapes=lambda draft: shapes, runs=RUNS,
+        offloading=pair.offloading,
+    )  # fmt: skip
+
+
+def test_tuning_takes_no_times_of_streamed_weights():
+    profile = roofline_profile(identify(L40).spec, PAIR.target, PAIR.draft, streamed=WEIGHTS)
+    pair = replace(NAMED, device=profile.device)
+    with pytest.raises(CalibrationError, match="weights are streamed"):
+        check_profile(pair, profile)
+    check_profile(pair, profile.model_copy(update={"streamed": None}))
+
+
+# -- trees that users name ---------------------------------------------------------
+
+
+def test_named_trees_say_what_they_were_made_for():
+    def outlook(pair: PairKey, name: str):
+        return choose_engine_tree(SequoiaConfig(model=pair.draft, tree=name), pair).outlook
+
+    in_memory, offloaded = "l40/70b-8b/shipped", "l40/70b-8b-offloaded/shipped"
+    assert outlook(NAMED, in_memory).speedup < 4 < outlook(OFFLOADED, offloaded).speedup
+    assert outlook(NAMED, offloaded).made_for == "targets that are offloaded"
+    # It pays all the more, by nobody knows how much.
+    pays = outlook(OFFLOADED, in_memory)
+    assert (pays.speedup, pays.made_for) == (None, None)
+    assert pays.tokens > 2

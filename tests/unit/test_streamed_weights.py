@@ -1,0 +1,254 @@
+"""Targets whose weights are streamed: times, trees, memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sequoia_vllm.hardware import CostModel, Profile, choose_tree, identify, memory_fit
+from sequoia_vllm.hardware.device import known_devices
+from sequoia_vllm.hardware.memory import more_to_offload
+from sequoia_vllm.hardware.models import every_class
+from sequoia_vllm.hardware.offloading import UVA_TILE_ROWS, Offload, host_link, streamed_layers
+from sequoia_vllm.hardware.roofline import STREAMED_MAX_SIZE, roofline_profile
+from sequoia_vllm.hardware.scaled_profile import scaled_profile
+from sequoia_vllm.hardware.scaling import scaling
+from sequoia_vllm.hardware.streaming import LINKS, StreamedWeights
+from sequoia_vllm.library.tree_library import shipped_directory
+from sequoia_vllm.tree import Acceptance
+from sequoia_vllm.tree.optimize import Frontier
+from tests.support.reference_trees import published
+
+STRONG = Acceptance.of(published()["appendix_e"])
+PAIR = every_class()["70b-8b"]
+L40 = known_devices()["l40"].spec()
+ALL = 1e15  # bytes: more than any model has
+
+rows = st.integers(1, 2000)
+seconds = st.floats(0, 100)
+
+
+def streamed(size=ALL, target=PAIR.target, rate=25e9, **more) -> StreamedWeights:
+    return streamed_layers(target, size, rate, "a link", **more)
+
+
+def predicted(weights, device=L40, **more) -> Profile:
+    return roofline_profile(device, PAIR.target, PAIR.draft, streamed=weights, **more)
+
+
+def target_seconds(weights, tokens, batch=1, **more) -> float:
+    return float(CostModel(predicted(weights, **more)).target_seconds(tokens, batch))
+
+
+# -- one pass ----------------------------------------------------------------------
+
+
+@given(rows, seconds)
+def test_a_pass_takes_the_longer_where_reading_overlaps_and_else_both(rows, computing):
+    for buffers, together in ((1, sum), (2, max), (3, max)):
+        weights = streamed(buffers=buffers)
+        assert weights.read_seconds(rows) == weights.bytes_per_pass / 25e9
+        expected = together((weights.bytes_per_pass / 25e9, computing))
+        assert weights.pass_seconds(rows, computing) == pytest.approx(expected)
+
+
+@given(rows, seconds)
+def test_products_that_read_weights_read_them_for_each_tile(rows, computing):
+    weights = streamed(backend="uva")
+    tiles = -(-rows // UVA_TILE_ROWS)
+    reading = tiles * weights.bytes_per_pass / 25e9
+    assert weights.read_seconds(rows) == pytest.approx(reading)
+    assert weights.pass_seconds(rows, computing) == pytest.approx(reading + computing)
+
+
+def test_no_more_is_streamed_than_the_layers():
+    layers = PAIR.target.layer_parameters * 2
+    assert streamed().bytes_per_pass == layers
+    assert streamed(devices=4).bytes_per_pass == layers / 4
+    assert streamed(3e9).bytes_per_pass == 3e9
+    int4 = every_class()["70b-int4-1b"].target
+    assert streamed(target=int4).bytes_per_pass == layers / 4
+    # Two layers of buffers, wherever weights are copied.
+    assert streamed(3e9).buffer_bytes == pytest.approx(2 * layers / 80)
+    assert streamed(3e9, backend="uva").buffer_bytes == 0
+
+
+@pytest.mark.parametrize("wrong", [{"size": 0.0}, {"rate": -1.0}, {"rate": math.inf}])
+def test_sizes_and_rates_are_numbers(wrong):
+    with pytest.raises(ValueError, match="must be above 0"):
+        streamed(**wrong)
+
+
+def test_links_achieve_less_than_they_are_called():
+    assert all(0 < link.achieved_gb_s < link.nominal_gb_s for link in LINKS.values())
+    assert host_link("NVIDIA GeForce RTX 4090") == ("pcie4", "PCIe 4.0 x16")
+    assert host_link("NVIDIA GH200 480GB")[0] == "nvlink-c2c"
+    assert host_link("abacus") == ("pcie5", "PCIe 5.0 x16 (assumed)")
+    linked = {device.id: device.host_link for device in known_devices().values()}
+    assert [name for name, link in linked.items() if link is None] == ["gb200"]
+
+
+def test_what_is_said_of_the_link_counts():
+    def rate(**more) -> float:
+        return Offload(50, **more).streamed(PAIR.target, "l40", 2.0, 1).bytes_per_second
+
+    assert rate() == 25e9
+    assert rate(link="nvlink-c2c") == 346e9
+    assert rate(gb_s=3.5) == 3.5e9
+
+
+# -- profiles ----------------------------------------------------------------------
+
+
+def test_wide_trees_cost_nothing_more_where_weights_are_prefetched():
+    one = target_seconds(streamed(), 1)
+    assert one == pytest.approx(streamed().bytes_per_pass / 25e9, rel=1e-5)
+    assert target_seconds(streamed(), STREAMED_MAX_SIZE) == one
+    # Faster links leave computing to be seen: 768 rows of 70B on 118 TFLOP/s.
+    assert target_seconds(streamed(rate=300e9), STREAMED_MAX_SIZE) > 2 * target_seconds(
+        streamed(rate=300e9), 1
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 8])
+def test_uva_reads_again_for_each_tile(batch):
+    """Curves have both sides of each step: interpolation does not smooth it."""
+    weights = streamed(backend="uva")
+    last = UVA_TILE_ROWS // batch
+    read = weights.bytes_per_pass / 25e9
+    below, above = (target_seconds(weights, last + more, batch) for more in (0, 1))
+    assert above - below == pytest.approx(read, rel=0.01)
+
+
+def test_what_uva_reads_is_not_read_from_the_devices_memory_too():
+    """All but the layers: the output matrix, keys, and launches."""
+    in_place, copied = (
+        target_seconds(streamed(**how), 1) - streamed().bytes_per_pass / 25e9
+        for how in ({"backend": "uva"}, {"buffers": 1})
+    )
+    whole = target_seconds(None, 1)
+    assert copied == pytest.approx(whole, rel=1e-4)
+    assert in_place < whole / 10
+
+
+def test_half_as_much_takes_half_as_long():
+    layers = streamed().bytes_per_pass
+    assert target_seconds(streamed(layers / 2), 1) == pytest.approx(
+        target_seconds(streamed(), 1) / 2
+    )
+
+
+def test_profiles_say_what_they_took_to_be_streamed(tmp_path):
+    profile = predicted(streamed(backend="uva"))
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json").streamed == streamed(backend="uva")
+    assert "streamed" not in predicted(None).to_dict()
+
+
+def test_measured_times_of_other_models_are_streamed_too():
+    """As on CPUs, from a disk: whoever knows bytes and rate."""
+    measured = [Profile.load(p) for p in (shipped_directory() / "profiles").glob("amd*")]
+    pair = every_class()["8b-1b"]
+    disk = StreamedWeights(
+        bytes_per_pass=10e9, bytes_per_second=2e9, source="a disk", overlaps=False
+    )
+    plain, slow = (
+        scaled_profile(measured, pair.target, pair.draft, "bfloat16", weights)
+        for weights in (None, disk)
+    )
+    for before, after in zip(plain.target_forward, slow.target_forward, strict=True):
+        assert after.seconds == pytest.approx([seconds + 5 for seconds in before.seconds])
+    assert slow.draft_level == plain.draft_level
+    assert slow.streamed == disk
+
+
+# -- memory ------------------------------------------------------------------------
+
+
+def test_what_is_streamed_leaves_room():
+    whole = memory_fit(L40, PAIR.target, PAIR.draft)
+    assert whole.problem() == "does not fit"
+    weights = streamed()
+    fit = memory_fit(L40, PAIR.target, PAIR.draft, streamed=weights)
+    saved = weights.bytes_per_pass - weights.buffer_bytes
+    assert whole.weights_bytes - fit.weights_bytes == pytest.approx(saved)
+    assert fit.problem(2048) is None
+    assert more_to_offload(fit, 2048) == 0
+    too_little = streamed(60e9)
+    fit = memory_fit(L40, PAIR.target, PAIR.draft, streamed=too_little)
+    assert fit.problem(2048) is not None
+    enough = streamed(60e9 + more_to_offload(fit, 2048) + 1e6)
+    assert memory_fit(L40, PAIR.target, PAIR.draft, streamed=enough).problem(2048) is None
+
+
+def test_the_draft_must_fit():
+    with pytest.raises(ValueError, match="smaller or quantized draft, or more devices"):
+        predicted(streamed(), identify("t4").spec)
+    assert predicted(None, identify("t4").spec)  # with all of it: the memory's own check
+    split = streamed(devices=4)
+    assert predicted(split, identify("t4").spec, tensor_parallel_size=4)
+
+
+# -- trees -------------------------------------------------------------------------
+
+
+def speed(profile, tree) -> float:
+    return CostModel(profile).estimate(tree, STRONG, 1).tokens_per_second
+
+
+def test_the_papers_tree_is_found_where_weights_are_streamed():
+    """768 nodes, far deeper than where weights are in memory."""
+    profile = predicted(streamed())
+    tree = choose_tree(STRONG, profile, max_size=STREAMED_MAX_SIZE)
+    assert tree.size == STREAMED_MAX_SIZE
+    assert tree.depth > 12
+    resident = roofline_profile(L40, PAIR.target, PAIR.draft, tensor_parallel_size=4)
+    assert choose_tree(STRONG, resident).size <= 128
+    chain = Frontier.of(STRONG, 40, 39, 1).tree(40, 39)
+    assert speed(profile, tree) > 1.7 * speed(profile, chain)
+
+
+@pytest.mark.parametrize("how", [{}, {"buffers": 1}, {"backend": "uva"}])
+@pytest.mark.parametrize("rate", [25e9, 346e9])
+def test_no_optimal_tree_is_faster(how, rate):
+    profile = predicted(streamed(rate=rate, **how))
+    tree = choose_tree(STRONG, profile, max_size=STREAMED_MAX_SIZE)
+    frontier = Frontier.of(STRONG, STREAMED_MAX_SIZE, 24)
+    others = [
+        frontier.tree(size, depth)
+        for size in (2, 4, 16, 64, 112, 127, 128, 129, 200, 256, 333, 512, 700, 768)
+        for depth in (1, 3, 6, 9, 10, 12, 14, 15, 16, 17, 18, 20, 24)
+    ]
+    # Above 128 nodes not every size is looked at.
+    assert max(speed(profile, other) for other in others) <= 1.001 * speed(profile, tree)
+
+
+def test_trees_that_products_read_weights_for_end_with_a_tile():
+    profile = predicted(streamed(backend="uva"))
+    tree = choose_tree(STRONG, profile, max_size=STREAMED_MAX_SIZE)
+    assert tree.size == UVA_TILE_ROWS
+    prefetched = choose_tree(STRONG, predicted(streamed()), max_size=STREAMED_MAX_SIZE)
+    assert speed(predicted(streamed()), prefetched) > 1.2 * speed(profile, tree)
+
+
+def test_wide_deep_trees_of_many_children_are_optimal():
+    """768 nodes, 18 deep, 32 children: as good as the table of the DP says, within its limits."""
+    frontier = Frontier.of(STRONG, 768, 18, 32)
+    tree = frontier.tree(768, 18)
+    assert (tree.size, tree.depth) == (768, 18)
+    assert tree.max_branch <= 32
+    assert tree.expected_tokens(STRONG) == pytest.approx(frontier.expected_tokens[768, 18])
+
+
+def test_rows_of_more_devices_are_offloaded_on_each():
+    [one, two] = scaling([L40], PAIR, STRONG, (1, 2), (1,), offload=Offload(1000))
+    assert one.problem is two.problem is None
+    assert one.streamed.bytes_per_pass == 2 * two.streamed.bytes_per_pass
+    ratio = one.predictions[0].plain_seconds / two.predictions[0].plain_seconds
+    assert ratio == pytest.approx(2, rel=1e-3)
+    assert one.predictions[0].size > 128
+    [without] = scaling([L40], PAIR, STRONG, (1,), (1,))
+    assert (without.problem, without.streamed) == ("does not fit", None)
