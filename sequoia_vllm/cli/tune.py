@@ -38,7 +38,7 @@ from sequoia_vllm.cli.measuring import (
 
 if TYPE_CHECKING:
     from sequoia_vllm.calibration.acceptance import AcceptanceSettings
-    from sequoia_vllm.config import Verification
+    from sequoia_vllm.config import OffloadSpec, Verification
     from sequoia_vllm.hardware.cost import Estimate
     from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
     from sequoia_vllm.library.pair_key import PairKey
@@ -61,7 +61,7 @@ class Budget:
     enough_seconds: float | None
 
 
-FULL = Budget(0.02, 100_000, 10, 5, "1,2,4,8", "1,2,4,8,16,32,64", 512, 32, 3, None)
+FULL = Budget(0.02, 100_000, 10, 5, "1,2,4,8", "1,2,3,4,5,6,8,12,16,32,64", 512, 32, 3, None)
 QUICK = Budget(0.07, 4_000, 4, 3, "1,4", "1,2,4,8,16,32", 128, 24, 2, 60)
 
 
@@ -198,9 +198,9 @@ def tune(
         best = best_tree_at_any_price(vector, times, usual_context)
         now_used = _now_used(pair)
     if as_json:
-        print_json(_report(pair, entry, path, now_used, best))
+        print_json(_report(pair, engine.offload, entry, path, now_used, best))
     else:
-        _print(pair, entry, path, now_used, best)
+        _print(pair, engine.offload, entry, path, now_used, best)
 
 
 def _given(pair: PairKey, acceptance: Path | None, profile: Path | None) -> tuple[Any, Any]:
@@ -273,14 +273,17 @@ def _now_used(pair: PairKey) -> str:
     return choose_engine_tree(SequoiaConfig(model=pair.draft, tree="auto"), pair).source
 
 
-def _serve_command(pair: PairKey) -> str:
-    config = {"method": "sequoia", "model": pair.draft, "tree": "auto"}
+def _serve_command(pair: PairKey, offload: OffloadSpec | None) -> str:
+    config: dict[str, Any] = {"method": "sequoia", "model": pair.draft, "tree": "auto"}
+    if offload is not None:
+        config["offload"] = offload.model_dump(mode="json", exclude_defaults=True)
     return f"vllm serve {pair.target} --speculative-config '{json.dumps(config)}'"
 
 
 def _report(
-    pair: PairKey, entry: TreeEntry, path: Path, now_used: str, best: Estimate
-) -> dict[str, Any]:
+    pair: PairKey, offload: OffloadSpec | None, entry: TreeEntry, path: Path, now_used: str,
+    best: Estimate,
+) -> dict[str, Any]:  # fmt: skip
     return {
         "device": pair.device,
         "target": pair.target,
@@ -298,11 +301,14 @@ def _report(
         "file": str(path),
         "measurements": str(path.parent / "measurements" / path.stem),
         "now_used": now_used,
-        "command": _serve_command(pair),
+        "command": _serve_command(pair, offload),
     }  # fmt: skip
 
 
-def _print(pair: PairKey, entry: TreeEntry, path: Path, now_used: str, best: Estimate) -> None:
+def _print(
+    pair: PairKey, offload: OffloadSpec | None, entry: TreeEntry, path: Path, now_used: str,
+    best: Estimate,
+) -> None:  # fmt: skip
     from rich.table import Table
 
     console().print(
@@ -327,5 +333,5 @@ def _print(pair: PairKey, entry: TreeEntry, path: Path, now_used: str, best: Est
             'command below "auto" turns speculation off by itself'
         )
     console().print(f"In use from now on: {now_used}", soft_wrap=True, markup=False)
-    console().print(_serve_command(pair), soft_wrap=True, markup=False, highlight=False)
+    console().print(_serve_command(pair, offload), soft_wrap=True, markup=False, highlight=False)
     note(f"the tree is in {path}, what was measured in {path.parent / 'measurements' / path.stem}")
