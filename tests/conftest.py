@@ -2,6 +2,9 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,3 +61,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return RAY if nodeid.startswith(RAY) else super()._split_scope(nodeid)
 
     return LoadFilesAndRay(config, log)
+
+
+@pytest.fixture
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A directory whose filesystem has direct I/O: pytest's, or one in the checkout."""
+    from sequoia_vllm.offload import OffloadError, WeightFile
+
+    with tempfile.TemporaryDirectory(dir=request.config.rootpath, prefix=".disk-") as here:
+        for directory in (tmp_path, Path(here)):
+            inside = directory / "disk"
+            inside.mkdir()
+            with suppress(OffloadError):
+                WeightFile(inside).close()
+                yield inside
+                return
+        pytest.skip("needs a filesystem with direct I/O")

@@ -24,13 +24,13 @@ SEEDED = SamplingParams(temperature=0.8, seed=7, max_tokens=24, ignore_eos=True)
 PARAMS = [GREEDY, SEEDED, GREEDY, SEEDED]
 
 
-def offload(tmp_path, **keys):
-    return {"weights": "disk", "directory": str(tmp_path), **keys}
+def offload(disk, **keys):
+    return {"weights": "disk", "directory": str(disk), **keys}
 
 
-def plain(tmp_path, **keys):
+def plain(disk, **keys):
     """What an engine without Sequoia takes."""
-    return {"sequoia_offload": offload(tmp_path, **keys)}
+    return {"sequoia_offload": offload(disk, **keys)}
 
 
 def offloader_of(llm) -> DiskOffloader:
@@ -42,9 +42,9 @@ def found(llm, params=PARAMS):
 
 
 @pytest.mark.parametrize("buffers", [2, 3])
-def test_trees(plain_outputs, tmp_path, buffers):
+def test_trees(plain_outputs, disk, buffers):
     expected = plain_outputs(PROMPTS, PARAMS)
-    with running(sequoia(offload=offload(tmp_path, buffers=buffers))) as llm:
+    with running(sequoia(offload=offload(disk, buffers=buffers))) as llm:
         assert found(llm) == expected
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 20
         layers = runner_of(llm).model.model.layers
@@ -52,26 +52,26 @@ def test_trees(plain_outputs, tmp_path, buffers):
         assert (len(layers), len(places)) == (4, buffers)
         drafts = runner_of(llm).drafter.model.model.layers
         assert all("streamed" not in layer.forward.__qualname__ for layer in drafts)
-        assert list(tmp_path.iterdir()) == []
+        assert list(disk.iterdir()) == []
 
 
-def test_plain_decoding_and_vllms_chain(plain_outputs, tmp_path):
+def test_plain_decoding_and_vllms_chain(plain_outputs, disk):
     chain = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": 3}
     expected = plain_outputs(PROMPTS, GREEDY)
     for speculative_config in (None, chain):
-        with running(speculative_config, additional_config=plain(tmp_path)) as llm:
+        with running(speculative_config, additional_config=plain(disk)) as llm:
             assert found(llm, GREEDY) == expected
             ring = offloader_of(llm)._ring
             assert ring.bytes_read > 24 * offloader_of(llm).streamed_bytes / 4
 
 
-def test_the_first_layers_stay_in_memory(plain_outputs, tmp_path):
+def test_the_first_layers_stay_in_memory(plain_outputs, disk):
     """As many as fit: of four layers of the same size, two."""
     expected = plain_outputs(PROMPTS, GREEDY)
-    with running(additional_config=plain(tmp_path)) as llm:
+    with running(additional_config=plain(disk)) as llm:
         all_layers = offloader_of(llm).streamed_bytes
     keys = {"memory_gib": 0.6 * all_layers / 2**30}
-    with running(sequoia(offload=offload(tmp_path, **keys))) as llm:
+    with running(sequoia(offload=offload(disk, **keys))) as llm:
         assert found(llm, GREEDY) == expected
         assert offloader_of(llm).streamed_bytes == all_layers / 2
         layers = runner_of(llm).model.model.layers
@@ -81,14 +81,14 @@ def test_the_first_layers_stay_in_memory(plain_outputs, tmp_path):
     # What could not be offloaded is said: nobody believes that it was.
     with (
         pytest.raises(OffloadError, match="all layers fit in memory_gib; leave offload out"),
-        running(additional_config=plain(tmp_path, memory_gib=10)),
+        running(additional_config=plain(disk, memory_gib=10)),
     ):
         pass
 
 
-def test_weights_really_come_from_the_disk(tmp_path):
+def test_weights_really_come_from_the_disk(disk):
     """What is changed there ends the engine's next pass."""
-    with running(additional_config=plain(tmp_path)) as llm:
+    with running(additional_config=plain(disk)) as llm:
         offloader = offloader_of(llm)
         offloader._ring._unchecked.update((layer, 0) for layer in range(4))
         os.pwrite(offloader._file._file.fileno(), os.urandom(4096), 4096)
@@ -97,20 +97,20 @@ def test_weights_really_come_from_the_disk(tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled(plain_outputs, tmp_path):
+def test_compiled(plain_outputs, disk):
     expected = plain_outputs(PROMPTS, PARAMS)
-    with running(sequoia(offload=offload(tmp_path)), enforce_eager=False) as llm:
+    with running(sequoia(offload=offload(disk)), enforce_eager=False) as llm:
         assert found(llm) == expected
         assert offloader_of(llm)._ring.bytes_read > 0
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "gemma2"])
-def test_architectures(name, tmp_path):
+def test_architectures(name, tmp_path, disk):
     """Kernels of mixtures of experts want packed weights: these are on the disk."""
     model = save_architecture(tmp_path / "model", name)
     texts = [{"prompt_token_ids": list(range(3 + i, 40 + i))} for i in range(3)]
     expected = []
-    for config in ({}, plain(tmp_path)):
+    for config in ({}, plain(disk)):
         with running(model=model, skip_tokenizer_init=True, additional_config=config) as llm:
             params = SamplingParams(temperature=0, max_tokens=24, detokenize=False)
             expected.append(tokens_of(llm.generate(texts, params, use_tqdm=False)))
@@ -119,32 +119,32 @@ def test_architectures(name, tmp_path):
     assert expected[0] == expected[1]
 
 
-def test_quantised_targets(tmp_path):
+def test_quantised_targets(tmp_path, disk):
     """Those whose kernels read weights where vLLM has them; others are refused."""
     model, dtype = save_quantised(tmp_path / "int4", TARGET, "int4"), QUANTISED["int4"].dtype
     with running(model=model, dtype=dtype) as llm:
         expected = found(llm, GREEDY)
-    with running(model=model, dtype=dtype, additional_config=plain(tmp_path)) as llm:
+    with running(model=model, dtype=dtype, additional_config=plain(disk)) as llm:
         assert found(llm, GREEDY) == expected
         assert offloader_of(llm).streamed_bytes > 1e6
     model, dtype = save_quantised(tmp_path / "int8", TARGET, "int8"), QUANTISED["int8"].dtype
     with (
         pytest.raises(OffloadError, match="keep weights in memory of their own"),
-        running(model=model, dtype=dtype, additional_config=plain(tmp_path)),
+        running(model=model, dtype=dtype, additional_config=plain(disk)),
     ):
         pass
 
 
 @needs_two_cores
-def test_two_ranks(plain_outputs, tmp_path, monkeypatch):
+def test_two_ranks(plain_outputs, disk, monkeypatch):
     """Each has a file of its own."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     expected = plain_outputs(PROMPTS, GREEDY)
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    with running(sequoia(offload=offload(tmp_path)), **options) as llm:
+    with running(sequoia(offload=offload(disk)), **options) as llm:
         assert found(llm, GREEDY) == expected
-    assert list(tmp_path.iterdir()) == []
+    assert list(disk.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_what_cannot_be_is_said_before_models_load(options, message):
         EngineArgs(model=str(TARGET), **options).create_engine_config()
 
 
-def test_a_full_disk_is_said_so(tmp_path, monkeypatch):
+def test_a_full_disk_is_said_so(disk, monkeypatch):
     ordinary = os.posix_fallocate
 
     def allocate(file, offset, length):
@@ -201,7 +201,7 @@ def test_a_full_disk_is_said_so(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_file.os, "posix_fallocate", allocate)
     with (
         pytest.raises(OffloadError, match=r"no room for another .* larger disk, or keep more in m"),
-        running(additional_config=plain(tmp_path)),
+        running(additional_config=plain(disk)),
     ):
         pass
     gc.collect()

@@ -36,6 +36,28 @@ def test_on_cpus_vllms_offloaders_do_nothing():
     assert weight_source(arguments(cpu_offload_gb=60)) is None
 
 
+def test_layers_on_a_disk(disk):
+    """Those that do not stay in memory, at the rate that the disk has, and kept apart by name."""
+
+    def found(**keys):
+        offload = {"weights": "disk", "directory": str(disk), **keys}
+        return weight_source(arguments(additional_config={"sequoia_offload": offload}))
+
+    def streamed(devices=1, **keys):
+        return found(**keys).streamed(LLAMA, "bfloat16", "AMD EPYC", devices)
+
+    assert (found().name, found(memory_gib=1.5).name) == ("disk-0gib", "disk-1.5gib")
+    whole, halves = streamed(), streamed(devices=2)
+    assert whole.bytes_per_pass == 80 * LAYER == 2 * halves.bytes_per_pass
+    assert whole.overlaps
+    assert whole.tile_rows is None
+    assert whole.buffer_bytes == 3 * LAYER
+    assert whole.bytes_per_second > 1e6
+    some = streamed(memory_gib=10.5 * LAYER / GIB)
+    assert some.bytes_per_pass == pytest.approx(70 * LAYER)
+    assert streamed(memory_gib=81 * LAYER / GIB) is None
+
+
 def test_uva_is_per_device():
     for devices in (1, 2):
         found = streamed(devices=devices, cpu_offload_gb=20)

@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sequoia_vllm.offload import LayerRing, OffloadError, WeightFile, weight_file
+from sequoia_vllm.offload import LayerRing, OffloadError, WeightFile, read_rate, weight_file
 
 
 @pytest.fixture
@@ -35,15 +35,15 @@ def compute(ring: LayerRing, layers: int) -> None:
         ring.release(layer)
 
 
-def test_nothing_is_seen_in_the_directory(tmp_path):
-    file = WeightFile(tmp_path)
+def test_nothing_is_seen_in_the_directory(disk):
+    file = WeightFile(disk)
     sealed(file, [5000])
-    assert list(tmp_path.iterdir()) == []
+    assert list(disk.iterdir()) == []
     file.close()
 
 
-def test_regions_begin_and_end_at_pages(tmp_path):
-    file = WeightFile(tmp_path)
+def test_regions_begin_and_end_at_pages(disk):
+    file = WeightFile(disk)
     first, _ = file.region(5000)
     second, _ = file.region(4096)
     assert (first.offset, first.length, second.offset, second.length) == (0, 8192, 8192, 4096)
@@ -56,12 +56,12 @@ def test_regions_begin_and_end_at_pages(tmp_path):
     buffers=st.integers(2, 5),
     passes=st.lists(st.integers(0, 6), min_size=1, max_size=6),
 )
-@settings(max_examples=40, deadline=None)
-def test_each_layer_has_its_weights_while_it_is_computed(
-    tmp_path_factory, lengths, buffers, passes
-):
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_each_layer_has_its_weights_while_it_is_computed(disk, lengths, buffers, passes):
     """Also after passes that were broken off; ``passes``: layers computed of each, all if more."""
-    file = WeightFile(tmp_path_factory.mktemp("weights"))
+    file = WeightFile(disk)
     regions, contents = sealed(file, lengths)
     ring = LayerRing(file, regions, buffers)
     ring.start()
@@ -80,8 +80,8 @@ def test_each_layer_has_its_weights_while_it_is_computed(
     file.close()
 
 
-def test_reading_goes_on_while_a_layer_is_computed(tmp_path):
-    file = WeightFile(tmp_path)
+def test_reading_goes_on_while_a_layer_is_computed(disk):
+    file = WeightFile(disk)
     regions, _ = sealed(file, [4096] * 5)
     ring = LayerRing(file, regions, 3)
     ring.start()
@@ -95,8 +95,8 @@ def test_reading_goes_on_while_a_layer_is_computed(tmp_path):
     file.close()
 
 
-def test_a_changed_file_is_noticed(tmp_path, small_chunks):
-    file = WeightFile(tmp_path)
+def test_a_changed_file_is_noticed(disk, small_chunks):
+    file = WeightFile(disk)
     regions, _ = sealed(file, [30_000, 30_000])
     os.pwrite(file._file.fileno(), b"other", regions[1].offset + 20_000)
     ring = LayerRing(file, regions, 2)
@@ -107,8 +107,8 @@ def test_a_changed_file_is_noticed(tmp_path, small_chunks):
     file.close()
 
 
-def test_a_short_read_is_noticed(tmp_path, small_chunks):
-    file = WeightFile(tmp_path)
+def test_a_short_read_is_noticed(disk, small_chunks):
+    file = WeightFile(disk)
     regions, _ = sealed(file, [30_000, 30_000])
     os.ftruncate(file._file.fileno(), regions[1].offset + 4096)
     ring = LayerRing(file, regions, 2)
@@ -119,23 +119,23 @@ def test_a_short_read_is_noticed(tmp_path, small_chunks):
     file.close()
 
 
-def test_no_room(tmp_path):
-    file = WeightFile(tmp_path)
+def test_no_room(disk):
+    file = WeightFile(disk)
     with pytest.raises(OffloadError, match=r"no room for another .* name one on a larger disk"):
         file.region(1 << 52)
     assert file.size == 0
     file.close()
 
 
-def test_an_unusable_directory(tmp_path, monkeypatch):
+def test_an_unusable_directory(disk, monkeypatch):
     with pytest.raises(OffloadError, match="is no directory: make it"):
-        WeightFile(tmp_path / "missing")
+        WeightFile(disk / "missing")
     monkeypatch.setattr(weight_file, "filesystem_of", lambda directory: "tmpfs")
     with pytest.raises(OffloadError, match=r"is in memory \(tmpfs\): name one on a disk"):
-        WeightFile(tmp_path)
+        WeightFile(disk)
 
 
-def test_a_filesystem_without_direct_reads(tmp_path, monkeypatch):
+def test_a_filesystem_without_direct_reads(disk, monkeypatch):
     def refuse(path, flags, *args):
         assert flags & os.O_DIRECT
         raise OSError(errno.EINVAL, "Invalid argument")
@@ -145,15 +145,15 @@ def test_a_filesystem_without_direct_reads(tmp_path, monkeypatch):
         weight_file.tempfile, "TemporaryFile", lambda dir: (dir / "file").open("w+b")
     )
     with pytest.raises(OffloadError, match=r"has no direct I/O .* ext4, xfs or btrfs"):
-        WeightFile(tmp_path)
+        WeightFile(disk)
 
 
-def test_the_filesystem_of_a_directory(tmp_path, monkeypatch):
-    mounts = tmp_path / "mounts"
-    below = tmp_path / "with space" / "data"
+def test_the_filesystem_of_a_directory(disk, monkeypatch):
+    mounts = disk / "mounts"
+    below = disk / "with space" / "data"
     below.mkdir(parents=True)
-    (tmp_path / "with space2").mkdir()
-    escaped = str(tmp_path / "with space").replace(" ", "\\040")
+    (disk / "with space2").mkdir()
+    escaped = str(disk / "with space").replace(" ", "\\040")
     lines = ["disk / ext4 rw 0 0", f"a {escaped} xfs rw 0 0", f"b {escaped} btrfs rw 0 0"]
     mounts.write_text("\n".join(lines) + "\n")
     ordinary = weight_file.Path
@@ -161,11 +161,11 @@ def test_the_filesystem_of_a_directory(tmp_path, monkeypatch):
         weight_file, "Path", lambda path: mounts if path == "/proc/mounts" else ordinary(path)
     )
     assert weight_file.filesystem_of(below) == "btrfs"
-    assert weight_file.filesystem_of(tmp_path / "with space2") == "ext4"
+    assert weight_file.filesystem_of(disk / "with space2") == "ext4"
 
 
-def test_nothing_is_read_after_the_end(tmp_path):
-    file = WeightFile(tmp_path)
+def test_nothing_is_read_after_the_end(disk):
+    file = WeightFile(disk)
     regions, _ = sealed(file, [4096])
     ring = LayerRing(file, regions, 2)
     ring.start()
@@ -175,11 +175,18 @@ def test_nothing_is_read_after_the_end(tmp_path):
     file.close()
 
 
-def test_too_few_buffers(tmp_path):
-    file = WeightFile(tmp_path)
+def test_too_few_buffers(disk):
+    file = WeightFile(disk)
     regions, _ = sealed(file, [4096])
     with pytest.raises(ValueError, match="1 layers in 1 buffers"):
         LayerRing(file, regions, 1)
     with pytest.raises(ValueError, match="0 layers"):
         LayerRing(file, [])
     file.close()
+
+
+def test_the_rate_of_a_disk(disk):
+    """Of so many bytes: were they read from a cache, it would be far more than any disk gives."""
+    rate = read_rate(disk)
+    assert 1e6 < rate < 2e10
+    assert list(disk.iterdir()) == []
