@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from sequoia_vllm.cli import app
+from sequoia_vllm.engine.offload.settings import offload_of
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware import Assumptions
 from tests.engine.test_refusals import parsed
@@ -94,7 +95,7 @@ def test_commands_work(command, folder, monkeypatch):
         words = shlex.split(command)
         monkeypatch.chdir(ROOT)
         config = parsed("--model", words[2], *words[3:]).create_engine_config()
-        assert SequoiaSettings.enabled(config)
+        assert SequoiaSettings.enabled(config) or offload_of(config.additional_config)
         return
     monkeypatch.chdir(folder)
     monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(folder / "trees"))  # where no other test finds it
