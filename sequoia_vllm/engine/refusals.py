@@ -10,9 +10,14 @@ from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware.budget import warm_up_length
 
-_PIPELINE = (
+_PIPELINE_V1 = (
     "pipeline parallelism is not supported, as accepted paths would have to reach every stage "
     "before its next step (on CPUs vLLM's own speculation does not start with it either)"
+)
+_PIPELINE_V2 = (
+    "pipeline parallelism is not supported, as vLLM builds a draft model as a stage of the "
+    "target's pipeline, without its first layers (its own method draft_model does not start "
+    "with it either)"
 )
 
 
@@ -74,9 +79,10 @@ def _platform_reasons(vllm_config: Any) -> list[str]:
 def _parallel_reasons(vllm_config: Any) -> list[str]:
     parallel = vllm_config.parallel_config
     draft_size = vllm_config.speculative_config.draft_parallel_config.tensor_parallel_size
+    pipeline = _PIPELINE_V2 if vllm_config.use_v2_model_runner else _PIPELINE_V1
     return _present(
         {
-            f"{_PIPELINE}; use tensor parallelism within an engine, and more engines "
+            f"{pipeline}; use tensor parallelism within an engine, and more engines "
             "(--data-parallel-size)": parallel.pipeline_parallel_size > 1,
             "replicas of a mixture-of-experts model run in lock step, draft levels included, "
             "which trees do not: run one engine per replica, without --data-parallel-size": (

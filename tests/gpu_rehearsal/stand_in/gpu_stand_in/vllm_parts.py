@@ -170,7 +170,7 @@ def _check_memory() -> None:
 def _watch_copies() -> None:
     """Host memory that a copy reads or writes, or that the device reads in place."""
     import vllm.v1.worker.gpu_worker as worker
-    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
     from vllm.v1.worker.gpu.buffer_utils import UvaBufferPool
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
@@ -183,7 +183,8 @@ def _watch_copies() -> None:
     execute_model = GPUModelRunner.execute_model
 
     def watched(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if get_tensor_model_parallel_rank() > 0:  # the first alone waits, and for the others
+        # The rank whose outputs the engine takes alone waits, and for the others.
+        if get_tensor_model_parallel_rank() > 0 or not get_pp_group().is_last_rank:
             copies.watches_buffers = False
         if scheduler_output.total_num_scheduled_tokens > 0:
             return execute_model(self, scheduler_output, *args, **kwargs)
