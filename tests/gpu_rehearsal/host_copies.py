@@ -54,6 +54,7 @@ class HostCopies:
         number: Of the last copy or hand-out.
         waited: The host has waited for all up to this number.
         watches_buffers: Whether buffers that are handed out again too early are an error.
+        is_capturing: Whether a CUDA graph is being captured, which copies nothing.
     """
 
     def __init__(self) -> None:
@@ -64,6 +65,7 @@ class HostCopies:
         # With the owner, so that its id stays its own.
         self._handed_out: dict[tuple[int, object], tuple[int, object]] = {}
         self.watches_buffers = True
+        self.is_capturing: Callable[[], bool] = lambda: False
 
     # -- pinned memory -----------------------------------------------------------------
 
@@ -221,7 +223,7 @@ def _pinning(original: Callable, copies: HostCopies) -> Callable:
 
 def _copying(original: Callable, copies: HostCopies) -> Callable:
     def copy_(self: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
-        if non_blocking and isinstance(source, Tensor):
+        if non_blocking and isinstance(source, Tensor) and not copies.is_capturing():
             return copies.copy(self, source)
         return original(self, source)
 

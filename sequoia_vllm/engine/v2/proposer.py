@@ -28,6 +28,7 @@ from sequoia_vllm.engine.grammar import thinks_first
 from sequoia_vllm.engine.load import fewer_drafts, scheduled_drafts
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.draft_graphs import DraftGraphs
+from sequoia_vllm.engine.v2.draft_loading import nothing_offloaded
 from sequoia_vllm.engine.v2.draft_model import CachedDraftModel, DraftCache
 from sequoia_vllm.engine.v2.reading import DraftReading
 from sequoia_vllm.engine.v2.request_modes import RequestModes
@@ -70,8 +71,10 @@ class TreeProposer(StandaloneARSpeculator):
     # -- model and cache ---------------------------------------------------------------
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """As vLLM's; then allocates what the verifier reads, so that profiling counts it."""
-        super().load_model(target_model)
+        """As vLLM's, on the device; then allocates what the verifier reads, so that profiling
+        counts it."""
+        with nothing_offloaded():
+            super().load_model(target_model)
         self.drafted = DraftedTrees.empty(
             self.max_num_reqs,
             self.plan.logits_rows,

@@ -39,6 +39,7 @@ def watch_copies() -> Any:
     from tests.gpu_rehearsal import host_copies
 
     _copies = host_copies.HostCopies()
+    _copies.is_capturing = lambda: graphs.capturing() is not None
     host_copies.install(_copies)
     return _copies
 
