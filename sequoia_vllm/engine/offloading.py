@@ -97,8 +97,8 @@ def report_offloading(
         )  # fmt: skip
     elif weights.buffers >= weights.offloaded:
         logger.warning(
-            "Sequoia: %s of the target's weights are offloaded (%s), but their buffers take as much "
-            "of the device (%s): lower --offload-prefetch-step",
+            "Sequoia: %s of the target's weights are offloaded (%s), but their buffers on the "
+            "device take as much (%s): lower --offload-prefetch-step",
             offloaded, backend, buffers,
         )  # fmt: skip
     else:

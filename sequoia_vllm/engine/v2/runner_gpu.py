@@ -22,9 +22,7 @@ class SequoiaGPUModelRunner(TreeRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """As vLLM's, at whose end weights are offloaded; then says how many are."""
         super().load_model(*args, **kwargs)
-        report_offloading(
-            self.model, get_offloader(), self.device, self.vllm_config.offload_config
-        )
+        report_offloading(self.model, get_offloader(), self.device, self.vllm_config.offload_config)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """As vLLM's, which makes the manager of the target's CUDA graphs."""
