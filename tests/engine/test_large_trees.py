@@ -3,7 +3,7 @@
 import pytest
 from vllm import SamplingParams
 
-from tests.support.engines import running, runner_of, tokens_of
+from tests.support.engines import runner_of, running, tokens_of
 from tests.support.large_trees import CHILDREN, DEPTH, NODES, large_tree
 from tests.support.models import prompts
 
