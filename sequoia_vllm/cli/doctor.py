@@ -51,14 +51,14 @@ def run_checks() -> Iterator[Check]:
     yield Check("python", True, platform.python_version())
     for check in (
         _torch, _companions, _vllm, _vllm_command, _device, _compiler, _registered, _contract,
+        _offloading,
     ):  # fmt: skip
         try:
-            yield check()
+            if (found := check()) is not None:
+                yield found
         except Exception as error:  # a check that breaks is a finding, too
             yield Check(check.__name__.strip("_"), False, f"{type(error).__name__}: {error}")
     yield _preloaded()
-    if (offloading := _offloading()) is not None:
-        yield offloading
 
 
 def _torch() -> Check:
