@@ -55,6 +55,7 @@ class HostCopies:
         waited: The host has waited for all up to this number.
         watches_buffers: Whether buffers that are handed out again too early are an error.
         is_capturing: Whether a CUDA graph is being captured, which copies nothing.
+        run: Copies pinned memory to the device; may do so later, when a stream is waited for.
     """
 
     def __init__(self) -> None:
@@ -66,6 +67,7 @@ class HostCopies:
         self._handed_out: dict[tuple[int, object], tuple[int, object]] = {}
         self.watches_buffers = True
         self.is_capturing: Callable[[], bool] = lambda: False
+        self.run: Callable[[Tensor, Tensor], object] = _copy
 
     # -- pinned memory -----------------------------------------------------------------
 
@@ -87,7 +89,7 @@ class HostCopies:
         """``target.copy_(source, non_blocking=True)``."""
         self.number += 1
         if self.is_pinned(source):
-            _copy(target, source)
+            self.run(target, source)
             pending = _Pending(self.number, source, _caller(), snapshot=source.clone())
         elif self.is_pinned(target):
             pending = _Pending(self.number, target, _caller(), values=_copy(target, source).clone())

@@ -15,6 +15,7 @@ from tests.support.rehearsing import generate, generate_with_trees, rehearsing
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
+PIECE = "CUDAGraphWrapper"  # of a model that is cut at its attention layers
 LAYERS = 4
 # Of four layers the second and the last, which share one buffer on the device.
 PREFETCH = {"offload_backend": "prefetch", "offload_group_size": 2, "offload_prefetch_step": 1}
@@ -27,7 +28,8 @@ def start_and_generate(models: str) -> dict[str, Any]:
 
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
     target, draft = save_related_pair(Path(models), num_hidden_layers=LAYERS)
-    requests = random_prompts([9, 18])
+    # The second prompt is longer than any graph; the first has one, in pieces.
+    requests = random_prompts([9, 40])
     engine = {"model": target, "max_num_seqs": 2}
     with rehearsing(None, **engine) as llm:
         answers: dict[str, Any] = {"plain": generate(llm, requests, params)["tokens"]}
@@ -37,11 +39,12 @@ def start_and_generate(models: str) -> dict[str, Any]:
             answers[name] = {
                 "log": lines,
                 "together": generate_with_trees(llm, requests, params),
-                "alone": generate_with_trees(llm, requests[1:], params),
+                "alone": generate_with_trees(llm, requests[:1], params),
                 **offloaded(llm),
             }
     for name, options in (("prefetch", PREFETCH), ("uva", UVA)):
         answers[f"mutant, {name}"] = with_the_draft_offloaded(config, {**engine, **options})
+    answers["mutant, no wait"] = without_waiting_before_replays(config, requests, params, engine)
     nowhere = {**PREFETCH, "offload_params": {"no_such_weight"}}
     with logged() as lines, rehearsing(config, enforce_eager=True, **{**engine, **nowhere}):
         answers["nothing matches"] = lines
@@ -60,6 +63,19 @@ def with_the_draft_offloaded(config: dict, options: dict) -> Any:
                 return offloaded(llm)["draft"]
         except AssertionError as error:
             return str(error)
+
+
+def without_waiting_before_replays(config: dict, requests: list, params: Any, engine: dict) -> Any:
+    """Tokens of trees whose graphs do not wait for the copies of offloaded layers."""
+    from vllm.model_executor.offloader.prefetch import PrefetchOffloader
+
+    from sequoia_vllm.engine.swap import swapped
+
+    with (
+        rehearsing(config, **engine, **PREFETCH) as llm,
+        swapped(PrefetchOffloader, "sync_prev_onload", lambda _: None),
+    ):
+        return generate(llm, requests, params)["tokens"]
 
 
 @contextmanager
@@ -107,11 +123,11 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("backend", ["prefetch", "uva"])
-@pytest.mark.parametrize(("batch", "first"), [("together", 0), ("alone", 1)])
-def test_tokens_are_those_of_plain_vllm(batch, first, backend, generated):
+@pytest.mark.parametrize(("batch", "requests"), [("together", 2), ("alone", 1)])
+def test_tokens_are_those_of_plain_vllm(batch, requests, backend, generated):
     found = generated[backend][batch]
-    assert found["tokens"] == generated["plain"][first:]
-    assert found["counts"]["tokens_per_tree"] > 1.5
+    assert found["tokens"] == generated["plain"][:requests]
+    assert found["counts"]["tokens_per_tree"] > 1.3  # 1.5 measured
 
 
 @pytest.mark.parametrize("backend", ["prefetch", "uva"])
@@ -120,6 +136,7 @@ def test_graphs_are_replayed(batch, backend, generated):
     found = generated[backend][batch]
     assert found["graphs"]["DraftGraphs"] >= 3
     assert found["graphs"]["TreeGraphManager"] >= 3
+    assert found["graphs"].get(PIECE, 0) >= (batch == "alone")
     assert found["eager growth"] == []
 
 
@@ -151,3 +168,8 @@ def test_the_log_warns_where_nothing_is(generated):
 def test_a_draft_under_the_engines_offloader_is_found(generated):
     assert "wrap_modules should only be called once" in generated["mutant, prefetch"]
     assert generated["mutant, uva"] != []
+
+
+def test_a_graph_that_does_not_wait_for_copies_is_found(generated):
+    """A prompt's step, without a graph, has begun to copy what the next one's begins with."""
+    assert generated["mutant, no wait"] != generated["plain"]

@@ -159,6 +159,13 @@ def _offload_as_on_gpus() -> None:
     exec(changed, vars(uva))
     uva.UVAOffloader._maybe_offload_to_cpu = vars(uva).pop(offload.__name__)
     uva.get_accelerator_view_from_cpu_tensor = lambda tensor: tensor
+    start = prefetch.PrefetchOffloader.__init__
+
+    def copying_late(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        self.copy_stream.make_late()
+
+    prefetch.PrefetchOffloader.__init__ = copying_late
 
 
 def _source_without(function: Any, condition: str) -> str:
