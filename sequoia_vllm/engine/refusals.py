@@ -53,7 +53,7 @@ def _platform_reasons(vllm_config: Any) -> list[str]:
             {
                 "the KV cache layout is known on x86 CPUs only": not known,
                 "context_attention is for GPUs: leave it out on CPUs": on_gpus,
-                "vLLM offloads weights of GPUs to the host's memory, where they are on a CPU: drop "
+                "vLLM offloads weights from GPUs to the host's memory, and nothing on CPUs: drop "
                 "--cpu-offload-gb and --offload-group-size": (
                     offloading_backend(vllm_config.offload_config) is not None
                 ),
