@@ -8,7 +8,7 @@ from typing import Any
 from sequoia_vllm.engine.offloading import offloading_backend
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
-from sequoia_vllm.hardware.graph_sizes import capture_sizes, first_beyond
+from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, capture_sizes, first_beyond
 
 logger = logging.getLogger("vllm.sequoia")
 
@@ -71,14 +71,13 @@ def plan_load(vllm_config: Any, keep_schedule: bool) -> None:
     is_users = graphs.cudagraph_capture_sizes is not None
     if vllm_config.use_v2_model_runner and not (is_users or graphs.max_cudagraph_capture_size):
         tokens = [count + 1 for count in drafts_by_batch(schedule, *limits)]
-        sizes = capture_sizes(tokens, scheduler.max_num_batched_tokens)
-        graphs.cudagraph_capture_sizes = sizes
-        uncaptured = first_beyond(tokens, sizes[-1])
+        graphs.cudagraph_capture_sizes = capture_sizes(tokens, scheduler.max_num_batched_tokens)
+        uncaptured = first_beyond(tokens, MOST_TOKENS)
         if uncaptured and not vllm_config.model_config.enforce_eager:
             logger.info(
                 "Sequoia: batches from %d requests on are scored without CUDA graphs: their trees "
                 "take more than %d tokens, whose arithmetic takes longer than their launches",
-                uncaptured, sizes[-1],
+                uncaptured, MOST_TOKENS,
             )  # fmt: skip
 
 
