@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -87,24 +89,43 @@ def target_statistics_variants() -> list[Variant]:
     ]
 
 
+@dataclass(frozen=True)
+class _Tree:
+    """Powers of two that hold a tree: its nodes, children of a node, tokens that a path emits."""
+
+    nodes: int = 64
+    branches: int = 16
+    columns: int = 16
+
+    @property
+    def named(self) -> str:
+        return "" if self == _Tree() else f", {self.nodes} nodes"
+
+
+# Such as the paper's for offloading: 768 nodes, 18 deep, with up to 32 children.
+_LARGE = _Tree(nodes=1024, branches=32, columns=32)
+
+
 def verify_variants() -> list[Variant]:
-    """Vocabularies of models, in the dtypes of target and draft."""
+    """Vocabularies of models, in the dtypes of target and draft; and a large tree."""
     return [
         Variant(
-            f"verify {target} target, {draft} draft, {vocabulary} tokens",
+            f"verify {target} target, {draft} draft, {vocabulary} tokens{tree.named}",
             verify_kernel,
             _verify_signature(target, draft),
-            {"BRANCHES": 16, **verify._constants(vocabulary, columns=16)},
+            {"BRANCHES": tree.branches, **verify._constants(vocabulary, columns=tree.columns)},
             num_warps=verify._NUM_WARPS,
         )
-        for target, draft, vocabulary in (
-            ("fp32", "bf16", 32000),
-            ("bf16", "bf16", 32000),
-            ("fp32", "bf16", 128256),
-            ("bf16", "bf16", 128256),
-            ("fp32", "bf16", 151936),
-            ("bf16", "bf16", 151936),
-            ("fp32", "fp16", 262144),
+        for target, draft, vocabulary, tree in (
+            ("fp32", "bf16", 32000, _Tree()),
+            ("bf16", "bf16", 32000, _Tree()),
+            ("bf16", "bf16", 32000, _LARGE),
+            ("fp32", "bf16", 128256, _Tree()),
+            ("bf16", "bf16", 128256, _Tree()),
+            ("bf16", "bf16", 128256, _LARGE),
+            ("fp32", "bf16", 151936, _Tree()),
+            ("bf16", "bf16", 151936, _Tree()),
+            ("fp32", "fp16", 262144, _Tree()),
         )
     ]
 
@@ -112,15 +133,16 @@ def verify_variants() -> list[Variant]:
 def traversal_variants() -> list[Variant]:
     """A wave of nodes, and the token after the accepted path."""
     variants = []
-    for target, draft, vocabulary in (
-        ("fp32", "bf16", 32000), ("bf16", "bf16", 128256), ("fp32", "fp16", 262144),
+    for target, draft, vocabulary, tree in (
+        ("fp32", "bf16", 32000, _Tree()), ("bf16", "bf16", 128256, _Tree()),
+        ("bf16", "bf16", 128256, _LARGE), ("fp32", "fp16", 262144, _Tree()),
     ):  # fmt: skip
-        name = f"{target} target, {draft} draft, {vocabulary} tokens"
-        constants = {"BRANCHES": 16, **verify._constants(vocabulary, columns=16)}
+        name = f"{target} target, {draft} draft, {vocabulary} tokens{tree.named}"
+        constants = verify._constants(vocabulary, columns=tree.columns)
         shared = {
             "PARTS": triton.next_power_of_2(triton.cdiv(vocabulary, traversal._PART)),
             "BLOCKS": constants["BLOCKS"],
-            "NODES": 64,
+            "NODES": tree.nodes,
         }
         lanes = {name: constants[name] for name in ("LANES", "STEPS", "COLUMNS", "STAGES")}
         signature = _traversal_signature(target, draft)

@@ -51,9 +51,11 @@ def run_checks() -> Iterator[Check]:
     yield Check("python", True, platform.python_version())
     for check in (
         _torch, _companions, _vllm, _vllm_command, _device, _compiler, _registered, _contract,
+        _offloading,
     ):  # fmt: skip
         try:
-            yield check()
+            if (found := check()) is not None:
+                yield found
         except Exception as error:  # a check that breaks is a finding, too
             yield Check(check.__name__.strip("_"), False, f"{type(error).__name__}: {error}")
     yield _preloaded()
@@ -177,6 +179,30 @@ def _preloaded() -> Check:
     return Check(
         "CPU libraries", True, found,
         "optional, for speed: see the README on LD_PRELOAD" if wanted else "",
+    )  # fmt: skip
+
+
+def _offloading() -> Check | None:
+    """What vLLM's weight offloading has here; None on CPUs, where there is none.
+
+    How much an engine offloads is in its own log.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return None
+    from vllm import envs
+    from vllm.utils.platform_utils import is_pin_memory_available, is_uva_available
+
+    pinned = is_pin_memory_available() and not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY
+    in_place = is_uva_available() and not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA
+    found = {"pinned memory": pinned, "UVA": in_place}
+    missing = [name for name, is_there in found.items() if not is_there]
+    return Check(
+        "weight offloading", True,
+        ", ".join(f"{'no ' if name in missing else ''}{name}" for name in found),
+        "optional, for --cpu-offload-gb and --offload-group-size: without these every step waits "
+        "for copies (VLLM_WEIGHT_OFFLOADING_DISABLE_* turn them off)" if missing else "",
     )  # fmt: skip
 
 

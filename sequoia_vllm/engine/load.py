@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sequoia_vllm.engine.offloading import offloading_backend
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
-from sequoia_vllm.hardware.graph_sizes import capture_sizes
+from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, capture_sizes, first_beyond
 
 logger = logging.getLogger("vllm.sequoia")
 
@@ -54,7 +55,8 @@ def plan_load(vllm_config: Any, keep_schedule: bool) -> None:
     budget = token_budget(scheduler)
     limits = speculative.num_speculative_tokens, scheduler.max_num_seqs
     if not keep_schedule:
-        fitting = fit_to_budget(schedule, *limits, budget)
+        offloaded = offloading_backend(vllm_config.offload_config) is not None
+        fitting = fit_to_budget(schedule, *limits, budget, offloaded)
         if fitting != schedule:
             _log_schedule(fitting, *limits, budget)
         speculative.num_speculative_tokens_per_batch_size = schedule = fitting
@@ -70,6 +72,13 @@ def plan_load(vllm_config: Any, keep_schedule: bool) -> None:
     if vllm_config.use_v2_model_runner and not (is_users or graphs.max_cudagraph_capture_size):
         tokens = [count + 1 for count in drafts_by_batch(schedule, *limits)]
         graphs.cudagraph_capture_sizes = capture_sizes(tokens, scheduler.max_num_batched_tokens)
+        uncaptured = first_beyond(tokens, MOST_TOKENS)
+        if uncaptured and not vllm_config.model_config.enforce_eager:
+            logger.info(
+                "Sequoia: batches from %d requests on are scored without CUDA graphs: their trees "
+                "take more than %d tokens, whose arithmetic takes longer than their launches",
+                uncaptured, MOST_TOKENS,
+            )  # fmt: skip
 
 
 def _log_schedule(

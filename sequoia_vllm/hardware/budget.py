@@ -18,10 +18,11 @@ TREE_SHARE = 0.5
 """Share of a step's tokens that trees may take; the rest is for prompts."""
 
 MOST_TREE_TOKENS = 1024
-"""Tokens of all trees in a step, whatever the budget.
+"""Tokens of all trees in a step, whatever the budget, where weights lie on the device.
 
 Scoring 1,024 tokens is bound by arithmetic on every device of the library
 (about 200 are where that begins): more drafts cost what more requests would.
+Where a step waits for weights from the host, arithmetic begins to count much later.
 """
 
 # Trees whose numbers of nodes differ by less than this factor need not both be chosen among.
@@ -32,7 +33,11 @@ SMALLEST_TREE = 4
 
 
 def fit_to_budget(
-    schedule: Sequence[tuple[int, int, int]], drafts: int, max_num_seqs: int, budget: int
+    schedule: Sequence[tuple[int, int, int]],
+    drafts: int,
+    max_num_seqs: int,
+    budget: int,
+    offloaded: bool = False,
 ) -> Ranges:
     """A schedule whose trees leave room for prompts at every batch size.
 
@@ -45,12 +50,14 @@ def fit_to_budget(
         drafts: Nodes of the tree without its root.
         max_num_seqs: Largest batch.
         budget: Tokens per step that the scheduler hands out.
+        offloaded: Whether weights of the target lie in the host's memory.
 
     Returns:
         ``schedule`` itself where all of it fits.
     """
     wanted = drafts_by_batch(schedule, drafts, max_num_seqs)
-    most = min(int(budget * TREE_SHARE), MOST_TREE_TOKENS)
+    share = int(budget * TREE_SHARE)
+    most = share if offloaded else min(share, MOST_TREE_TOKENS)
     fitting = [_fitting(count, batch, most) for batch, count in enumerate(wanted, start=1)]
     if fitting == wanted:
         return list(schedule)

@@ -75,6 +75,17 @@ def capture_sizes(tokens_by_batch: Sequence[int], budget: int) -> list[int]:
     return sorted(small | {size for size in _grid(last) if size >= 128} | {last})
 
 
+def first_beyond(tokens_by_batch: Sequence[int], most_tokens: int) -> int | None:
+    """The smallest batch whose trees take more tokens than are captured; None: all are captured.
+
+    Args:
+        tokens_by_batch: As of `decode_shapes`.
+        most_tokens: Of the largest step that is captured.
+    """
+    by_batch = enumerate(tokens_by_batch, start=1)
+    return next((b for b, tokens in by_batch if tokens > 1 and b * tokens > most_tokens), None)
+
+
 def _grid(last: int) -> Iterator[int]:
     """Every number up to 16, then eight in each octave, and ``last``."""
     number = 1

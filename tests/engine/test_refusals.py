@@ -151,6 +151,8 @@ def test_draft_longer_than_allowed():
             "context_attention is for GPUs",
             {"speculative_config": sequoia(context_attention="flash")},
         ),
+        ("drop --cpu-offload-gb and --offload-group-size", {"cpu_offload_gb": 1}),
+        ("drop --cpu-offload-gb and --offload-group-size", {"offload_group_size": 2}),
         ("drop --kv-transfer-config", {"kv_transfer_config": "kv"}),
         ("drop --enable-prompt-embeds", {"enable_prompt_embeds": True}),
         ("drop --use-fp64-gumbel", {"use_fp64_gumbel": True}),

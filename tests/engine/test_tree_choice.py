@@ -218,8 +218,16 @@ def test_given_schedules_are_kept_with_a_warning(caplog):
     assert not any("given schedule" in m for m in caplog.messages)
 
 
-def test_cuda_graphs_reach_as_far_as_the_schedule(monkeypatch):
+def test_trees_may_be_larger_where_steps_wait_for_weights(monkeypatch):
+    monkeypatch.setattr(engine_config, "refuse_unsupported", lambda _: None)  # CPUs, of offloading
+    limits = {"max_num_seqs": 32, "max_num_batched_tokens": 8192}
+    assert scheduled(limited(**limits)) == [(1, 16, 63), (17, 32, 31)]
+    assert scheduled(limited(**limits, cpu_offload_gb=1)) == [(1, 1, 63)]
+
+
+def test_cuda_graphs_reach_as_far_as_the_schedule(monkeypatch, caplog):
     """Of Model Runner V2. Here vLLM takes the sizes away after that: CPUs have no graphs."""
+    caplog.set_level(logging.INFO, "vllm.sequoia")
     planned = []
 
     def plan(vllm_config, keep_schedule):
@@ -236,6 +244,14 @@ def test_cuda_graphs_reach_as_far_as_the_schedule(monkeypatch):
     assert [sizes and sizes[-1] for sizes in planned] == [1024, 256, 64, None]
     assert 960 in planned[0]
     assert planned[2] == [1, 2, 64]
+    assert not any("without CUDA graphs" in m for m in caplog.messages)
+    keys = {"num_speculative_tokens_per_batch_size": [[1, 32, 63]]}
+    limited(keys=keys, max_num_seqs=32, enforce_eager=True)
+    assert not any("without CUDA graphs" in m for m in caplog.messages)
+    limited(keys=keys, max_num_seqs=32)
+    [line] = [m for m in caplog.messages if "without CUDA graphs" in m]
+    assert "from 17 requests on" in line
+    assert "more than 1024 tokens" in line
 
 
 def test_schedule_reaches_vllm():

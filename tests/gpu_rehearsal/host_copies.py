@@ -54,6 +54,8 @@ class HostCopies:
         number: Of the last copy or hand-out.
         waited: The host has waited for all up to this number.
         watches_buffers: Whether buffers that are handed out again too early are an error.
+        is_capturing: Whether a CUDA graph is being captured, which copies nothing.
+        run: Copies pinned memory to the device; may do so later, when a stream is waited for.
     """
 
     def __init__(self) -> None:
@@ -64,6 +66,8 @@ class HostCopies:
         # With the owner, so that its id stays its own.
         self._handed_out: dict[tuple[int, object], tuple[int, object]] = {}
         self.watches_buffers = True
+        self.is_capturing: Callable[[], bool] = lambda: False
+        self.run: Callable[[Tensor, Tensor], object] = _copy
 
     # -- pinned memory -----------------------------------------------------------------
 
@@ -85,7 +89,7 @@ class HostCopies:
         """``target.copy_(source, non_blocking=True)``."""
         self.number += 1
         if self.is_pinned(source):
-            _copy(target, source)
+            self.run(target, source)
             pending = _Pending(self.number, source, _caller(), snapshot=source.clone())
         elif self.is_pinned(target):
             pending = _Pending(self.number, target, _caller(), values=_copy(target, source).clone())
@@ -221,7 +225,7 @@ def _pinning(original: Callable, copies: HostCopies) -> Callable:
 
 def _copying(original: Callable, copies: HostCopies) -> Callable:
     def copy_(self: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
-        if non_blocking and isinstance(source, Tensor):
+        if non_blocking and isinstance(source, Tensor) and not copies.is_capturing():
             return copies.copy(self, source)
         return original(self, source)
 

@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
-from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, capture_sizes, decode_shapes
+from sequoia_vllm.hardware.graph_sizes import (
+    MOST_TOKENS,
+    capture_sizes,
+    decode_shapes,
+    first_beyond,
+)
 
 WHOLE = [(1, 1, 63)]
 LIMITS = [(256, 2048), (256, 8192), (1024, 8192), (1024, 16384), (3, 512), (100, 300)]
@@ -42,6 +47,14 @@ def test_trees_take_at_most_half_of_the_budget(schedule, drafts, max_num_seqs, b
             assert (ours + 1).bit_count() == 1
     assert beyond_budget(fitting, drafts, max_num_seqs, budget) is None
     assert fit_to_budget(fitting, drafts, max_num_seqs, budget) == fitting
+
+
+def test_steps_that_wait_for_weights_have_room_for_larger_trees():
+    """The paper's of 768 nodes: arithmetic counts late there, and the budget alone limits them."""
+    schedule = [(1, 1, 767)]
+    assert fit_to_budget(schedule, 767, 4, 8192) == [(1, 1, 767), (2, 2, 511), (3, 4, 255)]
+    assert fit_to_budget(schedule, 767, 4, 8192, offloaded=True) == schedule
+    assert fit_to_budget(schedule, 767, 2, 2048, offloaded=True) == [(1, 1, 767), (2, 2, 511)]
 
 
 def test_schedules_are_read_as_vllm_reads_them():
@@ -120,3 +133,9 @@ def test_steps_of_many_tokens_are_not_captured():
     assert decode_shapes([64] * 40, 1024)[-1] == (64, 16)
     assert capture_sizes([64] * 40, 8192)[-1] == 1024
     assert decode_shapes([600, 600], 512) == [(1, 1), (1, 2)]
+
+
+def test_batches_without_graphs_are_those_of_large_trees():
+    assert first_beyond([768, 768, 768], 1024) == 2
+    assert first_beyond([768, 512, 256], 1024) is None
+    assert first_beyond([64] * 16 + [1] * 2000, 1024) is None  # plain decoding is vLLM's affair

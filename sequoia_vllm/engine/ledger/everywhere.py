@@ -132,6 +132,11 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     )),
     # refusals.py
     Expected("vllm.platforms:CpuArchEnum.X86"),
+    # offloading.py, for refusals.py and v2/runner_gpu.py
+    *(Expected(f"vllm.config.offload:{field}") for field in (
+        "OffloadConfig.offload_backend", "PrefetchOffloadConfig.offload_group_size",
+        "UVAOffloadConfig.cpu_offload_gb",
+    )),
     # tree_reports.py
     Override(
         "vllm.v1.metrics.stats:SchedulerStats.sequoia_report",

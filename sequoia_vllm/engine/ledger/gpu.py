@@ -10,6 +10,7 @@ from sequoia_vllm.engine.ledger.override import Override
 _BACKENDS = "vllm.v1.attention.backends"
 _REGISTRY = f"{_BACKENDS}.registry:AttentionBackendEnum"
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
+_PREFETCH = "vllm.model_executor.offloader.prefetch"
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 
 _KERNELS = "vLLM's attention kernels take a tree mask per request"
@@ -85,6 +86,9 @@ GPU: tuple[Expected | Override, ...] = (
         until=_RANGES,
         may_grow=True,
     ),
+    # offloading.py
+    Expected(f"{_PREFETCH}:_ModuleOffloader.get_param_infos", ("self",)),
+    Expected(f"{_PREFETCH}:ParamInfo.num_bytes"),
     # v2/target_graphs.py
     Override(
         f"{_GRAPHS}:CudaGraphManager._init_candidates", ("self",),

@@ -11,6 +11,7 @@ _SPECULATOR = f"{_V2}.spec_decode.standalone_ar.speculator:StandaloneARSpeculato
 _GRAPHS = f"{_V2}.cudagraph_utils:CudaGraphManager"
 _BATCH = f"{_V2}.input_batch:InputBatch"
 _VERIFIER = f"{_V2}.spec_decode.rejection_sampler:RejectionSampler"
+_OFFLOADER = "vllm.model_executor.offloader.base"
 
 _TREES = "vLLM's V2 runner drafts, scores and verifies token trees itself"
 _SPECULATOR_CLASS = "a speculative method of V2 brings its speculator and verifier"
@@ -152,6 +153,10 @@ V2: tuple[Expected | Override, ...] = (
         "seq_lens_cpu_upper_bound", "num_computed_tokens_np", "is_prefilling_np", "input_ids",
         "positions", "logits_indices", "cu_num_logits", "cu_num_logits_np",
     )),
+    # v2/draft_loading.py
+    Expected(f"{_OFFLOADER}:get_offloader", ()),
+    Expected(f"{_OFFLOADER}:set_offloader", ("instance",)),
+    Expected(f"{_OFFLOADER}:NoopOffloader"),
     # v2/draft_model.py
     Expected(
         f"{_V2}.block_table:BlockTables.compute_slot_mappings",

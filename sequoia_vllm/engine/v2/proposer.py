@@ -19,8 +19,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch
-from sequoia_vllm.drafting.draft_plan import DraftPlan, depths_by_drafts, inner_nodes
-from sequoia_vllm.drafting.drafted_trees import DraftedTrees
+from sequoia_vllm.drafting.draft_plan import DraftPlan, depths_by_drafts
 from sequoia_vllm.drafting.growth import TreeGrowth, chain_width
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
 from sequoia_vllm.engine.attention_layers import freed_behind
@@ -28,9 +27,11 @@ from sequoia_vllm.engine.grammar import thinks_first
 from sequoia_vllm.engine.load import fewer_drafts, scheduled_drafts
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.draft_graphs import DraftGraphs
+from sequoia_vllm.engine.v2.draft_loading import nothing_offloaded
 from sequoia_vllm.engine.v2.draft_model import CachedDraftModel, DraftCache
 from sequoia_vllm.engine.v2.reading import DraftReading
 from sequoia_vllm.engine.v2.request_modes import RequestModes
+from sequoia_vllm.engine.v2.tree_memory import allocate_drafted, most_scored, take_logits_memory
 
 
 class TreeProposer(StandaloneARSpeculator):
@@ -70,17 +71,14 @@ class TreeProposer(StandaloneARSpeculator):
     # -- model and cache ---------------------------------------------------------------
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """As vLLM's; then allocates what the verifier reads, so that profiling counts it."""
-        super().load_model(target_model)
-        self.drafted = DraftedTrees.empty(
-            self.max_num_reqs,
-            self.plan.logits_rows,
-            inner_nodes(self.tree),
-            self.tree.size,
-            self.vocab_size,
-            self.draft_model_config.head_dtype,
-            self.device,
-        )
+        """As vLLM's, on the device; then allocates what the verifier reads, so that profiling
+        counts it."""
+        with nothing_offloaded():
+            super().load_model(target_model)
+        self.drafted = allocate_drafted(
+            self.plan, self.tree, self.max_num_reqs, self.vocab_size,
+            self.draft_model_config.head_dtype, self.device,
+        )  # fmt: skip
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         """As vLLM's; the draft's growth works on these caches."""
@@ -181,6 +179,8 @@ class TreeProposer(StandaloneARSpeculator):
         """
         if dummy_run:  # the first one comes before there are caches to grow trees in
             self._dummy_forward(input_batch)
+            if is_profile:
+                self._dummy_logits()
             return self.draft_tokens[: input_batch.num_reqs]
         self.reading.gain(
             input_batch.idx_mapping_np,
@@ -328,6 +328,12 @@ class TreeProposer(StandaloneARSpeculator):
         rows = batch.num_tokens
         hidden = self._run_model(batch.input_ids[:rows], batch.positions[:rows], None, None, None)
         self.model.compute_logits(hidden[: min(rows, self.plan.widest_level)])
+
+    def _dummy_logits(self) -> None:
+        """Likewise what the target's logits at all nodes take."""
+        scored = most_scored(scheduled_drafts(self.vllm_config), self.max_num_tokens)
+        dtype = self.vllm_config.model_config.head_dtype
+        take_logits_memory(scored, self.tree.size, self.vocab_size, dtype, self.device)
 
 
 def last_rows(first_rows: Tensor, counts: Tensor, total: int) -> Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.model_executor.offloader.base import get_offloader
 from vllm.v1.worker.gpu import model_runner
 
+from sequoia_vllm.engine.offloading import report_offloading
 from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.v2.backend_gpu import GPUTreeBackend
 from sequoia_vllm.engine.v2.runner import TreeRunner
@@ -16,6 +18,11 @@ class SequoiaGPUModelRunner(TreeRunner):
     """vLLM's V2 runner with trees."""
 
     backend_class = GPUTreeBackend
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's, at whose end weights are offloaded; then says how many are."""
+        super().load_model(*args, **kwargs)
+        report_offloading(self.model, get_offloader(), self.device, self.vllm_config.offload_config)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """As vLLM's, which makes the manager of the target's CUDA graphs."""

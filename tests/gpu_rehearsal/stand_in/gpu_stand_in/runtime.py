@@ -1,7 +1,8 @@
 """`torch.cuda` and `torch.accelerator` without a GPU: streams, events, memory, devices.
 
-All work is done when it is called, so streams and events order nothing; but copies
-between host and device are under account until the host has waited (`watch_copies`).
+All work is done when it is called, so streams and events order nothing; but copies to
+the device on a stream that is `late` are done when it is waited for, and copies between
+host and device are under account until the host has waited (`watch_copies`).
 What the CUDA runtime forbids while a graph is captured raises here, too.
 """
 
@@ -12,6 +13,7 @@ import itertools
 import os
 import time
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +41,8 @@ def watch_copies() -> Any:
     from tests.gpu_rehearsal import host_copies
 
     _copies = host_copies.HostCopies()
+    _copies.is_capturing = lambda: graphs.capturing() is not None
+    _copies.run = lambda target, source: _current.copy(target, source)
     host_copies.install(_copies)
     return _copies
 
@@ -46,6 +50,9 @@ def watch_copies() -> Any:
 def synchronise(what: str, mark: int | None = None) -> None:
     """The host waits for the device: for all, or for what was asked for up to `mark`."""
     graphs.refuse_while_capturing(what)
+    if mark is None:
+        for stream in list(_late_streams):
+            stream.run()
     if _copies is not None:
         with torch.inference_mode():
             _copies.wait(mark)
@@ -55,16 +62,40 @@ def synchronise(what: str, mark: int | None = None) -> None:
 
 
 class Stream:
-    """An order of work, which here has none."""
+    """An order of work, which here has none: but for copies, where the stream is `late`."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.stream_id = self.cuda_stream = next(_numbers)
         self.device = torch.device("cpu")
         self.device_index = 0
+        self.asked = self.done = 0
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def wait_stream(self, stream: Stream) -> None: ...
+    def make_late(self) -> None:
+        """For streams that only copy to the device: it is done when somebody waits for it."""
+        _late_streams.add(self)
 
-    def wait_event(self, event: Event) -> None: ...
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """``target.copy_(source)``; until it is done ``target`` holds poison."""
+        if self not in _late_streams:
+            torch.ops.aten.copy_(target, source)
+            return
+        target.fill_(float("nan"))
+        self._copies.append((target, source))
+        self.asked += 1
+
+    def run(self, until: int | None = None) -> None:
+        """Does what was asked for, or the first so many of it."""
+        with torch.inference_mode():
+            while self._copies and (until is None or self.done < until):
+                torch.ops.aten.copy_(*self._copies.pop(0))
+                self.done += 1
+
+    def wait_stream(self, stream: Stream) -> None:
+        stream.run()
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -72,6 +103,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
+        self.run()
         synchronise("Stream.synchronize")
 
     def query(self) -> bool:
@@ -94,16 +126,21 @@ class Event:
         self._time = 0.0
         self._asked = False
         self._mark = 0
+        self._stream, self._copies = _default, 0
 
     def record(self, stream: Stream | None = None) -> None:
+        self._stream = stream or current_stream()
+        self._copies = self._stream.asked
         self._time = time.perf_counter()
         self._asked = False
         if _copies is not None:
             self._mark = _copies.mark()
 
-    def wait(self, stream: Stream | None = None) -> None: ...
+    def wait(self, stream: Stream | None = None) -> None:
+        self._stream.run(self._copies)
 
     def synchronize(self) -> None:
+        self.wait()
         synchronise("Event.synchronize", self._mark)
 
     def query(self) -> bool:
@@ -133,6 +170,7 @@ class _StreamContext:
             torch.cuda.set_stream(self._outer)
 
 
+_late_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 _default = Stream()
 _current = _default
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 import types
 from typing import Any
 
@@ -14,18 +16,18 @@ from gpu_stand_in import flash_attention, graphs, runtime
 _installed = False
 
 
-class _TorchOfTheWorker(types.ModuleType):
-    """torch, whose ``device("cuda:0")`` is the CPU; for the module of vLLM's GPU worker."""
+class _Torch(types.ModuleType):
+    """torch, but for what it takes for a device of some name; for one module of vLLM."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Any) -> None:
         super().__init__("torch")
+        self._device = device
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    @staticmethod
-    def device(_: str) -> torch.device:
-        return torch.device("cpu")
+    def device(self, _: str) -> Any:
+        return self._device
 
 
 class UvaBuffer:
@@ -66,6 +68,7 @@ def install() -> None:
     _change_the_worker()
     _embed_without_the_fused_operator()
     _loosen_attention()
+    _offload_as_on_gpus()
     _change_the_plugin()
     _check_memory()
     _watch_copies()
@@ -104,7 +107,7 @@ def _replace_cache_update() -> None:
 def _change_the_worker() -> None:
     import vllm.v1.worker.gpu_worker as worker
 
-    worker.torch = _TorchOfTheWorker()
+    worker.torch = _Torch(torch.device("cpu"))  # whatever "cuda:0" is
     worker.kernel_warmup = lambda _: None  # of kernels that only the GPU build has
     init_device = worker.Worker.init_device
 
@@ -144,6 +147,31 @@ def _loosen_attention() -> None:
     ]
     triton_attn.MIN_LAUNCH_GRID_SIZE_2D = 0
     tl.debug_barrier = lambda *_, **__: None
+
+
+def _offload_as_on_gpus() -> None:
+    """vLLM's offloaders, which leave alone what lies on a CPU, take it for the device's."""
+    from vllm.model_executor.offloader import prefetch, uva
+
+    prefetch.torch = uva.torch = _Torch(object())  # nothing is on "cpu"
+    offload = uva.UVAOffloader._maybe_offload_to_cpu
+    changed = _source_without(offload, 'p.device.type == "cpu" or ')
+    exec(changed, vars(uva))
+    uva.UVAOffloader._maybe_offload_to_cpu = vars(uva).pop(offload.__name__)
+    uva.get_accelerator_view_from_cpu_tensor = lambda tensor: tensor
+    start = prefetch.PrefetchOffloader.__init__
+
+    def copying_late(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        self.copy_stream.make_late()
+
+    prefetch.PrefetchOffloader.__init__ = copying_late
+
+
+def _source_without(function: Any, condition: str) -> str:
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(condition) == 1
+    return source.replace(condition, "")
 
 
 def _change_the_plugin() -> None:

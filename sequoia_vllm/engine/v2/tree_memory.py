@@ -1,0 +1,90 @@
+"""Device memory that grows with trees: the draft's Q at their nodes, and the target's logits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
+
+from sequoia_vllm.config import ConfigError
+from sequoia_vllm.drafting.draft_plan import DraftPlan, inner_nodes
+from sequoia_vllm.drafting.drafted_trees import DraftedTrees
+from sequoia_vllm.tree import TokenTree
+
+logger = logging.getLogger("vllm.sequoia")
+
+_GIB = 1 << 30
+_WORTH_SAYING = _GIB
+
+
+def allocate_drafted(
+    plan: DraftPlan,
+    tree: TokenTree,
+    max_num_reqs: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DraftedTrees:
+    """Memory for the drafted trees of a batch, as large as the schedule makes any batch.
+
+    Args:
+        plan: The batches that are drafted for.
+        tree: The engine's.
+        max_num_reqs: Its request slots.
+        vocab_size, dtype: Of the draft's logits.
+        device: Where it goes.
+
+    Raises:
+        ConfigError: The device does not have it: how much it is, and what it depends on.
+    """
+    rows = plan.logits_rows
+    size = rows * vocab_size * dtype.itemsize
+    if size >= _WORTH_SAYING:
+        logger.info(
+            "Sequoia: the draft's distributions at %d nodes with children take %.1f GiB of the "
+            "device", rows, size / _GIB,
+        )  # fmt: skip
+    try:
+        return DraftedTrees.empty(
+            max_num_reqs, rows, inner_nodes(tree), tree.size, vocab_size, dtype, device
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the draft's distributions at the {rows} nodes with children of a batch's trees take "
+            f"{size / _GIB:.1f} GiB, more than the device has left: lower max_num_seqs "
+            f"({max_num_reqs}), or draft less where batches are large "
+            "(num_speculative_tokens_per_batch_size)"
+        ) from error
+
+
+def most_scored(drafts_by_batch: Sequence[int], most_tokens: int) -> int:
+    """Nodes of all trees of a step, roots included, at most.
+
+    Args:
+        drafts_by_batch: Drafts per request of batches of 1, 2, ... requests.
+        most_tokens: Of a step.
+    """
+    by_batch = enumerate(drafts_by_batch, start=1)
+    return min(max(batch * (drafts + 1) for batch, drafts in by_batch), most_tokens)
+
+
+def take_logits_memory(
+    rows: int, largest_tree: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Takes, and gives back, what the target's logits of a step take: for memory profiling.
+
+    vLLM's own profile has them at one token of each request.
+
+    Args:
+        rows: See `most_scored`.
+        largest_tree: Nodes of the largest tree, which are edited together.
+        vocab_size: V.
+        dtype: Of the target's logits; parameters are applied to a copy in float32.
+        device: The engine's.
+    """
+    edited = min(rows, max(largest_tree, get_max_chunk_logits(vocab_size)))
+    logits = torch.empty(rows, vocab_size, dtype=dtype, device=device)
+    copy = torch.empty(edited, vocab_size, dtype=torch.float32, device=device)
+    del logits, copy

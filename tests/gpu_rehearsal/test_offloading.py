@@ -1,0 +1,175 @@
+"""vLLM's weight offloaders with trees: the target from host memory, the draft on the device."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines import runner_of, sequoia
+from tests.support.generating import random_prompts, save_related_pair
+from tests.support.on_gpu import call_on_gpu
+from tests.support.rehearsing import generate, generate_with_trees, rehearsing
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+PIECE = "CUDAGraphWrapper"  # of a model that is cut at its attention layers
+LAYERS = 4
+# Of four layers the second and the last, which share one buffer on the device.
+PREFETCH = {"offload_backend": "prefetch", "offload_group_size": 2, "offload_prefetch_step": 1}
+UVA = {"offload_backend": "uva", "cpu_offload_gb": 1}
+
+
+def start_and_generate(models: str) -> dict[str, Any]:
+    """Of plain vLLM, and of trees with each offloader."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
+    target, draft = save_related_pair(Path(models), num_hidden_layers=LAYERS)
+    # The second prompt is longer than any graph; the first has one, in pieces.
+    requests = random_prompts([9, 40])
+    engine = {"model": target, "max_num_seqs": 2}
+    with rehearsing(None, **engine) as llm:
+        answers: dict[str, Any] = {"plain": generate(llm, requests, params)["tokens"]}
+    config = sequoia(size=8, depth=3, draft=draft)
+    for name, options in (("prefetch", PREFETCH), ("uva", UVA)):
+        with logged() as lines, rehearsing(config, **engine, **options) as llm:
+            answers[name] = {
+                "log": lines,
+                "together": generate_with_trees(llm, requests, params),
+                "alone": generate_with_trees(llm, requests[:1], params),
+                **offloaded(llm),
+            }
+    for name, options in (("prefetch", PREFETCH), ("uva", UVA)):
+        answers[f"mutant, {name}"] = with_the_draft_offloaded(config, {**engine, **options})
+    answers["mutant, no wait"] = without_waiting_before_replays(config, requests, params, engine)
+    nowhere = {**PREFETCH, "offload_params": {"no_such_weight"}}
+    with logged() as lines, rehearsing(config, enforce_eager=True, **{**engine, **nowhere}):
+        answers["nothing matches"] = lines
+    return answers
+
+
+def with_the_draft_offloaded(config: dict, options: dict) -> Any:
+    """What the draft has offloaded, or how the engine fails to start."""
+    from sequoia_vllm.engine.swap import swapped
+    from sequoia_vllm.engine.v2 import proposer
+
+    options = {**options, "enforce_eager": True}
+    with swapped(proposer, "nothing_offloaded", nullcontext):
+        try:
+            with rehearsing(config, **options) as llm:
+                return offloaded(llm)["draft"]
+        except AssertionError as error:
+            return str(error)
+
+
+def without_waiting_before_replays(config: dict, requests: list, params: Any, engine: dict) -> Any:
+    """Tokens of trees whose graphs do not wait for the copies of offloaded layers."""
+    from vllm.model_executor.offloader.prefetch import PrefetchOffloader
+
+    from sequoia_vllm.engine.swap import swapped
+
+    with (
+        rehearsing(config, **engine, **PREFETCH) as llm,
+        swapped(PrefetchOffloader, "sync_prev_onload", lambda _: None),
+    ):
+        return generate(llm, requests, params)["tokens"]
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Lines that the plugin logs within the block, with their levels."""
+    lines: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(f"{record.levelname} {record.getMessage()}")
+
+    logger, handler = logging.getLogger("vllm.sequoia"), Kept()
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def offloaded(llm: Any) -> dict[str, Any]:
+    """Names of the offloaded parameters of target and draft."""
+    from vllm.model_executor.offloader.base import get_offloader
+
+    runner, pool = runner_of(llm), getattr(get_offloader(), "buffer_pool", None)
+    buffers = {b.data_ptr() for group in pool._buffers.values() for b in group} if pool else set()
+    models = {"target": runner.model, "draft": runner.speculator.model}
+    return {
+        name: sorted(
+            parameter_name
+            for parameter_name, parameter in model.named_parameters()
+            if getattr(parameter, "_vllm_is_uva_offloaded", False)
+            or parameter.data_ptr() in buffers
+        )
+        for name, model in models.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("offloading")
+    return call_on_gpu(start_and_generate, directory, models=str(directory))
+
+
+@pytest.mark.parametrize("backend", ["prefetch", "uva"])
+@pytest.mark.parametrize(("batch", "requests"), [("together", 2), ("alone", 1)])
+def test_tokens_are_those_of_plain_vllm(batch, requests, backend, generated):
+    found = generated[backend][batch]
+    assert found["tokens"] == generated["plain"][:requests]
+    assert found["counts"]["tokens_per_tree"] > 1.3  # 1.5 measured
+
+
+@pytest.mark.parametrize("backend", ["prefetch", "uva"])
+@pytest.mark.parametrize("batch", ["together", "alone"])
+def test_graphs_are_replayed(batch, backend, generated):
+    found = generated[backend][batch]
+    assert found["graphs"]["DraftGraphs"] >= 3
+    assert found["graphs"]["TreeGraphManager"] >= 3
+    assert found["graphs"].get(PIECE, 0) >= (batch == "alone")
+    assert found["eager growth"] == []
+
+
+def test_what_is_offloaded_is_the_targets(generated):
+    layers = {
+        name: {parameter.split(".")[2] for parameter in generated[name]["target"]}
+        for name in ("prefetch", "uva")
+    }
+    assert layers == {"prefetch": {"1", "3"}, "uva": {str(layer) for layer in range(LAYERS)}}
+    assert generated["prefetch"]["draft"] == generated["uva"]["draft"] == []
+
+
+def test_the_log_says_how_much(generated):
+    [prefetch], [uva] = ([line for line in generated[name]["log"] if "weights" in line]
+                         for name in ("prefetch", "uva"))  # fmt: skip
+    assert prefetch.startswith("INFO")
+    assert "of the target's weights are offloaded (prefetch, through buffers of " in prefetch
+    assert uva.startswith("INFO")
+    assert "of the target's weights are offloaded (uva); the draft's are not" in uva
+
+
+def test_the_log_warns_where_nothing_is(generated):
+    [line] = [line for line in generated["nothing matches"] if "weights" in line]
+    assert line.startswith("WARNING")
+    assert "none of the target's weights" in line
+    assert "--offload-params" in line
+
+
+def test_a_draft_under_the_engines_offloader_is_found(generated):
+    assert "wrap_modules should only be called once" in generated["mutant, prefetch"]
+    assert generated["mutant, uva"] != []
+
+
+def test_a_graph_that_does_not_wait_for_copies_is_found(generated):
+    """A prompt's step, without a graph, has begun to copy what the next one's begins with."""
+    assert generated["mutant, no wait"] != generated["plain"]

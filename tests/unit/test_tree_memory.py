@@ -1,0 +1,59 @@
+"""Memory that grows with trees: how much it is, and what is said where it is not there."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from sequoia_vllm.config import ConfigError
+from sequoia_vllm.drafting.draft_plan import DraftPlan
+from sequoia_vllm.engine.v2 import tree_memory
+from sequoia_vllm.tree import TokenTree
+
+TREE = TokenTree((-1, 0, 0, 1, 1, 2, 2))  # three nodes with children
+CPU = torch.device("cpu")
+
+
+def allocate(max_num_seqs: int, vocab_size: int):
+    plan = DraftPlan(TREE, [6] * max_num_seqs, most_rows=1 << 20)
+    return tree_memory.allocate_drafted(
+        plan, TREE, max_num_seqs, vocab_size, torch.float32, CPU
+    )  # fmt: skip
+
+
+def test_there_are_rows_for_all_trees_of_a_batch():
+    assert allocate(4, 100).logits.shape == (12, 3, 100)
+
+
+def test_a_device_that_is_too_small(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(tree_memory.DraftedTrees, "empty", full)
+    with pytest.raises(ConfigError) as error:
+        allocate(1024, 131072)
+    assert "3072 nodes with children" in str(error.value)
+    assert "take 1.5 GiB" in str(error.value)
+    assert "lower max_num_seqs (1024)" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("drafts_by_batch", "budget", "most"),
+    [([767, 767], 8192, 1536), ([767, 511, 255], 8192, 1024), ([767] * 16, 8192, 8192)],
+)
+def test_the_most_nodes_that_a_step_scores(drafts_by_batch, budget, most):
+    assert tree_memory.most_scored(drafts_by_batch, budget) == most
+
+
+def test_profiling_takes_the_logits_of_all_nodes(monkeypatch):
+    """In the model's dtype, and a copy in float32 of at most a gigabyte or one tree."""
+    taken = []
+    monkeypatch.setattr(
+        tree_memory.torch, "empty", lambda *shape, dtype, device: taken.append((*shape, dtype))
+    )
+    tree_memory.take_logits_memory(1536, 768, 131072, torch.bfloat16, CPU)
+    tree_memory.take_logits_memory(8192, 768, 131072, torch.bfloat16, CPU)
+    chunk = (1 << 30) // (131072 * 4)
+    assert taken == [
+        (1536, 131072, torch.bfloat16), (1536, 131072, torch.float32),
+        (8192, 131072, torch.bfloat16), (chunk, 131072, torch.float32),
+    ]  # fmt: skip
