@@ -21,7 +21,7 @@ from sequoia_vllm.bench.methods import AUTO, BenchError, Kind, Method
 from sequoia_vllm.bench.parts import part_seconds
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.hardware.step_curves import StepTimes
-from sequoia_vllm.measuring.engines import EngineSpec, Progress, open_engine
+from sequoia_vllm.measuring.engines import EngineSpec, Progress, load_config, open_engine
 from sequoia_vllm.measuring.step_recorder import EXTENSION
 from sequoia_vllm.tree.token_tree import TokenTree
 
@@ -267,8 +267,13 @@ def check_memory(engine: EngineSpec, count: int) -> None:
 
 
 def _needed_gib(engine: EngineSpec) -> float:
-    weights = sum(_weights_gib(model) for model in (engine.target, engine.draft))
-    return weights + engine.kv_cache_gib + _PROCESS_GIB
+    target = _weights_gib(engine.target)
+    if engine.offload is not None:
+        layers = load_config(engine.target).get_text_config().num_hidden_layers
+        # What is in no layer, as embeddings, counts as another one.
+        in_memory = engine.offload.memory_gib + (engine.offload.buffers + 1) * target / layers
+        target = min(target, in_memory)
+    return target + _weights_gib(engine.draft) + engine.kv_cache_gib + _PROCESS_GIB
 
 
 def _available_gib() -> float | None:

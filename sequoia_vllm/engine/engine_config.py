@@ -21,6 +21,7 @@ from sequoia_vllm.engine.mark import mark
 from sequoia_vllm.engine.model_shapes import pair_shapes
 from sequoia_vllm.engine.offload.choice import choose_offloading
 from sequoia_vllm.engine.offload.settings import with_offload
+from sequoia_vllm.engine.offload.weight_source import weight_source, with_streamed
 from sequoia_vllm.engine.outlook import outlook_line
 from sequoia_vllm.engine.refusals import refuse_unsupported
 from sequoia_vllm.engine.request import sequoia_request
@@ -29,7 +30,6 @@ from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.engine.start.runs import how_it_runs
 from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.vocabulary import check_vocabularies
-from sequoia_vllm.engine.weight_source import weight_source, with_streamed
 from sequoia_vllm.hardware.models import PairShapes
 
 logger = logging.getLogger("vllm.sequoia")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sequoia_vllm.engine.offloading import offloading_backend
+from sequoia_vllm.engine.offload.settings import offload_of
+from sequoia_vllm.engine.offload.vllms import offloading_backend
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
 from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, capture_sizes, first_beyond
@@ -55,7 +56,7 @@ def plan_load(vllm_config: Any, keep_schedule: bool) -> None:
     budget = token_budget(scheduler)
     limits = speculative.num_speculative_tokens, scheduler.max_num_seqs
     if not keep_schedule:
-        offloaded = offloading_backend(vllm_config.offload_config) is not None
+        offloaded = is_offloaded(vllm_config)
         fitting = fit_to_budget(schedule, *limits, budget, offloaded)
         if fitting != schedule:
             _log_schedule(fitting, *limits, budget)
@@ -90,3 +91,11 @@ def _log_schedule(
         "prompts in max_num_batched_tokens=%d: %s",
         max_num_seqs, drafts, budget, ranges,
     )  # fmt: skip
+
+
+def is_offloaded(vllm_config: Any) -> bool:
+    """Whether some of the target's weights are read from outside the device in every pass."""
+    return (
+        offloading_backend(vllm_config.offload_config) is not None
+        or offload_of(vllm_config.additional_config) is not None
+    )

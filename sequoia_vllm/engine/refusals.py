@@ -7,7 +7,7 @@ from typing import Any
 from vllm.platforms import CpuArchEnum, current_platform
 
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.engine.offloading import offloading_backend
+from sequoia_vllm.engine.offload.vllms import offloading_backend
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware.budget import warm_up_length
 
@@ -59,7 +59,8 @@ def _platform_reasons(vllm_config: Any) -> list[str]:
                 "the KV cache layout is known on x86 CPUs only": not known,
                 "context_attention is for GPUs: leave it out on CPUs": on_gpus,
                 "vLLM offloads weights from GPUs to the host's memory, and nothing on CPUs: drop "
-                "--cpu-offload-gb and --offload-group-size": (
+                "--cpu-offload-gb and --offload-group-size (from a disk: "
+                '"offload": {"weights": "disk", "directory": ...} in the speculative config)': (
                     offloading_backend(vllm_config.offload_config) is not None
                 ),
             }

@@ -8,8 +8,8 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from sequoia_vllm.engine import engine_config
+from sequoia_vllm.engine.offload.weight_source import offloaded_layers, weight_source, with_streamed
 from sequoia_vllm.engine.settings import SequoiaSettings
-from sequoia_vllm.engine.weight_source import offloaded_layers, weight_source, with_streamed
 from sequoia_vllm.hardware.models import PairShapes, every_class
 from tests.support.models import DRAFT, TARGET
 

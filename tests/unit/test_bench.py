@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,7 @@ from sequoia_vllm.bench.report_figures import plot_report, shown
 from sequoia_vllm.bench.rounds import Case, RoundRun, batches
 from sequoia_vllm.bench.summary import CHAIN_SAMPLES_WRONGLY, DECLINED, results
 from sequoia_vllm.cli.bench_view import print_report
+from sequoia_vllm.config import OffloadSpec
 from sequoia_vllm.hardware import CostModel, Curve, Overhead, Profile
 from sequoia_vllm.hardware.step_curves import StepTimes
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
@@ -534,6 +536,19 @@ def test_too_many_engines_for_the_memory(monkeypatch):
     check_memory(engine, 4)
     with pytest.raises(BenchError, match="5 engines need about 25 GiB together, and 24 GiB"):
         check_memory(engine, 5)
+
+
+def test_offloaded_engines_need_their_buffers(monkeypatch):
+    """And not their weights: three layers of 32, as much again, and what stays in memory."""
+    monkeypatch.setattr(engines, "_available_gib", lambda: 24.0)
+    monkeypatch.setattr(engines, "_weights_gib", lambda model: {"t": 64.0, "d": 1.0}[model])
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=32))
+    monkeypatch.setattr(engines, "load_config", lambda model: config)
+    offload = OffloadSpec(directory=Path("/"), memory_gib=1.0)
+    engine = EngineSpec("t", "d", kv_cache_gib=1.0, offload=offload)
+    check_memory(engine, 2)
+    with pytest.raises(BenchError, match="3 engines need about 36 GiB together"):
+        check_memory(engine, 3)
 
 
 def test_room_for_whole_trees():

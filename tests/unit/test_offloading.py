@@ -11,7 +11,11 @@ pytest.importorskip("vllm")
 from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from vllm.model_executor.offloader.base import NoopOffloader, get_offloader, set_offloader
 
-from sequoia_vllm.engine.offloading import OffloadedWeights, offloading_backend, report_offloading
+from sequoia_vllm.engine.offload.vllms import (
+    OffloadedWeights,
+    offloading_backend,
+    report_offloading,
+)
 from sequoia_vllm.engine.v2.draft_loading import nothing_offloaded
 
 DEVICE = torch.device("meta")

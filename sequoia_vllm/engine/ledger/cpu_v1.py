@@ -69,7 +69,6 @@ CPU_V1: tuple[Expected | Override, ...] = (
             ("_start_prefetch", ("self", "layer_idx")),
         )
     ),
-    Expected(f"{_OFFLOADER}:set_offloader", ("instance",)),
     Expected(
         "vllm.model_executor.offloader.prefetch_ops:_wait_prefetch_impl",
         ("input_tensor", "layer_idx"),

@@ -49,7 +49,7 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     Expected(
         "vllm.exceptions:VLLMValidationError", ("message", "parameter", "value"), may_grow=True
     ),
-    # weight_source.py
+    # offload/weight_source.py
     Expected(f"{_ARGS}.offload_backend"),
     Expected(f"{_ARGS}.cpu_offload_gb"),
     Expected(f"{_ARGS}.cpu_offload_params"),
@@ -132,11 +132,13 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     )),
     # refusals.py
     Expected("vllm.platforms:CpuArchEnum.X86"),
-    # offloading.py, for refusals.py and v2/runner_gpu.py
+    # offload/vllms.py, for refusals.py and v2/runner_gpu.py
     *(Expected(f"vllm.config.offload:{field}") for field in (
         "OffloadConfig.offload_backend", "PrefetchOffloadConfig.offload_group_size",
         "UVAOffloadConfig.cpu_offload_gb",
     )),
+    # offload/worker.py, v2/draft_loading.py
+    Expected("vllm.model_executor.offloader.base:set_offloader", ("instance",)),
     # tree_reports.py
     Override(
         "vllm.v1.metrics.stats:SchedulerStats.sequoia_report",

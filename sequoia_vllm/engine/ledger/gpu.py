@@ -86,7 +86,7 @@ GPU: tuple[Expected | Override, ...] = (
         until=_RANGES,
         may_grow=True,
     ),
-    # offloading.py
+    # offload/vllms.py
     Expected(f"{_PREFETCH}:_ModuleOffloader.get_param_infos", ("self",)),
     Expected(f"{_PREFETCH}:ParamInfo.num_bytes"),
     # v2/target_graphs.py

@@ -155,7 +155,6 @@ V2: tuple[Expected | Override, ...] = (
     )),
     # v2/draft_loading.py
     Expected(f"{_OFFLOADER}:get_offloader", ()),
-    Expected(f"{_OFFLOADER}:set_offloader", ("instance",)),
     Expected(f"{_OFFLOADER}:NoopOffloader"),
     # v2/draft_model.py
     Expected(

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.model_executor.offloader.base import get_offloader
 from vllm.v1.worker.gpu import model_runner
 
-from sequoia_vllm.engine.offloading import report_offloading
+from sequoia_vllm.engine.offload.vllms import report_offloading
 from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.v2.backend_gpu import GPUTreeBackend
 from sequoia_vllm.engine.v2.runner import TreeRunner

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from vllm.platforms import current_platform
 
+from sequoia_vllm.engine.offload.disk_source import DiskLayers
 from sequoia_vllm.engine.offload.settings import offload_of
-from sequoia_vllm.engine.offload.source import DiskLayers
 from sequoia_vllm.hardware.models import ModelShape, PairShapes
 from sequoia_vllm.hardware.offloading import OffloadBackend, host_link, streamed_layers
 from sequoia_vllm.hardware.roofline import bytes_per_value
