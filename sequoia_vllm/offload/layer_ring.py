@@ -185,7 +185,8 @@ class LayerRing:
 
 
 def _huge_pages(length: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, length)
+    # Shared memory, Python's default, seldom gets them.
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
