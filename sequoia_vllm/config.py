@@ -242,9 +242,11 @@ def _summary(error: ValidationError) -> str:
             lines.append("and more")
             break
         place = [key_name(part) for part in problem["loc"] if not _is_branch(str(part))]
-        if problem["type"] in ("is_instance_of", "model_type"):
+        if problem["type"] in ("is_instance_of", "model_type") and place == ["tree"]:
             continue  # of the tree's union; its string_type says what all of them take
         message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "model_type":
+            message = "Input should be a JSON object"
         if problem["type"] == "string_type" and place == ["tree"]:
             if isinstance(problem["input"], dict):
                 continue  # the problems of {"size": ...} follow

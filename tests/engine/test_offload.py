@@ -41,8 +41,8 @@ def found(llm, params=PARAMS):
     return tokens_of(llm.generate(PROMPTS, params, use_tqdm=False))
 
 
-@pytest.mark.parametrize("buffers", [2, 3])
-def test_trees(plain_outputs, disk, buffers):
+def test_trees(plain_outputs, disk):
+    buffers = 2
     expected = plain_outputs(PROMPTS, PARAMS)
     with running(sequoia(offload=offload(disk, buffers=buffers))) as llm:
         assert found(llm) == expected
@@ -104,7 +104,7 @@ def test_compiled(plain_outputs, disk):
         assert offloader_of(llm)._ring.bytes_read > 0
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_architectures(name, tmp_path, disk):
     """Kernels of mixtures of experts want packed weights: these are on the disk."""
     model = save_architecture(tmp_path / "model", name)

@@ -240,6 +240,8 @@ class DiceEngine:
 
     def step(self):
         if self._left is not None and self._left == 0:
+            if self._signal == signal.SIGINT:
+                raise KeyboardInterrupt  # workers in the background ignore the signal
             os.kill(os.getpid(), self._signal)
         self._left = None if self._left is None else self._left - 1
         outputs = []

@@ -92,7 +92,8 @@ def test_the_log(backend, offloader, level, words, caplog, monkeypatch):
     if level is None:
         assert caplog.records == []
         return
-    [record] = caplog.records
+    # The same one is handled twice where other tests have had vLLM's logger do so.
+    [record] = set(caplog.records)
     assert record.levelname == level
     assert words in record.getMessage()
 
