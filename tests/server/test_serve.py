@@ -6,6 +6,7 @@ It is started from the shorthand, and the last test ends it.
 import json
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ import pytest
 from benchmarks.soak.over_http import Endpoint, Tally, compare_all
 from benchmarks.soak.random_requests import random_requests
 from tests.support.models import prompts
-from tests.support.serving import DRAFT, Server
+from tests.support.serving import DRAFT, VLLM, Server, environment
 
 pytestmark = pytest.mark.engine
 
@@ -342,6 +343,26 @@ def test_random_requests(servers):
     assert (tally.answered, tally.left) == (len(requests), len(leaving))
     assert tally.hung == []
     assert not tally.different, "\n".join(map(str, tally.different))
+
+
+def test_vllms_benchmark_of_servers(server, tmp_path):
+    """It counts every token, and reads what it shows of drafts from the server's metrics."""
+    command = (
+        f"bench serve --backend=openai --base-url={server.url} --endpoint=/v1/completions "
+        f"--model={server.model} --dataset-name=random --random-input-len=32 "
+        "--random-output-len=24 --num-prompts=20 --request-rate=50 --ignore-eos "
+        f"--save-result --result-filename={tmp_path / 'result.json'}"
+    )
+    done = subprocess.run(
+        [str(VLLM), *command.split()], env=environment(), capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (20, 0)
+    assert result["total_output_tokens"] == 20 * 24
+    assert result["spec_decode_num_drafts"] > 0
+    assert 1 < result["spec_decode_acceptance_length"] <= 24
 
 
 def test_client_that_leaves_does_no_harm(server, plain_answer):
