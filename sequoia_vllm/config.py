@@ -197,7 +197,9 @@ class SequoiaConfig(_Strict):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise ConfigError(_summary(error)) from None
+            raise ConfigError(
+                f"speculative config of method 'sequoia': {problems_of(error)}"
+            ) from None
 
     def draft_keys(self) -> dict[str, Any]:
         """The keys that are vLLM's own, as given."""
@@ -234,8 +236,8 @@ def _checked_schedule(schedule: Schedule) -> Schedule:
     return sorted(schedule)
 
 
-def _summary(error: ValidationError) -> str:
-    """One line per problem; a union's branches are reported once, by the matching branch."""
+def problems_of(error: ValidationError) -> str:
+    """All problems in one line; a union's branches are reported once, by the matching branch."""
     lines: list[str] = []
     for problem in error.errors():
         if len(lines) == MOST_PROBLEMS:
@@ -257,7 +259,7 @@ def _summary(error: ValidationError) -> str:
         line = f"{'.'.join(place)}: {message}" if place else message
         if line not in lines:
             lines.append(line)
-    return "speculative config of method 'sequoia': " + "; ".join(lines or [str(error)])
+    return "; ".join(lines or [str(error)])
 
 
 def _is_branch(part: str) -> bool:

@@ -42,7 +42,7 @@ class LayerRing:
         length = max(region.length for region in regions)
         self._memory = [_huge_pages(length) for _ in range(buffers)]
         self._tensors = [torch.frombuffer(memory, dtype=torch.uint8) for memory in self._memory]
-        self._chunks = [len(region.chunks()) for region in regions]
+        self._chunks = [region.chunks for region in regions]
         self._state = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
@@ -180,7 +180,7 @@ class LayerRing:
             self._unchecked.discard((layer, chunk))
             self._under_way -= 1
             self._left[number] -= 1
-            self.bytes_read += region.chunks()[chunk][1]
+            self.bytes_read += region.chunk(chunk)[1]
             self._state.notify_all()
 
 

@@ -43,9 +43,15 @@ class Region:
     offset: int
     length: int
 
-    def chunks(self) -> list[tuple[int, int]]:
-        """(offset within the region, bytes) of each read."""
-        return [(at, min(CHUNK, self.length - at)) for at in range(0, self.length, CHUNK)]
+    @property
+    def chunks(self) -> int:
+        """How many reads it takes."""
+        return -(-self.length // CHUNK)
+
+    def chunk(self, number: int) -> tuple[int, int]:
+        """(offset within the region, bytes) of one of them."""
+        at = number * CHUNK
+        return at, min(CHUNK, self.length - at)
 
 
 class WeightFile:
@@ -126,7 +132,7 @@ class WeightFile:
         """
         view = memoryview(written.numpy())
         self._checksums[region.offset] = [
-            zlib.crc32(view[at : at + size]) for at, size in region.chunks()
+            zlib.crc32(view[at : at + size]) for at, size in map(region.chunk, range(region.chunks))
         ]
         try:
             os.fsync(self._file.fileno())
@@ -144,14 +150,14 @@ class WeightFile:
 
         Args:
             region: A sealed region.
-            chunk: Index into ``region.chunks()``.
+            chunk: Which of ``region.chunks``.
             buffer: All of the region's bytes begin here, at a page; the chunk is written to its
                 place.
 
         Raises:
             OffloadError: The disk gave an error, or less.
         """
-        at, size = region.chunks()[chunk]
+        at, size = region.chunk(chunk)
         try:
             count = os.preadv(self._direct, [buffer[at : at + size]], region.offset + at)
         except OSError as error:
@@ -168,7 +174,7 @@ class WeightFile:
         Raises:
             OffloadError: They differ.
         """
-        at, size = region.chunks()[chunk]
+        at, size = region.chunk(chunk)
         if zlib.crc32(buffer[at : at + size]) != self._checksums[region.offset][chunk]:
             raise OffloadError(
                 f"{self._of(region, at)}: what the disk gave is not what was written (checksums "

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sequoia_vllm.config import ConfigError, OffloadSpec
+from sequoia_vllm.config import ConfigError, OffloadSpec, problems_of
 
 KEY = "sequoia_offload"
 
@@ -27,11 +27,7 @@ def offload_of(additional_config: Any) -> OffloadSpec | None:
     try:
         return OffloadSpec.model_validate(additional_config[KEY])
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ")
-            for problem in error.errors()
-        )
-        raise ConfigError(f"additional_config.{KEY}: {problems}") from None
+        raise ConfigError(f"additional_config.{KEY}: {problems_of(error)}") from None
 
 
 def with_offload(

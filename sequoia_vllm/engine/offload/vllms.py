@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sequoia_vllm.hardware.offloading import OffloadBackend
+
 logger = logging.getLogger("vllm.sequoia")
 
 _GIB = 1 << 30
@@ -19,20 +21,26 @@ _ADVICE = {
 }
 
 
-def offloading_backend(offload_config: Any) -> str | None:
+def offloading_backend(offload_config: Any) -> OffloadBackend | None:
     """The backend that is asked for, as vLLM chooses it; None: nothing is to be offloaded.
 
     Args:
         offload_config: vLLM's ``OffloadConfig``.
     """
-    backend: str = offload_config.offload_backend
-    asked = {
-        "prefetch": offload_config.prefetch.offload_group_size > 0,
-        "uva": offload_config.uva.cpu_offload_gb > 0,
-    }
-    if backend != "auto":
-        return backend if asked[backend] else None
-    return next((name for name, is_asked in asked.items() if is_asked), None)
+    return chosen_backend(
+        offload_config.offload_backend,
+        offload_config.prefetch.offload_group_size,
+        offload_config.uva.cpu_offload_gb,
+    )
+
+
+def chosen_backend(backend: str, group_size: int, cpu_offload_gb: float) -> OffloadBackend | None:
+    """The same, from vLLM's options of these names."""
+    if group_size > 0 and backend in ("auto", "prefetch"):
+        return "prefetch"
+    if cpu_offload_gb > 0 and backend in ("auto", "uva"):
+        return "uva"
+    return None
 
 
 @dataclass(frozen=True)

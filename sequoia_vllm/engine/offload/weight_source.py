@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 
 from sequoia_vllm.engine.offload.disk_source import DiskLayers
 from sequoia_vllm.engine.offload.settings import offload_of
+from sequoia_vllm.engine.offload.vllms import chosen_backend
 from sequoia_vllm.hardware.models import ModelShape, PairShapes
 from sequoia_vllm.hardware.offloading import OffloadBackend, host_link, streamed_layers
 from sequoia_vllm.hardware.roofline import bytes_per_value
@@ -135,20 +136,18 @@ def weight_source(arguments: Any) -> WeightSource | None:
 
 def offloaded_layers(arguments: Any) -> OffloadedLayers | None:
     """What vLLM's offloader is asked to do, by its rules; None: nothing."""
-    backend = arguments.offload_backend
-    if backend == "auto":
-        backend = "prefetch" if arguments.offload_group_size > 0 else "uva"
+    backend = chosen_backend(
+        arguments.offload_backend, arguments.offload_group_size, arguments.cpu_offload_gb
+    )
+    if backend is None:
+        return None
     if backend == "prefetch":
-        if arguments.offload_group_size <= 0:
-            return None  # vLLM says what is wrong
         return OffloadedLayers(
             "prefetch",
             layers_of_group=(arguments.offload_num_in_group, arguments.offload_group_size),
             buffers=arguments.offload_prefetch_step,
             parameters=tuple(sorted(arguments.offload_params)),
         )
-    if arguments.cpu_offload_gb <= 0:
-        return None
     return OffloadedLayers(
         "uva",
         bytes_on_each=arguments.cpu_offload_gb * _GIB,
