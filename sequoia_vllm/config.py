@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from sequoia_vllm.drafters import DrafterKind
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.json_input import MOST_PROBLEMS, key_name, shortened
 from sequoia_vllm.tree.token_tree import MOST_NODES, TokenTree
@@ -95,8 +96,14 @@ class SequoiaConfig(_Strict):
     method: Literal["sequoia"] = Field(default="sequoia", description="Selects this plugin.")
     model: str | None = Field(
         default=None,
-        description="Draft model (name or path), with the target's vocabulary. None: the known "
-        "draft of that target, see `sequoia_vllm.known_pairs`.",
+        description="Draft model (name or path), with the target's vocabulary, or a head that was "
+        "trained for the target. None: the known one of that target, see "
+        "`sequoia_vllm.known_pairs`.",
+    )
+    drafter: DrafterKind | None = Field(
+        default=None,
+        description='What "model" is: a "model" of its own, or an "eagle3" or "dflash" head. None: '
+        "recognised by its configuration.",
     )
     tree: str | TreeSpec | InstanceOf[TokenTree] | None = Field(
         default=None,
@@ -204,8 +211,8 @@ class SequoiaConfig(_Strict):
     def draft_keys(self) -> dict[str, Any]:
         """The keys that are vLLM's own, as given."""
         ours = {
-            "method", "model", "tree", "acceptance", "num_speculative_tokens", "context_attention",
-            "verification", "adapt", "tune_at_start", "offload",
+            "method", "model", "drafter", "tree", "acceptance", "num_speculative_tokens",
+            "context_attention", "verification", "adapt", "tune_at_start", "offload",
         }  # fmt: skip
         return self.model_dump(exclude=ours, exclude_none=True)
 

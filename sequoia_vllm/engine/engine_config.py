@@ -12,10 +12,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.drafters import is_head
 from sequoia_vllm.engine.command_errors import short_in_commands
 from sequoia_vllm.engine.contract import check_contract
 from sequoia_vllm.engine.device_name import current_device_name
 from sequoia_vllm.engine.draft_checks import draft_problem
+from sequoia_vllm.engine.drafter_kind import check_method, drafter_kind
 from sequoia_vllm.engine.load import plan_load
 from sequoia_vllm.engine.mark import mark
 from sequoia_vllm.engine.model_shapes import pair_shapes
@@ -146,6 +148,7 @@ def create_speculative_config(
         target=target_model_config.model,
         dtype=dtype,
         tensor_parallel_size=devices,
+        read_kind=lambda draft: drafter_kind(draft, config, target_model_config),
         read_shapes=read_shapes,
         max_model_len=target_model_config.max_model_len,
         runs=how_it_runs(config, self.enforce_eager),
@@ -166,11 +169,13 @@ def create_speculative_config(
     self.additional_config = resolved.settings.store(self.additional_config)
     translated = copy(self)
     translated.speculative_config = _as_draft_model(config, resolved)
-    _compare_vocabularies(target_model_config, resolved.draft, config)
+    if not is_head(resolved.drafter):  # heads bring no tokenizer
+        _compare_vocabularies(target_model_config, resolved.draft, config)
     try:
         speculative_config = original(translated, target_model_config, target_parallel_config)
     except (ValueError, OSError) as error:
         raise ConfigError(draft_problem(resolved.draft, error)) from error
+    check_method(resolved.drafter, resolved.draft, speculative_config.method)
     mark(speculative_config, tree.depth)
     return speculative_config
 

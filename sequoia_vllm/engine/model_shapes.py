@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm.transformers_utils.config import get_config, get_hf_text_config
+from vllm.transformers_utils.config import get_hf_text_config
 
 from sequoia_vllm.config import SequoiaConfig
+from sequoia_vllm.engine.draft_config import read_draft_config
 from sequoia_vllm.hardware.model_config import ShapeError, read_shape
 from sequoia_vllm.hardware.models import ModelShape, PairShapes
 
@@ -34,26 +35,18 @@ def pair_shapes(target: Any, draft: str, config: SequoiaConfig) -> PairShapes:
     return PairShapes(
         target=read(lambda: read_shape(target.hf_text_config, target.model, target.quantization)),
         draft=read(
-            lambda: read_shape(_draft_config(target, draft, keys), draft, keys.get("quantization"))
+            lambda: read_shape(
+                _draft_text_config(target, draft, config), draft, keys.get("quantization")
+            )
         ),
         problem="; ".join(problems) or None,
     )
 
 
-def _draft_config(target: Any, draft: str, keys: dict[str, Any]) -> Any:
-    """As vLLM's ``SpeculativeConfig`` will read it: much as the target's."""
-    overrides = target.hf_overrides
+def _draft_text_config(target: Any, draft: str, config: SequoiaConfig) -> Any:
+    """The draft's, as `read_draft_config`."""
     try:
-        found = get_config(
-            draft,
-            target.trust_remote_code,
-            keys.get("revision"),
-            keys.get("code_revision"),
-            target.config_format,
-            None,
-            overrides if callable(overrides) else None,
-        )
-        return get_hf_text_config(found)
+        return get_hf_text_config(read_draft_config(target, draft, config))
     except (OSError, ValueError, RuntimeError) as error:
         # vLLM reads it again right after this, and then says what the user should do.
         first = (str(error).splitlines() or [type(error).__name__])[0]

@@ -7,6 +7,7 @@ from typing import Any
 from vllm.platforms import CpuArchEnum, current_platform
 
 from sequoia_vllm.config import ConfigError
+from sequoia_vllm.drafters import NAMES, is_head
 from sequoia_vllm.engine.offload.vllms import offloading_backend
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware.budget import warm_up_length
@@ -38,6 +39,7 @@ def unsupported_reasons(vllm_config: Any) -> list[str]:
     draft = vllm_config.speculative_config.draft_model_config
     return [
         *_platform_reasons(vllm_config),
+        *_drafter_reasons(vllm_config),
         *_parallel_reasons(vllm_config),
         *_model_reasons(vllm_config.model_config, "target"),
         *_model_reasons(draft, "draft"),
@@ -80,6 +82,16 @@ def _platform_reasons(vllm_config: Any) -> list[str]:
             ),
         }
     )
+
+
+def _drafter_reasons(vllm_config: Any) -> list[str]:
+    kind = SequoiaSettings.of(vllm_config).drafter
+    if not is_head(kind) or vllm_config.use_v2_model_runner:
+        return []
+    return [
+        f"EAGLE-3 and DFlash heads need vLLM's Model Runner V2, which GPUs use, and the draft is "
+        f'{NAMES[kind]}: give "model" a draft model here'
+    ]
 
 
 def _parallel_reasons(vllm_config: Any) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from sequoia_vllm.config import SequoiaConfig
+from sequoia_vllm.drafters import DrafterKind
 from sequoia_vllm.engine.cluster import current_versions
 from sequoia_vllm.engine.draft_checks import check_folder
 from sequoia_vllm.engine.settings import SequoiaSettings
@@ -22,12 +23,14 @@ class Resolved:
     """What a configuration comes to for one target on one device.
 
     Attributes:
-        draft: Name or path of the draft model.
+        draft: Name or path of the draft.
+        drafter: What it is.
         choice: The tree, and how much of it to draft at which batch size.
         settings: What the workers read of it.
     """
 
     draft: str
+    drafter: DrafterKind
     choice: TreeChoice
     settings: SequoiaSettings
 
@@ -44,6 +47,7 @@ def resolve(
     target: str,
     dtype: str,
     tensor_parallel_size: int,
+    read_kind: Callable[[str], DrafterKind] | None = None,
     read_shapes: Callable[[str], PairShapes] | None = None,
     max_model_len: int | None = None,
     runs: Runs | None = None,
@@ -57,6 +61,7 @@ def resolve(
         target: Name or path of the target model.
         dtype: The target's, such as "bfloat16".
         tensor_parallel_size: Devices per engine.
+        read_kind: Reads what a draft is; None: what the user says, or a model.
         read_shapes: Reads the shapes of the target and of this draft, if the choice
             depends on them; None: they are not known.
         max_model_len: Longest request, in tokens; None: any.
@@ -65,12 +70,13 @@ def resolve(
 
     Raises:
         ConfigError: No draft is given, and none is known for this target; or a folder is
-            given in which there is none.
+            given in which there is none; or a draft of a kind that cannot be used.
         TreeError, AcceptanceError, LibraryError: The tree cannot be had; names the file
             or entry and what is wrong with it.
     """
     draft = config.model or known_draft(target)
     check_folder("draft", draft)
+    drafter = read_kind(draft) if read_kind else config.drafter or "model"
     pair = PairKey(
         device=device,
         target=target,
@@ -94,8 +100,9 @@ def resolve(
         adapts_as=pair.file_name if config.adapts else None,
         to_time=to_time,
         expected_speedup=choice.outlook.speedup,
+        drafter=drafter,
     )
-    return Resolved(draft, choice, settings)
+    return Resolved(draft, drafter, choice, settings)
 
 
 def _to_time(pair: PairKey, shapes: PairShapes, runs: Runs) -> ToTime | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sequoia_vllm.config import ContextAttention, Verification
+from sequoia_vllm.drafters import DrafterKind
 from sequoia_vllm.library.start_times import ToTime
 from sequoia_vllm.tree import TokenTree
 
@@ -27,6 +28,7 @@ class SequoiaSettings:
             it drafts as configured.
         to_time: What it times in its warm-up for the next start; None: nothing.
         expected_speedup: Against plain decoding at batch size 1; None: not known.
+        drafter: What trees are grown with.
     """
 
     tree: TokenTree
@@ -38,6 +40,7 @@ class SequoiaSettings:
     adapts_as: str | None = None
     to_time: ToTime | None = None
     expected_speedup: float | None = None
+    drafter: DrafterKind = "model"
 
     @classmethod
     def enabled(cls, vllm_config: Any) -> bool:
@@ -66,6 +69,7 @@ class SequoiaSettings:
             data["adapts_as"],
             ToTime.from_dict(data["to_time"]) if data["to_time"] else None,
             data["expected_speedup"],
+            data["drafter"],
         )
 
     def store(self, additional_config: dict[str, Any] | None) -> dict[str, Any]:
@@ -80,5 +84,6 @@ class SequoiaSettings:
             "adapts_as": self.adapts_as,
             "to_time": self.to_time.to_dict() if self.to_time else None,
             "expected_speedup": self.expected_speedup,
+            "drafter": self.drafter,
         }
         return {**(additional_config or {}), KEY: own}

@@ -103,7 +103,7 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     ),
     Expected("vllm.config:SchedulerConfig.async_scheduling"),
     Expected("vllm.config:SchedulerConfig.scheduler_cls"),
-    # model_shapes.py
+    # draft_config.py, model_shapes.py
     Expected(
         "vllm.transformers_utils.config:get_config",
         (
@@ -120,6 +120,13 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         "max_model_len", "skip_tokenizer_init", "tokenizer", "tokenizer_mode",
         "tokenizer_revision",
     )),
+    # drafter_kind.py
+    Expected(
+        "vllm.config.speculative:SpeculativeConfig.hf_config_override", ("hf_config",),
+        may_grow=True,
+    ),
+    Expected("vllm.config.speculative:MTPModelTypes"),
+    Expected("vllm.config:SpeculativeConfig.method"),
     # load.py
     *(Expected(f"vllm.config:SchedulerConfig.{field}") for field in (
         "max_num_batched_tokens", "max_num_scheduled_tokens", "max_num_seqs",

@@ -1,0 +1,22 @@
+"""Kinds of drafters: what a checkpoint is that trees are grown with."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+DrafterKind = Literal["model", "eagle3", "dflash"]
+"""A model of its own, or a head that reads the target's hidden states."""
+
+NAMES: dict[DrafterKind, str] = {
+    "model": "a draft model",
+    "eagle3": "an EAGLE-3 head",
+    "dflash": "a DFlash head",
+}
+
+UNBUILT: frozenset[DrafterKind] = frozenset({"dflash"})
+"""Kinds that are recognised, and that trees cannot be grown with yet."""
+
+
+def is_head(kind: DrafterKind) -> bool:
+    """Whether it runs on its target's hidden states, embedding and tokens, and not alone."""
+    return kind != "model"

@@ -1,0 +1,200 @@
+"""What kind of drafter a checkpoint is, by its configuration."""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from vllm.config.speculative import MTPModelTypes, SpeculativeConfig
+
+from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.drafters import NAMES, UNBUILT, DrafterKind, is_head
+from sequoia_vllm.engine.draft_config import read_draft_config
+from sequoia_vllm.engine.head_target import target_differences
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """What a configuration says of a drafter.
+
+    Attributes:
+        kind: None: trees do not draft with it.
+        name: In words, with an article.
+        sign: What says so; none: nothing says that it is more than a model.
+        method: vLLM's own method for it, if trees do not draft with it.
+    """
+
+    kind: DrafterKind | None
+    name: str
+    sign: str | None = None
+    method: str | None = None
+
+
+def drafter_kind(draft: str, config: SequoiaConfig, target_model_config: Any) -> DrafterKind:
+    """The kind of a checkpoint, which its path does not tell.
+
+    Args:
+        draft: Name or path.
+        config: What the user gave: ``drafter`` is checked, and needed where a head's
+            configuration is that of a model.
+        target_model_config: vLLM's configuration of the target.
+
+    Raises:
+        ConfigError: Trees do not draft with it, or it is not what ``drafter`` says, or it is
+            a head that was made for another target; names what it is, and the fix.
+    """
+    try:
+        head = read_draft_config(target_model_config, draft, config)
+        found = recognise(head)
+    except (OSError, ValueError, RuntimeError):
+        return config.drafter or "model"  # vLLM reads it again, and says what is wrong with it
+    kind = _agreed(found, draft, config.drafter)
+    if is_head(kind):
+        _check_target(head, draft, kind, target_model_config)
+    refuse_unbuilt(kind)
+    return kind
+
+
+def refuse_unbuilt(kind: DrafterKind) -> None:
+    """Refuses kinds that are recognised only.
+
+    Raises:
+        ConfigError: Trees cannot be grown with this kind.
+    """
+    if kind in UNBUILT:
+        raise ConfigError(
+            f'trees cannot be grown with {NAMES[kind]} yet: give "model" an EAGLE-3 head or a '
+            'draft model, or use vLLM\'s own method "dflash" for chains'
+        )
+
+
+def check_method(kind: DrafterKind, draft: str, method: str) -> None:
+    """Whether vLLM takes a draft model for one; it also goes by names and paths.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if kind == "model" and method != "draft_model":
+        raise ConfigError(
+            f"vLLM takes {draft!r} for a drafter of its method {method!r} by its name: if it is "
+            'a draft model, put it into a folder without "eagle-", "eagle3", "dflash" and '
+            '"dspark" in its path; if it is a head, then its configuration does not say so, and '
+            'trees draft with EAGLE-3 heads ("drafter": "eagle3") only'
+        )
+
+
+def _agreed(found: Recognised, draft: str, given: DrafterKind | None) -> DrafterKind:
+    """What checkpoint and user say, if they agree."""
+    sign = f" ({found.sign})" if found.sign else ""
+    if found.kind is None:
+        raise ConfigError(
+            f'{draft!r} is {found.name}{sign}, which trees do not draft with: give "model" an '
+            "EAGLE-3 head or a draft model, or use vLLM's own method "
+            f"{found.method!r} for chains"
+        )
+    # Some EAGLE-3 heads have the configuration of a model; the others need more of theirs.
+    if given in (None, found.kind):
+        return found.kind
+    if given == "eagle3" and found.sign is None:
+        return given
+    said = found.name if found.sign else "a model by its configuration"
+    raise ConfigError(
+        f'"drafter" is "{given}", but {draft!r} is {said}{sign}: leave "drafter" out, or give '
+        f'"model" {NAMES[given]}'
+    )
+
+
+def _check_target(head: Any, draft: str, kind: DrafterKind, target: Any) -> None:
+    differences = target_differences(head, target.hf_text_config)
+    if differences:
+        raise ConfigError(
+            f"{draft!r} is {NAMES[kind]} made for another target than {target.model!r}: "
+            f'{"; ".join(differences)}. Give "model" one that was trained for this target, or a '
+            "draft model"
+        )
+
+
+# By whole architecture names, in this order; EAGLE-1 heads and MTP layers come last.
+_ARCHITECTURES = (
+    (r"P[Ee]agle.*", Recognised(None, "a P-EAGLE head, which drafts in parallel", None, "eagle3")),
+    (r"Eagle3.*|.*Eagle3", Recognised("eagle3", NAMES["eagle3"])),
+    (r".*DSpark.*", Recognised(None, "a DSpark drafter", None, "dspark")),
+    (r"DFlash2.*", Recognised(None, "a DFlash2 drafter", None, "dflash")),
+    (r"LiLiCorr.*", Recognised(None, "a LiLiCorr drafter", None, "dflash")),
+    (r"DFlash.*|.*DFlash|MuseGlimmerAssistantModel", Recognised("dflash", NAMES["dflash"])),
+    (r"Eagle.*", Recognised(None, "an EAGLE-1 head", None, "eagle")),
+    (r"Medusa.*", Recognised(None, "a set of Medusa heads", None, "medusa")),
+    (r"MLPSpeculator.*", Recognised(None, "an MLP speculator", None, "mlp_speculator")),
+    (r".*MTP.*", Recognised(None, "a multi-token prediction (MTP) layer", None, "mtp")),
+)  # fmt: skip
+_TYPES = {
+    "medusa": Recognised(None, "a set of Medusa heads", None, "medusa"),
+    "mlp_speculator": Recognised(None, "an MLP speculator", None, "mlp_speculator"),
+    **dict.fromkeys(
+        get_args(MTPModelTypes),
+        Recognised(None, "a model with multi-token prediction (MTP) layers", None, "mtp"),
+    ),
+}
+# Fields that only such drafters have, where the architecture is that of a model; in this order.
+_FIELDS = (
+    ("markov_rank", Recognised(None, "a DSpark drafter", None, "dspark")),
+    ("dspark_block_size", Recognised(None, "a DSpark drafter", None, "dspark")),
+    ("dflash_config", Recognised("dflash", NAMES["dflash"])),
+    ("draft_vocab_size", Recognised("eagle3", NAMES["eagle3"])),
+    ("eagle_config", Recognised("eagle3", NAMES["eagle3"])),
+    ("eagle_aux_hidden_state_layer_ids", Recognised("eagle3", NAMES["eagle3"])),
+)
+# Of heads that draft in parallel: the token that stands for those not drafted yet.
+_PARALLEL = ("ptd_token_id", "pard_token")
+# Of DFlash's successor: the head that chooses among candidates.
+_SELECTOR = "selector_rank"
+
+
+def recognise(config: Any) -> Recognised:
+    """What a configuration says of its checkpoint, as vLLM reads it (from neither name nor path).
+
+    Args:
+        config: As `read_draft_config` returns it.
+    """
+    found = _by_architecture(config) or _by_type(config) or _by_field(config)
+    if found is None:
+        return Recognised("model", NAMES["model"])
+    token = next((name for name in _PARALLEL if getattr(config, name, None) is not None), None)
+    if found.kind == "eagle3" and token:
+        return Recognised(
+            None, "a P-EAGLE head, which drafts in parallel", f"it has {token}", "eagle3"
+        )
+    if found.kind == "dflash" and _SELECTOR in (getattr(config, "dflash_config", None) or {}):
+        return Recognised(None, "a DFlash2 drafter", f"it has {_SELECTOR}", "dflash")
+    return found
+
+
+def _with_sign(found: Recognised, sign: str) -> Recognised:
+    return Recognised(found.kind, found.name, sign, found.method)
+
+
+def _by_architecture(config: Any) -> Recognised | None:
+    for name in getattr(config, "architectures", None) or ():
+        for pattern, found in _ARCHITECTURES:
+            if re.fullmatch(pattern, name):
+                return _with_sign(found, f"its architecture is {name}")
+    return None
+
+
+def _by_type(config: Any) -> Recognised | None:
+    """Medusa, and all that vLLM takes for layers of multi-token prediction."""
+    named = getattr(config, "model_type", None)
+    read = named
+    if getattr(config, "architectures", None):
+        read = SpeculativeConfig.hf_config_override(deepcopy(config)).model_type
+    found = _TYPES.get(read)
+    return found and _with_sign(found, f"its model_type is {named}")
+
+
+def _by_field(config: Any) -> Recognised | None:
+    for name, found in _FIELDS:
+        if getattr(config, name, None) is not None:
+            return _with_sign(found, f"it has {name}")
+    return None

@@ -1,0 +1,245 @@
+"""What a checkpoint is: a draft model, a head, or something that trees do not draft with."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
+
+from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.drafters import UNBUILT
+from sequoia_vllm.engine import drafter_kind as module
+from sequoia_vllm.engine.drafter_kind import check_method, drafter_kind, recognise, refuse_unbuilt
+from sequoia_vllm.engine.refusals import _drafter_reasons
+from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.tree import TokenTree
+from tests.support.models import DRAFT
+
+TARGET = SimpleNamespace(
+    model="meta-llama/Llama-3.1-8B-Instruct",
+    trust_remote_code=False,
+    config_format="auto",
+    hf_overrides=None,
+    hf_text_config=SimpleNamespace(hidden_size=4096, num_hidden_layers=32, vocab_size=128256),
+)
+LAYER = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 1, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256,
+}  # fmt: skip
+EAGLE_3 = {**LAYER, "draft_vocab_size": 32000}
+DFLASH = {
+    **LAYER, "model_type": "qwen3", "architectures": ["DFlashDraftModel"], "num_hidden_layers": 5,
+    "block_size": 16, "num_target_layers": 32,
+    "dflash_config": {"mask_token_id": 128002, "target_layer_ids": [1, 8, 15, 22, 29]},
+}  # fmt: skip
+TRANSFORMER = {key: value for key, value in LAYER.items() if key != "architectures"}
+
+
+def speculators(kind: str, **changes) -> dict:
+    """As the library ``speculators`` writes heads."""
+    return {
+        "architectures": ["SomeSpeculator"], "speculators_model_type": kind,
+        "transformer_layer_config": dict(TRANSFORMER), "draft_vocab_size": 32000,
+        "speculators_config": {
+            "algorithm": kind,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": "meta-llama/Llama-3.1-8B-Instruct"},
+        },
+        **changes,
+    }  # fmt: skip
+
+
+BLOCK = {"mask_token_id": 128002, "aux_hidden_state_layer_ids": [2, 9, 30]}
+
+
+def saved(folder: Path, config: dict) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.fixture
+def kind_of(tmp_path, monkeypatch):
+    """The kind of a checkpoint with this configuration, as if trees could be grown with all."""
+    monkeypatch.setattr(module, "UNBUILT", frozenset())
+
+    def kind(config: dict, name: str = "draft", target=TARGET, **keys):
+        return drafter_kind(saved(tmp_path / name, config), SequoiaConfig(**keys), target)
+
+    return kind
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (LAYER, "model"),
+        (EAGLE_3, "eagle3"),
+        ({**LAYER, "architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+        ({**LAYER, "architectures": ["Eagle3LlamaForCausalLM"]}, "eagle3"),
+        ({**LAYER, "eagle_config": {"use_aux_hidden_state": False}}, "eagle3"),
+        (speculators("eagle3"), "eagle3"),
+        (DFLASH, "dflash"),
+        (speculators("dflash", **BLOCK), "dflash"),
+    ],
+)
+def test_kinds(kind_of, config, kind):
+    assert kind_of(config) == kind
+    assert kind_of(config, drafter=kind) == kind
+
+
+def test_the_path_says_nothing(kind_of):
+    assert kind_of(LAYER, name="EAGLE3-dflash/eagle-draft") == "model"
+    assert kind_of(EAGLE_3, name="a-model") == "eagle3"
+
+
+def test_the_embedded_draft_is_a_model():
+    target = SimpleNamespace(**{**vars(TARGET), "model": "target"})
+    assert drafter_kind(DRAFT, SequoiaConfig(), target) == "model"
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "method"),
+    [
+        ({**LAYER, "architectures": ["EagleLlamaForCausalLM"]}, "an EAGLE-1 head", "eagle"),
+        ({**EAGLE_3, "ptd_token_id": 128002}, "a P-EAGLE head", "eagle3"),
+        (speculators("peagle", mask_token_id=128002), "a P-EAGLE head", "eagle3"),
+        (speculators("dspark", **BLOCK), "a DSpark drafter", "dspark"),
+        ({**LAYER, "markov_rank": 256}, "a DSpark drafter", "dspark"),
+        (speculators("dflash2", **BLOCK, selector_rank=64), "a DFlash2 drafter", "dflash"),
+        (
+            {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "selector_rank": 64}},
+            "a DFlash2 drafter", "dflash",
+        ),
+        ({**DFLASH, "architectures": ["LiLiCorrDraftModel"]}, "a LiLiCorr drafter", "dflash"),
+        ({"model_type": "medusa", "hidden_size": 4096}, "a set of Medusa heads", "medusa"),
+        (
+            {**LAYER, "model_type": "qwen2", "architectures": ["MiMoForCausalLM"],
+             "num_nextn_predict_layers": 1},
+            "a model with multi-token prediction (MTP) layers", "mtp",
+        ),
+    ],
+)  # fmt: skip
+def test_what_trees_do_not_draft_with(kind_of, config, name, method):
+    with pytest.raises(ConfigError) as error:
+        kind_of(config)
+    assert f"is {name}" in str(error.value)
+    assert f"vLLM's own method {method!r}" in str(error.value)
+    assert 'give "model" an EAGLE-3 head or a draft model' in str(error.value)
+
+
+# Neither a drafter that is loaded, nor one that users name.
+NO_DRAFTER = {"ExtractHiddenStatesModel"}
+
+
+@pytest.mark.parametrize("architecture", sorted(set(_SPECULATIVE_DECODING_MODELS) - NO_DRAFTER))
+def test_every_drafter_that_vllm_knows_is_recognised(architecture):
+    """As what vLLM runs it with, which the name of the module tells."""
+    found = recognise(SimpleNamespace(architectures=[architecture], model_type="llama"))
+    implementation, _ = _SPECULATIVE_DECODING_MODELS[architecture]
+    assert found.sign == f"its architecture is {architecture}"
+    in_parallel = architecture.lower().startswith("peagle")
+    assert (found.kind == "eagle3") == ("eagle3" in implementation and not in_parallel)
+    of_dflash = implementation.endswith("dflash")
+    assert (found.kind == "dflash") == of_dflash
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "said"),
+    [
+        (EAGLE_3, "model", "is an EAGLE-3 head (it has draft_vocab_size)"),
+        (DFLASH, "eagle3", "is a DFlash head (its architecture is DFlashDraftModel)"),
+        (LAYER, "dflash", "is a model by its configuration: leave"),
+    ],
+)
+def test_the_key_must_not_contradict_the_checkpoint(kind_of, config, given, said):
+    with pytest.raises(ConfigError) as error:
+        kind_of(config, drafter=given)
+    assert str(error.value).startswith(f'"drafter" is "{given}", but ')
+    assert said in str(error.value)
+
+
+def test_the_key_names_a_head_that_looks_like_a_model(kind_of):
+    assert kind_of(LAYER, drafter="eagle3") == "eagle3"
+    with pytest.raises(ConfigError, match="made for another target"):
+        kind_of({**LAYER, "hidden_size": 2048}, drafter="eagle3")
+
+
+@pytest.mark.parametrize(
+    ("config", "difference"),
+    [
+        ({**EAGLE_3, "hidden_size": 2880},
+         "its target's hidden size is 2,880, and this one's 4,096"),
+        ({**EAGLE_3, "target_hidden_size": 8192},
+         "its target's hidden size is 8,192, and this one's 4,096"),
+        ({**EAGLE_3, "vocab_size": 151936},
+         "its target's vocabulary is 151,936 tokens, and this one's 128,256 tokens"),
+        ({**DFLASH, "num_target_layers": 36},
+         "its target's number of layers is 36, and this one's 32"),
+        ({**EAGLE_3, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]}},
+         "it reads the hidden states of layer 33, and the target has 32 layers"),
+        (speculators("dflash", **{**BLOCK, "aux_hidden_state_layer_ids": [2, 40]}),
+         "it reads the hidden states of layer 40, and the target has 32 layers"),
+    ],
+)  # fmt: skip
+def test_heads_of_other_targets(kind_of, config, difference):
+    with pytest.raises(ConfigError) as error:
+        kind_of(config)
+    assert f"another target than 'meta-llama/Llama-3.1-8B-Instruct': {difference}. Give" in str(
+        error.value
+    )
+
+
+def test_narrow_heads_of_the_target(kind_of):
+    """A head's own width may be another than that of what it reads."""
+    assert kind_of({**EAGLE_3, "hidden_size": 2048, "target_hidden_size": 4096}) == "eagle3"
+    assert kind_of({**EAGLE_3, "eagle_aux_hidden_state_layer_ids": [2, 16, 32]}) == "eagle3"
+
+
+def test_drafts_that_cannot_be_read_are_vllms_to_refuse(tmp_path):
+    missing = str(tmp_path / "nothing")
+    assert drafter_kind(missing, SequoiaConfig(), TARGET) == "model"
+    assert drafter_kind(missing, SequoiaConfig(drafter="eagle3"), TARGET) == "eagle3"
+
+
+@pytest.mark.skipif("dflash" not in UNBUILT, reason="trees are grown with DFlash heads")
+def test_kinds_that_are_recognised_only(tmp_path):
+    for kind in ("model", "eagle3"):
+        refuse_unbuilt(kind)
+    with pytest.raises(ConfigError, match="trees cannot be grown with a DFlash head yet"):
+        drafter_kind(saved(tmp_path, DFLASH), SequoiaConfig(), TARGET)
+
+
+def test_what_vllm_takes_by_its_name():
+    check_method("model", "a/draft", "draft_model")
+    check_method("eagle3", "a/head", "eagle3")
+    with pytest.raises(ConfigError) as error:
+        check_method("model", "/models/eagle-3/draft", "eagle")
+    assert "put it into a folder without" in str(error.value)
+
+
+def engine(drafter: str, use_v2: bool) -> SimpleNamespace:
+    settings = SequoiaSettings(TokenTree.chain(2), "a test", None, {}, drafter=drafter)
+    return SimpleNamespace(additional_config=settings.store(None), use_v2_model_runner=use_v2)
+
+
+def test_heads_need_model_runner_v2():
+    assert _drafter_reasons(engine("model", use_v2=False)) == []
+    assert _drafter_reasons(engine("eagle3", use_v2=True)) == []
+    [reason] = _drafter_reasons(engine("eagle3", use_v2=False))
+    assert "Model Runner V2, which GPUs use" in reason
+    assert "the draft is an EAGLE-3 head" in reason
+    assert 'give "model" a draft model' in reason
+
+
+def test_the_workers_know_the_kind():
+    assert SequoiaSettings.of(engine("eagle3", use_v2=True)).drafter == "eagle3"
+
+
+def test_the_key_is_ours_and_strict():
+    assert SequoiaConfig(drafter="eagle3").draft_keys() == {}
+    with pytest.raises(ConfigError, match="drafter: Input should be 'model', 'eagle3' or 'dflash'"):
+        SequoiaConfig.parse({"method": "sequoia", "drafter": "eagle"})
