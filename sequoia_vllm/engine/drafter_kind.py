@@ -57,6 +57,11 @@ def drafter_kind(draft: str, config: SequoiaConfig, target_model_config: Any) ->
     return kind
 
 
+def vllm_method(kind: DrafterKind) -> str:
+    """vLLM's speculative method whose loading and scheduling trees of this kind take."""
+    return "draft_model" if kind == "model" else kind
+
+
 def refuse_unbuilt(kind: DrafterKind) -> None:
     """Refuses kinds that are recognised only.
 
