@@ -102,7 +102,10 @@ V2_SPECULATORS: tuple[Expected | Override, ...] = (
     ),
     Expected(
         "vllm.forward_context:set_forward_context",
-        ("attn_metadata", "vllm_config", "num_tokens", "batch_descriptor", "slot_mapping"),
+        (
+            "attn_metadata", "vllm_config", "num_tokens", "num_tokens_across_dp",
+            "cudagraph_runtime_mode", "batch_descriptor", "ubatch_slices", "slot_mapping",
+        ),
         may_grow=True,
     ),
     Expected("vllm.forward_context:BatchDescriptor", ("num_tokens",), may_grow=True),
