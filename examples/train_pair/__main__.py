@@ -18,7 +18,7 @@ from console import (
 )
 from corpus import collect, default_folders
 from errors import PairError
-from head_commands import evaluate_heads, train_head
+from head_commands import evaluate_heads, head_data, train_head
 from pair import Recipe, train_pair
 from provenance import provenance
 from quality import Estimate, PairQuality, measure_pair, read_prompts
@@ -28,6 +28,7 @@ from token_data import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 from training import Schedule
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_show_locals=False)
+app.command()(head_data)
 app.command()(train_head)
 app.command()(evaluate_heads)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,17 @@ class FrozenTarget:
         layers: 0 is the embedding, n the output of the n-th layer with the
             residual added, before any norm: vLLM's numbers.
         device: Where it runs.
+        dtype: Of its weights.
     """
 
-    def __init__(self, folder: Path, layers: Sequence[int], device: str) -> None:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    def __init__(
+        self,
+        folder: Path,
+        layers: Sequence[int],
+        device: str,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self._model = model.to(device).eval().requires_grad_(False)
         self._layers = tuple(layers)
         self._outputs: dict[int, torch.Tensor] = {}
@@ -71,20 +78,37 @@ class FrozenTarget:
         return Frozen(features, logits.float().log_softmax(-1))
 
     @torch.no_grad()
+    def write(
+        self, beginnings: torch.Tensor, count: int, temperatures: torch.Tensor
+    ) -> torch.Tensor:
+        """Texts with ``count`` tokens more, ends of texts or not.
+
+        Args:
+            beginnings: Shape ``[batch, length]``.
+            count: Tokens to add.
+            temperatures: Of each text, ``[batch]``; 0 takes the most likely token.
+
+        Returns:
+            Shape ``[batch, length + count]``.
+        """
+        length = beginnings.shape[1] + count
+        cache = StaticCache(config=self.config, max_cache_len=length)
+        latest, texts = beginnings, [beginnings]
+        for _ in range(count):
+            logits = self._model(latest, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            latest = _sample(logits.logits[:, -1].float(), temperatures)[:, None]
+            texts.append(latest)
+        return torch.cat(texts, 1)
+
     def continue_greedily(self, prompts: torch.Tensor, count: int) -> list[torch.Tensor]:
         """Prompts of shape ``[batch, length]``, each with at most ``count`` tokens more.
 
-        A text ends with the first token that ends one.
+        A text ends before the first token that ends one.
         """
-        cache = DynamicCache(config=self.config)
-        latest, texts = prompts, [prompts]
-        for _ in range(count):
-            logits = self._model(latest, past_key_values=cache, use_cache=True).logits
-            latest = logits[:, -1:].argmax(-1)
-            texts.append(latest)
-        tokens = torch.cat(texts, 1)
+        greedy = torch.zeros(len(prompts), device=prompts.device)
+        tokens = self.write(prompts, count, greedy)
         ends = tokens[:, prompts.shape[1] :] == self.config.eos_token_id
-        kept = (ends.cumsum(-1) - ends.long() == 0).sum(-1) + prompts.shape[1]
+        kept = (ends.cumsum(-1) == 0).sum(-1) + prompts.shape[1]
         return [row[:length] for row, length in zip(tokens, kept.tolist(), strict=True)]
 
     def _remember(self, layer: int) -> Any:
@@ -94,3 +118,10 @@ class FrozenTarget:
             self._outputs[layer] = output[0] if isinstance(output, tuple) else output
 
         return hook
+
+
+def _sample(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """A token of each row of ``[batch, vocabulary]``, by the exponential race."""
+    scaled = logits / temperatures.clamp(min=1e-6)[:, None]
+    noise = -torch.empty_like(logits).exponential_().log()
+    return torch.where(temperatures[:, None] > 0, scaled + noise, logits).argmax(-1)

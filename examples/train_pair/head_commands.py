@@ -1,4 +1,4 @@
-"""The commands for heads: train one, or measure those of a pair."""
+"""The commands for heads: write data, train one, or measure those of a pair."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from console import (
     write_json,
 )
 from corpus import collect, default_folders
+from head_data import DataRecipe, write_head_data
 from head_quality import ChainQuality, measure_chains
 from provenance import provenance
 from quality import read_prompts
 from rich.table import Table
 from training import Schedule
 
+Pair = Annotated[
+    Path,
+    typer.Option(help="Folder with target/ and prompts.jsonl.", exists=True, file_okay=False),
+]
 
-def train_head(
-    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(heads.KINDS)}.")],
-    pair: Annotated[
-        Path,
-        typer.Option(help="Folder with target/ and prompts.jsonl.", exists=True, file_okay=False),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for the head, and its metrics.json.")],
+
+def head_data(
+    pair: Pair,
+    out: Annotated[Path, typer.Option(help="Folder for the data, and its data.json.")],
     folder: Annotated[
         list[Path] | None,
         typer.Option(
@@ -41,34 +43,21 @@ def train_head(
             file_okay=False,
         ),
     ] = None,
-    max_files: Annotated[int, typer.Option(help="Files to use.", min=10)] = 2_000,
+    max_files: Annotated[int, typer.Option(help="Files to use.", min=10)] = 1_000,
     validation_files: Annotated[
         int, typer.Option(help="How many of them to hold out; at most a tenth.", min=1)
     ] = 60,
-    mlp: Annotated[int, typer.Option(help="Size of a layer's MLP.", min=1)] = 512,
-    draft_vocab_size: Annotated[
-        int, typer.Option(help="Tokens that EAGLE-3 can draft: the most frequent.", min=1)
-    ] = 2_048,
-    learning_rate: Annotated[float, typer.Option(help="The highest.", min=0)] = 1.5e-3,
-    steps: Annotated[
-        int, typer.Option(help="Optimizer steps; 0 is one pass over the data.", min=0)
-    ] = 1_300,
-    warmup: Annotated[
-        int, typer.Option(help="Warm-up steps; at most a tenth of the steps.", min=0)
-    ] = 50,
-    batch_size: Annotated[int, typer.Option(help="Sequences in a step.", min=1)] = 16,
+    sequences: Annotated[
+        int, typer.Option(help="Training sequences by people, and as many by the target.", min=1)
+    ] = 6_000,
     sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=16)] = 256,
-    validate_every: Annotated[int, typer.Option(help="Steps between losses.", min=1)] = 100,
-    seed: Annotated[int, typer.Option(help="Decides files, weights and order.")] = 0,
+    seed: Annotated[int, typer.Option(help="Decides the files and what the target writes.")] = 0,
     device: Device = "cpu",
     threads: Threads = 0,
 ) -> None:
-    """Train an EAGLE-3 or a DFlash head for a pair's target; saved at every validation."""
+    """Write what heads learn from: text by people, and text by the target itself."""
     set_up_torch(threads)
-    schedule = Schedule(steps, warmup, batch_size, validate_every, seed)
-    recipe = heads.HeadRecipe(
-        kind, mlp, draft_vocab_size, sequence_length, learning_rate, schedule, device
-    )
+    recipe = DataRecipe(sequences, sequence_length, seed, device)
     with progress() as bars:
         listener = progress_listener(bars)
         listener.on_stage("files", None)
@@ -78,7 +67,55 @@ def train_head(
             validation_files=validation_files,
             seed=seed,
         )
-        record = heads.train_head(corpus, recipe, pair, out, listener)
+        sizes = write_head_data(corpus, recipe, pair, out, listener)
+    record = {"recipe": asdict(recipe), "tokens": sizes, "provenance": provenance()}
+    write_json(out / "data.json", record)
+
+
+def train_head(
+    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(heads.KINDS)}.")],
+    pair: Pair,
+    data: Annotated[
+        Path, typer.Option(help="Folder that head-data wrote.", exists=True, file_okay=False)
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the head, and its metrics.json.")],
+    start_from: Annotated[
+        Path | None, typer.Option(help="Head to go on with.", exists=True, file_okay=False)
+    ] = None,
+    mlp: Annotated[
+        int, typer.Option(help="Size of a layer's MLP; 0 is the example head's.", min=0)
+    ] = 0,
+    draft_vocab_size: Annotated[
+        int, typer.Option(help="Tokens that EAGLE-3 can draft: the most frequent.", min=1)
+    ] = 2_048,
+    learning_rate: Annotated[float, typer.Option(help="The highest.", min=0)] = 1.5e-3,
+    steps: Annotated[
+        int, typer.Option(help="Optimizer steps; 0 is one pass over the data.", min=0)
+    ] = 0,
+    warmup: Annotated[
+        int, typer.Option(help="Warm-up steps; at most a tenth of the steps.", min=0)
+    ] = 50,
+    batch_size: Annotated[int, typer.Option(help="Sequences in a step.", min=1)] = 16,
+    sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=16)] = 256,
+    validate_every: Annotated[int, typer.Option(help="Steps between losses.", min=1)] = 100,
+    seed: Annotated[int, typer.Option(help="Decides weights and order.")] = 0,
+    device: Device = "cpu",
+    threads: Threads = 0,
+) -> None:
+    """Train an EAGLE-3 or a DFlash head for a pair's target; saved at every validation."""
+    set_up_torch(threads)
+    schedule = Schedule(steps, warmup, batch_size, validate_every, seed)
+    recipe = heads.HeadRecipe(
+        kind,
+        mlp or heads.EXAMPLE_MLP.get(kind, 0),
+        draft_vocab_size,
+        sequence_length,
+        learning_rate,
+        schedule,
+        device,
+    )
+    with progress() as bars:
+        record = heads.train_head(recipe, pair, data, out, progress_listener(bars), start_from)
     write_json(out / "metrics.json", {**record, "provenance": provenance()})
 
 

@@ -1,27 +1,25 @@
-"""From a corpus and a target to a folder with a trained head, as vLLM reads it."""
+"""From data and a target to a folder with a trained head, as vLLM reads it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Protocol
 
 import numpy as np
 import torch
-from corpus import Corpus, read_texts
 from dflash import DFlash
 from eagle3 import Eagle3
 from errors import PairError
 from frozen_target import Frozen, FrozenTarget
+from head_data import read_head_data
 from pair import Listener
-from quality import read_prompts
 from safetensors.torch import load_file, save_file
-from token_data import TokenArray, Windows, write_tokens
+from token_data import TokenArray, Windows
 from training import Schedule, ValidationPoint, train
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import LlamaConfig
 
 # Of the target, the embedding being 0. vLLM's own choice is (2, n // 2, n - 3)
 # for n layers: of four, the second twice and the first.
@@ -42,7 +40,7 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """Everything but the corpus and the target that decides what a head becomes.
+    """Everything but the data and the target that decides what a head becomes.
 
     Attributes:
         kind: A key of ``KINDS``.
@@ -75,6 +73,7 @@ def new_dflash(target: LlamaConfig, recipe: HeadRecipe, tokens: TokenArray) -> D
 
 
 Head = Eagle3 | DFlash
+EXAMPLE_MLP = {"eagle3": 512, "dflash": 416}  # both heads together take less than 6 MB
 KINDS: dict[str, Callable[[LlamaConfig, HeadRecipe, TokenArray], Head]] = {
     "eagle3": new_eagle3,
     "dflash": new_dflash,
@@ -82,36 +81,32 @@ KINDS: dict[str, Callable[[LlamaConfig, HeadRecipe, TokenArray], Head]] = {
 
 
 def train_head(
-    corpus: Corpus, recipe: HeadRecipe, pair: Path, out: Path, listener: Listener
+    recipe: HeadRecipe,
+    pair: Path,
+    data: Path,
+    out: Path,
+    listener: Listener,
+    start_from: Path | None = None,
 ) -> dict[str, object]:
     """Writes the head to ``out`` at every validation; returns the record.
 
-    No file is learnt from that has one of the pair's prompts.
+    ``start_from`` is a head to go on with, whose sizes and vocabulary stay as they are.
     """
     if recipe.kind not in KINDS:
         raise PairError(f"{recipe.kind} is no kind of head; there are {', '.join(KINDS)}")
-    out.mkdir(parents=True, exist_ok=True)
+    training, validation = read_head_data(data)
+    windows, held_out = (Windows(part, recipe.sequence_length) for part in (training, validation))
+    recipe = replace(recipe, schedule=recipe.schedule.over(windows))
     target = FrozenTarget(pair / "target", LAYERS, recipe.device)
-    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
-    listener.on_stage("tokens", None)
-    prompts = read_prompts(pair / "prompts.jsonl")
-    with TemporaryDirectory(dir=out, prefix="tokens-") as folder:
-        training, validation = (
-            write_tokens(Path(folder) / f"{name}.bin", texts, tokenizer)
-            for name, texts in (
-                ("training", without_prompts(read_texts(corpus.training), prompts)),
-                ("validation", read_texts(corpus.validation)),
-            )
-        )
-        windows = Windows(training, recipe.sequence_length)
-        held_out = Windows(validation, recipe.sequence_length)
-        recipe = replace(recipe, schedule=recipe.schedule.over(windows))
-        torch.manual_seed(recipe.schedule.seed)
-        head = KINDS[recipe.kind](target.config, recipe, training)
-        listener.on_stage(recipe.kind, recipe.schedule.steps)
-        points = _train(head, target, windows, held_out, recipe, out, listener)
+    torch.manual_seed(recipe.schedule.seed)
+    if start_from is None:
+        head = KINDS[recipe.kind](target.config, recipe, training).to(recipe.device)
+        head.start_from(target)
+    else:
+        head = load_head(start_from, target, recipe.device)
+    listener.on_stage(recipe.kind, recipe.schedule.steps)
+    points = _train(head, target, windows, held_out, recipe, out, listener)
     return {
-        "files": {"training": len(corpus.training), "validation": len(corpus.validation)},
         "tokens": {"training": len(training), "validation": len(validation)},
         "recipe": asdict(recipe),
         "parameters": sum(parameter.numel() for parameter in head.parameters()),
@@ -129,12 +124,11 @@ def _train(
     listener: Listener,
 ) -> list[ValidationPoint]:
     """Trains the head and saves it whenever it has been validated."""
-    head.to(recipe.device)
-    head.start_from(target)
 
     def loss_of(tokens: torch.Tensor) -> torch.Tensor:
         with torch.autocast(recipe.device, dtype=torch.bfloat16):
-            return head.loss(target, tokens.to(recipe.device))
+            # The last token begins the next sequence.
+            return head.loss(target, tokens[:, :-1].to(recipe.device))
 
     return train(
         head,
@@ -185,10 +179,3 @@ def most_frequent(tokens: TokenArray, vocab_size: int, count: int) -> torch.Tens
     seen = np.bincount(tokens, minlength=vocab_size)
     chosen = np.argsort(-seen, kind="stable")[:count]
     return torch.from_numpy(np.sort(chosen))
-
-
-def without_prompts(texts: Iterator[str], prompts: Sequence[str]) -> Iterator[str]:
-    """The texts that none of the prompts was taken from."""
-    for text in texts:
-        if not any(prompt in text for prompt in prompts):
-            yield text
