@@ -13,7 +13,7 @@ NAMES: dict[DrafterKind, str] = {
     "dflash": "a DFlash head",
 }
 
-UNBUILT: frozenset[DrafterKind] = frozenset({"dflash"})
+UNBUILT: frozenset[DrafterKind] = frozenset()
 """Kinds that are recognised, and that trees cannot be grown with yet."""
 
 

@@ -41,11 +41,11 @@ def begin_drafting_variants() -> list[Variant]:
 
 def draft_input_variants() -> list[Variant]:
     """One and two groups of cache layers."""
-    int32 = ("starts", "counts", "contexts", "nodes", "token_ids", "all_token_ids")
+    int32 = ("starts", "counts", "contexts", "roots", "nodes", "token_ids", "all_token_ids")
     int64 = ("requests", "tokens", "layout", "positions", "slots", "last_rows")
     numbers = (
         "ids_stride", "max_len", "width", "num_rows", "longest", "lag", "tokens_stride", "first",
-        "depth",
+        "depth", "mask_token",
     )  # fmt: skip
     signature = {
         **dict.fromkeys(int32, "*i32"),
@@ -63,6 +63,7 @@ def draft_input_variants() -> list[Variant]:
         for name, kernel in (
             ("committed", draft_inputs.committed_inputs_kernel),
             ("level", draft_inputs.level_inputs_kernel),
+            ("block", draft_inputs.block_inputs_kernel),
         )
         for groups in (1, 2)
     ]

@@ -167,6 +167,38 @@ class DraftInputs:
             GROUPS=len(self.slots), BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
 
+    def read_block(
+        self,
+        *,
+        requests: Tensor,
+        roots: Tensor,
+        all_token_ids: Tensor,
+        width: int,
+        mask_token: int,
+        max_len: int,
+        longest: int,
+    ) -> None:
+        """Fills in ``width`` rows for each of R requests: its root, then masks.
+
+        Args:
+            requests: int64 ``[R]``: row of each in ``all_token_ids``; below 0: not there; its
+                rows are masks without a slot.
+            roots: int32 ``[R]``: position of each root; others follow it.
+            all_token_ids: int32 ``[S, max_len]``, contiguous in its rows.
+            width: Rows per request.
+            mask_token: Token of all rows but the roots'.
+            max_len: There are no cache slots from this position on.
+            longest: Positions that the model was made for.
+        """
+        num_rows = len(requests) * width
+        self._check(num_rows, len(requests))
+        block_inputs_kernel[(triton.cdiv(num_rows, _BLOCK),)](
+            requests, roots, all_token_ids, all_token_ids.stride(0), mask_token, width, num_rows,
+            max_len, longest,
+            self.tables.layout, self.token_ids, self.positions, self.slots, self.slots.stride(0),
+            GROUPS=len(self.slots), BLOCK=_BLOCK, num_warps=4,
+        )  # fmt: skip
+
     def _check(self, rows: int, requests: int) -> None:
         if rows > len(self.token_ids) or requests > len(self.last_rows):
             raise ValueError(
@@ -247,3 +279,24 @@ def level_inputs_kernel(
         is_there & (cached < max_len),
         GROUPS,
     )
+
+
+@triton.jit(do_not_specialize=["mask_token", "width", "num_rows", "max_len", "longest"])
+def block_inputs_kernel(
+    requests, roots, all_token_ids, ids_stride, mask_token, width, num_rows, max_len, longest,
+    layout, token_ids, positions, slots, slots_stride,
+    GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of one block per request. Arguments as in `DraftInputs.read_block`."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = row < num_rows
+    request, offset = row // width, row % width
+    state = tl.load(requests + request, mask=exists, other=-1)
+    root = tl.load(roots + request, mask=exists, other=0)
+    is_root = (state >= 0) & (offset == 0) & (root < max_len)
+    token = tl.load(all_token_ids + state * ids_stride + root, mask=is_root, other=0)
+    tl.store(token_ids + row, tl.where(is_root, token, mask_token), mask=exists)
+    position = root + offset
+    tl.store(positions + row, tl.minimum(position, longest - 1).to(tl.int64), mask=exists)
+    has_slot = (state >= 0) & (position < max_len)
+    _store_slots(slots, slots_stride, row, exists, layout, request, position, has_slot, GROUPS)

@@ -2,7 +2,7 @@
 
 import torch
 
-from sequoia_vllm.engine.v2.proposer import last_rows
+from sequoia_vllm.engine.v2.ragged_rows import last_rows
 
 
 def test_last_rows_where_the_budget_ends():

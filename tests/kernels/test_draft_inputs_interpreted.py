@@ -119,6 +119,35 @@ def test_nodes_of_a_level(block_sizes):
     check_rows(inputs, expected, block_sizes)
 
 
+@pytest.mark.parametrize("block_sizes", [(16,), (32, 16)])
+def test_roots_and_masks(block_sizes):
+    inputs = untouched_inputs(tables_of(block_sizes), rows=22)
+    roots = torch.tensor([0, 14, 30, 9, MAX_LEN - 3], dtype=torch.int32)
+    token_ids = torch.arange(5 * (MAX_LEN + 3), dtype=torch.int32).view(5, MAX_LEN + 3)[:, :MAX_LEN]
+    width, mask, longest = 4, 777, 32
+    inputs.read_block(
+        requests=REQUESTS,
+        roots=roots,
+        all_token_ids=token_ids,
+        width=width,
+        mask_token=mask,
+        max_len=MAX_LEN,
+        longest=longest,
+    )
+    expected = [
+        (
+            int(token_ids[slot, root]) if slot >= 0 and offset == 0 else mask,
+            min(root + offset, longest - 1),
+            root + offset if slot >= 0 and root + offset < MAX_LEN else None,
+            request,
+        )
+        for request, (slot, root) in enumerate(zip(REQUESTS.tolist(), roots.tolist(), strict=True))
+        for offset in range(width)
+    ]
+    assert [cached for _, _, cached, _ in expected[-2:]] == [MAX_LEN - 1, None]
+    check_rows(inputs, expected, block_sizes)
+
+
 def test_more_rows_than_one_program_has():
     inputs = untouched_inputs(tables_of((16,), requests=40), rows=400, max_requests=40)
     roots = torch.arange(40, dtype=torch.int32)

@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.block_table import BlockTables
 
+from sequoia_vllm.drafting.block_growth import BlockModel
 from sequoia_vllm.drafting.growth import DraftModel, DraftQueries, DraftStates
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
@@ -123,3 +124,18 @@ class CachedDraftModel(DraftModel):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `DraftModel.compute_logits`."""
         return self.head(hidden)
+
+
+@dataclass(frozen=True)
+class CachedBlockModel(CachedDraftModel, BlockModel):
+    """A DFlash head, its cache, and the device's attention over it.
+
+    Attributes:
+        store: See `BlockModel.store_context`.
+    """
+
+    store: Callable[[Tensor, Tensor, Tensor], None]
+
+    def store_context(self, states: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """See `BlockModel.store_context`."""
+        self.store(states, positions, slots)

@@ -11,6 +11,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from sequoia_vllm.drafting.draft_plan import depths_by_drafts
 from sequoia_vllm.drafting.growth import DraftStates
 from sequoia_vllm.engine.v2.proposer import TreeProposer
+from sequoia_vllm.engine.v2.ragged_rows import RaggedRows
 from sequoia_vllm.engine.v2.reading import DraftReading
 
 
@@ -46,7 +47,7 @@ class ModelTreeProposer(TreeProposer, StandaloneARSpeculator):
     def _dummy_feedback(self, rows: int) -> Tensor | None:
         return None
 
-    def _ragged_feedback(self, requests: Tensor, offsets: Tensor) -> Tensor | None:
+    def _ragged_feedback(self, rows: RaggedRows) -> Tensor | None:
         return None
 
     def _take_target_states(

@@ -30,6 +30,7 @@ from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.draft_graphs import DraftGraphs
 from sequoia_vllm.engine.v2.draft_loading import nothing_offloaded
 from sequoia_vllm.engine.v2.draft_model import CachedDraftModel, DraftCache
+from sequoia_vllm.engine.v2.ragged_rows import RaggedRows
 from sequoia_vllm.engine.v2.reading import DraftReading
 from sequoia_vllm.engine.v2.request_modes import RequestModes
 from sequoia_vllm.engine.v2.step_reading import StepReading
@@ -105,8 +106,8 @@ class TreeProposer(DraftModelSpeculator):
         """What a forward of so many rows reads besides tokens, of no request."""
 
     @abstractmethod
-    def _ragged_feedback(self, requests: Tensor, offsets: Tensor) -> Tensor | None:
-        """What these rows read besides tokens: see `kernels.target_states`."""
+    def _ragged_feedback(self, rows: RaggedRows) -> Tensor | None:
+        """What these rows read besides tokens."""
 
     @abstractmethod
     def _reads_without_drafting(self, batch: InputBatch) -> bool:
@@ -153,19 +154,22 @@ class TreeProposer(DraftModelSpeculator):
                 f"tree of depth {self.tree.depth}: choose a less deep tree"
             )
         self._cache = DraftCache(self.block_tables, groups, windows, self._slot_mappings())
-        self._growth = TreeGrowth(
+        self._growth = self._new_growth(
             batch=self.batch,
             drafted=self.drafted,
-            model=CachedDraftModel(
-                self._cache, self.backend, self.run_draft, self.model.compute_logits,
-                self.feedback_of,
-            ),
             inputs=self._cache.inputs(self.max_num_reqs),
             token_ids=self.req_states.all_token_ids.gpu,
             max_lens=(self.max_model_len, self.draft_model_config.max_model_len),
             depth=self.tree.depth,
             target_states=self._target_states(),
-        )  # fmt: skip
+        )
+
+    def _new_growth(self, **shared: Any) -> TreeGrowth:
+        """What grows trees; ``shared`` is all that it gets but the model."""
+        model = CachedDraftModel(
+            self._cache, self.backend, self.run_draft, self.model.compute_logits, self.feedback_of
+        )
+        return TreeGrowth(**shared, model=model)
 
     def feedback_of(self, target_states: Tensor) -> Tensor:
         """See `DraftModel.feedback_of`."""
@@ -351,51 +355,39 @@ class TreeProposer(DraftModelSpeculator):
         )
         return bounds
 
-    def _read_ragged(self, batch: InputBatch, bounds: np.ndarray) -> DraftStates:
+    def _read_ragged(self, batch: InputBatch, bounds: NDArray[np.int32]) -> DraftStates:
         """States at each request's last committed token, R rows.
 
         For prompts: every request has as many rows as it may need.
         """
-        num_reqs = batch.num_reqs
-        starts, counts = self.batch.starts[:num_reqs], self.batch.counts[:num_reqs]
-        first_rows = np.zeros(num_reqs + 1, dtype=np.int32)
-        np.cumsum(bounds, out=first_rows[1:])
-        total = int(first_rows[-1])
-        request_np = np.repeat(np.arange(num_reqs), bounds)
-        offset_np = (np.arange(total) - first_rows[request_np]).astype(np.int32)
-        query_start_loc = async_tensor_h2d(first_rows, device=self.device)
-        request = async_tensor_h2d(request_np, device=self.device)
-        offset = async_tensor_h2d(offset_np, device=self.device)
-        positions = (starts[request] + offset).long()
-        self.input_buffers.query_start_loc[: num_reqs + 1] = query_start_loc
-        self.input_buffers.seq_lens[:num_reqs] = starts + query_start_loc.diff()
-        slots = self._cache.slots(
-            batch.idx_mapping, query_start_loc, positions, offset < counts[request]
-        )
-        if self._cache.windows:
-            # The target's before this step; vLLM frees nothing by what steps under way compute.
-            computed = batch.seq_lens[:num_reqs] - batch.query_start_loc[: num_reqs + 1].diff()
-            self._cache.leave_out_before_windows(slots, positions, computed[request])
-        self.input_buffers.positions[:total] = positions
+        rows = RaggedRows.of(batch, bounds, self.batch, self._cache)
+        return self._forward_ragged(batch, rows).rows(rows.last)
+
+    def _forward_ragged(self, batch: InputBatch, rows: RaggedRows) -> DraftStates:
+        """States at all of these rows."""
+        total, positions = len(rows.positions), rows.positions
+        buffers = self.input_buffers
+        buffers.query_start_loc[: batch.num_reqs + 1] = rows.first
+        buffers.seq_lens[: batch.num_reqs] = self.batch.starts[: batch.num_reqs] + rows.first.diff()
+        buffers.positions[:total] = positions
         metadata = self._build_attn_metadata(
-            num_reqs=num_reqs,
-            batch_desc=BatchExecutionDescriptor(CUDAGraphMode.NONE, total, num_reqs),
-            query_start_loc_np=first_rows,
+            num_reqs=batch.num_reqs,
+            batch_desc=BatchExecutionDescriptor(CUDAGraphMode.NONE, total, batch.num_reqs),
+            query_start_loc_np=rows.first_np,
             seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound,
-            step=int(bounds.max()),
-            slot_mappings=slots,
+            step=int(np.diff(rows.first_np).max()),
+            slot_mappings=rows.slots,
         )
         last = self.req_states.all_token_ids.gpu.shape[1] - 1
-        states = self.run_draft(
+        return self.run_draft(
             self.req_states.all_token_ids.gpu[
-                batch.idx_mapping[request], (positions + self.lag).clamp(max=last)
+                batch.idx_mapping[rows.requests], (positions + self.lag).clamp(max=last)
             ],
             positions.clamp(max=self.draft_model_config.max_model_len - 1),
             metadata,
-            self._cache.by_layer(slots),
-            self._ragged_feedback(request, offset),
+            self._cache.by_layer(rows.slots),
+            self._ragged_feedback(rows),
         )
-        return states.rows(last_rows(query_start_loc, counts, total))
 
     def _dummy_forward(self, batch: InputBatch) -> None:
         """For memory profiling: the largest forward, and the widest level's logits."""
@@ -410,15 +402,3 @@ class TreeProposer(DraftModelSpeculator):
         scored = most_scored(scheduled_drafts(self.vllm_config), self.max_num_tokens)
         dtype = self.vllm_config.model_config.head_dtype
         take_logits_memory(scored, self.tree.size, self.vocab_size, dtype, self.device)
-
-
-def last_rows(first_rows: Tensor, counts: Tensor, total: int) -> Tensor:
-    """The row of each request's last token, int32 ``[R]``; any row for one that reads nothing.
-
-    Args:
-        first_rows: int32 ``[R + 1]``: of each request; where the budget ends, those of
-            the last requests lie past the last row.
-        counts: int32 ``[R]``: tokens that each request reads.
-        total: Rows of all, at least 1.
-    """
-    return (first_rows[:-1] + counts - 1).clamp(min=0, max=total - 1)

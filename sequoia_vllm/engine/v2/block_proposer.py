@@ -1,0 +1,105 @@
+"""Trees drafted by a DFlash head: one pass for all levels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.states import RequestState
+
+from sequoia_vllm.config import ConfigError
+from sequoia_vllm.drafting.block_growth import BlockGrowth
+from sequoia_vllm.drafting.growth import DraftStates, TreeGrowth
+from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.engine.v2.backend import TreeBackend
+from sequoia_vllm.engine.v2.draft_model import CachedBlockModel
+from sequoia_vllm.engine.v2.ragged_rows import RaggedRows
+from sequoia_vllm.engine.v2.state_proposer import StateTreeProposer
+
+
+class BlockTreeProposer(StateTreeProposer, DFlashSpeculator):
+    """vLLM's speculator of DFlash heads (loading, KV cache, buffers) growing trees.
+
+    Of committed tokens such a head reads nothing but the target's states, which become keys
+    and values of its own at their positions. Then the last committed token, and a mask for
+    each level below, attend to these and to one another.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        req_states: RequestState,
+        tables: TreeTables,
+        backend: TreeBackend,
+    ) -> None:
+        super().__init__(vllm_config, device, req_states, tables, backend)
+        self.num_query_per_req = self.tree.depth + 1
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """As vLLM's.
+
+        Raises:
+            ConfigError: Layers attend in a way that trees do not have; names the fix.
+        """
+        super().load_model(target_model)
+        layers = [layer.self_attn for layer in self.model.model.layers]
+        if any(layer.causal or layer.sliding_window is not None for layer in layers):
+            raise ConfigError(
+                "the DFlash head has layers that are causal or have a sliding window, which trees "
+                "do not draft with: choose another head, or a draft model"
+            )
+
+    def _new_growth(self, **shared: Any) -> TreeGrowth:
+        return BlockGrowth(
+            **shared,
+            model=CachedBlockModel(
+                self._cache, self.backend, self.run_draft, self.model.compute_logits,
+                self.feedback_of, self._store_context,
+            ),
+            mask_token=self.parallel_drafting_token_id,
+        )  # fmt: skip
+
+    def _forward_ragged(self, batch: InputBatch, rows: RaggedRows) -> DraftStates:
+        """Keeps the context; nothing is computed of it."""
+        states = self._ragged_feedback(rows)
+        longest = self.draft_model_config.max_model_len - 1
+        self._store_context(states, rows.positions.clamp(max=longest), rows.slots)
+        return DraftStates(states)
+
+    @torch.inference_mode()
+    def _store_context(self, states: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """See `BlockModel.store_context`."""
+        names = self.model.get_draft_kv_cache_layer_names()
+        by_layer = self._cache.by_layer(slots)
+        self.model.precompute_and_store_context_kv(
+            states, positions, [by_layer[name] for name in names]
+        )
+
+    @torch.inference_mode()
+    def run_draft(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: dict[str, Any] | None,
+        slots: dict[str, Tensor] | None,
+        feedback: Tensor | None,
+    ) -> DraftStates:
+        """See `TreeProposer.run_draft`; the states of the target only where nothing is kept."""
+        if metadata is None and feedback is not None:
+            self.model.precompute_and_store_context_kv(feedback, positions)
+        rows = len(token_ids)
+        with set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=rows,
+            slot_mapping=slots,
+            batch_descriptor=BatchDescriptor(num_tokens=rows),
+        ):
+            hidden = self.model(input_ids=token_ids, positions=positions, inputs_embeds=None)
+        return DraftStates(hidden)
