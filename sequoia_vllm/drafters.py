@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+HeadKind = Literal["eagle3", "dflash"]
+"""Heads read the target's hidden states, and share its embedding."""
 DrafterKind = Literal["model", "eagle3", "dflash"]
-"""A model of its own, or a head that reads the target's hidden states."""
+"""A model of its own, or a head."""
 
 NAMES: dict[DrafterKind, str] = {
     "model": "a draft model",

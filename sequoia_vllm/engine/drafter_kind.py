@@ -148,8 +148,8 @@ _FIELDS = (
 )
 # Of heads that draft in parallel: the token that stands for those not drafted yet.
 _PARALLEL = ("ptd_token_id", "pard_token")
-# Of DFlash's successor: the head that chooses among candidates.
-_SELECTOR = "selector_rank"
+# In a DFlash configuration: what only drafters have that were made of it, and draft otherwise.
+_OF_SUCCESSORS = {"selector_rank": "a DFlash2 drafter", "projector_type": "a Domino drafter"}
 
 
 def recognise(config: Any) -> Recognised:
@@ -166,8 +166,9 @@ def recognise(config: Any) -> Recognised:
         return Recognised(
             None, "a P-EAGLE head, which drafts in parallel", f"it has {token}", "eagle3"
         )
-    if found.kind == "dflash" and _SELECTOR in (getattr(config, "dflash_config", None) or {}):
-        return Recognised(None, "a DFlash2 drafter", f"it has {_SELECTOR}", "dflash")
+    for key, name in _OF_SUCCESSORS.items():
+        if found.kind == "dflash" and key in (getattr(config, "dflash_config", None) or {}):
+            return Recognised(None, name, f"it has {key}", "dflash")
     return found
 
 

@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters import is_head
+from sequoia_vllm.drafters import DrafterKind, is_head
 from sequoia_vllm.engine.command_errors import short_in_commands
 from sequoia_vllm.engine.contract import check_contract
 from sequoia_vllm.engine.device_name import current_device_name
@@ -138,8 +138,8 @@ def create_speculative_config(
     dtype = str(target_model_config.dtype).removeprefix("torch.")
     source = weight_source(self)
 
-    def read_shapes(draft: str) -> PairShapes:
-        shapes = pair_shapes(target_model_config, draft, config)
+    def read_shapes(draft: str, drafter: DrafterKind) -> PairShapes:
+        shapes = pair_shapes(target_model_config, draft, config, drafter)
         return shapes if source is None else with_streamed(shapes, source, dtype, device, devices)
 
     resolved = resolve(

@@ -48,7 +48,7 @@ def resolve(
     dtype: str,
     tensor_parallel_size: int,
     read_kind: Callable[[str], DrafterKind] | None = None,
-    read_shapes: Callable[[str], PairShapes] | None = None,
+    read_shapes: Callable[[str, DrafterKind], PairShapes] | None = None,
     max_model_len: int | None = None,
     runs: Runs | None = None,
     offloading: str | None = None,
@@ -62,7 +62,7 @@ def resolve(
         dtype: The target's, such as "bfloat16".
         tensor_parallel_size: Devices per engine.
         read_kind: Reads what a draft is; None: what the user says, or a model.
-        read_shapes: Reads the shapes of the target and of this draft, if the choice
+        read_shapes: Reads the shapes of the target and of this draft of this kind, if the choice
             depends on them; None: they are not known.
         max_model_len: Longest request, in tokens; None: any.
         runs: How the engine will run; None: it neither times steps nor uses what was timed.
@@ -85,7 +85,7 @@ def resolve(
         tensor_parallel_size=tensor_parallel_size,
         offloading=offloading,
     )
-    shapes = cache(lambda: read_shapes(draft)) if read_shapes else None
+    shapes = cache(lambda: read_shapes(draft, drafter)) if read_shapes else None
     choice = choose_engine_tree(config, pair, shapes, max_model_len, runs)
     to_time = None
     if config.tune_at_start and choice.lacks_times and shapes and runs is not None:
@@ -109,4 +109,5 @@ def _to_time(pair: PairKey, shapes: PairShapes, runs: Runs) -> ToTime | None:
     """What the engine is to time; None: trees cannot be computed for models of no known size."""
     if shapes.target is None or shapes.draft is None:
         return None
-    return ToTime(pair, runs, shapes.target.parameters, shapes.draft.parameters)
+    target, draft = shapes.target, shapes.draft
+    return ToTime(pair, runs, target.parameters, draft.parameters, draft.head)

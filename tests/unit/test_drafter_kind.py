@@ -114,6 +114,10 @@ def test_the_embedded_draft_is_a_model():
             {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "selector_rank": 64}},
             "a DFlash2 drafter", "dflash",
         ),
+        (
+            {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "projector_type": "domino"}},
+            "a Domino drafter", "dflash",
+        ),
         ({**DFLASH, "architectures": ["LiLiCorrDraftModel"]}, "a LiLiCorr drafter", "dflash"),
         ({"model_type": "medusa", "hidden_size": 4096}, "a set of Medusa heads", "medusa"),
         (
