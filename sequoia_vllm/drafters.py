@@ -19,6 +19,15 @@ UNBUILT: frozenset[DrafterKind] = frozenset({"dflash"})
 """Kinds that are recognised, and that trees cannot be grown with yet."""
 
 
+MODELS_ONLY: tuple[DrafterKind, ...] = ("model",)
+"""What every engine can draft with."""
+
+
 def is_head(kind: DrafterKind) -> bool:
     """Whether it runs on its target's hidden states, embedding and tokens, and not alone."""
     return kind != "model"
+
+
+def short_name(kind: DrafterKind) -> str:
+    """Of `NAMES`, without the article."""
+    return NAMES[kind].partition(" ")[2]

@@ -17,7 +17,7 @@ from sequoia_vllm.engine.command_errors import short_in_commands
 from sequoia_vllm.engine.contract import check_contract
 from sequoia_vllm.engine.device_name import current_device_name
 from sequoia_vllm.engine.draft_checks import draft_problem
-from sequoia_vllm.engine.drafter_kind import check_method, drafter_kind
+from sequoia_vllm.engine.drafter_kind import check_method, drafter_kind, kinds_here
 from sequoia_vllm.engine.load import plan_load
 from sequoia_vllm.engine.mark import mark
 from sequoia_vllm.engine.model_shapes import pair_shapes
@@ -148,6 +148,7 @@ def create_speculative_config(
         target=target_model_config.model,
         dtype=dtype,
         tensor_parallel_size=devices,
+        kinds=kinds_here(),
         read_kind=lambda draft: drafter_kind(draft, config, target_model_config),
         read_shapes=read_shapes,
         max_model_len=target_model_config.max_model_len,
@@ -160,7 +161,7 @@ def create_speculative_config(
         self.additional_config = {**(self.additional_config or {}), DECLINED: tree_source}
         return None
     level, line = outlook_line(
-        resolved.choice.outlook, resolved.draft, tree.size, tree.depth,
+        resolved.choice.outlook, resolved.draft, tree.size, tree.depth, drafter=resolved.drafter,
         adapts=config.adapts, on_cpu=current_platform.is_cpu(),
     )  # fmt: skip
     logger.log(level, "%s", line)

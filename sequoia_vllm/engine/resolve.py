@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 
-from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.drafters import DrafterKind
+from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.drafters import MODELS_ONLY, NAMES, DrafterKind
 from sequoia_vllm.engine.cluster import current_versions
 from sequoia_vllm.engine.draft_checks import check_folder
 from sequoia_vllm.engine.settings import SequoiaSettings
@@ -16,6 +17,8 @@ from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.known_pairs import known_draft
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.start_times import Runs, ToTime
+
+logger = logging.getLogger("vllm.sequoia")
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ def resolve(
     target: str,
     dtype: str,
     tensor_parallel_size: int,
+    kinds: Collection[DrafterKind] = MODELS_ONLY,
     read_kind: Callable[[str], DrafterKind] | None = None,
     read_shapes: Callable[[str, DrafterKind], PairShapes] | None = None,
     max_model_len: int | None = None,
@@ -61,6 +65,7 @@ def resolve(
         target: Name or path of the target model.
         dtype: The target's, such as "bfloat16".
         tensor_parallel_size: Devices per engine.
+        kinds: What the engine can draft with, where the drafter is left to us.
         read_kind: Reads what a draft is; None: what the user says, or a model.
         read_shapes: Reads the shapes of the target and of this draft of this kind, if the choice
             depends on them; None: they are not known.
@@ -74,7 +79,7 @@ def resolve(
         TreeError, AcceptanceError, LibraryError: The tree cannot be had; names the file
             or entry and what is wrong with it.
     """
-    draft = config.model or known_draft(target)
+    draft = config.model or _known_draft(target, config, kinds)
     check_folder("draft", draft)
     drafter = read_kind(draft) if read_kind else config.drafter or "model"
     pair = PairKey(
@@ -103,6 +108,18 @@ def resolve(
         drafter=drafter,
     )
     return Resolved(draft, drafter, choice, settings)
+
+
+def _known_draft(target: str, config: SequoiaConfig, kinds: Collection[DrafterKind]) -> str:
+    """The best one of the table that the engine and the user take."""
+    if config.drafter is not None and config.drafter not in kinds:
+        raise ConfigError(
+            f'"drafter": "{config.drafter}": {NAMES[config.drafter]} needs vLLM\'s Model Runner '
+            'V2, which GPUs use: leave "drafter" out here'
+        )
+    known = known_draft(target, kinds if config.drafter is None else (config.drafter,))
+    logger.info("Sequoia: drafting with %s: %s", known.name, known.why)
+    return known.name
 
 
 def _to_time(pair: PairKey, shapes: PairShapes, runs: Runs) -> ToTime | None:

@@ -116,10 +116,10 @@ def test_the_embedded_draft_is_a_model():
         ),
         (
             {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "projector_type": "domino"}},
-            "a Domino drafter", "dflash",
+            "a Domino drafter", None,
         ),
         ({**DFLASH, "architectures": ["LiLiCorrDraftModel"]}, "a LiLiCorr drafter", "dflash"),
-        ({"model_type": "medusa", "hidden_size": 4096}, "a set of Medusa heads", "medusa"),
+        ({"model_type": "medusa", "hidden_size": 4096}, "a set of Medusa heads", None),
         (
             {**LAYER, "model_type": "qwen2", "architectures": ["MiMoForCausalLM"],
              "num_nextn_predict_layers": 1},
@@ -131,7 +131,8 @@ def test_what_trees_do_not_draft_with(kind_of, config, name, method):
     with pytest.raises(ConfigError) as error:
         kind_of(config)
     assert f"is {name}" in str(error.value)
-    assert f"vLLM's own method {method!r}" in str(error.value)
+    chains = f", or use vLLM's own method {method!r} for chains"
+    assert str(error.value).endswith(chains if method else "or a draft model")
     assert 'give "model" an EAGLE-3 head or a draft model' in str(error.value)
 
 
@@ -149,6 +150,16 @@ def test_every_drafter_that_vllm_knows_is_recognised(architecture):
     assert (found.kind == "eagle3") == ("eagle3" in implementation and not in_parallel)
     of_dflash = implementation.endswith("dflash")
     assert (found.kind == "dflash") == of_dflash
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["DFlash2BeamDraftModel", "Qwen3XPressModel", "DFlashQwen3XPressModel", "MuseSparkDSparkModel",
+     "ParseAuxMTPModel", "Step5MTP"],
+)  # fmt: skip
+def test_what_vllm_0_33_added_is_none_of_ours(architecture):
+    config = SimpleNamespace(architectures=[architecture], model_type="qwen3")
+    assert recognise(config).kind is None
 
 
 @pytest.mark.parametrize(
