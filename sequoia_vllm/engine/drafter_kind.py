@@ -91,10 +91,10 @@ def check_method(kind: DrafterKind, draft: str, method: str) -> None:
     """
     if kind == "model" and method != "draft_model":
         raise ConfigError(
-            f"vLLM takes {draft!r} for a drafter of its method {method!r} by its name: if it is "
-            'a draft model, put it into a folder without "eagle-", "eagle3", "dflash" and '
-            '"dspark" in its path; if it is a head, then its configuration does not say so, and '
-            'trees draft with EAGLE-3 heads ("drafter": "eagle3") only'
+            f"vLLM takes {draft!r} for a drafter of its method {method!r} by its name: if it is a "
+            'draft model, put it into a folder without "eagle-", "eagle3", "dflash" and "dspark" '
+            'in its path; if it is an EAGLE-3 head, give "drafter": "eagle3", as its '
+            "configuration does not say so; trees draft with no other heads"
         )
 
 

@@ -13,13 +13,16 @@ from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters import UNBUILT
 from sequoia_vllm.engine import drafter_kind as module
 from sequoia_vllm.engine.drafter_kind import check_method, drafter_kind, recognise, refuse_unbuilt
+from sequoia_vllm.engine.model_shapes import head_shape, pair_shapes
 from sequoia_vllm.engine.refusals import _drafter_reasons
 from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.hardware.heads import HeadShape
 from sequoia_vllm.tree import TokenTree
 from tests.support.models import DRAFT
 
 TARGET = SimpleNamespace(
     model="meta-llama/Llama-3.1-8B-Instruct",
+    quantization=None,
     trust_remote_code=False,
     config_format="auto",
     hf_overrides=None,
@@ -214,6 +217,30 @@ def test_narrow_heads_of_the_target(kind_of):
     assert kind_of({**EAGLE_3, "eagle_aux_hidden_state_layer_ids": [2, 16, 32]}) == "eagle3"
 
 
+@pytest.mark.parametrize(
+    ("config", "kind", "head"),
+    [
+        (EAGLE_3, "eagle3", HeadShape(kind="eagle3", reads=12288, output_vocab=32000)),
+        (
+            speculators("eagle3", eagle_aux_hidden_state_layer_ids=[2, 9, 16, 23, 30]), "eagle3",
+            HeadShape(kind="eagle3", reads=20480, output_vocab=32000),
+        ),
+        (DFLASH, "dflash", HeadShape(kind="dflash", reads=20480, levels=15)),
+        (
+            speculators("dflash", **BLOCK), "dflash",
+            HeadShape(kind="dflash", reads=12288, output_vocab=32000),
+        ),
+    ],
+)  # fmt: skip
+def test_shapes_of_heads_in_each_format(tmp_path, config, kind, head):
+    draft = saved(tmp_path, config)
+    found = pair_shapes(TARGET, draft, SequoiaConfig(), kind)
+    assert found.head == kind
+    assert found.draft.head == head
+    assert found.draft.name == draft
+    assert (found.draft.hidden, found.draft.kv_heads, found.draft.vocab) == (4096, 8, 128256)
+
+
 def test_drafts_that_cannot_be_read_are_vllms_to_refuse(tmp_path):
     missing = str(tmp_path / "nothing")
     assert drafter_kind(missing, SequoiaConfig(), TARGET) == "model"
@@ -252,6 +279,16 @@ def test_heads_need_model_runner_v2():
 
 def test_the_workers_know_the_kind():
     assert SequoiaSettings.of(engine("eagle3", use_v2=True)).drafter == "eagle3"
+
+
+def test_the_shape_of_an_engines_head():
+    config = engine("eagle3", use_v2=True)
+    draft = SimpleNamespace(
+        hf_text_config=SimpleNamespace(**EAGLE_3), model="a/head", quantization=None
+    )
+    config.speculative_config = SimpleNamespace(draft_model_config=draft)
+    assert head_shape(config).parameters == 374_341_632 + 50_331_648
+    assert head_shape(engine("model", use_v2=True)) is None
 
 
 def test_the_key_is_ours_and_strict():
