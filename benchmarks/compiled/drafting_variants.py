@@ -5,7 +5,13 @@ from __future__ import annotations
 import triton
 
 from benchmarks.compiled.variant import Variant
-from sequoia_vllm.kernels import begin_drafting, children, draft_inputs, truncation
+from sequoia_vllm.kernels import (
+    begin_drafting,
+    children,
+    draft_inputs,
+    target_states,
+    truncation,
+)
 from sequoia_vllm.kernels.children_kernels import (
     block_best_kernel,
     merge_best_kernel,
@@ -17,11 +23,11 @@ def begin_drafting_variants() -> list[Variant]:
     """As an engine launches it."""
     int32 = (
         "requests", "computed", "num_sampled", "bounds", "all_modes", "most_nodes", "read",
-        "num_nodes", "rows", "starts", "counts", "roots", "modes", "all_top_k", "top_k",
+        "num_nodes", "rows", "starts", "counts", "roots", "contexts", "modes", "all_top_k", "top_k",
     )  # fmt: skip
     floats = ("all_temperatures", "temperatures", "all_top_p", "top_p", "all_min_p", "min_p")
     numbers = (
-        "num_requests", "max_requests", "tree_size", "inner_nodes", "longest", "max_trees",
+        "num_requests", "max_requests", "tree_size", "inner_nodes", "longest", "max_trees", "lag",
     )  # fmt: skip
     signature = {
         **dict.fromkeys(int32, "*i32"),
@@ -35,10 +41,11 @@ def begin_drafting_variants() -> list[Variant]:
 
 def draft_input_variants() -> list[Variant]:
     """One and two groups of cache layers."""
-    int32 = ("starts", "counts", "roots", "nodes", "token_ids", "all_token_ids")
+    int32 = ("starts", "counts", "contexts", "nodes", "token_ids", "all_token_ids")
     int64 = ("requests", "tokens", "layout", "positions", "slots", "last_rows")
     numbers = (
-        "ids_stride", "max_len", "width", "num_rows", "longest", "tokens_stride", "first", "depth",
+        "ids_stride", "max_len", "width", "num_rows", "longest", "lag", "tokens_stride", "first",
+        "depth",
     )  # fmt: skip
     signature = {
         **dict.fromkeys(int32, "*i32"),
@@ -58,6 +65,28 @@ def draft_input_variants() -> list[Variant]:
             ("level", draft_inputs.level_inputs_kernel),
         )
         for groups in (1, 2)
+    ]
+
+
+def target_state_variants() -> list[Variant]:
+    """Three layers' states, as EAGLE-3 heads read them, and eight."""
+    layers = [f"layer_{number}" for number in range(target_states._MOST_LAYERS)]
+    int32 = ("query_start_loc", "accepted", "requests", "offsets")
+    numbers = ("num_requests", "accepted_stride", "trees", "depth")
+    signature = {
+        **dict.fromkeys((*layers, "states"), "*bf16"),
+        **dict.fromkeys(int32, "*i32"),
+        **dict.fromkeys(numbers, "i32"),
+        **dict.fromkeys(("layer_stride", "states_stride", "hidden"), "i32:16"),
+    }
+    return [
+        Variant(
+            f"target states, {count} layers",
+            target_states.gather_target_states_kernel,
+            signature,
+            {"LAYERS": count, "BLOCK": target_states._BLOCK},
+        )
+        for count in (3, target_states._MOST_LAYERS)
     ]
 
 

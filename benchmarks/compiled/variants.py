@@ -11,6 +11,7 @@ from benchmarks.compiled.drafting_variants import (
     begin_drafting_variants,
     children_variants,
     draft_input_variants,
+    target_state_variants,
     truncation_variants,
 )
 from benchmarks.compiled.variant import CAPABILITIES, Variant
@@ -45,6 +46,7 @@ def all_variants() -> tuple[Variant, ...]:
         *begin_drafting_variants(),
         *truncation_variants(),
         *draft_input_variants(),
+        *target_state_variants(),
         *scoring_input_variants(),
     )
     names = [variant.name for variant in variants]

@@ -1,34 +1,36 @@
-"""``python examples/train_pair``: train a small target/draft pair, or evaluate one."""
+"""``python examples/train_pair``: train a small target/draft pair or heads, or evaluate them."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
+from console import (
+    Device,
+    Threads,
+    console,
+    progress,
+    progress_listener,
+    set_up_torch,
+    write_json,
+)
 from corpus import collect, default_folders
 from errors import PairError
-from pair import Listener, Recipe, train_pair
+from head_commands import evaluate_heads, head_data, train_head
+from pair import Recipe, train_pair
 from provenance import provenance
 from quality import Estimate, PairQuality, measure_pair, read_prompts
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from shapes import Shape
 from token_data import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 from training import Schedule
-from transformers.utils import logging as transformers_logging
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_show_locals=False)
-console = Console()
-
-Device = Annotated[str, typer.Option(help="Where to run, such as cpu or cuda.")]
-Threads = Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its default.", min=0)]
+app.command()(head_data)
+app.command()(train_head)
+app.command()(evaluate_heads)
 
 
 @app.command()
@@ -73,13 +75,13 @@ def train(
     """Train a target and a draft with one tokenizer; the defaults are the example pair's recipe."""
     if out.exists():
         raise PairError(f"{out} exists already; choose a new folder")
-    _set_up_torch(threads)
+    set_up_torch(threads)
     schedule = Schedule(steps, warmup, batch_size, validate_every, seed)
     recipe = Recipe(
         {"target": target, "draft": draft}, vocab_size, sequence_length, schedule, device
     )
-    with _progress() as progress:
-        listener = _progress_listener(progress)
+    with progress() as bars:
+        listener = progress_listener(bars)
         listener.on_stage("files", None)
         corpus = collect(
             folder or default_folders(),
@@ -90,7 +92,7 @@ def train(
         record = train_pair(corpus, recipe, out, listener)
     quality = _measure(out, read_prompts(out / "prompts.jsonl"), device)
     metrics = {**record, "quality": asdict(quality), "provenance": provenance()}
-    _write_json(out / "metrics.json", metrics)
+    write_json(out / "metrics.json", metrics)
     _show(quality)
 
 
@@ -108,55 +110,17 @@ def evaluate(
     threads: Threads = 0,
 ) -> None:
     """Measure a pair on prompts, teacher forced: the numbers of the model card."""
-    _set_up_torch(threads)
+    set_up_torch(threads)
     quality = _measure(pair, read_prompts(prompts or pair / "prompts.jsonl"), device)
     if out:
-        _write_json(out, {"quality": asdict(quality), "provenance": provenance()})
+        write_json(out, {"quality": asdict(quality), "provenance": provenance()})
     _show(quality)
 
 
-def _set_up_torch(threads: int) -> None:
-    transformers_logging.disable_progress_bar()
-    if threads:
-        torch.set_num_threads(threads)
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    columns = (
-        TextColumn("{task.description:>10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=console) as progress:
-        yield progress
-
-
-def _progress_listener(progress: Progress) -> Listener:
-    """Shows every stage as a bar of its own, with the latest loss."""
-
-    def start(stage: str, steps: int | None) -> None:
-        for task in progress.tasks:
-            if task.total is None:
-                progress.update(task.id, total=1, completed=1)
-        progress.add_task(stage, total=steps, note="")
-
-    def advance(loss: float) -> None:
-        progress.update(progress.tasks[-1].id, advance=1, note=f"loss {loss:.3f}")
-
-    return Listener(start, advance)
-
-
 def _measure(pair: Path, prompts: list[str], device: str) -> PairQuality:
-    with _progress() as progress:
-        task = progress.add_task("evaluate", total=len(prompts), note="")
-        return measure_pair(pair, prompts, device, lambda: progress.advance(task))
-
-
-def _write_json(path: Path, content: dict[str, object]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    with progress() as bars:
+        task = bars.add_task("evaluate", total=len(prompts), note="")
+        return measure_pair(pair, prompts, device, lambda: bars.advance(task))
 
 
 def _show(quality: PairQuality) -> None:

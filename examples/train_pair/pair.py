@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,7 +13,7 @@ from corpus import Corpus, read_texts
 from quality import write_prompts
 from shapes import Shape, new_model
 from token_data import TokenArray, Windows, draw_prompts, train_tokenizer, write_tokens
-from training import Schedule, train
+from training import Schedule, next_token_loss, train
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 TOKENIZER_FILE_STRIDE = 6  # the tokenizer learns from every sixth training file
@@ -67,7 +68,7 @@ def train_pair(corpus: Corpus, recipe: Recipe, out: Path, listener: Listener) ->
         _save_prompts(out, validation[:half], tokenizer, recipe.schedule.seed)
         windows = Windows(training, recipe.sequence_length)
         held_out = Windows(validation[half:], recipe.sequence_length)
-        recipe = _with_steps(recipe, windows)
+        recipe = replace(recipe, schedule=recipe.schedule.over(windows))
         losses = {
             name: _train_one(name, windows, held_out, recipe, tokenizer, out, listener)
             for name in recipe.shapes
@@ -87,13 +88,6 @@ def _save_prompts(
     write_prompts(out / "prompts.jsonl", prompts)
 
 
-def _with_steps(recipe: Recipe, windows: Windows) -> Recipe:
-    """The recipe with its number of steps settled."""
-    schedule = recipe.schedule
-    one_pass = max(1, len(windows) // schedule.batch_size)
-    return replace(recipe, schedule=replace(schedule, steps=schedule.steps or one_pass))
-
-
 def _train_one(
     name: str,
     windows: Windows,
@@ -109,6 +103,7 @@ def _train_one(
     listener.on_stage(name, schedule.steps)
     points = train(
         model,
+        partial(next_token_loss, model),
         windows,
         held_out,
         schedule,

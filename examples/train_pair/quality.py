@@ -76,7 +76,7 @@ def measure_pair(
     for ids in tokenized:
         rows.append(_measure_prompt(target, draft, torch.tensor(ids, device=device)))
         on_prompt()
-    columns = (_estimate([row[metric] for row in rows]) for metric in range(4))
+    columns = (estimate([row[metric] for row in rows]) for metric in range(4))
     return PairQuality(
         len(rows),
         sum(row.shape[1] for row in rows),
@@ -134,7 +134,7 @@ def _log_probabilities(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tenso
     return model(ids[None]).logits[0, :-1].log_softmax(-1)
 
 
-def _estimate(per_prompt: Sequence[NDArray[np.float64]]) -> Estimate:
+def estimate(per_prompt: Sequence[NDArray[np.float64]]) -> Estimate:
     """The mean over all positions; its error is the ratio estimator's, clustered by prompt."""
     mean = np.concatenate(per_prompt).mean()
     positions = sum(map(len, per_prompt))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from token_data import Windows
+from torch import nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
@@ -36,6 +37,11 @@ class Schedule:
     validate_every: int
     seed: int
 
+    def over(self, windows: Windows) -> Schedule:
+        """With its number of steps settled: as given, or one pass over the windows."""
+        one_pass = max(1, len(windows) // self.batch_size)
+        return replace(self, steps=self.steps or one_pass)
+
     def rate(self, step: int) -> float:
         """The learning rate of a step (from 0) as a fraction of its peak."""
         warmup = min(self.warmup, self.steps // 10)
@@ -54,15 +60,28 @@ class ValidationPoint:
 
 
 def train(
-    model: LlamaForCausalLM,
+    model: nn.Module,
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
     training: Windows,
     validation: Windows,
     schedule: Schedule,
     *,
     peak_learning_rate: float,
     on_step: Callable[[float], None],
+    on_validation: Callable[[ValidationPoint], None] | None = None,
 ) -> list[ValidationPoint]:
-    """Trains the model in place, where it is; ``on_step`` is given each step's loss."""
+    """Trains the model in place, where it is.
+
+    Args:
+        model: What learns.
+        loss_of: The model's mean loss over windows of shape ``[batch, length + 1]``.
+        training: What it learns from.
+        validation: What it is validated on.
+        schedule: How long and how fast.
+        peak_learning_rate: The highest.
+        on_step: Given each step's loss.
+        on_validation: Given each validation loss when it is known.
+    """
     optimizer = _optimizer(model, peak_learning_rate)
     batches = training.shuffled_batches(schedule.batch_size, schedule.seed)
     points = []
@@ -70,7 +89,7 @@ def train(
     for step in range(schedule.steps):
         for group in optimizer.param_groups:
             group["lr"] = peak_learning_rate * schedule.rate(step)
-        loss = _loss(model, next(batches))
+        loss = loss_of(next(batches))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
@@ -78,12 +97,24 @@ def train(
         on_step(loss.item())
         done = step + 1
         if done % schedule.validate_every == 0 or done == schedule.steps:
-            validation_loss = _validation_loss(model, validation, schedule.batch_size)
-            points.append(ValidationPoint(done, validation_loss))
+            model.eval()
+            loss_now = _validation_loss(loss_of, validation, schedule.batch_size)
+            model.train()
+            points.append(ValidationPoint(done, loss_now))
+            if on_validation is not None:
+                on_validation(points[-1])
     return points
 
 
-def _optimizer(model: LlamaForCausalLM, learning_rate: float) -> torch.optim.AdamW:
+def next_token_loss(model: LlamaForCausalLM, windows: torch.Tensor) -> torch.Tensor:
+    """Mean next-token cross-entropy over windows of shape ``[batch, length + 1]``."""
+    windows = windows.to(model.device)
+    with torch.autocast(model.device.type, dtype=torch.bfloat16):
+        logits = model(windows[:, :-1], use_cache=False).logits
+    return functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+
+
+def _optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
     """AdamW that decays matrices (the embedding included) and leaves norms alone."""
     parameters = list(model.parameters())
     groups = [
@@ -93,20 +124,12 @@ def _optimizer(model: LlamaForCausalLM, learning_rate: float) -> torch.optim.Ada
     return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS)
 
 
-def _loss(model: LlamaForCausalLM, windows: torch.Tensor) -> torch.Tensor:
-    """Mean next-token cross-entropy over windows of shape ``[batch, length + 1]``."""
-    windows = windows.to(model.device)
-    with torch.autocast(model.device.type, dtype=torch.bfloat16):
-        logits = model(windows[:, :-1], use_cache=False).logits
-    return functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
-
-
 @torch.no_grad()
-def _validation_loss(model: LlamaForCausalLM, validation: Windows, batch_size: int) -> float:
-    model.eval()
+def _validation_loss(
+    loss_of: Callable[[torch.Tensor], torch.Tensor], validation: Windows, batch_size: int
+) -> float:
     total, count = 0.0, 0
     for windows in validation.evenly_spaced_batches(batch_size, VALIDATION_WINDOWS):
-        total += _loss(model, windows).item() * len(windows)
+        total += loss_of(windows).item() * len(windows)
         count += len(windows)
-    model.train()
     return total / count

@@ -17,18 +17,27 @@ class DraftBatch:
         starts: int32: first token that the draft has yet to read.
         counts: int32: how many it reads in this pass.
         roots: int32: position of the last committed token.
+        contexts: int32: tokens in the draft's cache before it.
         modes: int32: see `kernels.modes`; SKIP beyond the batch.
         temperature: float32.
         top_k, top_p, min_p: int32, float32, float32.
         seeds: int64.
+        lag: See `kernels.begin_drafting`.
+
+    Args:
+        max_num_reqs: Rows.
+        device: Where they are.
+        lag: Of the draft.
     """
 
-    def __init__(self, max_num_reqs: int, device: torch.device) -> None:
+    def __init__(self, max_num_reqs: int, device: torch.device, lag: int = 0) -> None:
         def buffer(dtype: torch.dtype, value: float = 0) -> Tensor:
             return torch.full((max_num_reqs,), value, dtype=dtype, device=device)
 
         self.slots = buffer(torch.int64, -1)
+        self.lag = lag
         self.starts, self.counts, self.roots = (buffer(torch.int32) for _ in range(3))
+        self.contexts = buffer(torch.int32) if lag else self.roots
         self.modes = buffer(torch.int32, SKIP)
         self.temperature = buffer(torch.float32)
         self.top_k = buffer(torch.int32, torch.iinfo(torch.int32).max)
@@ -101,10 +110,12 @@ class DraftBatch:
             inner_nodes=inner_nodes,
             longest=longest,
             max_trees=max_trees,
+            lag=self.lag,
             slots=self.slots,
             starts=self.starts,
             counts=self.counts,
             roots=self.roots,
+            contexts=self.contexts,
             modes=self.modes,
             temperatures=self.temperature,
             top_k=self.top_k,

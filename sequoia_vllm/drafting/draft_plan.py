@@ -82,6 +82,17 @@ class DraftPlan:
             default=1,
         )
 
+    @property
+    def most_rows_read(self) -> int:
+        """Rows in which the trees' requests read what was committed, at most; at least 1."""
+        return max(
+            (
+                self.most_requests(drafts) * (self._trimmed(drafts).depth + 1)
+                for drafts in self.drafts
+            ),
+            default=1,
+        )
+
     def rows_per_request(self, drafts: int) -> int:
         """Rows of a request in the widest pass: a level's nodes, or a path that is read."""
         tree = self._trimmed(drafts)

@@ -41,14 +41,54 @@ class DraftQueries:
     max_slots: int
 
 
+@dataclass(frozen=True)
+class DraftStates:
+    """What a forward pass leaves at its rows.
+
+    Attributes:
+        hidden: ``[rows, H]``: what logits are computed from.
+        feedback: ``[rows, F]``: what tokens below a row's are read with; None: nothing.
+    """
+
+    hidden: Tensor
+    feedback: Tensor | None = None
+
+    def rows(self, index: Tensor) -> DraftStates:
+        """Those of these rows, int64."""
+        feedback = None if self.feedback is None else self.feedback.index_select(0, index)
+        return DraftStates(self.hidden.index_select(0, index), feedback)
+
+    def first(self, count: int) -> DraftStates:
+        """Those of the first so many rows."""
+        feedback = None if self.feedback is None else self.feedback[:count]
+        return DraftStates(self.hidden[:count], feedback)
+
+    def below(self, num_reqs: int, parents: Tensor) -> Tensor | None:
+        """``[R * m, F]``: the feedback that m nodes below these rows of R requests get.
+
+        Args:
+            num_reqs: R.
+            parents: int64 ``[m]``: place of each one's parent among a request's rows.
+        """
+        if self.feedback is None:
+            return None
+        by_request = self.feedback.view(num_reqs, -1, self.feedback.shape[1])
+        return by_request.index_select(1, parents).flatten(0, 1)
+
+
 class DraftModel(ABC):
     """What growth needs of a draft: its forward, over its own part of a paged KV cache."""
 
     @abstractmethod
     def forward(
-        self, token_ids: Tensor, positions: Tensor, slots: Tensor, queries: DraftQueries
-    ) -> Tensor:
-        """Hidden states ``[rows, H]`` of a pass, whose keys and values are kept.
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        queries: DraftQueries,
+        feedback: Tensor | None = None,
+    ) -> DraftStates:
+        """The states of a pass, whose keys and values are kept.
 
         Args:
             token_ids: int32 ``[rows]``, request after request.
@@ -56,7 +96,13 @@ class DraftModel(ABC):
             slots: int64 ``[groups, rows]``: where keys and values go, by group of cache
                 layers; -1: nowhere.
             queries: Which nodes these are.
+            feedback: ``[rows, F]``: what earlier passes left for these rows, or, where
+                committed tokens are read, `feedback_of` the target's states. None: nothing.
         """
+
+    def feedback_of(self, target_states: Tensor) -> Tensor:
+        """``[rows, F]``: what tokens are read with that come with such states of the target."""
+        raise NotImplementedError(f"{type(self).__name__} reads nothing of the target")
 
     @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -74,6 +120,8 @@ class TreeGrowth:
         token_ids: int32 ``[slots, max_model_len]``: tokens of each request.
         max_lens: Longest request of the engine, and of the draft.
         depth: Of the engine's tree.
+        target_states: ``[rows, A]``: a buffer that holds, whenever committed tokens are read,
+            the target's states that they come with; None: the draft reads tokens alone.
     """
 
     def __init__(
@@ -85,6 +133,7 @@ class TreeGrowth:
         token_ids: Tensor,
         max_lens: tuple[int, int],
         depth: int,
+        target_states: Tensor | None = None,
     ) -> None:
         self._batch = batch
         self._drafted = drafted
@@ -92,6 +141,7 @@ class TreeGrowth:
         self._inputs = inputs
         self._token_ids = token_ids
         self._max_model_len, self._draft_max_len = max_lens
+        self._target_states = target_states
         # A few new tokens are a tree without branches below what the draft has read.
         causal = torch.ones(depth + 1, depth + 1, dtype=torch.bool, device=batch.slots.device)
         self._chain = causal.tril_()
@@ -106,11 +156,11 @@ class TreeGrowth:
         """
         self.grow(num_reqs, levels, self.read_committed(num_reqs, levels, max_keys), max_keys)
 
-    def read_committed(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> Tensor:
+    def read_committed(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> DraftStates:
         """Reads up to `chain_width` committed tokens of each request.
 
         Returns:
-            Hidden states ``[R, H]`` of the roots.
+            States of the roots, R rows.
         """
         batch, width = self._batch, chain_width(levels)
         starts = batch.starts[:num_reqs]
@@ -121,36 +171,60 @@ class TreeGrowth:
             all_token_ids=self._token_ids,
             width=width,
             longest=self._draft_max_len,
+            lag=batch.lag,
         )
-        hidden = self._forward(starts, 0, width, self._chain, max_keys)
-        return hidden.index_select(0, self._inputs.last_rows[:num_reqs])
+        feedback = None
+        if self._target_states is not None:
+            feedback = self._model.feedback_of(self._target_states[: num_reqs * width])
+        states = self._forward(starts, 0, width, self._chain, max_keys, feedback)
+        return states.rows(self._inputs.last_rows[:num_reqs])
 
-    def grow(self, num_reqs: int, levels: DraftLevels, root_hidden: Tensor, max_keys: int) -> None:
+    def grow(self, num_reqs: int, levels: DraftLevels, roots: DraftStates, max_keys: int) -> None:
         """Draws the children of the roots, then of each level below.
 
         Args:
             num_reqs: Requests of the batch, R.
             levels: The tree to grow.
-            root_hidden: ``[R, H]``: the draft's hidden state at each root.
+            roots: The draft's states at the roots, R rows.
             max_keys: No request has more committed tokens.
         """
-        self.draw_below_roots(num_reqs, levels, root_hidden)
+        states = roots
+        self.draw_below_roots(num_reqs, levels, states)
         for level in levels.levels[1:]:
-            self.grow_level(num_reqs, levels, level, max_keys)
+            feedback = states.below(num_reqs, level.parents)
+            states = self.grow_level(num_reqs, levels, level, max_keys, feedback)
 
-    def draw_below_roots(self, num_reqs: int, levels: DraftLevels, root_hidden: Tensor) -> None:
-        """Draws the children of the roots, whose hidden states are ``[R, H]``."""
-        logits = self._model.compute_logits(root_hidden)
+    def draw_below_roots(self, num_reqs: int, levels: DraftLevels, roots: DraftStates) -> None:
+        """Draws the children of the roots, whose states are R rows."""
+        logits = self._model.compute_logits(roots.hidden)
         self._drafted.draw(self._batch, num_reqs, levels, levels.levels[0], logits)
 
-    def grow_level(self, num_reqs: int, levels: DraftLevels, level: Level, max_keys: int) -> None:
-        """One forward pass over the nodes of a level below the roots, and their children."""
-        roots = self._batch.roots[:num_reqs]
+    def grow_level(
+        self,
+        num_reqs: int,
+        levels: DraftLevels,
+        level: Level,
+        max_keys: int,
+        feedback: Tensor | None = None,
+    ) -> DraftStates:
+        """One forward pass over the nodes of a level below the roots, and their children.
+
+        Args:
+            num_reqs: Requests of the batch, R.
+            levels: The tree to grow.
+            level: The level, of m nodes.
+            max_keys: No request has more committed tokens.
+            feedback: ``[R * m, F]``: what the level above left for them.
+
+        Returns:
+            States of these nodes, R * m rows.
+        """
+        contexts = self._batch.contexts[:num_reqs]
         # A node past the model's length is always trimmed by the scheduler; it only
         # must not write outside the request's blocks.
         self._inputs.read_level(
             requests=self._batch.slots[:num_reqs],
-            roots=roots,
+            contexts=contexts,
             tokens=self._drafted.tokens[:num_reqs],
             nodes=level.nodes,
             first=level.first,
@@ -158,14 +232,23 @@ class TreeGrowth:
             max_len=self._max_model_len,
             longest=self._draft_max_len,
         )
-        hidden = self._forward(roots, level.first, level.width, levels.ancestors, max_keys)
-        logits = self._model.compute_logits(hidden)
+        states = self._forward(
+            contexts, level.first, level.width, levels.ancestors, max_keys, feedback
+        )
+        logits = self._model.compute_logits(states.hidden)
         self._drafted.draw(self._batch, num_reqs, levels, level, logits)
+        return states
 
     def _forward(
-        self, context_lens: Tensor, first: int, width: int, ancestors: Tensor, max_keys: int
-    ) -> Tensor:
-        """Hidden states ``[R * width, H]`` of the rows that `_inputs` holds."""
+        self,
+        context_lens: Tensor,
+        first: int,
+        width: int,
+        ancestors: Tensor,
+        max_keys: int,
+        feedback: Tensor | None,
+    ) -> DraftStates:
+        """The states of the ``R * width`` rows that `_inputs` holds."""
         num_reqs, inputs = len(context_lens), self._inputs
         rows = num_reqs * width
         queries = DraftQueries(
@@ -178,7 +261,11 @@ class TreeGrowth:
             max_slots=self._max_model_len,
         )
         return self._model.forward(
-            inputs.token_ids[:rows], inputs.positions[:rows], inputs.slots[:, :rows], queries
+            inputs.token_ids[:rows],
+            inputs.positions[:rows],
+            inputs.slots[:, :rows],
+            queries,
+            feedback,
         )
 
 

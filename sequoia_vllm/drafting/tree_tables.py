@@ -24,6 +24,7 @@ class Level:
         first: Place of the first of them in draft order: the root, then every
             other inner node, depth by depth. They follow one another from there.
         nodes: int32 ``[m]``: stored index of each.
+        parents: int64 ``[m]``: place of each one's parent on the level above; the root: 0.
         counts: int32 ``[m]``: children of each.
         columns: int32 ``[m, b]``: stored index of each child, in draft order;
             0 beyond a node's last child.
@@ -33,6 +34,7 @@ class Level:
     depth: int
     first: int
     nodes: Tensor
+    parents: Tensor
     counts: Tensor
     columns: Tensor
     rows: Tensor
@@ -72,7 +74,7 @@ class DraftLevels:
             return torch.tensor(values, dtype=dtype, device=device)
 
         self.levels = []
-        first = 0
+        above, first = [0], 0
         for depth, nodes in enumerate(by_depth):
             branch = max(len(tree.children[node]) for node in nodes)
             columns = [
@@ -83,12 +85,15 @@ class DraftLevels:
                     depth=depth,
                     first=first,
                     nodes=tensor(nodes),
+                    parents=tensor(
+                        [above.index(max(tree.parents[node], 0)) for node in nodes], torch.int64
+                    ),
                     counts=tensor([len(tree.children[node]) for node in nodes]),
                     columns=tensor(columns),
                     rows=tensor([rows[node] for node in nodes]),
                 )
             )
-            first += len(nodes)
+            above, first = nodes, first + len(nodes)
         self.depths = tensor(tree.depths[order].tolist(), torch.int64)
         self.ancestors = torch.from_numpy(tree.ancestor_mask[np.ix_(order, order)]).to(device)
 

@@ -70,6 +70,11 @@ def kinds_here() -> list[DrafterKind]:
     return [kind for kind in get_args(DrafterKind) if runs_v2 or not is_head(kind)]
 
 
+def vllm_method(kind: DrafterKind) -> str:
+    """vLLM's speculative method whose loading and scheduling trees of this kind take."""
+    return "draft_model" if kind == "model" else kind
+
+
 def refuse_unbuilt(kind: DrafterKind) -> None:
     """Refuses kinds that are recognised only.
 

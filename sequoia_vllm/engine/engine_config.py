@@ -17,7 +17,12 @@ from sequoia_vllm.engine.command_errors import short_in_commands
 from sequoia_vllm.engine.contract import check_contract
 from sequoia_vllm.engine.device_name import current_device_name
 from sequoia_vllm.engine.draft_checks import draft_problem
-from sequoia_vllm.engine.drafter_kind import check_method, drafter_kind, kinds_here
+from sequoia_vllm.engine.drafter_kind import (
+    check_method,
+    drafter_kind,
+    kinds_here,
+    vllm_method,
+)
 from sequoia_vllm.engine.load import plan_load
 from sequoia_vllm.engine.mark import mark
 from sequoia_vllm.engine.model_shapes import pair_shapes
@@ -124,7 +129,7 @@ def create_speculative_config(
     original: Callable[..., Any], self: EngineArgs, target_model_config: Any,
     target_parallel_config: Any,
 ) -> Any:  # fmt: skip
-    """As vLLM's; a Sequoia configuration becomes one of vLLM's ``draft_model`` method.
+    """As vLLM's; a Sequoia configuration becomes one of the method that drafts so as chains.
 
     Returns:
         vLLM's speculative configuration; None for an engine that does not speculate.
@@ -169,7 +174,7 @@ def create_speculative_config(
     target_parallel_config.worker_cls = _worker_class(target_parallel_config.worker_cls)
     self.additional_config = resolved.settings.store(self.additional_config)
     translated = copy(self)
-    translated.speculative_config = _as_draft_model(config, resolved)
+    translated.speculative_config = _as_chain(config, resolved)
     if not is_head(resolved.drafter):  # heads bring no tokenizer
         _compare_vocabularies(target_model_config, resolved.draft, config)
     try:
@@ -181,11 +186,12 @@ def create_speculative_config(
     return speculative_config
 
 
-def _as_draft_model(config: SequoiaConfig, resolved: Resolved) -> dict[str, Any]:
-    """The same as a speculative configuration of vLLM's ``draft_model`` method.
+def _as_chain(config: SequoiaConfig, resolved: Resolved) -> dict[str, Any]:
+    """The same as a speculative configuration of vLLM's own method for this kind of drafter.
 
-    That method's scheduling is what trees need: as many look-ahead slots as
-    drafts, and the draft's layers in the KV cache.
+    That method's scheduling is what trees need: as many look-ahead slots as drafts, and
+    the draft's layers in the KV cache; for heads also the target's auxiliary hidden states,
+    and a prefix cache that leaves out what they read with a later block's token.
     """
     drafts = resolved.choice.tree.num_speculative_tokens
     # A schedule is always given: without one, vLLM pads requests that join
@@ -194,7 +200,7 @@ def _as_draft_model(config: SequoiaConfig, resolved: Resolved) -> dict[str, Any]
     schedule = resolved.choice.schedule or [(1, 1, drafts)]
     return {
         **config.draft_keys(),
-        "method": "draft_model",
+        "method": vllm_method(resolved.drafter),
         "model": resolved.draft,
         "num_speculative_tokens": drafts,
         "num_speculative_tokens_per_batch_size": schedule,

@@ -12,7 +12,7 @@ from sequoia_vllm.engine.mark import is_marked, marked_depth
 def describe(original: Callable[..., str], self: Any) -> str:
     """As vLLM's speculative configuration says it; the method is named as users name it."""
     text = original(self)
-    return text.replace("method='draft_model'", "method='sequoia'") if is_marked(self) else text
+    return text.replace(f"method='{self.method}'", "method='sequoia'") if is_marked(self) else text
 
 
 def init_acceptance_counters(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.drafting.draft_plan import level_widths
-from sequoia_vllm.drafting.growth import DraftModel, DraftQueries, TreeGrowth
+from sequoia_vllm.drafting.growth import DraftModel, DraftQueries, DraftStates, TreeGrowth
 from sequoia_vllm.gpu_check.llama import Llama, Nodes
 from sequoia_vllm.gpu_check.paged import BLOCK_SIZE, PagedCache
 from sequoia_vllm.gpu_check.tree_batch import TreeBatch
@@ -28,8 +28,13 @@ class LlamaDraft(DraftModel):
         self._masks = NodeMasks()
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, slots: Tensor, queries: DraftQueries
-    ) -> Tensor:
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        queries: DraftQueries,
+        feedback: Tensor | None = None,
+    ) -> DraftStates:
         """See `DraftModel.forward`."""
         nodes = Nodes(
             context_lens=queries.context_lens,
@@ -38,7 +43,8 @@ class LlamaDraft(DraftModel):
             width=queries.width,
             mask=self._masks.of(queries.ancestors),
         )
-        return self._model.forward(token_ids, positions, slots[0], nodes, self._cache)
+        hidden = self._model.forward(token_ids, positions, slots[0], nodes, self._cache)
+        return DraftStates(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `DraftModel.compute_logits`."""
@@ -79,15 +85,15 @@ class TreeGrower:
         )
         self._most_keys = cache.positions
 
-    def read_committed(self) -> Tensor:
-        """Hidden states ``[R, H]`` of the roots."""
+    def read_committed(self) -> DraftStates:
+        """States of the roots, R rows."""
         requests = self.batch.requests
         torch.sub(requests.roots, self.batch.tables.tree.depth, out=requests.starts)
         return self._growth.read_committed(self.batch.num_reqs, self._levels, self._most_keys)
 
-    def draw_below_roots(self, hidden: Tensor) -> None:
+    def draw_below_roots(self, roots: DraftStates) -> None:
         """The children of the roots."""
-        self._growth.draw_below_roots(self.batch.num_reqs, self._levels, hidden)
+        self._growth.draw_below_roots(self.batch.num_reqs, self._levels, roots)
 
     def grow_level(self, number: int) -> None:
         """One forward pass over a level's nodes, and their children."""
@@ -96,5 +102,5 @@ class TreeGrower:
 
     def grow(self) -> None:
         """A whole drafting pass."""
-        hidden = self.read_committed()
-        self._growth.grow(self.batch.num_reqs, self._levels, hidden, self._most_keys)
+        roots = self.read_committed()
+        self._growth.grow(self.batch.num_reqs, self._levels, roots, self._most_keys)

@@ -33,10 +33,12 @@ def begin_drafting(
     inner_nodes: int,
     longest: int,
     max_trees: int,
+    lag: int,
     slots: Tensor,
     starts: Tensor,
     counts: Tensor,
     roots: Tensor,
+    contexts: Tensor,
     modes: Tensor,
     temperatures: Tensor,
     top_k: Tensor,
@@ -73,9 +75,12 @@ def begin_drafting(
         inner_nodes: Of them, those with children: so many rows of logits each tree has.
         longest: No tree where the root's position reaches it.
         max_trees: Nor in rows from this one on.
+        lag: 0 or 1: the draft reads a token at its position less this; with 1 the first token
+            of a request is not read.
         slots: int64 ``[M]``, written: the request's slot.
         starts, counts: int32 ``[M]``, written: first position to read, and how many.
         roots: int32 ``[M]``, written: position of the last committed token.
+        contexts: int32 ``[M]``, written: tokens in the draft's cache before the root.
         modes: int32 ``[M]``, written.
         temperatures, top_k, top_p, min_p, seeds: float32, int32, float32, float32 and int64
             ``[M]``, written for the R requests.
@@ -84,8 +89,8 @@ def begin_drafting(
     begin_drafting_kernel[(triton.cdiv(len(slots), _BLOCK),)](
         requests, computed, num_sampled, bounds, all_modes, most_nodes, all_temperatures,
         all_top_k, all_top_p, all_min_p, all_seeds, read, num_nodes, rows, len(requests),
-        len(slots), tree_size, inner_nodes, longest, max_trees, slots, starts, counts, roots, modes,
-        temperatures, top_k, top_p, min_p, seeds, BLOCK=_BLOCK, num_warps=4,
+        len(slots), tree_size, inner_nodes, longest, max_trees, lag, slots, starts, counts, roots,
+        contexts, modes, temperatures, top_k, top_p, min_p, seeds, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
 
 
@@ -97,13 +102,14 @@ def begin_drafting(
         "inner_nodes",
         "longest",
         "max_trees",
+        "lag",
     ]
 )
 def begin_drafting_kernel(
     requests, computed, num_sampled, bounds, all_modes, most_nodes, all_temperatures, all_top_k,
     all_top_p, all_min_p, all_seeds, read, num_nodes, rows, num_requests, max_requests, tree_size,
-    inner_nodes, longest, max_trees, slots, starts, counts, roots, modes, temperatures, top_k,
-    top_p, min_p, seeds, BLOCK: tl.constexpr,
+    inner_nodes, longest, max_trees, lag, slots, starts, counts, roots, contexts, modes,
+    temperatures, top_k, top_p, min_p, seeds, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row of the batch per lane. Arguments as in `begin_drafting`."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -114,13 +120,16 @@ def begin_drafting_kernel(
     start = tl.load(read + slot, mask=is_request, other=0)
     end = tl.load(computed + slot, mask=is_request, other=0) + sampled.to(tl.int32)
     bound = tl.load(bounds + row, mask=is_request, other=0)
-    count = tl.maximum(tl.minimum(end - start, bound), 0)
+    # A lagging draft reads a prompt's token to come with the last one of a chunk.
+    readable = end - lag * sampled.to(tl.int32)
+    count = tl.maximum(tl.minimum(readable - start, bound), 0)
     root = tl.maximum(end - 1, 0)
     mode = tl.load(all_modes + slot, mask=is_request, other=_SKIP)
     tl.store(slots + row, slot, mask=exists)
     tl.store(starts + row, start, mask=exists)
     tl.store(counts + row, count, mask=exists)
     tl.store(roots + row, root, mask=exists)
+    tl.store(contexts + row, tl.maximum(root - lag, 0), mask=exists)
     tl.store(modes + row, mode, mask=exists)
     temperature = tl.load(all_temperatures + slot, mask=is_request)
     tl.store(temperatures + row, temperature, mask=is_request)
@@ -130,7 +139,7 @@ def begin_drafting_kernel(
     tl.store(seeds + row, tl.load(all_seeds + slot, mask=is_request), mask=is_request)
 
     tl.store(read + slot, start + count, mask=is_request)
-    drafts = sampled & (start + count == end) & (mode != _SKIP)
+    drafts = sampled & (start + count == readable) & (mode != _SKIP)
     drafts = drafts & (root < longest) & (row < max_trees)
     nodes = tl.minimum(tl.load(most_nodes + slot, mask=is_request, other=0), tree_size)
     tl.store(num_nodes + slot, tl.where(drafts, nodes, 0), mask=is_request)

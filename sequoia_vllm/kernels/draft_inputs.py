@@ -108,13 +108,14 @@ class DraftInputs:
         all_token_ids: Tensor,
         width: int,
         longest: int,
+        lag: int = 0,
     ) -> None:
         """Fills in ``width`` rows for each of R requests: committed tokens that follow.
 
-        Row ``r * width + j`` is position ``starts[r] + j`` if ``j < counts[r]``;
-        further ones are padding: token 0 without a slot. Rows of requests that are
-        not there are so, too. ``last_rows`` gets each request's last row that is
-        no padding.
+        Row ``r * width + j`` is position ``starts[r] + j`` if ``j < counts[r]``, with the
+        token that is ``lag`` positions further on; other rows are padding: token 0 without
+        a slot. Rows of requests that are not there are so, too. ``last_rows`` gets each
+        request's last row that is no padding.
 
         Args:
             requests: int64 ``[R]``: row of each in ``all_token_ids``; below 0: not there.
@@ -122,12 +123,13 @@ class DraftInputs:
             all_token_ids: int32 ``[S, max_len]``, contiguous in its rows.
             width: Rows per request.
             longest: Positions that the model was made for.
+            lag: See `begin_drafting`.
         """
         num_rows = len(requests) * width
         self._check(num_rows, len(requests))
         committed_inputs_kernel[(triton.cdiv(num_rows, _BLOCK),)](
             requests, starts, counts, all_token_ids, all_token_ids.stride(0),
-            all_token_ids.shape[1], width, num_rows, longest,
+            all_token_ids.shape[1], width, num_rows, longest, lag,
             self.tables.layout, self.token_ids, self.positions, self.slots, self.slots.stride(0),
             self.last_rows, GROUPS=len(self.slots), BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
@@ -136,7 +138,7 @@ class DraftInputs:
         self,
         *,
         requests: Tensor,
-        roots: Tensor,
+        contexts: Tensor,
         tokens: Tensor,
         nodes: Tensor,
         first: int,
@@ -148,7 +150,7 @@ class DraftInputs:
 
         Args:
             requests: int64 ``[R]``: below 0: not there; its rows are token 0 without a slot.
-            roots: int32 ``[R]``: position of each root.
+            contexts: int32 ``[R]``: where each root is in the draft's cache.
             tokens: int64 ``[R, N]``, contiguous in its rows: drafted tokens by node.
             nodes: int32 ``[m]``: columns of these in ``tokens``.
             first: Node j of the level belongs in the cache ``first + j`` after the root.
@@ -159,7 +161,7 @@ class DraftInputs:
         num_rows = len(requests) * len(nodes)
         self._check(num_rows, len(requests))
         level_inputs_kernel[(triton.cdiv(num_rows, _BLOCK),)](
-            requests, roots, tokens, tokens.stride(0), nodes, first, depth, len(nodes), num_rows,
+            requests, contexts, tokens, tokens.stride(0), nodes, first, depth, len(nodes), num_rows,
             max_len, longest,
             self.tables.layout, self.token_ids, self.positions, self.slots, self.slots.stride(0),
             GROUPS=len(self.slots), BLOCK=_BLOCK, num_warps=4,
@@ -194,9 +196,9 @@ def _store_slots(
         )
 
 
-@triton.jit(do_not_specialize=["max_len", "width", "num_rows", "longest"])
+@triton.jit(do_not_specialize=["max_len", "width", "num_rows", "longest", "lag"])
 def committed_inputs_kernel(
-    requests, starts, counts, all_token_ids, ids_stride, max_len, width, num_rows, longest,
+    requests, starts, counts, all_token_ids, ids_stride, max_len, width, num_rows, longest, lag,
     layout, token_ids, positions, slots, slots_stride, last_rows,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -207,8 +209,8 @@ def committed_inputs_kernel(
     state = tl.load(requests + request, mask=exists, other=-1)
     count = tl.load(counts + request, mask=exists, other=0)
     position = tl.load(starts + request, mask=exists, other=0) + offset
-    is_token = (state >= 0) & (offset < count) & (position < max_len)
-    token = tl.load(all_token_ids + state * ids_stride + position, mask=is_token, other=0)
+    is_token = (state >= 0) & (offset < count) & (position + lag < max_len)
+    token = tl.load(all_token_ids + state * ids_stride + position + lag, mask=is_token, other=0)
     tl.store(token_ids + row, token, mask=exists)
     tl.store(positions + row, tl.minimum(position, longest - 1).to(tl.int64), mask=exists)
     last = request * width + tl.maximum(count - 1, 0)
@@ -218,8 +220,8 @@ def committed_inputs_kernel(
 
 @triton.jit(do_not_specialize=["first", "depth", "width", "num_rows", "max_len", "longest"])
 def level_inputs_kernel(
-    requests, roots, tokens, tokens_stride, nodes, first, depth, width, num_rows, max_len, longest,
-    layout, token_ids, positions, slots, slots_stride,
+    requests, contexts, tokens, tokens_stride, nodes, first, depth, width, num_rows, max_len,
+    longest, layout, token_ids, positions, slots, slots_stride,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of one level's nodes. Arguments as in `DraftInputs.read_level`."""
@@ -230,7 +232,7 @@ def level_inputs_kernel(
     node = tl.load(nodes + place, mask=exists, other=0)
     token = tl.load(tokens + request.to(tl.int64) * tokens_stride + node, mask=is_there, other=0)
     tl.store(token_ids + row, token.to(tl.int32), mask=exists)
-    root = tl.load(roots + request, mask=exists, other=0)
+    root = tl.load(contexts + request, mask=exists, other=0)
     position = tl.minimum(root + depth, longest - 1)
     tl.store(positions + row, position.to(tl.int64), mask=exists)
     cached = root + first + place

@@ -54,13 +54,13 @@ def given(batch, slots):
 def written(rows):
     floats = ("temperatures", "top_p", "min_p")
     dtypes = {"slots": torch.int64, "seeds": torch.int64} | dict.fromkeys(floats, torch.float32)
-    names = ("slots", "starts", "counts", "roots", "modes", "top_k", "seeds", *floats)
+    names = ("slots", "starts", "counts", "roots", "contexts", "modes", "top_k", "seeds", *floats)
     return {
         name: torch.full((rows,), UNTOUCHED, dtype=dtypes.get(name, torch.int32)) for name in names
     }
 
 
-def check(batch, slots, rows, most_nodes=None):
+def check(batch, slots, rows, most_nodes=None, lag=0):
     arguments, out = given(batch, slots), written(rows)
     for slot, most in (most_nodes or {}).items():
         arguments["most_nodes"][slot] = most
@@ -71,20 +71,23 @@ def check(batch, slots, rows, most_nodes=None):
         inner_nodes=INNER_NODES,
         longest=LONGEST,
         max_trees=MAX_TREES,
+        lag=lag,
     )
     trees = {}
     for row, (slot, computed, sampled, read, bound, mode) in enumerate(batch):
         end = computed + (sampled > 0)
-        count = max(min(end - read, bound), 0)
+        readable = computed if lag else end
+        count = max(min(readable - read, bound), 0)
         found = [out[name][row].item() for name in ("slots", "starts", "counts", "roots", "modes")]
         assert found == [slot, read, count, max(end - 1, 0), mode]
+        assert out["contexts"][row] == max(end - 1 - lag, 0)
         assert out["temperatures"][row] == slot / 8
         assert (out["top_k"][row], out["top_p"][row]) == (slot + 5, slot / 16)
         assert out["min_p"][row] == slot / 32
         assert out["seeds"][row] == slot * 10**12
         assert arguments["read"][slot] == read + count
         assert arguments["rows"][slot] == row * INNER_NODES
-        complete = read + count == end and sampled > 0
+        complete = read + count == readable and sampled > 0
         if complete and mode != SKIP and end - 1 < LONGEST and row < MAX_TREES:
             trees[slot] = min(TREE_SIZE, (most_nodes or {}).get(slot, TREE_SIZE))
     assert arguments["num_nodes"].tolist() == [trees.get(slot, 0) for slot in range(slots)]
@@ -101,6 +104,12 @@ def check(batch, slots, rows, most_nodes=None):
 @pytest.mark.parametrize("rows", [len(BATCH), ROWS])
 def test_a_batch(rows):
     assert set(check(BATCH, SLOTS, rows)) == {4, 5}
+
+
+def test_a_draft_that_lags_behind_needs_not_read_the_root():
+    # Their tokens in the cache are all they read; what was sampled last, they read along.
+    assert set(check(BATCH, SLOTS, ROWS, lag=1)) == {4, 5}
+    assert set(check([(4, 20, 1, 18, 2, GREEDY), (0, 20, 0, 18, 2, GREEDY)], 6, 4, lag=1)) == {4}
 
 
 def test_a_request_may_cap_its_tree():

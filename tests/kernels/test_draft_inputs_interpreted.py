@@ -49,8 +49,9 @@ def check_rows(inputs, expected, block_sizes):
         assert (buffer[..., rows:] == UNTOUCHED).all()
 
 
+@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("block_sizes", [(16,), (32,), (16, 32), (32, 16, 64)])
-def test_committed_tokens(block_sizes):
+def test_committed_tokens(block_sizes, lag):
     inputs = untouched_inputs(tables_of(block_sizes), rows=40)
     starts = torch.tensor([0, 15, 31, 9, MAX_LEN - 2], dtype=torch.int32)
     counts = torch.tensor([4, 0, 2, 4, 3], dtype=torch.int32)  # the last leaves the model
@@ -63,21 +64,23 @@ def test_committed_tokens(block_sizes):
         all_token_ids=token_ids,
         width=width,
         longest=longest,
+        lag=lag,
     )
     expected = []
     for request, slot in enumerate(REQUESTS.tolist()):
         for offset in range(width):
             position = int(starts[request]) + offset
-            real = slot >= 0 and offset < counts[request] and position < MAX_LEN
+            real = slot >= 0 and offset < counts[request] and position + lag < MAX_LEN
             expected.append(
                 (
-                    int(token_ids[slot, position]) if real else 0,
+                    int(token_ids[slot, position + lag]) if real else 0,
                     min(position, longest - 1),
                     position if real else None,
                     request,
                 )
             )
-    assert [cached is None for _, _, cached, _ in expected[-4:]] == [False, False, True, True]
+    last = [cached is None for _, _, cached, _ in expected[-4:]]
+    assert last == [False, lag == 1, True, True]
     check_rows(inputs, expected, block_sizes)
     assert inputs.last_rows.tolist() == [3, 4, 9, 15, 18, UNTOUCHED]
 
@@ -91,7 +94,7 @@ def test_nodes_of_a_level(block_sizes):
     first, depth, longest = 4, 2, 32
     inputs.read_level(
         requests=REQUESTS,
-        roots=roots,
+        contexts=roots,
         tokens=tokens,
         nodes=nodes,
         first=first,
@@ -121,7 +124,7 @@ def test_more_rows_than_one_program_has():
     roots = torch.arange(40, dtype=torch.int32)
     inputs.read_level(
         requests=torch.arange(40).flip(0),
-        roots=roots,
+        contexts=roots,
         tokens=torch.arange(40 * 9).view(40, 9),
         nodes=torch.arange(1, 8, dtype=torch.int32),
         first=2,
@@ -143,7 +146,7 @@ def test_no_entry_beyond_a_table_is_read():
     inputs = untouched_inputs(PagedTables.of([table], [16]), rows=8, max_requests=1)
     inputs.read_level(
         requests=torch.tensor([0]),
-        roots=torch.tensor([14], dtype=torch.int32),
+        contexts=torch.tensor([14], dtype=torch.int32),
         tokens=torch.zeros(1, 4, dtype=torch.int64),
         nodes=torch.tensor([1, 2, 3], dtype=torch.int32),
         first=0,

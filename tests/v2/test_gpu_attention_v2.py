@@ -95,7 +95,7 @@ def slots_of_a_level() -> dict[str, list[list[int]]]:
     inputs = DraftInputs.empty(PagedTables.of(tables.input_block_tables, [16, 32]), 12, 4)
     inputs.read_level(
         requests=requests,
-        roots=roots,
+        contexts=roots,
         tokens=torch.zeros(4, 8, dtype=torch.int64),
         nodes=torch.tensor([1, 2, 5], dtype=torch.int32),
         first=1,

@@ -5,7 +5,7 @@ we only call or read. Each is here once, in the list of where it holds:
 
 - `EVERYWHERE`: on every device and runner;
 - `CPU_V1`: on CPUs: vLLM's V1 runner, and what both runners share there;
-- `V2`: Model Runner V2, on every device;
+- `V2`: Model Runner V2, on every device (of its speculators: `v2_speculators`);
 - `GPU`: on GPUs, where the runner is always V2.
 
 A list is ordered by the modules of ours that need its entries. `engine.contract` checks

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from sequoia_vllm.engine.ledger.expected import Expected
 from sequoia_vllm.engine.ledger.override import Override
+from sequoia_vllm.engine.ledger.v2_speculators import V2_SPECULATORS
 
 _V2 = "vllm.v1.worker.gpu"
 _RUNNER = f"{_V2}.model_runner:GPUModelRunner"
-_SPECULATOR = f"{_V2}.spec_decode.standalone_ar.speculator:StandaloneARSpeculator"
 _GRAPHS = f"{_V2}.cudagraph_utils:CudaGraphManager"
 _BATCH = f"{_V2}.input_batch:InputBatch"
 _VERIFIER = f"{_V2}.spec_decode.rejection_sampler:RejectionSampler"
@@ -19,6 +19,7 @@ _WHO_DRAFTS = "vLLM asks the speculative method which requests it drafts for"
 _DRAFT_GRAPHS = "vLLM captures draft models' steps"
 
 V2: tuple[Expected | Override, ...] = (
+    *V2_SPECULATORS,
     # v2/scheduler.py
     Override(
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
@@ -87,63 +88,8 @@ V2: tuple[Expected | Override, ...] = (
     Expected("vllm.v1.outputs:DraftTokenIds.req_ids"),
     Expected("vllm.v1.outputs:DraftTokenIds.draft_token_ids"),
     Expected("vllm.v1.core.sched.output:NewRequestData.sampling_params"),
-    # v2/proposer.py, and the batch that it and others of v2/ read
-    Expected(_SPECULATOR, ("vllm_config", "device")),
+    # the batch that v2/proposer.py and others of v2/ read
     Expected("vllm.config:VllmConfig.max_concurrent_batches"),
-    Override(
-        f"{_SPECULATOR}.load_model", ("self", "target_model"),
-        kind="subclass",
-        why="allocates what the verifier reads where memory profiling sees it",
-        until=_TREES,
-    ),
-    Override(
-        f"{_SPECULATOR}.set_attn",
-        (
-            "self", "model_state", "kv_cache_config", "block_tables", "target_input_buffers",
-            "target_attn_groups",
-        ),
-        kind="subclass",
-        why="the draft's growth works on the caches that it is given",
-        until=_TREES,
-    ),
-    Override(
-        f"{_SPECULATOR}.init_cudagraph_manager", ("self", "cudagraph_mode"),
-        kind="subclass",
-        why="does nothing: vLLM captures no graphs of draft models",
-        until=_DRAFT_GRAPHS,
-    ),
-    Override(
-        f"{_SPECULATOR}.capture", ("self",),
-        kind="subclass",
-        why="does nothing; the whole growth of a tree is one graph",
-        until=_DRAFT_GRAPHS,
-    ),
-    Override(
-        f"{_SPECULATOR}.propose",
-        (
-            "self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states",
-            "aux_hidden_states", "num_sampled", "num_rejected", "last_sampled",
-            "next_prefill_tokens", "temperature", "seeds", "dp_sync_state", "dummy_run",
-            "skip_attn_for_dummy_run", "mm_inputs", "is_profile", "num_speculative_tokens",
-        ),
-        kind="subclass", why="grows trees, not chains", until=_TREES,
-    ),
-    Expected(
-        f"{_SPECULATOR}._run_model",
-        (
-            "self", "input_ids", "positions", "attn_metadata", "slot_mappings",
-            "num_tokens_across_dp",
-        ),
-        may_grow=True,
-    ),
-    Expected(
-        f"{_SPECULATOR}._build_attn_metadata",
-        (
-            "self", "num_reqs", "batch_desc", "query_start_loc_np", "seq_lens_cpu_upper_bound",
-            "step", "causal", "dcp_local_seq_lens", "slot_mappings",
-        ),
-        may_grow=True,
-    ),
     Expected("vllm.utils.torch_utils:async_tensor_h2d", ("data", "device"), may_grow=True),
     Expected(f"{_V2}.states:RequestState"),
     *(Expected(f"{_BATCH}.{field}") for field in (

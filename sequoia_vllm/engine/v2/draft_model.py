@@ -11,12 +11,12 @@ from torch import Tensor
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.block_table import BlockTables
 
-from sequoia_vllm.drafting.growth import DraftModel, DraftQueries
+from sequoia_vllm.drafting.growth import DraftModel, DraftQueries, DraftStates
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
 
-Forward = Callable[[Tensor, Tensor, dict[str, Any], dict[str, Tensor], None], Tensor]
-"""(token ids, positions, attention metadata, slots by layer, None) -> hidden states."""
+Forward = Callable[[Tensor, Tensor, dict[str, Any], dict[str, Tensor], Tensor | None], DraftStates]
+"""(token ids, positions, attention metadata, slots by layer, feedback) -> states."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,23 @@ class CachedDraftModel(DraftModel):
         backend: The device's attention.
         run: Runs the draft model in vLLM's forward context.
         head: Its LM head.
+        of_target: What it reads of states of the target.
     """
 
     cache: DraftCache
     backend: TreeBackend
     run: Forward
     head: Callable[[Tensor], Tensor]
+    of_target: Callable[[Tensor], Tensor]
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, slots: Tensor, queries: DraftQueries
-    ) -> Tensor:
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        queries: DraftQueries,
+        feedback: Tensor | None = None,
+    ) -> DraftStates:
         """See `DraftModel.forward`; layers of a cache group share their attention metadata."""
         tables, groups = self.cache.block_tables.input_block_tables, self.cache.groups
         num_reqs = len(queries.context_lens)
@@ -107,7 +114,11 @@ class CachedDraftModel(DraftModel):
             for group in set(groups.values())
         }
         metadata = {name: by_group[group] for name, group in groups.items()}
-        return self.run(token_ids, positions, metadata, self.cache.by_layer(slots), None)
+        return self.run(token_ids, positions, metadata, self.cache.by_layer(slots), feedback)
+
+    def feedback_of(self, target_states: Tensor) -> Tensor:
+        """See `DraftModel.feedback_of`."""
+        return self.of_target(target_states)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `DraftModel.compute_logits`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from abc import abstractmethod
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,12 +16,12 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.states import SamplingStates
-from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch
-from sequoia_vllm.drafting.draft_plan import DraftPlan, depths_by_drafts
-from sequoia_vllm.drafting.growth import TreeGrowth, chain_width
+from sequoia_vllm.drafting.draft_plan import DraftPlan
+from sequoia_vllm.drafting.growth import DraftStates, TreeGrowth, chain_width
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
 from sequoia_vllm.engine.attention_layers import freed_behind
 from sequoia_vllm.engine.grammar import thinks_first
@@ -31,14 +32,22 @@ from sequoia_vllm.engine.v2.draft_loading import nothing_offloaded
 from sequoia_vllm.engine.v2.draft_model import CachedDraftModel, DraftCache
 from sequoia_vllm.engine.v2.reading import DraftReading
 from sequoia_vllm.engine.v2.request_modes import RequestModes
+from sequoia_vllm.engine.v2.step_reading import StepReading
 from sequoia_vllm.engine.v2.tree_memory import allocate_drafted, most_scored, take_logits_memory
 
 
-class TreeProposer(StandaloneARSpeculator):
-    """vLLM's draft-model speculator (loading, KV cache, buffers) growing trees.
+class TreeProposer(DraftModelSpeculator):
+    """vLLM's speculator of a draft (loading, KV cache, buffers) growing trees.
 
-    Its `propose` is replaced. Whatever a step decided stays on the device.
+    Its `propose` is replaced. Whatever a step decided stays on the device. Subclasses say how
+    a kind of draft is run, and what it reads besides tokens: those of vLLM's speculators that
+    they derive from load it.
+
+    Attributes:
+        lag: See `kernels.begin_drafting`.
     """
+
+    lag: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -58,15 +67,61 @@ class TreeProposer(StandaloneARSpeculator):
         drafts, fewer = scheduled_drafts(vllm_config), fewer_drafts(vllm_config)
         self.plan = DraftPlan(tree, drafts, self.max_num_tokens, fewer)
         steps_ahead = vllm_config.max_concurrent_batches - 1
-        self.reading = DraftReading(
-            self.max_num_reqs,
-            depths_by_drafts(tree),
-            unknown_drafts=steps_ahead * tree.num_speculative_tokens,
-            device=device,
-        )
-        self.batch = DraftBatch(self.max_num_reqs, device)
+        self.reading = self._new_reading(steps_ahead)
+        self.batch = DraftBatch(self.max_num_reqs, device, self.lag)
+        self.accepted: Tensor | None = None  # of the step, by `note_accepted`
         self._graphs: DraftGraphs | None = None
         self._last_grown: DraftLevels | None = None
+
+    # -- what kinds of drafts differ in ---------------------------------------------------
+
+    @abstractmethod
+    def _new_reading(self, steps_ahead: int) -> DraftReading | StepReading:
+        """Follows what the draft has read; vLLM schedules so many steps ahead."""
+
+    @abstractmethod
+    def _slot_mappings(self) -> Tensor:
+        """int64 ``[groups, rows]``: room for the slots of the largest pass."""
+
+    @abstractmethod
+    def run_draft(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: dict[str, Any] | None,
+        slots: dict[str, Tensor] | None,
+        feedback: Tensor | None,
+    ) -> DraftStates:
+        """Runs the draft in vLLM's forward context; see `DraftModel.forward`."""
+
+    @abstractmethod
+    def _take_target_states(
+        self, batch: InputBatch, last: Tensor, auxiliary: list[Tensor] | None
+    ) -> None:
+        """Notes the target's states ``[T, H]`` of this step: the last ones, and others."""
+
+    @abstractmethod
+    def _dummy_feedback(self, rows: int) -> Tensor | None:
+        """What a forward of so many rows reads besides tokens, of no request."""
+
+    @abstractmethod
+    def _ragged_feedback(self, requests: Tensor, offsets: Tensor) -> Tensor | None:
+        """What these rows read besides tokens: see `kernels.target_states`."""
+
+    @abstractmethod
+    def _reads_without_drafting(self, batch: InputBatch) -> bool:
+        """Whether what this step committed must be read although nothing is drafted."""
+
+    def _target_states(self) -> Tensor | None:
+        """The buffer of `TreeGrowth` for the target's states; None: the draft reads none."""
+        return None
+
+    def _fits_growth(self, num_trees: int, num_reqs: int, width: int) -> bool:
+        """Whether `TreeGrowth` may read so many tokens of the requests that get trees."""
+        return True
+
+    def _before_growth(self, num_trees: int, width: int) -> None:
+        """What `TreeGrowth` reads besides `DraftBatch` is put in its place."""
 
     # -- model and cache ---------------------------------------------------------------
 
@@ -97,18 +152,24 @@ class TreeProposer(StandaloneARSpeculator):
                 f"the draft has a sliding window of {min(windows.values())} tokens, too few for a "
                 f"tree of depth {self.tree.depth}: choose a less deep tree"
             )
-        self._cache = DraftCache(self.block_tables, groups, windows, self.expanded_slot_mappings)
+        self._cache = DraftCache(self.block_tables, groups, windows, self._slot_mappings())
         self._growth = TreeGrowth(
             batch=self.batch,
             drafted=self.drafted,
             model=CachedDraftModel(
-                self._cache, self.backend, self._run_model, self.model.compute_logits
+                self._cache, self.backend, self.run_draft, self.model.compute_logits,
+                self.feedback_of,
             ),
             inputs=self._cache.inputs(self.max_num_reqs),
             token_ids=self.req_states.all_token_ids.gpu,
             max_lens=(self.max_model_len, self.draft_model_config.max_model_len),
             depth=self.tree.depth,
-        )
+            target_states=self._target_states(),
+        )  # fmt: skip
+
+    def feedback_of(self, target_states: Tensor) -> Tensor:
+        """See `DraftModel.feedback_of`."""
+        return target_states
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Replaces vLLM's, which captures nothing of standalone draft models."""
@@ -148,6 +209,15 @@ class TreeProposer(StandaloneARSpeculator):
         """Makes the requests that started known to the device."""
         self.modes.apply_starts()
 
+    def note_accepted(self, accepted: Tensor | None) -> None:
+        """What was accepted of the trees of the step, before `propose`.
+
+        Args:
+            accepted: int32 ``[R', D]``: nodes by depth, then -1, of the batch's first R'
+                requests, which have trees; None: none has.
+        """
+        self.accepted = accepted
+
     # -- one drafting pass ---------------------------------------------------------------
 
     @torch.inference_mode()
@@ -177,6 +247,7 @@ class TreeProposer(StandaloneARSpeculator):
             Draft tokens int64 ``[R, N]`` in stored tree order. Requests that get
             no tree, or a smaller one, have anything there: `drafted` says so.
         """
+        self._take_target_states(input_batch, last_hidden_states, aux_hidden_states)
         if dummy_run:  # the first one comes before there are caches to grow trees in
             self._dummy_forward(input_batch)
             if is_profile:
@@ -195,9 +266,8 @@ class TreeProposer(StandaloneARSpeculator):
             drafts = min(drafts, num_speculative_tokens)
         if drafts > 0:
             self._draft(input_batch, num_sampled, temperature, seeds, drafts)
-        elif self._cache.windows and input_batch.is_prefilling_np.any():
-            # Later what lies before windows could not be kept, see `leave_out_before_windows`.
-            self._read_prompts(input_batch, num_sampled, temperature, seeds)
+        elif self._reads_without_drafting(input_batch):
+            self._only_read(input_batch, num_sampled, temperature, seeds)
         tokens = self.drafted.tokens[: input_batch.num_reqs, 1:]
         # What vLLM did not ask for it overwrites with -1, in place. A request that gets no
         # tree later is scored with what is in its row: ids that the target can embed.
@@ -213,20 +283,24 @@ class TreeProposer(StandaloneARSpeculator):
     ) -> None:
         num_reqs, levels = batch.num_reqs, self.tables.levels_of(drafts)
         num_trees = min(num_reqs, self.plan.most_requests(drafts))
-        is_long = self.reading.most_unread(batch.idx_mapping_np) > chain_width(levels)
+        width = chain_width(levels)
+        is_long = self.reading.most_unread(batch.idx_mapping_np) > width
+        is_long |= not self._fits_growth(num_trees, num_reqs, width)
         readers = num_reqs if is_long else num_trees
         bounds = self._begin(batch, num_sampled, temperature, seeds, levels, readers, num_trees)
         self._last_grown = levels
         max_keys = int(batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs].max()) + 1
         if is_long:
-            hidden = self._read_ragged(batch, bounds)
-            self._growth.grow(num_trees, levels, hidden[:num_trees], max_keys)
-        elif shape := self._graphs and self._graphs.shape_of(num_trees, drafts):
+            states = self._read_ragged(batch, bounds)
+            self._growth.grow(num_trees, levels, states.first(num_trees), max_keys)
+            return
+        self._before_growth(num_trees, width)
+        if shape := self._graphs and self._graphs.shape_of(num_trees, drafts):
             self._graphs.run_fullgraph(shape)
         else:
             self._growth.read_and_grow(num_trees, levels, max_keys)
 
-    def _read_prompts(
+    def _only_read(
         self, batch: InputBatch, num_sampled: Tensor, temperature: Tensor, seeds: Tensor
     ) -> None:
         """Reads what requests have, and grows nothing."""
@@ -277,8 +351,8 @@ class TreeProposer(StandaloneARSpeculator):
         )
         return bounds
 
-    def _read_ragged(self, batch: InputBatch, bounds: np.ndarray) -> Tensor:
-        """Hidden states ``[R, H]`` at each request's last committed token.
+    def _read_ragged(self, batch: InputBatch, bounds: np.ndarray) -> DraftStates:
+        """States at each request's last committed token, R rows.
 
         For prompts: every request has as many rows as it may need.
         """
@@ -312,22 +386,24 @@ class TreeProposer(StandaloneARSpeculator):
             slot_mappings=slots,
         )
         last = self.req_states.all_token_ids.gpu.shape[1] - 1
-        hidden = self._run_model(
+        states = self.run_draft(
             self.req_states.all_token_ids.gpu[
-                batch.idx_mapping[request], positions.clamp(max=last)
+                batch.idx_mapping[request], (positions + self.lag).clamp(max=last)
             ],
             positions.clamp(max=self.draft_model_config.max_model_len - 1),
             metadata,
             self._cache.by_layer(slots),
-            None,
+            self._ragged_feedback(request, offset),
         )
-        return hidden[last_rows(query_start_loc, counts, total)]
+        return states.rows(last_rows(query_start_loc, counts, total))
 
     def _dummy_forward(self, batch: InputBatch) -> None:
         """For memory profiling: the largest forward, and the widest level's logits."""
         rows = batch.num_tokens
-        hidden = self._run_model(batch.input_ids[:rows], batch.positions[:rows], None, None, None)
-        self.model.compute_logits(hidden[: min(rows, self.plan.widest_level)])
+        states = self.run_draft(
+            batch.input_ids[:rows], batch.positions[:rows], None, None, self._dummy_feedback(rows)
+        )
+        self.model.compute_logits(states.hidden[: min(rows, self.plan.widest_level)])
 
     def _dummy_logits(self) -> None:
         """Likewise what the target's logits at all nodes take."""

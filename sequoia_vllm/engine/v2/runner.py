@@ -23,6 +23,7 @@ from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.path_copies import PathCopies
 from sequoia_vllm.engine.v2.path_edits import along_paths
 from sequoia_vllm.engine.v2.proposer import TreeProposer
+from sequoia_vllm.engine.v2.proposers import new_proposer
 from sequoia_vllm.engine.v2.scoring import ScoringTrees, TreeScoring
 from sequoia_vllm.engine.v2.verifier import TreeVerifier
 
@@ -51,7 +52,7 @@ class TreeRunner(GPUModelRunner):
         self.tree_backend = self.backend_class(tables.ancestors, settings.context_attention)
 
         def init_speculator(config: VllmConfig, where: torch.device, states: Any) -> TreeProposer:
-            return TreeProposer(config, where, states, tables, self.tree_backend)
+            return new_proposer(config, where, states, tables, self.tree_backend)
 
         with swapped(model_runner, "init_speculator", init_speculator):
             super().__init__(vllm_config, device)
@@ -155,9 +156,11 @@ class TreeRunner(GPUModelRunner):
     def sample(self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any) -> Any:
         """As vLLM's, whose rejection sampler is ours; then commits the accepted paths."""
         output = super().sample(hidden_states, input_batch, grammar_output)
+        self.speculator.note_accepted(None)
         if (trees := self._trees) is not None and input_batch.num_draft_tokens > 0:
             paths = self.rejection_sampler.paths[: trees.num_requests]
             self.tree_backend.commit(self._target_caches, self._metadata, trees, paths[:, 1:])
+            self.speculator.note_accepted(paths[:, 1:])
             self._paths.start(paths)
         for paths in self._paths.arrived():
             self.stats.observe_paths(paths)

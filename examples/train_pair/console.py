@@ -1,0 +1,62 @@
+"""What the commands share: options, torch's set-up, progress on the terminal, files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from pair import Listener
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers.utils import logging as transformers_logging
+
+console = Console()
+
+Device = Annotated[str, typer.Option(help="Where to run, such as cpu or cuda.")]
+Threads = Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its default.", min=0)]
+
+
+def set_up_torch(threads: int) -> None:
+    """As many threads as asked for, and no bars of transformers."""
+    transformers_logging.disable_progress_bar()
+    if threads:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """Bars, one for each stage."""
+    columns = (
+        TextColumn("{task.description:>10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console) as bars:
+        yield bars
+
+
+def progress_listener(bars: Progress) -> Listener:
+    """Shows every stage as a bar of its own, with the latest loss."""
+
+    def start(stage: str, steps: int | None) -> None:
+        for task in bars.tasks:
+            if task.total is None:
+                bars.update(task.id, total=1, completed=1)
+        bars.add_task(stage, total=steps, note="")
+
+    def advance(loss: float) -> None:
+        bars.update(bars.tasks[-1].id, advance=1, note=f"loss {loss:.3f}")
+
+    return Listener(start, advance)
+
+
+def write_json(path: Path, content: dict[str, object]) -> None:
+    """Indented, with a line's end."""
+    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")

@@ -1,0 +1,205 @@
+"""An EAGLE-3 head: one layer that drafts token after token from the target's hidden states.
+
+The names of its weights and the order of its norms are those of vLLM's
+``llama_eagle3``. At position p the layer reads the token at p + 1 and a hidden
+state of p, and predicts the token at p + 2. Where the target has been, the
+hidden state is a map of the target's; further on it is what the layer itself
+gave one position before.
+"""
+
+from __future__ import annotations
+
+import torch
+from frozen_target import Frozen, FrozenTarget
+from head_layers import GatedMLP, Linear, join_heads, rotate, shared_config, split_heads
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig
+
+UNROLLED_STEPS = 5  # drafts of a chain in training
+STEP_WEIGHT = 0.8  # of a draft's loss, relative to that of the draft before
+
+
+class Eagle3(nn.Module):
+    """The head, without the target's embedding, which it shares.
+
+    Args:
+        target: The config of the target.
+        layers: Of the target: 0 is its embedding, n the output of its n-th
+            layer. The head sees their hidden states.
+        mlp: Size of the MLP.
+        draft_tokens: Tokens that can be drafted, ascending.
+    """
+
+    d2t: torch.Tensor
+    t2d: torch.Tensor
+
+    def __init__(
+        self, target: LlamaConfig, layers: tuple[int, ...], mlp: int, draft_tokens: torch.Tensor
+    ) -> None:
+        super().__init__()
+        hidden = target.hidden_size
+        self.target, self.layers, self.mlp_size = target, layers, mlp
+        self.fc = Linear(hidden * len(layers), hidden)
+        self.midlayer = Eagle3Layer(target, mlp)
+        self.norm = nn.RMSNorm(hidden, eps=target.rms_norm_eps)
+        self.lm_head = Linear(hidden, len(draft_tokens))
+        drafted = torch.zeros(target.vocab_size, dtype=torch.bool)
+        drafted[draft_tokens] = True
+        self.register_buffer("d2t", draft_tokens - torch.arange(len(draft_tokens)))
+        self.register_buffer("t2d", drafted)
+
+    @property
+    def draft_tokens(self) -> torch.Tensor:
+        """The target's number of every draft token."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def start_from(self, target: FrozenTarget) -> None:
+        """Lets the head begin with what it shares with the target: its output side."""
+        with torch.no_grad():
+            self.norm.weight.copy_(target.final_norm)
+            self.lm_head.weight.copy_(target.output_embedding[self.draft_tokens])
+            # The last layer's hidden states, as they are.
+            hidden = self.target.hidden_size
+            self.fc.weight[:, -hidden:] += torch.eye(hidden)
+
+    def config(self) -> dict[str, object]:
+        """What vLLM reads as ``config.json``."""
+        return {
+            **shared_config(self.target),
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "intermediate_size": self.mlp_size,
+            "draft_vocab_size": len(self.d2t),
+            "norm_before_residual": False,
+            # vLLM's runner reads the first of the two, its model the second.
+            "eagle_aux_hidden_state_layer_ids": list(self.layers),
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": list(self.layers),
+            },
+        }
+
+    def loss(self, target: FrozenTarget, windows: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy with the target's distribution, in chains on the head's own states.
+
+        A target's token outside the draft vocabulary costs nothing: no head can draft it.
+
+        Args:
+            target: Gives hidden states and distributions.
+            windows: Tokens, int64, shape ``[batch, length]``.
+        """
+        frozen = target(windows)
+        starts = windows.shape[1] - UNROLLED_STEPS
+        wanted = frozen.log_probabilities[..., self.draft_tokens].exp()
+        chains = Chains(self, target, frozen.features[:, :starts])
+        total = torch.zeros((), device=windows.device)
+        for step in range(UNROLLED_STEPS):
+            ahead = slice(step + 1, step + 1 + starts)
+            drafted = chains.extend(windows[:, ahead]).float().log_softmax(-1)
+            total -= STEP_WEIGHT**step * (wanted[:, ahead] * drafted).sum(-1).mean()
+        return total / sum(STEP_WEIGHT**step for step in range(UNROLLED_STEPS))
+
+    @torch.no_grad()
+    def draft(
+        self, target: FrozenTarget, tokens: torch.Tensor, frozen: Frozen, count: int
+    ) -> torch.Tensor:
+        """The most likely chain after every prefix of one text.
+
+        Args:
+            target: The head's.
+            tokens: The text, shape ``[length]``.
+            frozen: What the target says of it, a batch of one.
+            count: Drafts in a chain.
+
+        Returns:
+            Shape ``[length - 1, count]``: row s drafts the tokens from s + 2 on, with
+            the target's hidden states of tokens 0 to s.
+        """
+        chains = Chains(self, target, frozen.features[:, :-1])
+        drafts = [tokens[None, 1:]]
+        for _ in range(count):
+            drafts.append(self.draft_tokens[chains.extend(drafts[-1]).argmax(-1)])
+        return torch.cat(drafts[1:]).T
+
+
+class Eagle3Layer(nn.Module):
+    """A Llama layer whose attention also reads the embedding of the next token."""
+
+    def __init__(self, target: LlamaConfig, mlp: int) -> None:
+        super().__init__()
+        hidden, epsilon = target.hidden_size, target.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(hidden, eps=epsilon)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=epsilon)
+        self.self_attn = nn.ModuleDict(
+            {name: Linear(2 * hidden, hidden) for name in ("q_proj", "k_proj", "v_proj")}
+        )
+        self.self_attn["o_proj"] = Linear(hidden, hidden)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=epsilon)
+        self.mlp = GatedMLP(hidden, mlp)
+
+
+class Chains:
+    """Drafts after every position of a batch of texts, all extended by a token at a time.
+
+    The chain of position s attends to what the head made of the target's states of
+    positions 0 to s, and to its own tokens at s + 1, s + 2 and so on.
+
+    Args:
+        head: The head.
+        target: The head's, for the embedding.
+        features: The target's states, shape ``[batch, starts, layers × hidden]``.
+    """
+
+    def __init__(self, head: Eagle3, target: FrozenTarget, features: torch.Tensor) -> None:
+        self._head, self._target = head, target
+        self._starts = torch.arange(features.shape[1], device=features.device)
+        self._hidden = head.fc(features).float()
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+
+    def extend(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits of the tokens after these.
+
+        Args:
+            tokens: One of each chain, shape ``[batch, starts]``.
+
+        Returns:
+            Shape ``[batch, starts, draft vocabulary]``.
+        """
+        head, layer = self._head, self._head.midlayer
+        embedded = layer.input_layernorm(self._target.embed(tokens))
+        mixed = torch.cat((embedded, layer.hidden_norm(self._hidden)), -1)
+        hidden = self._hidden + self._attend(mixed)
+        # Before the norm: what the next step continues from.
+        self._hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return head.lm_head(head.norm(self._hidden))
+
+    def _attend(self, mixed: torch.Tensor) -> torch.Tensor:
+        """The layer's attention, whose keys and values are kept for the steps to come."""
+        attention = self._head.midlayer.self_attn
+        target = self._head.target
+        size, theta = target.head_dim, target.rope_parameters["rope_theta"]
+        query, key, value = (
+            split_heads(attention[name](mixed), size) for name in ("q_proj", "k_proj", "v_proj")
+        )
+        positions = self._starts + len(self._keys)
+        query, key = (rotate(heads, positions, theta) for heads in (query, key))
+        self._keys.append(key)
+        self._values.append(value)
+        weights = self._weights(query * size**-0.5).to(value.dtype)
+        shared = len(self._starts)
+        attended = weights[..., :shared] @ self._values[0]
+        for step, own in enumerate(self._values[1:]):
+            attended = attended + weights[..., shared + step, None] * own
+        return attention["o_proj"](join_heads(attended))
+
+    def _weights(self, query: torch.Tensor) -> torch.Tensor:
+        """Attention's weights, ``[batch, heads, starts, starts + own tokens]``, float32."""
+        scores = (query @ self._keys[0].transpose(-1, -2)).float()
+        later = self._starts[None] > self._starts[:, None]
+        own = [(query * key).sum(-1, keepdim=True).float() for key in self._keys[1:]]
+        return functional.softmax(
+            torch.cat((scores.masked_fill(later, -torch.inf), *own), -1), dim=-1
+        )
