@@ -108,6 +108,7 @@ def test_the_embedded_draft_is_a_model():
     ("config", "name", "method"),
     [
         ({**LAYER, "architectures": ["EagleLlamaForCausalLM"]}, "an EAGLE-1 head", "eagle"),
+        ({"model_type": "eagle", "model": LAYER}, "an EAGLE-1 head", "eagle"),
         ({**EAGLE_3, "ptd_token_id": 128002}, "a P-EAGLE head", "eagle3"),
         (speculators("peagle", mask_token_id=128002), "a P-EAGLE head", "eagle3"),
         (speculators("dspark", **BLOCK), "a DSpark drafter", "dspark"),
