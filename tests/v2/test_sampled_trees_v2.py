@@ -23,6 +23,7 @@ from tests.support.generating import (
     random_prompts,
     save_related_pair,
 )
+from tests.support.heads import save_eagle3
 from tests.support.models import next_probabilities, save_llama
 from tests.support.on_gpu import call_on_gpu
 from tests.support.on_v2 import call_on_v2
@@ -266,7 +267,8 @@ def test_metrics_show_what_the_worker_counted(from_itself):
 #
 # Given all tokens before it, every token has a probability that the target itself
 # can be asked for. Tokens are lined up by how much likelier the target finds them
-# than the draft does; then a uniform number from the interval that a token takes up
+# than the draft does (of a head: those first that it cannot draft); then a uniform number
+# from the interval that a token takes up
 # is uniform over [0, 1), and independent of all others, exactly if the engine
 # follows the target's law. Too many drafts accepted show as small numbers: were 33 % of
 # all tokens by the draft's law, cut off alike, the 576 numbers would show it with
@@ -274,6 +276,7 @@ def test_metrics_show_what_the_worker_counted(from_itself):
 # Smaller errors are for `tests/kernels`, and for the V1 engine's `tests/engine/test_sampled.py`.
 
 LAW_VOCAB, LAW_REQUESTS = 6, 24
+HEAD_TOKENS = [1, 2, 4]
 # Tokens per request. `tests/kernels` compares every decision of either method.
 LAW_TOKENS = {"sequoia": 24, "traversal": 12}
 # Temperature, top_p, top_k, min_p; the second half of the requests needs only temperatures.
@@ -307,12 +310,19 @@ def generate_for_law(target: str, draft: str, method: str) -> dict[str, Any]:
 
 
 def uniforms(
-    prompt: list[int], generated: list[int], paths: tuple[str, str],
+    prompt: list[int], generated: list[int], paths: tuple[str, str | None],
     setting: tuple[float, float, int, float], generator: np.random.Generator,
 ) -> np.ndarray:  # fmt: skip
-    """One number per generated token; uniform if it follows the target's law."""
+    """One number per generated token; uniform if it follows the target's law.
+
+    Target and draft are at ``paths``; no draft: the head that drafts `HEAD_TOKENS`.
+    """
     tokens = prompt + generated
-    target, draft = (next_probabilities(path, [tokens[:-1]], *setting)[0] for path in paths)
+    target, draft = (
+        _of_the_head(len(tokens) - 1) if path is None
+        else next_probabilities(path, [tokens[:-1]], *setting)[0]
+        for path in paths
+    )  # fmt: skip
     first = len(prompt) - 1
     numbers = []
     for p, q, token in zip(target[first:], draft[first:], generated, strict=True):
@@ -321,6 +331,11 @@ def uniforms(
         before = p[order[: list(order).index(token)]].sum()
         numbers.append(min(before + p[token] * generator.random(), 1 - 1e-9))
     return np.array(numbers)
+
+
+def _of_the_head(length: int) -> np.ndarray:
+    one = np.isin(np.arange(LAW_VOCAB), HEAD_TOKENS) / len(HEAD_TOKENS)
+    return np.tile(one, (length, 1))
 
 
 def assert_uniform(cells: np.ndarray) -> None:
@@ -340,7 +355,22 @@ def test_unseeded_tokens_follow_the_targets_law(method, tmp_path):
         )
         for name, seed, scale in (("target", 3, 1.5), ("draft", 4, 1.0))
     )  # fmt: skip
-    answer = call_on_gpu(generate_for_law, tmp_path, target=paths[0], draft=paths[1], method=method)
+    check_law(method, paths, paths[1], tmp_path)
+
+
+def test_unseeded_tokens_follow_the_targets_law_with_a_head(tmp_path):
+    """Which drafts half of the vocabulary only, from the target's states and its own."""
+    target = save_llama(
+        tmp_path / "target", seed=3, scale=1.5, vocab_size=LAW_VOCAB, num_hidden_layers=2,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    head = save_eagle3(tmp_path / "head", str(target), HEAD_TOKENS, scale=2.0)
+    check_law("sequoia", (str(target), None), head, tmp_path)
+
+
+def check_law(method: str, paths: tuple[str, str | None], draft: str, directory: Path) -> None:
+    """The tests described above, of one engine; see `uniforms`."""
+    answer = call_on_gpu(generate_for_law, directory, target=paths[0], draft=draft, method=method)
     share = LAW_TOKENS[method] / 24
     assert answer["graphs"]["DraftGraphs"] > 33 * share
     assert answer["eager growth"] == []

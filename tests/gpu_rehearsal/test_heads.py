@@ -1,0 +1,54 @@
+"""Trees drafted by a trained head on vLLM's GPU engine: from start-up to replayed graphs."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.engines import sequoia
+from tests.support.heads import EAGLE3
+from tests.support.models import TARGET, prompts
+from tests.support.on_gpu import call_on_gpu
+from tests.support.rehearsing import generate, generate_with_trees, rehearsing
+
+pytestmark = pytest.mark.engine
+
+DEPTH = 3
+
+
+def greedy() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def start_and_generate() -> dict[str, Any]:
+    """Of plain vLLM, of a chain, and of trees for batches of three and of one."""
+    texts, options = prompts(3), {"model": TARGET, "skip_tokenizer_init": False}
+    with rehearsing(None, **options) as llm:
+        answers: dict[str, Any] = {"plain": generate(llm, texts, greedy())}
+    with rehearsing(sequoia(size=DEPTH + 1, depth=DEPTH, draft=EAGLE3), **options) as llm:
+        answers["chain"] = generate_with_trees(llm, texts, greedy())
+    with rehearsing(sequoia(size=8, depth=DEPTH, draft=EAGLE3), **options) as llm:
+        answers["trees"] = generate_with_trees(llm, texts, greedy())
+        answers["alone"] = generate_with_trees(llm, texts[:1], greedy())
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return call_on_gpu(start_and_generate, tmp_path_factory.mktemp("heads"))
+
+
+@pytest.mark.parametrize("name", ["chain", "trees", "alone"])
+def test_tokens_are_those_of_plain_vllm_from_graphs(name, answers):
+    found = answers[name]
+    assert found["tokens"] == answers["plain"]["tokens"][: len(found["tokens"])]
+    assert found["eager growth"] == []
+    # All steps but those that read prompts are replayed.
+    assert found["graphs"]["DraftGraphs"] >= found["counts"]["steps"] - 3
+    assert found["graphs"]["TreeGraphManager"] >= found["counts"]["steps"] - 3
+
+
+def test_drafts_are_accepted(answers):
+    chain, trees = (answers[name]["counts"]["tokens_per_tree"] for name in ("chain", "trees"))
+    assert 1.3 < chain < trees
