@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+HeadKind = Literal["eagle3", "dflash"]
+"""Heads read the target's hidden states, and share its embedding."""
 DrafterKind = Literal["model", "eagle3", "dflash"]
-"""A model of its own, or a head that reads the target's hidden states."""
+"""A model of its own, or a head."""
 
 NAMES: dict[DrafterKind, str] = {
     "model": "a draft model",
@@ -17,6 +19,15 @@ UNBUILT: frozenset[DrafterKind] = frozenset()
 """Kinds that are recognised, and that trees cannot be grown with yet."""
 
 
+MODELS_ONLY: tuple[DrafterKind, ...] = ("model",)
+"""What every engine can draft with."""
+
+
 def is_head(kind: DrafterKind) -> bool:
     """Whether it runs on its target's hidden states, embedding and tokens, and not alone."""
     return kind != "model"
+
+
+def short_name(kind: DrafterKind) -> str:
+    """Of `NAMES`, without the article."""
+    return NAMES[kind].partition(" ")[2]

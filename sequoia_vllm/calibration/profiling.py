@@ -15,11 +15,13 @@ from typing import Any
 from sequoia_vllm.calibration.ladder import Ladder
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.hardware.cost import check_batch_sizes
+from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.step_curves import (
     BatchCurves,
     BatchTimes,
     batch_curves,
     check_steady,
+    draft_curves,
     measuring_tree,
     steady_steps,
 )
@@ -106,6 +108,8 @@ def measure_profile(
         PromptError, CalibrationError, ProfileError: If the settings, prompts or
             models cannot be used.
     """
+    from sequoia_vllm.engine.model_shapes import head_shape
+
     settings = _checked(settings)
     prompts = load_prompts(settings.prompts)
     encoded = encode_prompts(prompts, load_tokenizer(settings.engine.target), raw=True)
@@ -115,17 +119,29 @@ def measure_profile(
         measuring = _Measuring(settings, encoded, ladder, (plain, sequoia), report)
         measuring.run()
         dtype = plain.llm_engine.vllm_config.model_config.dtype
-    curves = [batch_curves(times) for times in measuring.times]
-    return profile_of(settings, curves, str(dtype).removeprefix("torch."), prompts_sha256(prompts))
+        head = head_shape(sequoia.llm_engine.vllm_config)
+    first = 0 if head is not None and head.drafts_in_one_pass else 1
+    curves = [batch_curves(times, first) for times in measuring.times]
+    dtype = str(dtype).removeprefix("torch.")
+    return profile_of(settings, curves, dtype, prompts_sha256(prompts), head)
 
 
 def profile_of(
-    settings: ProfileSettings, curves: list[BatchCurves], dtype: str, prompts_hash: str
+    settings: ProfileSettings,
+    curves: list[BatchCurves],
+    dtype: str,
+    prompts_hash: str,
+    draft: ModelShape | None = None,
 ) -> Profile:
-    """The profile of what was measured with weights and activations of this dtype."""
+    """The profile of what was measured with weights and activations of this dtype.
+
+    ``draft`` is the draft's shape, if it is a head.
+    """
     from sequoia_vllm.engine.device_name import current_device_name
 
     engine = settings.engine
+    head = draft.head if draft is not None else None
+    draft_level, draft_reading = draft_curves([c.draft for c in curves], head)
     return Profile(
         source="measured",
         date=datetime.datetime.now(datetime.UTC).date(),
@@ -133,11 +149,13 @@ def profile_of(
         target=engine.target,
         draft=engine.draft,
         target_parameters=count_parameters(engine.target),
-        draft_parameters=count_parameters(engine.draft),
+        draft_parameters=draft.parameters if draft else count_parameters(engine.draft),
         dtype=dtype,
         tensor_parallel_size=engine.tensor_parallel_size,
         target_forward=[c.target for c in curves],
-        draft_level=[c.draft for c in curves],
+        draft_level=draft_level,
+        draft_reading=draft_reading,
+        head=head,
         verification=[c.verification for c in curves],
         overhead=[c.overhead for c in curves],
         offloading=None if engine.offload is None else engine.offload.name,

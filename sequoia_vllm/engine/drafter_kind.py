@@ -7,7 +7,9 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from vllm import envs
 from vllm.config.speculative import MTPModelTypes, SpeculativeConfig
+from vllm.platforms import current_platform
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters import NAMES, UNBUILT, DrafterKind, is_head
@@ -23,7 +25,8 @@ class Recognised:
         kind: None: trees do not draft with it.
         name: In words, with an article.
         sign: What says so; none: nothing says that it is more than a model.
-        method: vLLM's own method for it, if trees do not draft with it.
+        method: vLLM's own method for it, if trees do not draft with it; None: not every vLLM
+            that we support has one.
     """
 
     kind: DrafterKind | None
@@ -57,6 +60,16 @@ def drafter_kind(draft: str, config: SequoiaConfig, target_model_config: Any) ->
     return kind
 
 
+def kinds_here() -> list[DrafterKind]:
+    """What an engine of this process can draft with, as far as is known before its options are.
+
+    Where options turn Model Runner V2 off, engines on GPUs are refused.
+    """
+    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
+    runs_v2 = current_platform.is_cuda() if chosen is None else chosen
+    return [kind for kind in get_args(DrafterKind) if runs_v2 or not is_head(kind)]
+
+
 def vllm_method(kind: DrafterKind) -> str:
     """vLLM's speculative method whose loading and scheduling trees of this kind take."""
     return "draft_model" if kind == "model" else kind
@@ -83,21 +96,21 @@ def check_method(kind: DrafterKind, draft: str, method: str) -> None:
     """
     if kind == "model" and method != "draft_model":
         raise ConfigError(
-            f"vLLM takes {draft!r} for a drafter of its method {method!r} by its name: if it is "
-            'a draft model, put it into a folder without "eagle-", "eagle3", "dflash" and '
-            '"dspark" in its path; if it is a head, then its configuration does not say so, and '
-            'trees draft with EAGLE-3 heads ("drafter": "eagle3") only'
+            f"vLLM takes {draft!r} for a drafter of its method {method!r} by its name: if it is a "
+            'draft model, put it into a folder without "eagle-", "eagle3", "dflash" and "dspark" '
+            'in its path; if it is an EAGLE-3 head, give "drafter": "eagle3", as its '
+            "configuration does not say so; trees draft with no other heads"
         )
 
 
 def _agreed(found: Recognised, draft: str, given: DrafterKind | None) -> DrafterKind:
     """What checkpoint and user say, if they agree."""
     sign = f" ({found.sign})" if found.sign else ""
+    chains = f", or use vLLM's own method {found.method!r} for chains" if found.method else ""
     if found.kind is None:
         raise ConfigError(
             f'{draft!r} is {found.name}{sign}, which trees do not draft with: give "model" an '
-            "EAGLE-3 head or a draft model, or use vLLM's own method "
-            f"{found.method!r} for chains"
+            f"EAGLE-3 head or a draft model{chains}"
         )
     # Some EAGLE-3 heads have the configuration of a model; the others need more of theirs.
     if given in (None, found.kind):
@@ -127,16 +140,17 @@ _ARCHITECTURES = (
     (r"Eagle3.*|.*Eagle3", Recognised("eagle3", NAMES["eagle3"])),
     (r".*DSpark.*", Recognised(None, "a DSpark drafter", None, "dspark")),
     (r"DFlash2.*", Recognised(None, "a DFlash2 drafter", None, "dflash")),
+    (r".*XPress.*", Recognised(None, "an XPress drafter", None, "dflash")),
     (r"LiLiCorr.*", Recognised(None, "a LiLiCorr drafter", None, "dflash")),
     (r"DFlash.*|.*DFlash|MuseGlimmerAssistantModel", Recognised("dflash", NAMES["dflash"])),
     (r"Eagle.*", Recognised(None, "an EAGLE-1 head", None, "eagle")),
-    (r"Medusa.*", Recognised(None, "a set of Medusa heads", None, "medusa")),
-    (r"MLPSpeculator.*", Recognised(None, "an MLP speculator", None, "mlp_speculator")),
+    (r"Medusa.*", Recognised(None, "a set of Medusa heads")),
+    (r"MLPSpeculator.*", Recognised(None, "an MLP speculator")),
     (r".*MTP.*", Recognised(None, "a multi-token prediction (MTP) layer", None, "mtp")),
 )  # fmt: skip
 _TYPES = {
-    "medusa": Recognised(None, "a set of Medusa heads", None, "medusa"),
-    "mlp_speculator": Recognised(None, "an MLP speculator", None, "mlp_speculator"),
+    "medusa": Recognised(None, "a set of Medusa heads"),
+    "mlp_speculator": Recognised(None, "an MLP speculator"),
     **dict.fromkeys(
         get_args(MTPModelTypes),
         Recognised(None, "a model with multi-token prediction (MTP) layers", None, "mtp"),
@@ -153,8 +167,11 @@ _FIELDS = (
 )
 # Of heads that draft in parallel: the token that stands for those not drafted yet.
 _PARALLEL = ("ptd_token_id", "pard_token")
-# Of DFlash's successor: the head that chooses among candidates.
-_SELECTOR = "selector_rank"
+# In a DFlash configuration: what only drafters have that were made of it, and draft otherwise.
+_OF_SUCCESSORS = {
+    "selector_rank": Recognised(None, "a DFlash2 drafter", None, "dflash"),
+    "projector_type": Recognised(None, "a Domino drafter"),
+}
 
 
 def recognise(config: Any) -> Recognised:
@@ -171,8 +188,9 @@ def recognise(config: Any) -> Recognised:
         return Recognised(
             None, "a P-EAGLE head, which drafts in parallel", f"it has {token}", "eagle3"
         )
-    if found.kind == "dflash" and _SELECTOR in (getattr(config, "dflash_config", None) or {}):
-        return Recognised(None, "a DFlash2 drafter", f"it has {_SELECTOR}", "dflash")
+    for key, successor in _OF_SUCCESSORS.items():
+        if found.kind == "dflash" and key in (getattr(config, "dflash_config", None) or {}):
+            return _with_sign(successor, f"it has {key}")
     return found
 
 

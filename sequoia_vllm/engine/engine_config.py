@@ -12,12 +12,17 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters import is_head
+from sequoia_vllm.drafters import DrafterKind, is_head
 from sequoia_vllm.engine.command_errors import short_in_commands
 from sequoia_vllm.engine.contract import check_contract
 from sequoia_vllm.engine.device_name import current_device_name
 from sequoia_vllm.engine.draft_checks import draft_problem
-from sequoia_vllm.engine.drafter_kind import check_method, drafter_kind, vllm_method
+from sequoia_vllm.engine.drafter_kind import (
+    check_method,
+    drafter_kind,
+    kinds_here,
+    vllm_method,
+)
 from sequoia_vllm.engine.load import plan_load
 from sequoia_vllm.engine.mark import mark
 from sequoia_vllm.engine.model_shapes import pair_shapes
@@ -138,8 +143,8 @@ def create_speculative_config(
     dtype = str(target_model_config.dtype).removeprefix("torch.")
     source = weight_source(self)
 
-    def read_shapes(draft: str) -> PairShapes:
-        shapes = pair_shapes(target_model_config, draft, config)
+    def read_shapes(draft: str, drafter: DrafterKind) -> PairShapes:
+        shapes = pair_shapes(target_model_config, draft, config, drafter)
         return shapes if source is None else with_streamed(shapes, source, dtype, device, devices)
 
     resolved = resolve(
@@ -148,6 +153,7 @@ def create_speculative_config(
         target=target_model_config.model,
         dtype=dtype,
         tensor_parallel_size=devices,
+        kinds=kinds_here(),
         read_kind=lambda draft: drafter_kind(draft, config, target_model_config),
         read_shapes=read_shapes,
         max_model_len=target_model_config.max_model_len,
@@ -160,7 +166,7 @@ def create_speculative_config(
         self.additional_config = {**(self.additional_config or {}), DECLINED: tree_source}
         return None
     level, line = outlook_line(
-        resolved.choice.outlook, resolved.draft, tree.size, tree.depth,
+        resolved.choice.outlook, resolved.draft, tree.size, tree.depth, drafter=resolved.drafter,
         adapts=config.adapts, on_cpu=current_platform.is_cpu(),
     )  # fmt: skip
     logger.log(level, "%s", line)

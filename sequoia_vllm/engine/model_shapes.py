@@ -8,12 +8,16 @@ from typing import Any
 from vllm.transformers_utils.config import get_hf_text_config
 
 from sequoia_vllm.config import SequoiaConfig
+from sequoia_vllm.drafters import DrafterKind, HeadKind
 from sequoia_vllm.engine.draft_config import read_draft_config
+from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware.model_config import ShapeError, read_shape
 from sequoia_vllm.hardware.models import ModelShape, PairShapes
 
 
-def pair_shapes(target: Any, draft: str, config: SequoiaConfig) -> PairShapes:
+def pair_shapes(
+    target: Any, draft: str, config: SequoiaConfig, drafter: DrafterKind = "model"
+) -> PairShapes:
     """What vLLM's configuration of the target, and the draft's own, say of their sizes.
 
     Args:
@@ -21,9 +25,11 @@ def pair_shapes(target: Any, draft: str, config: SequoiaConfig) -> PairShapes:
         draft: Name or path of the draft; vLLM makes its configuration of it only later,
             when it must know the number of drafts.
         config: What the user gave; its keys for the draft count.
+        drafter: What the draft is.
     """
     problems: list[str] = []
-    keys = config.draft_keys()
+    quantization = config.draft_keys().get("quantization")
+    head: HeadKind | None = None if drafter == "model" else drafter
 
     def read(shape: Callable[[], ModelShape]) -> ModelShape | None:
         try:
@@ -35,12 +41,20 @@ def pair_shapes(target: Any, draft: str, config: SequoiaConfig) -> PairShapes:
     return PairShapes(
         target=read(lambda: read_shape(target.hf_text_config, target.model, target.quantization)),
         draft=read(
-            lambda: read_shape(
-                _draft_text_config(target, draft, config), draft, keys.get("quantization")
-            )
+            lambda: read_shape(_draft_text_config(target, draft, config), draft, quantization, head)
         ),
+        head=head,
         problem="; ".join(problems) or None,
     )
+
+
+def head_shape(vllm_config: Any) -> ModelShape | None:
+    """The shape of an engine's head; None: its draft is a model."""
+    kind = SequoiaSettings.of(vllm_config).drafter
+    if kind == "model":
+        return None
+    draft = vllm_config.speculative_config.draft_model_config
+    return read_shape(draft.hf_text_config, draft.model, draft.quantization, kind)
 
 
 def _draft_text_config(target: Any, draft: str, config: SequoiaConfig) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from sequoia_vllm.drafters import DrafterKind, short_name
+
 # Beyond these a CPU's step grows with each node, and the last of them are hardly ever accepted.
 _MOST_ON_CPUS = 64
 
@@ -33,17 +35,25 @@ class Outlook:
 
 
 def outlook_line(
-    outlook: Outlook, draft: str, size: int, depth: int, *, adapts: bool, on_cpu: bool
+    outlook: Outlook,
+    draft: str,
+    size: int,
+    depth: int,
+    *,
+    adapts: bool,
+    on_cpu: bool,
+    drafter: DrafterKind = "model",
 ) -> tuple[int, str]:
     """One line for the log.
 
     Args:
         outlook: What the tree is expected to bring.
-        draft: Name of the draft model.
+        draft: Name of the draft.
         size: Nodes of the tree, root included.
         depth: Of the tree, in edges.
         adapts: Whether the engine drafts as much as pays.
         on_cpu: Whether it runs on a CPU.
+        drafter: What the draft is.
 
     Returns:
         The level of the logging module, WARNING where the tree may well not pay, and the line.
@@ -57,7 +67,7 @@ def outlook_line(
         words = f"expected {outlook.tokens:.2f} tokens per step, if acceptance is as assumed"
     else:
         words = "what it brings is not known before it runs"
-    line = f"Sequoia: draft model {draft}; tree of {size} nodes, depth {depth}: {words}"
+    line = f"Sequoia: {short_name(drafter)} {draft}; tree of {size} nodes, depth {depth}: {words}"
     return (logging.INFO if doubt is None else logging.WARNING), line
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 
-from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.drafters import DrafterKind
+from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.drafters import MODELS_ONLY, NAMES, DrafterKind
 from sequoia_vllm.engine.cluster import current_versions
 from sequoia_vllm.engine.draft_checks import check_folder
 from sequoia_vllm.engine.settings import SequoiaSettings
@@ -16,6 +17,8 @@ from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.known_pairs import known_draft
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.start_times import Runs, ToTime
+
+logger = logging.getLogger("vllm.sequoia")
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,9 @@ def resolve(
     target: str,
     dtype: str,
     tensor_parallel_size: int,
+    kinds: Collection[DrafterKind] = MODELS_ONLY,
     read_kind: Callable[[str], DrafterKind] | None = None,
-    read_shapes: Callable[[str], PairShapes] | None = None,
+    read_shapes: Callable[[str, DrafterKind], PairShapes] | None = None,
     max_model_len: int | None = None,
     runs: Runs | None = None,
     offloading: str | None = None,
@@ -61,8 +65,9 @@ def resolve(
         target: Name or path of the target model.
         dtype: The target's, such as "bfloat16".
         tensor_parallel_size: Devices per engine.
+        kinds: What the engine can draft with, where the drafter is left to us.
         read_kind: Reads what a draft is; None: what the user says, or a model.
-        read_shapes: Reads the shapes of the target and of this draft, if the choice
+        read_shapes: Reads the shapes of the target and of this draft of this kind, if the choice
             depends on them; None: they are not known.
         max_model_len: Longest request, in tokens; None: any.
         runs: How the engine will run; None: it neither times steps nor uses what was timed.
@@ -74,7 +79,7 @@ def resolve(
         TreeError, AcceptanceError, LibraryError: The tree cannot be had; names the file
             or entry and what is wrong with it.
     """
-    draft = config.model or known_draft(target)
+    draft = config.model or _known_draft(target, config, kinds)
     check_folder("draft", draft)
     drafter = read_kind(draft) if read_kind else config.drafter or "model"
     pair = PairKey(
@@ -85,7 +90,7 @@ def resolve(
         tensor_parallel_size=tensor_parallel_size,
         offloading=offloading,
     )
-    shapes = cache(lambda: read_shapes(draft)) if read_shapes else None
+    shapes = cache(lambda: read_shapes(draft, drafter)) if read_shapes else None
     choice = choose_engine_tree(config, pair, shapes, max_model_len, runs)
     to_time = None
     if config.tune_at_start and choice.lacks_times and shapes and runs is not None:
@@ -105,8 +110,21 @@ def resolve(
     return Resolved(draft, drafter, choice, settings)
 
 
+def _known_draft(target: str, config: SequoiaConfig, kinds: Collection[DrafterKind]) -> str:
+    """The best one of the table that the engine and the user take."""
+    if config.drafter is not None and config.drafter not in kinds:
+        raise ConfigError(
+            f'"drafter": "{config.drafter}": {NAMES[config.drafter]} needs vLLM\'s Model Runner '
+            'V2, which GPUs use: leave "drafter" out here'
+        )
+    known = known_draft(target, kinds if config.drafter is None else (config.drafter,))
+    logger.info("Sequoia: drafting with %s: %s", known.name, known.why)
+    return known.name
+
+
 def _to_time(pair: PairKey, shapes: PairShapes, runs: Runs) -> ToTime | None:
     """What the engine is to time; None: trees cannot be computed for models of no known size."""
     if shapes.target is None or shapes.draft is None:
         return None
-    return ToTime(pair, runs, shapes.target.parameters, shapes.draft.parameters)
+    target, draft = shapes.target, shapes.draft
+    return ToTime(pair, runs, target.parameters, draft.parameters, draft.head)

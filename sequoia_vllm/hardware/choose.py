@@ -53,7 +53,7 @@ def choose_tree(
         batch_size: Requests in a step.
         max_size: Largest tree, root included; never more than the profile
             timed at this batch size.
-        max_depth: Most edges from the root to a leaf.
+        max_depth: Most edges from the root to a leaf; never more than the draft has levels.
         max_branch: Most children of a node; None: as many as the vector has.
         context_length: Which of the profile's contexts; None: its shortest.
 
@@ -148,6 +148,8 @@ def _search(
     limits: tuple[int, int, int | None],
 ) -> TreeSearch:
     max_size, max_depth, max_branch = limits
+    if profile.head is not None and profile.head.levels is not None:
+        max_depth = min(max_depth, profile.head.levels)
     cost = CostModel(profile, context_length)
     timed = max(cost.max_tokens(size) for size in batch_sizes)
     # One vector is used for many profiles when the library is generated.
@@ -217,7 +219,8 @@ class TreeSearch:
         scoring = cost.target_seconds(sizes, batch_size)
         scoring = scoring + cost.verification_seconds(sizes, batch_size)
         seconds = scoring[:, None] + cost.tree_overhead(batch_size)
-        seconds = seconds + cost.draft_seconds(tokens, batch_size)
+        depths = deeper_levels + 1
+        seconds = seconds + cost.first_draft_seconds(tokens, depths, batch_size)
         return tokens / (seconds + deeper_levels * cost.draft_seconds(1, batch_size))
 
 

@@ -8,6 +8,11 @@ depend on the batch size, and c on the width of each level as well:
 
 where the first draft pass of a step runs over the tokens the last one
 committed, and each later one over the nodes of a level that have children.
+
+A head that drafts all levels in one pass (DFlash) runs it over a position for
+each level and one before them, and draws of its distributions alone below:
+
+    draft(1 + depth) + sum over deeper levels drawing(width)
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -65,6 +70,11 @@ class CostModel:
         self.profile = profile
         self._target = _Surface(profile.target_forward, context_length)
         self._draft = _Surface(profile.draft_level, context_length)
+        self._reading = (
+            _Surface(profile.draft_reading, context_length)
+            if profile.draft_reading
+            else self._draft
+        )
         self._verification = (
             _Surface(profile.verification, context_length) if profile.verification else None
         )
@@ -89,8 +99,24 @@ class CostModel:
         return self._target.seconds(tokens, batch_size)
 
     def draft_seconds(self, tokens: ArrayLike, batch_size: int) -> Floats:
-        """One draft pass over ``tokens`` tokens of each request; any shape."""
+        """One level of ``tokens`` nodes of each request; any shape. Of heads that draft in one
+        pass it is drawing alone.
+        """
         return self._draft.seconds(tokens, batch_size)
+
+    def first_draft_seconds(
+        self, committed: ArrayLike, depths: ArrayLike, batch_size: int
+    ) -> Floats:
+        """A step's first draft pass.
+
+        Args:
+            committed: Tokens of each request that the last step committed; any shape.
+            depths: Of the trees that are drafted; of a shape that goes with ``committed``.
+            batch_size: Requests in the batch.
+        """
+        if self.profile.drafts_in_one_pass:
+            committed = np.broadcast_to(1 + np.asarray(depths), np.shape(committed))
+        return self._reading.seconds(committed, batch_size)
 
     def verification_seconds(self, tokens: ArrayLike, batch_size: int) -> Floats:
         """Verifying trees of ``tokens`` nodes; any shape. 0 where the profile has no such curve."""
@@ -123,7 +149,8 @@ class CostModel:
         sizes = np.arange(start + 1, len(prefixes.expected_tokens) + 1)
         # Level 0 is the pass over newly committed tokens: its width is their number.
         widths = prefixes.widths[start:]
-        first = self.draft_seconds(prefixes.expected_tokens[start:], batch_size)
+        committed, depths = prefixes.expected_tokens[start:], prefixes.depths[start:]
+        first = self.first_draft_seconds(committed, depths, batch_size)
         # Of each width once: few are wide.
         of_width = np.zeros(int(widths.max()) + 1)
         of_width[1:] = self.draft_seconds(np.arange(1, len(of_width)), batch_size)
@@ -164,6 +191,13 @@ class Prefixes:
 
     expected_tokens: Floats
     widths: NDArray[np.int64]
+
+    @cached_property
+    def depths(self) -> NDArray[np.int64]:
+        """Levels below the root of each prefix, int64 ``[size]``."""
+        depths = 1 + (self.widths > 0).sum(axis=1)
+        depths[0] = 0
+        return depths
 
     @classmethod
     def of(cls, tree: TokenTree, acceptance: Acceptance) -> Prefixes:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sequoia_vllm.drafters import HeadKind
 from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.hardware.heads import HeadShape
 from sequoia_vllm.hardware.models import ModelShape
 
 # How many experts, and low ranks of attention: none in a dense model.
@@ -30,7 +32,9 @@ class ShapeError(SequoiaError, ValueError):
     """A configuration that says too little, or something that the cost model has no place for."""
 
 
-def read_shape(config: Any, name: str, quantization: str | None = None) -> ModelShape:
+def read_shape(
+    config: Any, name: str, quantization: str | None = None, head: HeadKind | None = None
+) -> ModelShape:
     """The shape of the dense decoder that a configuration describes.
 
     Args:
@@ -38,6 +42,7 @@ def read_shape(config: Any, name: str, quantization: str | None = None) -> Model
             the text model where there are several.
         name: For messages, and the shape's name.
         quantization: What vLLM quantizes weights with; None: what the configuration says.
+        head: What it is, if it reads a target's hidden states; None: a model.
 
     Raises:
         ShapeError: If a field is missing, or the model is not dense, or its weights have
@@ -65,7 +70,40 @@ def read_shape(config: Any, name: str, quantization: str | None = None) -> Model
         tied=bool(reader.value("tie_word_embeddings")),
         gated=reader.value("model_type") not in _UNGATED,
         layer_weight_bytes=_layer_weight_bytes(reader, quantization),
+        head=None if head is None else _head_shape(reader, head),
     )
+
+
+# Hidden states that vLLM gives EAGLE-3 heads that do not say which they read.
+_EAGLE_3_READS = 3
+
+
+def _head_shape(reader: _Reader, kind: HeadKind) -> HeadShape:
+    """As vLLM builds heads of these kinds."""
+    width = reader.count("target_hidden_size", reader.count("hidden_size"))
+    vocab, own = reader.count("vocab_size"), reader.value("draft_vocab_size")
+    if kind == "eagle3":
+        layers = _stated_layers(reader, "eagle_config", "eagle_aux_hidden_state_layer_ids")
+        number = reader.count("num_aux_hidden_states", layers or _EAGLE_3_READS)
+        combines = reader.nested("eagle_config", "use_aux_hidden_state") is not False
+        return HeadShape(
+            kind=kind, reads=number * width if combines else 0, output_vocab=own or vocab
+        )
+    layers = _stated_layers(reader, "dflash_config", "target_layer_ids")
+    block = reader.value("block_size")
+    before = 0 if reader.nested("dflash_config", "sample_from_anchor") else 1
+    return HeadShape(
+        kind=kind,
+        reads=(layers or reader.count("num_hidden_layers")) * width,
+        output_vocab=None if own in (None, vocab) else own,
+        levels=None if block is None else block - before,
+    )
+
+
+def _stated_layers(reader: _Reader, place: str, key: str) -> int:
+    """How many layers' hidden states a head reads; 0: its configuration does not say."""
+    found = reader.nested(place, key) or reader.value("eagle_aux_hidden_state_layer_ids")
+    return len(found or ())
 
 
 class _Reader:
@@ -80,6 +118,11 @@ class _Reader:
         if isinstance(self.config, Mapping):
             return self.config.get(key)
         return getattr(self.config, key, None)
+
+    def nested(self, place: str, key: str) -> Any:
+        """A field of a mapping that is one of the fields; None where there is none."""
+        inner = self.value(place)
+        return inner.get(key) if isinstance(inner, Mapping) else None
 
     def count(self, key: str, default: int | None = None) -> int:
         found = self.value(key)

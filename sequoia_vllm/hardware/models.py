@@ -10,6 +10,8 @@ from pathlib import Path
 
 from pydantic import Field
 
+from sequoia_vllm.drafters import HeadKind
+from sequoia_vllm.hardware.heads import HeadShape
 from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.json_file import FileModel, read_model
 
@@ -35,22 +37,58 @@ class ModelShape(FileModel):
         description="Bytes of a weight in the layers, where quantized; none: the model's type.",
     )
 
+    head: HeadShape | None = Field(
+        default=None, description="Of a drafter that reads the target's hidden states."
+    )
+
+    @property
+    def drafts_in_one_pass(self) -> bool:
+        """Whether it drafts all levels of a tree in one pass."""
+        return self.head is not None and self.head.drafts_in_one_pass
+
     @property
     def layer_parameters(self) -> int:
         """Parameters of all layers, but the norms'."""
         attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
         mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
-        return self.layers * (attention + mlp)
+        found = self.layers * (attention + mlp)
+        if self.head is not None and self.head.kind == "eagle3":
+            # Queries, keys and values of the first layer are made of two vectors.
+            found += self.hidden * self.head_size * (self.heads + 2 * self.kv_heads)
+        return found
+
+    @property
+    def output_vocab(self) -> int:
+        """Tokens that there are logits of."""
+        own = self.head.output_vocab if self.head is not None else None
+        return self.vocab if own is None else own
+
+    @property
+    def output_parameters(self) -> int:
+        """Of the output matrix, whosever it is."""
+        return self.hidden * self.output_vocab
+
+    @property
+    def reading_parameters(self) -> int:
+        """Those of a head that only a pass over committed tokens multiplies with; else 0."""
+        return 0 if self.head is None else self.head.reads * self.hidden
 
     @property
     def matmul_parameters(self) -> int:
         """Parameters read, and multiplied with, in every forward pass."""
-        return self.layer_parameters + self.hidden * self.vocab
+        return self.layer_parameters + self.output_parameters
 
     @property
     def parameters(self) -> int:
-        """All parameters but the norms'."""
-        return self.matmul_parameters + (0 if self.tied else self.hidden * self.vocab)
+        """All parameters but the norms', and but those that a head shares with its target."""
+        return self.layer_parameters + self.reading_parameters + self._vocabulary_parameters
+
+    @property
+    def _vocabulary_parameters(self) -> int:
+        """Of embedding and output matrix, as far as they are its own."""
+        if self.head is None:
+            return (1 if self.tied else 2) * self.hidden * self.vocab
+        return 0 if self.head.output_vocab is None else self.output_parameters
 
     def matmul_bytes(self, value_bytes: float) -> float:
         """Bytes of `matmul_parameters`: quantization leaves the output matrix as it is.
@@ -58,7 +96,11 @@ class ModelShape(FileModel):
         Args:
             value_bytes: Bytes of a value in the model's type.
         """
-        return self.layers_bytes(value_bytes) + self.hidden * self.vocab * value_bytes
+        return self.layers_bytes(value_bytes) + self.output_parameters * value_bytes
+
+    def reading_bytes(self, value_bytes: float) -> float:
+        """Bytes of `reading_parameters`; argument as of `matmul_bytes`."""
+        return self.reading_parameters * (self.layer_weight_bytes or value_bytes)
 
     def layers_bytes(self, value_bytes: float) -> float:
         """Bytes of all layers: what can be offloaded; argument as of `matmul_bytes`."""
@@ -66,8 +108,8 @@ class ModelShape(FileModel):
 
     def weights_bytes(self, value_bytes: float) -> float:
         """Bytes of all `parameters`; argument as of `matmul_bytes`."""
-        embedding = 0 if self.tied else self.hidden * self.vocab * value_bytes
-        return self.matmul_bytes(value_bytes) + embedding
+        own = self.layers_bytes(value_bytes) + self.reading_bytes(value_bytes)
+        return own + self._vocabulary_parameters * value_bytes
 
     @property
     def kv_values_per_token(self) -> int:
@@ -107,6 +149,7 @@ class PairShapes:
     Attributes:
         target, draft: None: not to be had.
         problem: Why one of them is None, or ``streamed`` is not known.
+        head: What the draft is, if it reads the target's hidden states; None: a model.
         streamed: Weights of the target that are not in the devices' memory; None: all are, or
             how many are not is not known (`PairKey.offloading` tells which).
     """
@@ -115,6 +158,7 @@ class PairShapes:
     draft: ModelShape | None
     problem: str | None = None
     streamed: StreamedWeights | None = None
+    head: HeadKind | None = None
 
     @property
     def quantized(self) -> bool:
@@ -135,6 +179,7 @@ class _ClassFile(FileModel):
     source: str
     shapes: list[ModelShape]
     classes: dict[str, tuple[str, str]]
+    heads: dict[str, tuple[str, str]]
     offloaded: dict[str, _OffloadedClass]
 
 
@@ -168,9 +213,16 @@ def offloaded_classes() -> dict[str, tuple[ModelClass, list[str]]]:
     }
 
 
+@cache
+def head_classes() -> dict[str, ModelClass]:
+    """Those with a head as their draft: `tree build` knows them, the library has none."""
+    return {name: _class(name, pair) for name, pair in _class_file().heads.items()}
+
+
 def every_class() -> dict[str, ModelClass]:
-    """All of both; a class in both is one."""
-    return model_classes() | {name: found for name, (found, _) in offloaded_classes().items()}
+    """All of them; a class that is in several is one."""
+    offloaded = {name: found for name, (found, _) in offloaded_classes().items()}
+    return model_classes() | head_classes() | offloaded
 
 
 def parameters_from_name(name: str) -> float | None:

@@ -6,6 +6,9 @@ attention take the longer of moving their bytes and doing their arithmetic.
 Decoding is bound by bytes, so that scoring a tree costs little more than one
 token until the device's operations per byte are used up: what Sequoia lives on.
 
+A head (`sequoia_vllm.hardware.heads`) reads more in a step's first pass than in those over levels.
+One that drafts all levels in its first pass draws below it: the logits are there.
+
 More devices divide products and attention. They do not divide launches and
 logits, and add reductions, whose bytes grow with the tokens and whose number
 with the layers. The draft is split like the target, as vLLM requires: its
@@ -21,7 +24,7 @@ Whether the models fit the memory is another question: `memory_fit`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sequoia_vllm.hardware.assumptions import Assumptions
 from sequoia_vllm.hardware.device import DeviceSpec
@@ -83,21 +86,34 @@ def roofline_profile(
     assumptions = assumptions or Assumptions()
     forward = _Forward(device, value_bytes, tensor_parallel_size, assumptions)
 
-    def curve(shape: ModelShape, batch: int, kernels: float = 0) -> Curve:
-        weights = streamed if shape is target else None
-        counts = list(tokens) if tokens else _tokens_to_time(weights, batch)
-        return Curve(
-            batch_size=batch,
-            context_length=context_length,
-            tokens=counts,
-            seconds=[
-                _rounded(
-                    forward.seconds(shape, count, batch, context_length, weights)
-                    + kernels * assumptions.small_kernel_seconds
-                )
-                for count in counts
-            ],
-        )
+    def curves(
+        time: Callable[[int, int], float], weights: StreamedWeights | None = None
+    ) -> list[Curve]:
+        """By tokens of each request and requests, for all of those to compute times for."""
+        counts = {n: list(tokens) if tokens else _tokens_to_time(weights, n) for n in batch_sizes}
+        return [
+            Curve(
+                batch_size=batch,
+                context_length=context_length,
+                tokens=counts[batch],
+                seconds=[_rounded(time(count, batch)) for count in counts[batch]],
+            )
+            for batch in batch_sizes
+        ]
+
+    draws = assumptions.level_kernels * assumptions.small_kernel_seconds
+
+    def scoring(count: int, batch: int) -> float:
+        return forward.seconds(target, count, batch, context_length, streamed)
+
+    def level(count: int, batch: int) -> float:
+        if draft.drafts_in_one_pass:
+            return forward.logits_passes(draft, count * batch) + draws
+        return forward.seconds(draft, count, batch, context_length) + draws
+
+    def reading(count: int, batch: int) -> float:
+        passing = forward.seconds(draft, count, batch, context_length) + draws
+        return passing + forward.reading(draft, count * batch)
 
     return Profile(
         source="roofline",
@@ -109,8 +125,10 @@ def roofline_profile(
         draft_parameters=draft.parameters,
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
-        target_forward=[curve(target, batch) for batch in batch_sizes],
-        draft_level=[curve(draft, batch, assumptions.level_kernels) for batch in batch_sizes],
+        target_forward=curves(scoring, streamed),
+        draft_level=curves(level),
+        draft_reading=None if draft.head is None else curves(reading),
+        head=draft.head,
         overhead=[
             Overhead(
                 batch_size=1,
@@ -216,6 +234,16 @@ class _Forward:
         computing += self._logits(shape, rows) + self._sums(shape, rows)
         return computing if streamed is None else streamed.pass_seconds(rows, computing)
 
+    def reading(self, shape: ModelShape, rows: int) -> float:
+        """Time of what a head multiplies the target's hidden states with, on each device alike."""
+        moved = shape.reading_bytes(self._value_bytes)
+        return self._devices * self._longer(moved, 2 * shape.reading_parameters * rows)
+
+    def logits_passes(self, shape: ModelShape, rows: int) -> float:
+        """What each device does with logits, or the distributions that nodes are drawn of."""
+        passes = self._assumed.logits_passes
+        return rows * shape.vocab * 4 * passes / self._bytes_per_second
+
     def _merges(self, shape: ModelShape, tokens: int, batch: int) -> float:
         """Of tree attention's splits; plain decoding's are in its launches."""
         key_heads = shape.kv_heads * shape.kv_copies(self._devices) / self._devices
@@ -236,8 +264,8 @@ class _Forward:
         vLLM gathers in the model's type and samples on every device, so that more
         devices make nothing of this cheaper.
         """
-        read = rows * shape.vocab * 4 * self._assumed.logits_passes / self._bytes_per_second
-        return self._links.all_gather(rows * shape.vocab * self._activation_bytes) + read
+        gathered = rows * shape.output_vocab * self._activation_bytes
+        return self._links.all_gather(gathered) + self.logits_passes(shape, rows)
 
     def _sums(self, shape: ModelShape, rows: int) -> float:
         """Of the residual stream: after attention, after the MLP, and after the embedding."""

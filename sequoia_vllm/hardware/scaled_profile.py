@@ -46,14 +46,16 @@ def scaled_profile(
 
     Raises:
         ValueError: If a type is not known, or weights are quantized: they take less time to
-            read and as much to compute with, which measurements of others do not tell apart.
+            read and as much to compute with, which measurements of others do not tell apart;
+            or the draft drafts in one pass: how long drawing alone takes nobody measured.
     """
     if target.layer_weight_bytes or draft.layer_weight_bytes:
         raise ValueError("times of quantized weights cannot be scaled from measured ones")
+    if draft.drafts_in_one_pass:
+        raise ValueError("times of heads that draft in one pass cannot be scaled from others")
     passes = _Passes(measured)
-    target_bytes, draft_bytes = (
-        shape.matmul_bytes(bytes_per_value(dtype)) for shape in (target, draft)
-    )
+    value_bytes = bytes_per_value(dtype)
+    target_bytes, draft_bytes = (shape.matmul_bytes(value_bytes) for shape in (target, draft))
     basis = min(
         measured, key=lambda p: abs(math.log(target_bytes / _bytes(p.target_parameters, p)))
     )
@@ -74,6 +76,9 @@ def scaled_profile(
             seconds=seconds,
         )
 
+    def drafts(size: float) -> list[Curve]:
+        return [curve_of(curve, size, None, curve.tokens[-1]) for curve in basis.draft_level]
+
     return Profile(
         source="scaled",
         date=basis.date,
@@ -87,9 +92,11 @@ def scaled_profile(
         target_forward=[
             curve_of(curve, target_bytes, streamed, most) for curve in basis.target_forward
         ],
-        draft_level=[
-            curve_of(curve, draft_bytes, None, curve.tokens[-1]) for curve in basis.draft_level
-        ],
+        draft_level=drafts(draft_bytes),
+        draft_reading=(
+            None if draft.head is None else drafts(draft_bytes + draft.reading_bytes(value_bytes))
+        ),
+        head=draft.head,
         overhead=basis.overhead,
         verification=basis.verification,
         target_shape=target,

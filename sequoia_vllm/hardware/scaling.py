@@ -24,7 +24,8 @@ class Prediction:
     Attributes:
         batch_size: Requests in a step.
         plain_seconds: A plain step: the time per token of each request.
-        draft_level_seconds: A draft pass over one node of each request.
+        draft_level_seconds: A draft pass over one node of each request; of a head that drafts all
+            levels in one pass, drawing one level.
         size: Nodes of the tree, root included; 1: plain decoding is faster.
         depth: Its edges from the root to the deepest leaf.
         expected_tokens: Per request and step.

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from sequoia_vllm.hardware.heads import HeadShape
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, ProfileError
 from sequoia_vllm.tree.token_tree import TokenTree
 
@@ -220,6 +221,22 @@ def batch_curves(times: BatchTimes, first_pass: int = 1) -> BatchCurves:
         step_seconds={size: round(value, _DIGITS) for size, value in step.items()},
         forward_seconds={size: round(value, _DIGITS) for size, value in forward.items()},
     )
+
+
+def draft_curves(
+    drafts: list[Curve], head: HeadShape | None
+) -> tuple[list[Curve], list[Curve] | None]:
+    """What was measured of a draft as a profile's ``draft_level`` and ``draft_reading``.
+
+    Args:
+        drafts: As `BatchCurves.draft`. Of a head that drafts in one pass: of that pass, with all
+            of the drawing.
+        head: What the draft is; None: a model.
+    """
+    if head is None or not head.drafts_in_one_pass:
+        return drafts, None
+    nothing = {"tokens": [1], "seconds": [10.0**-_DIGITS], "spread": None}
+    return [curve.model_copy(update=nothing) for curve in drafts], drafts
 
 
 @dataclass(frozen=True)

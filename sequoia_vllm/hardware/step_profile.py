@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.device import DeviceSpec
+from sequoia_vllm.hardware.heads import HeadShape
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.json_file import FileModel, dump_json, read_model
@@ -113,7 +114,17 @@ class Profile(FileModel):
     draft_level: list[Curve] = Field(
         min_length=1,
         description="One draft forward pass over the nodes of one level that have children, "
-        "drawing those children included.",
+        "drawing those children included; of a drafter that drafts all levels in one pass: "
+        "drawing alone.",
+    )
+    draft_reading: list[Curve] | None = Field(
+        default=None,
+        description="The step's first draft pass, over what was committed; of a drafter that "
+        "drafts all levels in one pass: that pass, by the positions of its block. None: the "
+        "first pass takes what one over a level does.",
+    )
+    head: HeadShape | None = Field(
+        default=None, description="What the draft is, where it is a head; none: a model."
     )
     overhead: list[Overhead] = Field(min_length=1, description="The rest of a step.")
     verification: list[Curve] | None = Field(
@@ -149,6 +160,7 @@ class Profile(FileModel):
         for name, curves in (
             ("target_forward", self.target_forward),
             ("draft_level", self.draft_level),
+            ("draft_reading", self.draft_reading or []),
             ("verification", self.verification or []),
         ):
             keys = [(curve.batch_size, curve.context_length) for curve in curves]
@@ -163,9 +175,16 @@ class Profile(FileModel):
             raise ValueError(
                 "every curve of target_forward must start at 1 token: that is plain decoding"
             )
+        if self.drafts_in_one_pass and self.draft_reading is None:
+            raise ValueError("a head that drafts in one pass needs its time: draft_reading")
         if self.source == "roofline" and self.datasheet is None:
             raise ValueError('a "roofline" profile must carry the datasheet values it used')
         return self
+
+    @property
+    def drafts_in_one_pass(self) -> bool:
+        """Whether all levels of a tree are drafted in the step's first draft pass."""
+        return self.head is not None and self.head.drafts_in_one_pass
 
     @classmethod
     def load(cls, path: Path | str) -> Profile:

@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sequoia_vllm.hardware.device import DeviceSpec
-from sequoia_vllm.hardware.models import PairShapes, size_name
+from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.scaled_profile import scaled_profile
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
-from sequoia_vllm.library.generate import OFFLOADED, fastest_schedule, make_entry, profile_reference
+from sequoia_vllm.library.generate import (
+    OFFLOADED,
+    fastest_schedule,
+    make_entry,
+    profile_reference,
+    size_class,
+)
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.selection import Request, Strength, choose_strength, size_names
 
@@ -60,8 +66,7 @@ def computed_entry(
     if profile is None:
         return None, f"no times of {basis.device} to compute from"
     vector, why = _vector(basis, request)
-    sizes = f"{size_name(profile.target_parameters)}-{size_name(profile.draft_parameters)}"
-    sizes += "" if pair.offloading is None else OFFLOADED
+    sizes = size_class(profile) + ("" if pair.offloading is None else OFFLOADED)
     entry = make_entry(
         f"computed/{basis.device}/{sizes}/{vector.name}",
         sizes,

@@ -258,7 +258,13 @@ def model_class_of(profile: Profile) -> str:
     for name, model_class in model_classes().items():
         if (model_class.target.name, model_class.draft.name) == (profile.target, profile.draft):
             return name
-    return f"{size_name(profile.target_parameters)}-{size_name(profile.draft_parameters)}"
+    return size_class(profile)
+
+
+def size_class(profile: Profile) -> str:
+    """Of the target's parameters, and the draft's or what kind of head it is."""
+    draft = profile.head.kind if profile.head else size_name(profile.draft_parameters)
+    return f"{size_name(profile.target_parameters)}-{draft}"
 
 
 def _roofline(device: DeviceSpec, model_class: ModelClass) -> Profile | None:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
+from sequoia_vllm.drafters import NAMES
 from sequoia_vllm.hardware.device import Device
 from sequoia_vllm.hardware.models import (
     ModelShape,
@@ -117,7 +118,7 @@ def made_for(entries: list[TreeEntry], request: Request) -> tuple[list[TreeEntry
 
 def timed_at_size(entries: list[TreeEntry], shapes: PairShapes) -> tuple[list[TreeEntry], str]:
     """The entries measured with other models of exactly these sizes, and why."""
-    if shapes.target is None or shapes.draft is None or shapes.quantized:
+    if shapes.target is None or shapes.draft is None or shapes.quantized or shapes.head:
         return [], ""
     sizes = shapes.target.parameters, shapes.draft.parameters
     found = [
@@ -165,16 +166,22 @@ def parameters_of(
     target_parameters: float | None,
     draft_parameters: float | None,
 ) -> tuple[float | None, float | None]:
-    """Parameters of target and draft: given, or of the shape, or as a name on the Hub says."""
+    """Parameters of target and draft: given, or of the shape, or as a name on the Hub says.
 
-    def size(model: str, given: float | None, shape: ModelShape | None) -> float | None:
+    The name of a head says how many its target has.
+    """
+
+    def size(
+        model: str, given: float | None, shape: ModelShape | None, is_head: bool
+    ) -> float | None:
         if given or shape:
             return given or (shape.parameters if shape else None)
-        return None if is_local(model) else parameters_from_name(model)
+        return None if is_local(model) or is_head else parameters_from_name(model)
 
+    has_head = shapes is not None and shapes.head is not None
     return (
-        size(pair.target, target_parameters, shapes.target if shapes else None),
-        size(pair.draft, draft_parameters, shapes.draft if shapes else None),
+        size(pair.target, target_parameters, shapes.target if shapes else None, False),
+        size(pair.draft, draft_parameters, shapes.draft if shapes else None, has_head),
     )
 
 
@@ -260,7 +267,8 @@ def size_names(shapes: PairShapes) -> str:
     """Sizes of a pair in words."""
     sizes = (shape.parameters if shape else None for shape in (shapes.target, shapes.draft))
     target, draft = map(size_name, sizes)
-    return f"a target of {target} and a draft of {draft} parameters"
+    drafter = NAMES[shapes.head] if shapes.head else "a draft"
+    return f"a target of {target} and {drafter} of {draft} parameters"
 
 
 def selection(

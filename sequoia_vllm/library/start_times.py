@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sequoia_vllm.hardware.heads import HeadShape
 from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.hardware.step_profile import Profile, ProfileError
 from sequoia_vllm.json_file import save_whole
@@ -28,21 +29,24 @@ class ToTime:
         pair: What the times are for.
         runs: How the engine runs.
         target_parameters, draft_parameters: Sizes of the models.
+        head: What the draft is, if it is a head.
     """
 
     pair: PairKey
     runs: Runs
     target_parameters: float
     draft_parameters: float
+    head: HeadShape | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON data."""
-        return asdict(self)
+        return {**asdict(self), "head": self.head and self.head.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ToTime:
         """What `to_dict` made."""
-        return cls(**{**data, "pair": PairKey(**data["pair"])})
+        head = data["head"] and HeadShape.model_validate(data["head"])
+        return cls(**{**data, "pair": PairKey(**data["pair"]), "head": head})
 
 
 def start_times_path(user: Path, pair: PairKey, runs: Runs) -> Path:

@@ -129,6 +129,36 @@ def test_draft_vocabulary(tmp_path):
     refused("same vocabulary size", speculative_config=sequoia(draft=tmp_path))
 
 
+def save_head(path: Path, **changes) -> Path:
+    """The configuration of an EAGLE-3 head for the embedded target; no weights are read."""
+    config = transformers.LlamaConfig.from_pretrained(TARGET)
+    config.update({"num_hidden_layers": 1, "draft_vocab_size": 512, **changes})
+    config.save_pretrained(path)
+    return path
+
+
+def test_heads_on_model_runner_v1(tmp_path):
+    head = save_head(tmp_path / "head")
+    refused("heads need vLLM's Model Runner V2", speculative_config=sequoia(draft=head))
+
+
+def test_heads_of_another_target(tmp_path):
+    head = save_head(tmp_path / "head", target_hidden_size=512)
+    refused("hidden size is 512, and this one's 256", speculative_config=sequoia(draft=head))
+
+
+def test_heads_that_are_said_to_be_models(tmp_path):
+    head = save_head(tmp_path / "head")
+    options = sequoia(draft=head, drafter="model")
+    refused("is an EAGLE-3 head (it has draft_vocab_size)", speculative_config=options)
+
+
+def test_draft_models_that_vllm_takes_for_heads_by_their_path(tmp_path):
+    draft = tmp_path / "eagle3" / "draft"
+    shutil.copytree(DRAFT, draft)
+    refused("by its name: if it is a draft model, put", speculative_config=sequoia(draft=draft))
+
+
 def test_draft_longer_than_allowed():
     refused(
         "greater than the derived max_model_len", speculative_config=sequoia(max_model_len=100_000)

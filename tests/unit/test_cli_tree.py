@@ -258,6 +258,28 @@ class TestRoofline:
         assert "(use --tensor-parallel-size 4)" in result.stderr
         assert "tokens" in result.stdout
 
+    def test_heads_have_a_first_pass_of_their_own(self):
+        for name, parts in (("8b-1b", 2), ("8b-dflash", 3)):
+            output = run("tree", "roofline", "h100-sxm", "--class", name).stdout
+            title = " ".join(output.split())
+            assert ("target / first draft pass / draft level, ms" in title) == (parts == 3)
+            row = next(line.split() for line in output.splitlines() if line.split()[:1] == ["8"])
+            assert row.count("/") == 3 * (parts - 1)
+            if parts == 3:
+                _, first, level = (float(seconds) for seconds in row[1:6:2])
+                assert first > 50 * level
+
+    def test_trees_of_heads(self):
+        options = ("--acceptance", "shipped", "--size", 64, "--device", "h100-sxm", "--class")
+        trees = {
+            name: run_json("tree", "build", *options, name)
+            for name in ("8b-1b", "8b-eagle3", "8b-dflash")
+        }
+        depths = [tree["depth"] for tree in trees.values()]
+        assert depths == sorted(depths)
+        assert depths[0] < depths[-1]
+        assert trees["8b-dflash"]["times"]["draft"] == "z-lab/Qwen3-8B-DFlash-b16"
+
 
 class TestOffloaded:
     OPTIONS = ("--device", "l40", "--class", "70b-8b", "--offload-gb", 200)

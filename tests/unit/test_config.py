@@ -6,7 +6,6 @@ from typing import get_args
 import pytest
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig, TreeSpec, Verification
-from sequoia_vllm.known_pairs import KNOWN_PAIRS, known_draft
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification import METHODS, Method
 
@@ -135,35 +134,6 @@ def test_draft_keys_are_vllms_own():
          "num_speculative_tokens": 3, "acceptance": [0.5]}
     )  # fmt: skip
     assert config.draft_keys() == {"revision": "r"}
-
-
-@pytest.mark.parametrize(
-    ("target", "draft"),
-    [
-        ("meta-llama/Llama-2-7b-hf", "JackFram/llama-68m"),
-        ("meta-llama/Llama-2-13b-chat-hf", "JackFram/llama-68m"),
-        ("lmsys/vicuna-7b-v1.3", "JackFram/llama-68m"),
-        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
-        ("/models/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
-        ("Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B"),
-        ("examples/models/target", "examples/models/draft"),
-        ("/srv/sequoia/examples/models/target/", "/srv/sequoia/examples/models/draft"),
-    ],
-)
-def test_known_pairs(target, draft):
-    assert known_draft(target) == draft
-
-
-@pytest.mark.parametrize("target", ["gpt2", "Qwen/Qwen3-0.6B", "examples/models/other"])
-def test_unknown_target_shows_the_json_to_write(target):
-    with pytest.raises(ConfigError) as error:
-        known_draft(target)
-    assert '{"method": "sequoia", "model": "DRAFT"}' in str(error.value)
-    assert target in str(error.value)
-
-
-def test_every_pair_says_why():
-    assert all(pair.note for pair in KNOWN_PAIRS)
 
 
 def test_verification_names_the_verifiers_methods():

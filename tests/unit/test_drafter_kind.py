@@ -13,13 +13,16 @@ from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters import UNBUILT
 from sequoia_vllm.engine import drafter_kind as module
 from sequoia_vllm.engine.drafter_kind import check_method, drafter_kind, recognise, refuse_unbuilt
+from sequoia_vllm.engine.model_shapes import head_shape, pair_shapes
 from sequoia_vllm.engine.refusals import _drafter_reasons
 from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.hardware.heads import HeadShape
 from sequoia_vllm.tree import TokenTree
 from tests.support.models import DRAFT
 
 TARGET = SimpleNamespace(
     model="meta-llama/Llama-3.1-8B-Instruct",
+    quantization=None,
     trust_remote_code=False,
     config_format="auto",
     hf_overrides=None,
@@ -105,6 +108,7 @@ def test_the_embedded_draft_is_a_model():
     ("config", "name", "method"),
     [
         ({**LAYER, "architectures": ["EagleLlamaForCausalLM"]}, "an EAGLE-1 head", "eagle"),
+        ({"model_type": "eagle", "model": LAYER}, "an EAGLE-1 head", "eagle"),
         ({**EAGLE_3, "ptd_token_id": 128002}, "a P-EAGLE head", "eagle3"),
         (speculators("peagle", mask_token_id=128002), "a P-EAGLE head", "eagle3"),
         (speculators("dspark", **BLOCK), "a DSpark drafter", "dspark"),
@@ -114,8 +118,12 @@ def test_the_embedded_draft_is_a_model():
             {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "selector_rank": 64}},
             "a DFlash2 drafter", "dflash",
         ),
+        (
+            {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "projector_type": "domino"}},
+            "a Domino drafter", None,
+        ),
         ({**DFLASH, "architectures": ["LiLiCorrDraftModel"]}, "a LiLiCorr drafter", "dflash"),
-        ({"model_type": "medusa", "hidden_size": 4096}, "a set of Medusa heads", "medusa"),
+        ({"model_type": "medusa", "hidden_size": 4096}, "a set of Medusa heads", None),
         (
             {**LAYER, "model_type": "qwen2", "architectures": ["MiMoForCausalLM"],
              "num_nextn_predict_layers": 1},
@@ -127,7 +135,8 @@ def test_what_trees_do_not_draft_with(kind_of, config, name, method):
     with pytest.raises(ConfigError) as error:
         kind_of(config)
     assert f"is {name}" in str(error.value)
-    assert f"vLLM's own method {method!r}" in str(error.value)
+    chains = f", or use vLLM's own method {method!r} for chains"
+    assert str(error.value).endswith(chains if method else "or a draft model")
     assert 'give "model" an EAGLE-3 head or a draft model' in str(error.value)
 
 
@@ -145,6 +154,16 @@ def test_every_drafter_that_vllm_knows_is_recognised(architecture):
     assert (found.kind == "eagle3") == ("eagle3" in implementation and not in_parallel)
     of_dflash = implementation.endswith("dflash")
     assert (found.kind == "dflash") == of_dflash
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["DFlash2BeamDraftModel", "Qwen3XPressModel", "DFlashQwen3XPressModel", "MuseSparkDSparkModel",
+     "ParseAuxMTPModel", "Step5MTP"],
+)  # fmt: skip
+def test_what_vllm_0_33_added_is_none_of_ours(architecture):
+    config = SimpleNamespace(architectures=[architecture], model_type="qwen3")
+    assert recognise(config).kind is None
 
 
 @pytest.mark.parametrize(
@@ -199,6 +218,30 @@ def test_narrow_heads_of_the_target(kind_of):
     assert kind_of({**EAGLE_3, "eagle_aux_hidden_state_layer_ids": [2, 16, 32]}) == "eagle3"
 
 
+@pytest.mark.parametrize(
+    ("config", "kind", "head"),
+    [
+        (EAGLE_3, "eagle3", HeadShape(kind="eagle3", reads=12288, output_vocab=32000)),
+        (
+            speculators("eagle3", eagle_aux_hidden_state_layer_ids=[2, 9, 16, 23, 30]), "eagle3",
+            HeadShape(kind="eagle3", reads=20480, output_vocab=32000),
+        ),
+        (DFLASH, "dflash", HeadShape(kind="dflash", reads=20480, levels=15)),
+        (
+            speculators("dflash", **BLOCK), "dflash",
+            HeadShape(kind="dflash", reads=12288, output_vocab=32000),
+        ),
+    ],
+)  # fmt: skip
+def test_shapes_of_heads_in_each_format(tmp_path, config, kind, head):
+    draft = saved(tmp_path, config)
+    found = pair_shapes(TARGET, draft, SequoiaConfig(), kind)
+    assert found.head == kind
+    assert found.draft.head == head
+    assert found.draft.name == draft
+    assert (found.draft.hidden, found.draft.kv_heads, found.draft.vocab) == (4096, 8, 128256)
+
+
 def test_drafts_that_cannot_be_read_are_vllms_to_refuse(tmp_path):
     missing = str(tmp_path / "nothing")
     assert drafter_kind(missing, SequoiaConfig(), TARGET) == "model"
@@ -237,6 +280,16 @@ def test_heads_need_model_runner_v2():
 
 def test_the_workers_know_the_kind():
     assert SequoiaSettings.of(engine("eagle3", use_v2=True)).drafter == "eagle3"
+
+
+def test_the_shape_of_an_engines_head():
+    config = engine("eagle3", use_v2=True)
+    draft = SimpleNamespace(
+        hf_text_config=SimpleNamespace(**EAGLE_3), model="a/head", quantization=None
+    )
+    config.speculative_config = SimpleNamespace(draft_model_config=draft)
+    assert head_shape(config).parameters == 374_341_632 + 50_331_648
+    assert head_shape(engine("model", use_v2=True)) is None
 
 
 def test_the_key_is_ours_and_strict():

@@ -162,8 +162,8 @@ def resolved(pair: PairKey):
     shapes = IN_MEMORY if pair.offloading is None else SHAPES
     return resolve(
         SequoiaConfig(model=pair.draft, tree="auto"), device=pair.device, target=pair.target,
-        dtype=pair.dtype, tensor_parallel_size=1, read_shapes=lambda draft: shapes, runs=RUNS,
-        offloading=pair.offloading,
+        dtype=pair.dtype, tensor_parallel_size=1, read_shapes=lambda draft, drafter: shapes,
+        runs=RUNS, offloading=pair.offloading,
     )  # fmt: skip
 
 

@@ -265,7 +265,7 @@ def told(library, monkeypatch):
         config = SequoiaConfig.parse({"method": "sequoia", "model": "some/draft", **keys})
         return resolve(
             config, device=L40S, target="/m/timed", dtype="float16", tensor_parallel_size=1,
-            read_shapes=lambda draft: shapes, runs=runs,
+            read_shapes=lambda draft, drafter: shapes, runs=runs,
         ).settings  # fmt: skip
 
     return settings

@@ -195,9 +195,11 @@ def times_table(profile: Profile) -> Table:
     """Times by tokens per request, for a few batch sizes."""
     cost = CostModel(profile)
     batches = (1, 8, 64)
+    reads = profile.draft_reading is not None
+    parts = "target / first draft pass / draft level" if reads else "target / draft level"
     table = Table(
         title=f"{profile.device}: {profile.target} with {profile.draft}, TP "
-        f"{profile.tensor_parallel_size} ({profile.source}; target / draft level, ms)",
+        f"{profile.tensor_parallel_size} ({profile.source}; {parts}, ms)",
         box=None, pad_edge=False, header_style="bold", title_justify="left",
     )  # fmt: skip
     table.add_column("tokens", justify="right")
@@ -205,10 +207,14 @@ def times_table(profile: Profile) -> Table:
         table.add_column(f"batch {batch}", justify="right")
     wide = (256, 512, 768) if profile.streamed else ()
     for tokens in (1, 2, 4, 8, 16, 32, 64, 128, *wide):
-        cells = [
-            f"{1e3 * float(cost.target_seconds(tokens, batch)):.2f} / "
-            f"{1e3 * float(cost.draft_seconds(tokens, batch)):.2f}"
-            for batch in batches
-        ]
-        table.add_row(str(tokens), *cells)
+        table.add_row(str(tokens), *(_times(cost, tokens, batch, reads) for batch in batches))
     return table
+
+
+def _times(cost: CostModel, tokens: int, batch: int, reads: bool) -> str:
+    """Of passes over so many tokens of each request; the draft's first one if it is another."""
+    # So many positions are those of a tree of one level less.
+    first = cost.first_draft_seconds(tokens, tokens - 1, batch)
+    level = cost.draft_seconds(tokens, batch)
+    shown = (cost.target_seconds(tokens, batch), *((first,) if reads else ()), level)
+    return " / ".join(f"{1e3 * float(seconds):.2f}" for seconds in shown)

@@ -126,6 +126,7 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         may_grow=True,
     ),
     Expected("vllm.config.speculative:MTPModelTypes"),
+    Expected("vllm.envs:environment_variables"),  # VLLM_USE_V2_MODEL_RUNNER is one of them
     Expected("vllm.config:SpeculativeConfig.method"),
     # load.py
     *(Expected(f"vllm.config:SchedulerConfig.{field}") for field in (

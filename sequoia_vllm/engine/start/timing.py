@@ -27,6 +27,7 @@ from sequoia_vllm.hardware.step_curves import (
     BatchTimes,
     TimedStep,
     batch_curves,
+    draft_curves,
     middle_round,
     steady_steps,
 )
@@ -219,6 +220,7 @@ def profile_of(wanted: ToTime, times: BatchTimes, *, waits_for_core: bool) -> Pr
         (assumed.plain_step_seconds, assumed.tree_step_seconds) if waits_for_core else (0.0, 0.0)
     )
     curves = _curves_of(times)
+    draft_level, draft_reading = draft_curves([curves.draft], wanted.head)
     pair = wanted.pair
     return Profile(
         source="warm-up",
@@ -232,7 +234,9 @@ def profile_of(wanted: ToTime, times: BatchTimes, *, waits_for_core: bool) -> Pr
         tensor_parallel_size=pair.tensor_parallel_size,
         offloading=pair.offloading,
         target_forward=[_never_slower(curves.target)],
-        draft_level=[curves.draft],
+        draft_level=draft_level,
+        draft_reading=draft_reading,
+        head=wanted.head,
         verification=[curves.verification],
         overhead=[
             curves.overhead.model_copy(

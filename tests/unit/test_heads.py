@@ -1,0 +1,355 @@
+"""Shapes and times of heads, and the trees that they call for."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from sequoia_vllm.hardware import (
+    Assumptions,
+    CostModel,
+    Profile,
+    ProfileError,
+    choose_schedule,
+    choose_tree,
+    identify,
+    memory_fit,
+    roofline_profile,
+)
+from sequoia_vllm.hardware.cost import Prefixes
+from sequoia_vllm.hardware.heads import HeadShape
+from sequoia_vllm.hardware.model_config import read_shape
+from sequoia_vllm.hardware.models import PairShapes, head_classes, model_classes
+from sequoia_vllm.hardware.scaled_profile import scaled_profile
+from sequoia_vllm.hardware.step_curves import draft_curves
+from sequoia_vllm.hardware.step_profile import Curve, Overhead
+from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.selection import parameters_of, timed_at_size
+from sequoia_vllm.library.start_times import ToTime
+from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
+from sequoia_vllm.tree import Acceptance, TokenTree
+from tests.support.reference_trees import published
+
+SHIPPED = Acceptance.of(published()["shipped"])
+EAGLE_3 = {
+    "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "vocab_size": 128256, "draft_vocab_size": 32000, "tie_word_embeddings": False,
+}  # fmt: skip
+DFLASH = {
+    "model_type": "qwen3", "num_hidden_layers": 5, "hidden_size": 4096,
+    "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 151936, "block_size": 16,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+}  # fmt: skip
+
+# Of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B, by hand.
+QKV = (2 * 4096) * (32 + 2 * 8) * 128
+OUTPUT = 32 * 128 * 4096
+MLP = 3 * 4096 * 14336
+LM_HEAD = 4096 * 32000
+FC = 3 * 4096 * 4096
+
+
+# -- shapes ------------------------------------------------------------------------
+
+
+def head(config: dict, kind: str, **changes):
+    return read_shape({**config, **changes}, "a/head", head=kind)
+
+
+def test_the_shapes_of_the_classes():
+    eagle_3, dflash = (head_classes()[name].draft for name in ("8b-eagle3", "8b-dflash"))
+    assert read_shape(EAGLE_3, eagle_3.name, head="eagle3") == eagle_3
+    assert read_shape(DFLASH, dflash.name, head="dflash") == dflash
+
+
+def test_an_eagle_3_head_by_hand():
+    shape = head(EAGLE_3, "eagle3")
+    assert shape.layer_parameters == QKV + OUTPUT + MLP == 243_269_632
+    assert shape.matmul_parameters == 243_269_632 + LM_HEAD == 374_341_632
+    assert shape.reading_parameters == FC == 50_331_648
+    assert shape.parameters == 374_341_632 + 50_331_648  # the embedding is the target's
+    assert shape.weights_bytes(2) == 2 * shape.parameters
+    assert shape.matmul_bytes(2) == 748_683_264
+    assert not shape.drafts_in_one_pass
+
+
+def test_a_dflash_head_by_hand():
+    """Its output matrix is the target's: read in every pass, and no memory of its own."""
+    shape = head(DFLASH, "dflash")
+    layers = 5 * (2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 12288)
+    assert shape.matmul_parameters == layers + 4096 * 151936
+    assert shape.reading_parameters == 5 * 4096 * 4096
+    assert shape.parameters == layers + 5 * 4096 * 4096
+    assert shape.head.levels == 15  # of a block of 16, the first is not drafted
+    assert shape.drafts_in_one_pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"target_hidden_size": 8192}, {"reads": 3 * 8192}),
+        ({"num_aux_hidden_states": 4}, {"reads": 4 * 4096}),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4, 5]}},
+         {"reads": 5 * 4096}),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, {"reads": 0}),
+        ({"draft_vocab_size": None}, {"output_vocab": 128256}),
+    ],
+)  # fmt: skip
+def test_what_eagle_3_configurations_say(changes, expected):
+    shape = head(EAGLE_3, "eagle3", **changes)
+    assert shape.head == head(EAGLE_3, "eagle3").head.model_copy(update=expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"block_size": None}, {"levels": None}),
+        ({"dflash_config": {"sample_from_anchor": True, "target_layer_ids": [1, 2, 3, 4, 5]}},
+         {"levels": 16}),
+        ({"draft_vocab_size": 32000}, {"output_vocab": 32000}),
+        ({"draft_vocab_size": 151936}, {"output_vocab": None}),
+        ({"dflash_config": {}, "eagle_aux_hidden_state_layer_ids": [2, 9]}, {"reads": 8192}),
+    ],
+)  # fmt: skip
+def test_what_dflash_configurations_say(changes, expected):
+    shape = head(DFLASH, "dflash", **changes)
+    assert shape.head == head(DFLASH, "dflash").head.model_copy(update=expected)
+
+
+def test_quantized_heads():
+    shape = head(EAGLE_3, "eagle3", quantization_config={"quant_method": "fp8"})
+    assert shape.weights_bytes(2) == QKV + OUTPUT + MLP + FC + 2 * LM_HEAD
+
+
+# -- times -------------------------------------------------------------------------
+
+# Nothing but bytes: the times of one row are those of reading weights, and a token's keys.
+BYTES_ONLY = Assumptions(
+    bandwidth_efficiency=1, layer_seconds=0, forward_seconds=0, logits_passes=0,
+    small_kernel_seconds=0, one_shot_seconds=0, two_shot_seconds=0, ring_seconds=0,
+    ring_step_seconds=0,
+)  # fmt: skip
+KEY_BYTES = 2 * 2 * 8 * 128
+
+
+def predicted(name: str, **options) -> Profile:
+    pair = head_classes()[name]
+    return roofline_profile(identify("h100-sxm").spec, pair.target, pair.draft, **options)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_passes_of_an_eagle_3_head_take_what_its_bytes_take(devices):
+    """Its fc is on each device as a whole."""
+    pair, spec = head_classes()["8b-eagle3"], identify("h100-sxm").spec
+    endless = spec.model_copy(update={"interconnect_gb_s": math.inf})
+    cost = CostModel(
+        roofline_profile(
+            endless, pair.target, pair.draft, assumptions=BYTES_ONLY, context_length=1,
+            tensor_parallel_size=devices,
+        )
+    )  # fmt: skip
+    per_second = spec.bandwidth_gb_s * 1e9
+    level = (748_683_264 + KEY_BYTES) / devices / per_second
+    assert float(cost.draft_seconds(1, 1)) == pytest.approx(level, rel=1e-5)
+    first = level + 2 * 50_331_648 / per_second
+    assert float(cost.first_draft_seconds(1, 4, 1)) == pytest.approx(first, rel=1e-5)
+
+
+def test_a_dflash_head_takes_one_pass_whatever_the_depth():
+    bytes_only = BYTES_ONLY.model_copy(update={"small_kernel_seconds": 1e-12})
+    cost = CostModel(predicted("8b-dflash", assumptions=bytes_only, context_length=1))
+    per_second = identify("h100-sxm").spec.bandwidth_gb_s * 1e9
+    shape = head(DFLASH, "dflash")
+    passing = (2 * shape.matmul_parameters + 5 * KEY_BYTES) / per_second
+    passing += 2 * shape.reading_parameters / per_second
+    for depth in (1, 4, 15):
+        found = float(cost.first_draft_seconds(2.5, depth, 1))
+        assert found == pytest.approx(passing, rel=1e-3)  # more rows attend to a little more
+    assert float(cost.draft_seconds(8, 1)) < 1e-9
+
+
+def test_drawing_is_what_levels_of_a_dflash_head_cost():
+    cost = CostModel(predicted("8b-dflash"))
+    assumed = Assumptions()
+    per_second = identify("h100-sxm").spec.bandwidth_gb_s * 1e9 * assumed.bandwidth_efficiency
+    kernels = assumed.level_kernels * assumed.small_kernel_seconds
+    expected = kernels + 8 * 151936 * 4 * assumed.logits_passes / per_second
+    assert float(cost.draft_seconds(8, 1)) == pytest.approx(expected, rel=1e-4)
+    assert float(cost.draft_seconds(1, 1)) < 0.02 * float(cost.first_draft_seconds(1, 1, 1))
+
+
+def test_a_step_is_the_sum_of_its_parts():
+    tree = TokenTree((-1, 0, 0, 1, 1, 2, 3))  # depth 3; levels of 2 and 1 nodes with children
+    for name, in_one_pass in (("8b-eagle3", False), ("8b-dflash", True)):
+        cost = CostModel(predicted(name))
+        prefixes = Prefixes.of(tree, SHIPPED)
+        rows = 1 + 3 if in_one_pass else float(prefixes.expected_tokens[-1])
+        [reading] = [c for c in cost.profile.draft_reading if c.batch_size == 1]
+        table = dict(zip(reading.tokens, reading.seconds, strict=True))
+        first = table[4] if in_one_pass else float(cost.first_draft_seconds(rows, 3, 1))
+        expected = float(
+            cost.target_seconds(7, 1) + first + cost.draft_seconds(2, 1)
+            + cost.draft_seconds(1, 1) + cost.tree_overhead(1)
+        )  # fmt: skip
+        assert cost.tree_seconds(prefixes, 1) == pytest.approx(expected)
+
+
+def test_depths_of_prefixes():
+    tree = TokenTree((-1, 0, 0, 1, 1, 3))
+    assert Prefixes.of(tree, SHIPPED).depths.tolist() == [0, 1, 1, 2, 2, 3]
+
+
+def test_memory_has_no_embedding_of_a_head():
+    pair = head_classes()["8b-eagle3"]
+    device = identify("h100-sxm").spec
+    fit = memory_fit(device, pair.target, pair.draft)
+    assert fit.weights_bytes == pair.target.weights_bytes(2) + 2 * (374_341_632 + FC)
+
+
+# -- trees -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["h100-sxm", "l4"])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_trees_of_block_drafters_are_no_shallower(device, batch):
+    """Against a model whose passes read as many bytes."""
+    pair, spec = head_classes()["8b-dflash"], identify(device).spec
+    as_model = pair.draft.model_copy(update={"head": None})
+    block, model = (
+        choose_tree(SHIPPED, roofline_profile(spec, pair.target, draft), batch)
+        for draft in (pair.draft, as_model)
+    )
+    assert block.depth >= model.depth
+    assert block.size >= model.size
+    if batch == 1:
+        assert block.depth > model.depth
+
+
+def test_a_tree_has_no_more_levels_than_the_head_drafts():
+    profile = predicted("8b-dflash")
+    assert choose_tree(SHIPPED, profile).depth > 6
+    short = profile.model_copy(update={"head": profile.head.model_copy(update={"levels": 6})})
+    assert choose_tree(SHIPPED, short).depth == 6
+    assert choose_schedule(SHIPPED, short, [1, 4]).tree.depth <= 6
+
+
+def test_profiles_are_read_back():
+    for name in head_classes():
+        profile = predicted(name)
+        assert Profile.model_validate(profile.to_dict()) == profile
+
+
+def test_profiles_of_models_say_nothing_of_heads():
+    pair = model_classes()["8b-1b"]
+    data = roofline_profile(identify("h100-sxm").spec, pair.target, pair.draft).to_dict()
+    assert not {"head", "draft_reading"} & data.keys()
+    assert "head" not in data["draft_shape"]
+
+
+def test_one_pass_needs_its_time(tmp_path):
+    data = predicted("8b-dflash").to_dict()
+    del data["draft_reading"]
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ProfileError, match="draft_reading"):
+        Profile.load(path)
+
+
+# -- what was measured -------------------------------------------------------------
+
+
+def curve(tokens: list[int], seconds: list[float]) -> Curve:
+    return Curve(batch_size=1, context_length=128, tokens=tokens, seconds=seconds)
+
+
+def test_measured_passes_of_each_kind():
+    passes = curve([1, 8], [0.001, 0.002])
+    eagle_3, dflash = (head_classes()[name].draft.head for name in ("8b-eagle3", "8b-dflash"))
+    assert draft_curves([passes], None) == ([passes], None)
+    assert draft_curves([passes], eagle_3) == ([passes], None)
+    levels, reading = draft_curves([passes], dflash)
+    profile = Profile(
+        source="measured", date="2026-01-01", device="made up", target="t", draft="d",
+        target_parameters=2, draft_parameters=1, target_forward=[curve([1, 16], [0.01, 0.01])],
+        draft_level=levels, draft_reading=reading, head=dflash,
+        overhead=[Overhead(batch_size=1, plain_seconds=0, tree_seconds=0)],
+    )  # fmt: skip
+    tree = TokenTree.chain(7)
+    found = CostModel(profile).estimate(tree, SHIPPED, 1).seconds
+    assert found == pytest.approx(0.01 + 0.002, abs=1e-6)
+
+
+def test_what_an_engine_is_to_time_knows_the_head():
+    pair = PairKey("NVIDIA L4", "/m/t", "/m/h", "bfloat16")
+    for head_shape in (None, HeadShape(kind="eagle3", reads=12288, output_vocab=32000)):
+        wanted = ToTime(pair, {"vllm": "0.32"}, 8e9, 4e8, head_shape)
+        assert ToTime.from_dict(json.loads(json.dumps(wanted.to_dict()))) == wanted
+
+
+def measured_profiles() -> list[Profile]:
+    paths = sorted((shipped_directory() / "profiles").glob("amd*"))
+    return [Profile.load(path) for path in paths]
+
+
+def test_scaled_times_of_heads():
+    target = model_classes()["8b-1b"].target
+    eagle_3, dflash = (head_classes()[name].draft for name in ("8b-eagle3", "8b-dflash"))
+    cost = CostModel(scaled_profile(measured_profiles(), target, eagle_3, "bfloat16"))
+    level, first = cost.draft_seconds(1, 1), cost.first_draft_seconds(1, 1, 1)
+    assert float(first / level) == pytest.approx((374_341_632 + FC) / 374_341_632, rel=5e-3)
+    with pytest.raises(ValueError, match="one pass cannot be scaled"):
+        scaled_profile(measured_profiles(), target, dflash, "bfloat16")
+
+
+# -- the library -------------------------------------------------------------------
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def pair_of(name: str) -> tuple[PairKey, PairShapes]:
+    found = head_classes()[name]
+    key = PairKey(H100, found.target.name, found.draft.name, "bfloat16")
+    return key, PairShapes(found.target, found.draft, head=found.draft.head.kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("8b-eagle3", "an EAGLE-3 head of 425m"), ("8b-dflash", "a DFlash head of 1.05b")],
+)
+def test_trees_of_heads_are_computed(tmp_path, name, words):
+    key, shapes = pair_of(name)
+    found = TreeLibrary(user=tmp_path).select(key, shapes=shapes)
+    assert found.name.startswith(f"computed/h100-sxm/{found.entry.model_class}/")
+    assert found.entry.model_class.endswith(f"b-{shapes.head}")
+    assert words in found.reason
+    pair = head_classes()[name]
+    profile = roofline_profile(identify(H100).spec, pair.target, pair.draft)
+    vector = Acceptance.of(found.entry.acceptance)
+    assert found.tree == choose_schedule(vector, profile).tree
+
+
+def test_times_of_models_of_a_heads_size_are_not_its_own():
+    _, shapes = pair_of("8b-eagle3")
+    entries = TreeLibrary().file("x86-cpu").entries
+    assert entries
+    alike = PairShapes(shapes.target, shapes.draft)
+    entry = entries[0].model_copy(
+        update={
+            "target_parameters": alike.target.parameters,
+            "draft_parameters": alike.draft.parameters,
+        }
+    )
+    assert timed_at_size([entry], alike)[0] == [entry]
+    assert timed_at_size([entry], shapes)[0] == []
+
+
+def test_the_name_of_a_head_has_its_targets_size():
+    key, shapes = pair_of("8b-eagle3")
+    assert parameters_of(key, PairShapes(None, None), None, None) == (8e9, 8e9)
+    assert parameters_of(key, PairShapes(None, None, head="eagle3"), None, None) == (8e9, None)
+    sizes = parameters_of(key, PairShapes(None, shapes.draft, head="eagle3"), None, None)
+    assert sizes == (8e9, 374_341_632 + FC)

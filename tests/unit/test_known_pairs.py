@@ -1,0 +1,240 @@
+"""The table of published drafters: which is chosen for a target, and that vLLM loads them."""
+
+import ast
+import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+import vllm
+from vllm.model_executor.models import registry
+
+from sequoia_vllm import known_pairs
+from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.drafters import UNBUILT, DrafterKind
+from sequoia_vllm.engine import drafter_kind
+from sequoia_vllm.engine.drafter_kind import kinds_here, recognise
+from sequoia_vllm.engine.resolve import resolve
+from sequoia_vllm.known_pairs import DFLASH_HEADS, EAGLE_3_HEADS, KNOWN_PAIRS, known_draft
+
+ALL: tuple[DrafterKind, ...] = ("model", "eagle3", "dflash")
+
+
+@pytest.fixture
+def all_built(monkeypatch):
+    """As if trees could be grown with every kind."""
+    monkeypatch.setattr(known_pairs, "UNBUILT", frozenset())
+
+
+# -- what is chosen ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ("meta-llama/Llama-2-7b-hf", "JackFram/llama-68m"),
+        ("meta-llama/Llama-2-13b-chat-hf", "JackFram/llama-68m"),
+        ("lmsys/vicuna-7b-v1.3", "JackFram/llama-68m"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("/models/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B"),
+        ("examples/models/target", "examples/models/draft"),
+        ("/srv/sequoia/examples/models/target/", "/srv/sequoia/examples/models/draft"),
+    ],
+)
+def test_draft_models_where_heads_cannot_run(target, draft):
+    found = known_draft(target)
+    assert (found.name, found.kind) == (draft, "model")
+
+
+@pytest.mark.parametrize(
+    ("target", "head"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3"),
+        ("/models/meta-llama-3.1-8b-instruct-FP8", 
+         "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3"),
+        ("lmsys/vicuna-13b-v1.3", "yuhuili/EAGLE3-Vicuna1.3-13B"),
+        ("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3"),
+        ("Qwen/Qwen3-8B-FP8", "RedHatAI/Qwen3-8B-speculator.eagle3"),
+        ("Qwen/Qwen3-30B-A3B", "AngelSlim/Qwen3-a3B_eagle3"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507",
+         "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3"),
+        ("openai/gpt-oss-120b", "RedHatAI/gpt-oss-120b-speculator.eagle3"),
+    ],
+)  # fmt: skip
+def test_heads_where_they_can_run(target, head):
+    found = known_draft(target, ("model", "eagle3"))
+    assert (found.name, found.kind) == (head, "eagle3")
+    assert "an EAGLE-3 head made for this target (" in found.why
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("meta-llama/Llama-3.1-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-4B-Thinking-2507-FP8", "Qwen/Qwen3-0.6B"),
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", "Qwen/Qwen3-0.6B"),
+        ("lmsys/vicuna-13b-v1.5", "JackFram/llama-68m"),
+    ],
+)
+def test_a_head_is_for_its_own_target(target, draft):
+    assert known_draft(target, ALL).name == draft
+
+
+@pytest.mark.skipif("dflash" not in UNBUILT, reason="trees are grown with DFlash heads")
+def test_kinds_that_are_not_built_are_not_chosen():
+    found = known_draft("Qwen/Qwen3-8B", ALL)
+    assert found.kind == "eagle3"
+    assert "a DFlash head exists, too (RedHatAI/Qwen3-8B-speculator.dflash): trees" in found.why
+
+
+def test_the_best_kind_comes_first(all_built):
+    assert known_draft("Qwen/Qwen3-8B", ALL).name == "RedHatAI/Qwen3-8B-speculator.dflash"
+    assert known_draft("Qwen/Qwen3-14B", ALL).kind == "eagle3"
+    assert known_draft("meta-llama/Llama-2-7b-hf", ALL).kind == "model"
+
+
+def test_what_is_passed_over_is_said():
+    why = known_draft("meta-llama/Llama-3.1-8B-Instruct").why
+    assert why.startswith("a draft model, the smallest model with Llama 3's tokenizer; ")
+    assert (
+        "an EAGLE-3 head exists, too (RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3): "
+        "not on this runner" in why
+    )
+    assert why.count("EAGLE-3") == 1
+
+
+@pytest.mark.parametrize("target", ["gpt2", "Qwen/Qwen3-0.6B", "examples/models/other"])
+def test_unknown_target_shows_the_json_to_write(target):
+    with pytest.raises(ConfigError) as error:
+        known_draft(target, ALL)
+    assert '{"method": "sequoia", "model": "DRAFT"}' in str(error.value)
+    assert target in str(error.value)
+
+
+def test_a_target_with_heads_alone_says_what_they_need():
+    with pytest.raises(ConfigError) as error:
+        known_draft("openai/gpt-oss-20b")
+    assert str(error.value).startswith(
+        "no draft model is known for the target 'openai/gpt-oss-20b', but an EAGLE-3 head "
+        "(RedHatAI/gpt-oss-20b-speculator.eagle3), which needs vLLM's Model Runner V2"
+    )
+
+
+def test_a_kind_that_is_asked_for_and_not_known():
+    with pytest.raises(ConfigError) as error:
+        known_draft("meta-llama/Llama-2-7b-hf", ("eagle3",))
+    assert 'but a draft model (JackFram/llama-68m): leave "drafter" out for it' in str(error.value)
+
+
+# -- in an engine ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("is_cuda", "chosen", "heads"),
+    [(True, None, True), (True, False, False), (False, None, False), (False, True, True)],
+)
+def test_heads_run_on_model_runner_v2(monkeypatch, is_cuda, chosen, heads):
+    platform = SimpleNamespace(is_cuda=lambda: is_cuda)
+    monkeypatch.setattr(drafter_kind, "current_platform", platform)
+    monkeypatch.setattr(drafter_kind, "envs", SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=chosen))
+    assert kinds_here() == (["model", "eagle3", "dflash"] if heads else ["model"])
+
+
+def resolved(kinds, **keys):
+    return resolve(
+        SequoiaConfig.parse({"method": "sequoia", **keys}), device="NVIDIA H200",
+        target="Qwen/Qwen3-8B", dtype="bfloat16", tensor_parallel_size=1, kinds=kinds,
+        read_kind=lambda draft: "eagle3" if "eagle3" in draft else "model",
+    )  # fmt: skip
+
+
+def test_the_log_says_which_and_why(caplog):
+    with caplog.at_level(logging.INFO, logger="vllm.sequoia"):
+        found = resolved(ALL)
+    assert (found.drafter, found.settings.drafter) == ("eagle3", "eagle3")
+    [line] = [m for m in caplog.messages if m.startswith("Sequoia: drafting with ")]
+    assert line.startswith(
+        "Sequoia: drafting with RedHatAI/Qwen3-8B-speculator.eagle3: an EAGLE-3 head made for this "
+        "target (vllm-project/speculators: README.md)"
+    )
+    assert "\n" not in line
+
+
+def test_the_user_may_name_the_kind_alone():
+    assert resolved(ALL, drafter="model").draft == "Qwen/Qwen3-0.6B"
+    assert resolved(ALL, drafter="eagle3").drafter == "eagle3"
+    with pytest.raises(ConfigError, match=r'an EAGLE-3 head needs .*: leave "drafter" out here'):
+        resolved(("model",), drafter="eagle3")
+
+
+def test_nothing_is_said_of_drafts_that_are_given(caplog):
+    with caplog.at_level(logging.INFO, logger="vllm.sequoia"):
+        assert resolved(ALL, model="some/draft").draft == "some/draft"
+    assert not [m for m in caplog.messages if m.startswith("Sequoia: drafting with")]
+
+
+# -- the table ---------------------------------------------------------------------
+
+HEADS = [*EAGLE_3_HEADS, *DFLASH_HEADS]
+# Architectures of the targets that heads are listed for, by part of their names.
+TARGETS = {
+    "Llama": "LlamaForCausalLM",
+    "vicuna": "LlamaForCausalLM",
+    "A3B": "Qwen3MoeForCausalLM",
+    "A22B": "Qwen3MoeForCausalLM",
+    "A35B": "Qwen3MoeForCausalLM",
+    "Qwen3": "Qwen3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+}
+
+
+def test_every_pair_says_why():
+    assert all(pair.note for pair in KNOWN_PAIRS)
+    assert len({(pair.target, pair.draft) for pair in KNOWN_PAIRS}) == len(KNOWN_PAIRS)
+
+
+@pytest.mark.parametrize("pair", HEADS, ids=lambda pair: pair.draft)
+def test_vllm_loads_heads_of_this_kind(pair):
+    """Their architecture is one of vLLM's, and what we recognise it as is the entry's kind."""
+    assert pair.architecture in registry._SPECULATIVE_DECODING_MODELS
+    config = SimpleNamespace(architectures=[pair.architecture], model_type="llama")
+    assert recognise(config).kind == pair.kind
+    assert re.fullmatch(r"[\w.-]+/[\w.-]+", pair.draft)
+    assert re.fullmatch(r"[\w-]+/[\w-]+: [\w./-]+", pair.note)  # a repository, and a file in it
+
+
+@pytest.mark.parametrize("pair", HEADS, ids=lambda pair: pair.draft)
+def test_their_targets_give_vllm_their_hidden_states(pair):
+    architecture = next(found for part, found in TARGETS.items() if part in pair.target)
+    module, name = registry._TEXT_GENERATION_MODELS[architecture]
+    source = Path(vllm.__file__).parent / "model_executor" / "models" / f"{module}.py"
+    classes = {
+        node.name: {ast.unparse(base) for base in node.bases}
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {"SupportsEagle3", "EagleModelMixin"} & classes[name]
+
+
+def test_each_head_is_chosen_for_some_target():
+    """Its name, or part of it, is that of a target that its pattern takes."""
+    names = [
+        "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.3-70B-Instruct",
+        "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "lmsys/vicuna-13b-v1.3",
+        *(f"Qwen/Qwen3-{size}" for size in (
+            "1.7B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B", "30B-A3B-Instruct-2507",
+            "235B-A22B-Instruct-2507", "Coder-30B-A3B-Instruct", "Coder-480B-A35B-Instruct",
+        )),
+        "openai/gpt-oss-20b", "openai/gpt-oss-120b",
+    ]  # fmt: skip
+    for pair in HEADS:
+        fitting = [name for name in names if known_pairs._fits(pair, name)]
+        assert len(fitting) == 1, pair
