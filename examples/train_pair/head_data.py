@@ -110,6 +110,14 @@ def sequences_of(tokens: TokenArray, count: int, length: int) -> NDArray[np.int6
 
 def without_prompts(texts: Iterator[str], prompts: Sequence[str]) -> Iterator[str]:
     """The texts that none of the prompts was taken from."""
+    known = [(_inner_line(prompt), prompt) for prompt in prompts]
     for text in texts:
-        if not any(prompt in text for prompt in prompts):
+        # To look for lines is quick, and leaves few prompts to look for.
+        lines = {"", *text.split("\n")}
+        if not any(line in lines and prompt in text for line, prompt in known):
             yield text
+
+
+def _inner_line(prompt: str) -> str:
+    """The longest line that the prompt has whole; empty if it has none."""
+    return max(prompt.split("\n")[1:-1], key=len, default="")

@@ -16,16 +16,25 @@ INCLUDED = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"
 def test_the_demos_models_are_in_the_wheel_where_it_looks_for_them(tmp_path):
     assert ROOT / "examples" / "models" == MODELS
     package = tmp_path / "site-packages" / "sequoia_vllm"
-    place = package.parent / INCLUDED["examples/models"]
+    [place] = {
+        (package.parent / INCLUDED[f"examples/models/{name}"]).parent
+        for name in ("target", "draft", "prompts.jsonl")
+    }
     assert shipped_models(package) != place
     place.mkdir(parents=True)
     assert shipped_models(package) == place
 
 
 def test_everything_that_is_included_is_there():
-    assert all((ROOT / source).is_dir() for source in INCLUDED)
+    assert all((ROOT / source).exists() for source in INCLUDED)
     for name in ("target", "draft"):
         assert (ROOT / "examples" / "models" / name / "model.safetensors").is_file()
+
+
+def test_the_heads_are_not_in_the_wheel():
+    """The demo has no use for them."""
+    assert "examples/models" not in INCLUDED
+    assert not any("eagle3" in source or "dflash" in source for source in INCLUDED)
 
 
 @pytest.mark.parametrize(
