@@ -27,6 +27,7 @@ class SequoiaSettings:
             it drafts as configured.
         to_time: What it times in its warm-up for the next start; None: nothing.
         expected_speedup: Against plain decoding at batch size 1; None: not known.
+        maps_vocabulary: Whether the draft has other tokens than the target.
     """
 
     tree: TokenTree
@@ -38,6 +39,7 @@ class SequoiaSettings:
     adapts_as: str | None = None
     to_time: ToTime | None = None
     expected_speedup: float | None = None
+    maps_vocabulary: bool = False
 
     @classmethod
     def enabled(cls, vllm_config: Any) -> bool:
@@ -66,6 +68,7 @@ class SequoiaSettings:
             data["adapts_as"],
             ToTime.from_dict(data["to_time"]) if data["to_time"] else None,
             data["expected_speedup"],
+            data["maps_vocabulary"],
         )
 
     def store(self, additional_config: dict[str, Any] | None) -> dict[str, Any]:
@@ -80,5 +83,6 @@ class SequoiaSettings:
             "adapts_as": self.adapts_as,
             "to_time": self.to_time.to_dict() if self.to_time else None,
             "expected_speedup": self.expected_speedup,
+            "maps_vocabulary": self.maps_vocabulary,
         }
         return {**(additional_config or {}), KEY: own}

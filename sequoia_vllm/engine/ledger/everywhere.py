@@ -101,6 +101,13 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         until="vLLM asks the speculative method whether it can stop drafting for a request",
         since=(0, 33),
     ),
+    Override(
+        "vllm.config:SpeculativeConfig.verify_equal_vocab_size_if_draft_model", ("self",),
+        kind="patch",
+        why="refuses drafts with another vocabulary size, whenever a configuration is made or "
+        "copied; ours are mapped, where vLLM's use_heterogeneous_vocab is greedy and for V1",
+        until="vLLM's heterogeneous vocabularies draw at any temperature, on V2 too",
+    ),
     Expected("vllm.config:SchedulerConfig.async_scheduling"),
     Expected("vllm.config:SchedulerConfig.scheduler_cls"),
     # model_shapes.py

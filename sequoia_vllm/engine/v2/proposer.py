@@ -32,6 +32,7 @@ from sequoia_vllm.engine.v2.draft_model import CachedDraftModel, DraftCache
 from sequoia_vllm.engine.v2.reading import DraftReading
 from sequoia_vllm.engine.v2.request_modes import RequestModes
 from sequoia_vllm.engine.v2.tree_memory import allocate_drafted, most_scored, take_logits_memory
+from sequoia_vllm.engine.vocabulary import draft_vocabulary
 
 
 class TreeProposer(StandaloneARSpeculator):
@@ -65,6 +66,8 @@ class TreeProposer(StandaloneARSpeculator):
             device=device,
         )
         self.batch = DraftBatch(self.max_num_reqs, device)
+        self._vocabulary = draft_vocabulary(vllm_config, device)
+        self._logits_size = vllm_config.model_config.get_vocab_size()
         self._graphs: DraftGraphs | None = None
         self._last_grown: DraftLevels | None = None
 
@@ -76,7 +79,7 @@ class TreeProposer(StandaloneARSpeculator):
         with nothing_offloaded():
             super().load_model(target_model)
         self.drafted = allocate_drafted(
-            self.plan, self.tree, self.max_num_reqs, self.vocab_size,
+            self.plan, self.tree, self.max_num_reqs, self._logits_size,
             self.draft_model_config.head_dtype, self.device,
         )  # fmt: skip
 
@@ -102,7 +105,7 @@ class TreeProposer(StandaloneARSpeculator):
             batch=self.batch,
             drafted=self.drafted,
             model=CachedDraftModel(
-                self._cache, self.backend, self._run_model, self.model.compute_logits
+                self._cache, self.backend, self._run_model, self._compute_logits
             ),
             inputs=self._cache.inputs(self.max_num_reqs),
             token_ids=self.req_states.all_token_ids.gpu,
@@ -323,17 +326,25 @@ class TreeProposer(StandaloneARSpeculator):
         )
         return hidden[last_rows(query_start_loc, counts, total)]
 
+    def _run_model(self, input_ids: Tensor, *args: Any) -> Tensor:
+        """As vLLM's, given tokens of the target."""
+        return super()._run_model(self._vocabulary.read(input_ids), *args)
+
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
+        """The draft's logits ``[rows, V]`` of the target's tokens."""
+        return self._vocabulary.target_logits(self.model.compute_logits(hidden))
+
     def _dummy_forward(self, batch: InputBatch) -> None:
         """For memory profiling: the largest forward, and the widest level's logits."""
         rows = batch.num_tokens
         hidden = self._run_model(batch.input_ids[:rows], batch.positions[:rows], None, None, None)
-        self.model.compute_logits(hidden[: min(rows, self.plan.widest_level)])
+        self._compute_logits(hidden[: min(rows, self.plan.widest_level)])
 
     def _dummy_logits(self) -> None:
         """Likewise what the target's logits at all nodes take."""
         scored = most_scored(scheduled_drafts(self.vllm_config), self.max_num_tokens)
         dtype = self.vllm_config.model_config.head_dtype
-        take_logits_memory(scored, self.tree.size, self.vocab_size, dtype, self.device)
+        take_logits_memory(scored, self.tree.size, self._logits_size, dtype, self.device)
 
 
 def last_rows(first_rows: Tensor, counts: Tensor, total: int) -> Tensor:
