@@ -86,6 +86,8 @@ class ChainProbe:
 
     @staticmethod
     def _others(engine: BenchEngine) -> list[ChainSampling]:
+        if engine.maps_vocabulary:
+            return []
         return [one for one in usable(v2=engine.uses_v2) if one != DEFAULT]
 
     def _rounds(self, engine: BenchEngine, cases: Sequence[Case]) -> dict[Case, RoundRun]:

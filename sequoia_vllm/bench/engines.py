@@ -23,6 +23,7 @@ from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.hardware.step_curves import StepTimes
 from sequoia_vllm.measuring.engines import EngineSpec, Progress, load_config, open_engine
 from sequoia_vllm.measuring.step_recorder import EXTENSION
+from sequoia_vllm.measuring.vocabularies import compare_models
 from sequoia_vllm.tree.token_tree import TokenTree
 
 # What an engine takes besides weights and KV cache (measured: 0.9 GiB).
@@ -99,6 +100,12 @@ class BenchEngine:
     def uses_v2(self) -> bool:
         """Whether vLLM's Model Runner V2 runs it."""
         return bool(self._config.use_v2_model_runner)
+
+    @property
+    def maps_vocabulary(self) -> bool:
+        """Whether a chain's draft has another vocabulary: vLLM then drafts greedily."""
+        speculative = self._config.speculative_config
+        return speculative is not None and bool(speculative.use_heterogeneous_vocab)
 
     @property
     def tree(self) -> TokenTree | None:
@@ -213,13 +220,23 @@ def open_engines(
             llm = stack.enter_context(
                 open_engine(
                     engine,
-                    speculative_config=method.speculative_config,
+                    speculative_config=speculative_config(method, engine),
                     **limits.for_vllm(),
                 )
             )
             engines[method.name] = BenchEngine(method, llm)
             check_runner(engines[method.name])
         yield engines
+
+
+def speculative_config(method: Method, engine: EngineSpec) -> dict[str, Any] | None:
+    """A method's, with what vLLM's chain needs of a draft with another vocabulary."""
+    config = method.speculative_config
+    if method.kind is not Kind.CHAIN or config is None:
+        return config
+    if compare_models(engine.target, config["model"]).matching is None:
+        return config
+    return {**config, "use_heterogeneous_vocab": True}
 
 
 def _start_order(method: Method) -> tuple[bool, bool]:

@@ -80,21 +80,23 @@ def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, 
 
 
 def check_models(target: str, draft: str) -> None:
-    """Whether both models are there and share a vocabulary, before any engine starts.
+    """Whether both models are there and share enough tokens, before any engine starts.
 
     Raises:
         SequoiaError: If not; names the model and the fix.
     """
     from sequoia_vllm.engine.draft_checks import check_folder
-    from sequoia_vllm.engine.vocabulary import check_vocabularies
     from sequoia_vllm.measuring.engines import load_config
+    from sequoia_vllm.measuring.vocabularies import compare_models
 
     models = {"target": target, "draft": draft}
     for role, model in models.items():
         check_folder(role, model)
     for model in models.values():
         load_config(model)
-    check_vocabularies(target, draft)
+    found = compare_models(target, draft)
+    if found.matching is not None:
+        note(found.in_words)
 
 
 def note_grown(target: str, draft: str) -> None:

@@ -14,7 +14,6 @@ _GIVE = "give the path of a model's folder, or its name on the Hub"
 _FIXES = (
     ("quantization", 'mend or leave out "quantization"'),
     ("tensor_parallel", "leave draft_tensor_parallel_size out: it is the target's"),
-    ("vocab", 'give "model" a draft of the target\'s family, with its tokenizer'),
     ("repository id", f'there is none of this name: as "model" {_GIVE}'),
 )
 

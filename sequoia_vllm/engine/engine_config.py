@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -24,7 +25,7 @@ from sequoia_vllm.engine.drafter_kind import (
     vllm_method,
 )
 from sequoia_vllm.engine.load import plan_load
-from sequoia_vllm.engine.mark import mark
+from sequoia_vllm.engine.mark import mark, to_be_marked
 from sequoia_vllm.engine.model_shapes import pair_shapes
 from sequoia_vllm.engine.offload.choice import choose_offloading
 from sequoia_vllm.engine.offload.settings import with_offload
@@ -36,7 +37,7 @@ from sequoia_vllm.engine.resolve import Resolved, resolve
 from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.engine.start.runs import how_it_runs
 from sequoia_vllm.engine.swap import swapped
-from sequoia_vllm.engine.vocabulary import check_vocabularies
+from sequoia_vllm.engine.vocabulary import TokensOf, compare_vocabularies
 from sequoia_vllm.hardware.models import PairShapes
 
 logger = logging.getLogger("vllm.sequoia")
@@ -172,16 +173,20 @@ def create_speculative_config(
     logger.log(level, "%s", line)
     logger.debug("Sequoia: the tree was chosen so: %s", tree_source)
     target_parallel_config.worker_cls = _worker_class(target_parallel_config.worker_cls)
-    self.additional_config = resolved.settings.store(self.additional_config)
     translated = copy(self)
     translated.speculative_config = _as_chain(config, resolved)
-    if not is_head(resolved.drafter):  # heads bring no tokenizer
-        _compare_vocabularies(target_model_config, resolved.draft, config)
     try:
-        speculative_config = original(translated, target_model_config, target_parallel_config)
+        with to_be_marked():
+            speculative_config = original(translated, target_model_config, target_parallel_config)
     except (ValueError, OSError) as error:
         raise ConfigError(draft_problem(resolved.draft, error)) from error
     check_method(resolved.drafter, resolved.draft, speculative_config.method)
+    is_model = not is_head(resolved.drafter)  # heads bring no tokenizer
+    maps = is_model and _other_vocabulary(
+        target_model_config, speculative_config.draft_model_config
+    )
+    settings = replace(resolved.settings, maps_vocabulary=maps)
+    self.additional_config = settings.store(self.additional_config)
     mark(speculative_config, tree.depth)
     return speculative_config
 
@@ -207,17 +212,13 @@ def _as_chain(config: SequoiaConfig, resolved: Resolved) -> dict[str, Any]:
     }
 
 
-def _compare_vocabularies(target: Any, draft: str, config: SequoiaConfig) -> None:
-    """Nothing, where vLLM shall load no tokenizer, or reads it in a way of its own."""
-    if target.skip_tokenizer_init or target.tokenizer_mode not in ("auto", "hf", "slow"):
-        return
-    check_vocabularies(
-        target.tokenizer,
-        draft,
-        target_revision=target.tokenizer_revision,
-        draft_revision=config.revision,
-        trust_remote_code=target.trust_remote_code,
-    )
+def _other_vocabulary(target: Any, draft: Any) -> bool:
+    """Whether the draft's tokens are others than the target's, and must be mapped; says so."""
+    found = compare_vocabularies(TokensOf.target(target), TokensOf.draft(draft))
+    if found.in_words:
+        level = logging.WARNING if found.matching is None else logging.INFO
+        logger.log(level, "Sequoia: %s", found.in_words)
+    return found.matching is not None
 
 
 def _worker_class(current: str) -> str:

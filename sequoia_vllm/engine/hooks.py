@@ -27,7 +27,7 @@ from sequoia_vllm.engine import (
     shown,
     tree_reports,
 )
-from sequoia_vllm.engine.mark import is_marked
+from sequoia_vllm.engine.mark import is_marked, is_or_will_be_marked
 from sequoia_vllm.engine.request_options import check_options
 
 _ORIGINAL = "_sequoia_original"  # set on what replaces a function of vLLM, to that function
@@ -46,6 +46,7 @@ def install() -> None:
     _wrap(Scheduler, "_handle_stopped_request", sessions.handle_stopped_request)
     _wrap(StatLoggerManager, "__init__", tree_reports.init_stat_logger_manager)
     _wrap(SpeculativeConfig, "__repr__", shown.describe)
+    _wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _verify_vocabulary_size)
     _wrap(Scheduler, "make_stats", shown.make_stats)
     _wrap(SpecDecodingProm, "__init__", shown.init_acceptance_counters)
     _wrap(LLMEngine, "get_metrics", tree_reports.get_metrics)
@@ -81,3 +82,9 @@ def _validate_spec_decode(
         check_options(self)
     else:
         original(self, speculative_config)
+
+
+def _verify_vocabulary_size(original: Callable[..., Any], self: SpeculativeConfig) -> None:
+    """As vLLM's; a Sequoia engine compares vocabularies itself, and maps them."""
+    if not is_or_will_be_marked(self):
+        original(self)

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 _ATTRIBUTE = "_sequoia"  # set on the SpeculativeConfig of a Sequoia engine, to a `_Mark`
+_to_be_marked: ContextVar[bool] = ContextVar("_to_be_marked", default=False)
+
+
+@contextmanager
+def to_be_marked() -> Iterator[None]:
+    """The speculative configuration that is made within the block is to be marked."""
+    token = _to_be_marked.set(True)
+    try:
+        yield
+    finally:
+        _to_be_marked.reset(token)
+
+
+def is_or_will_be_marked(speculative_config: Any) -> bool:
+    """`is_marked`, also while the configuration is still being made."""
+    return is_marked(speculative_config) or _to_be_marked.get()
 
 
 def mark(speculative_config: Any, depth: int) -> None:

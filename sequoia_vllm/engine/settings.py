@@ -29,6 +29,7 @@ class SequoiaSettings:
         to_time: What it times in its warm-up for the next start; None: nothing.
         expected_speedup: Against plain decoding at batch size 1; None: not known.
         drafter: What trees are grown with.
+        maps_vocabulary: Whether the draft has other tokens than the target.
     """
 
     tree: TokenTree
@@ -41,6 +42,7 @@ class SequoiaSettings:
     to_time: ToTime | None = None
     expected_speedup: float | None = None
     drafter: DrafterKind = "model"
+    maps_vocabulary: bool = False
 
     @classmethod
     def enabled(cls, vllm_config: Any) -> bool:
@@ -70,6 +72,7 @@ class SequoiaSettings:
             ToTime.from_dict(data["to_time"]) if data["to_time"] else None,
             data["expected_speedup"],
             data["drafter"],
+            data["maps_vocabulary"],
         )
 
     def store(self, additional_config: dict[str, Any] | None) -> dict[str, Any]:
@@ -85,5 +88,6 @@ class SequoiaSettings:
             "to_time": self.to_time.to_dict() if self.to_time else None,
             "expected_speedup": self.expected_speedup,
             "drafter": self.drafter,
+            "maps_vocabulary": self.maps_vocabulary,
         }
         return {**(additional_config or {}), KEY: own}

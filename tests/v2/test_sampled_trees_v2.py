@@ -24,11 +24,12 @@ from tests.support.generating import (
     save_related_pair,
 )
 from tests.support.heads import save_eagle3
-from tests.support.models import next_probabilities, save_llama
+from tests.support.models import next_probabilities, save_llama, save_word_tokenizer
 from tests.support.on_gpu import call_on_gpu
 from tests.support.on_v2 import call_on_v2
 from tests.support.rehearsing import generate_with_trees as rehearse
 from tests.support.rehearsing import rehearsing
+from tests.support.vocabularies import save_words
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -268,9 +269,8 @@ def test_metrics_show_what_the_worker_counted(from_itself):
 # Given all tokens before it, every token has a probability that the target itself
 # can be asked for. Tokens are lined up by how much likelier the target finds them
 # than the draft does (of a head: those first that it cannot draft); then a uniform number
-# from the interval that a token takes up
-# is uniform over [0, 1), and independent of all others, exactly if the engine
-# follows the target's law. Too many drafts accepted show as small numbers: were 33 % of
+# from the interval that a token takes up is uniform over [0, 1), and independent of all
+# others, exactly if the engine follows the target's law. Too many drafts accepted show as small numbers: were 33 % of
 # all tokens by the draft's law, cut off alike, the 576 numbers would show it with
 # probability 0.99, at a false-alarm rate of 1e-6 (computed for these models and settings).
 # Smaller errors are for `tests/kernels`, and for the V1 engine's `tests/engine/test_sampled.py`.
@@ -291,7 +291,7 @@ def law_settings(index: int) -> tuple[float, float, int, float]:
     return LAW_SETTINGS[2 * index // LAW_REQUESTS][index % 2]
 
 
-def generate_for_law(target: str, draft: str, method: str) -> dict[str, Any]:
+def generate_for_law(target: str, draft: str, method: str, **more: Any) -> dict[str, Any]:
     """Unseeded completions of many requests at once, as users' engines make them: from graphs."""
     from vllm import SamplingParams
 
@@ -304,7 +304,7 @@ def generate_for_law(target: str, draft: str, method: str) -> dict[str, Any]:
     ]  # fmt: skip
     requests = random_prompts([4] * LAW_REQUESTS, LAW_VOCAB)
     config = sequoia(size=4, depth=2, draft=draft, verification=method)
-    options = {"model": target, "max_model_len": 64, "max_num_seqs": 8}
+    options = {"model": target, "max_model_len": 64, "max_num_seqs": 8, **more}
     with rehearsing(config, **options) as llm, processed_chunks() as chunks:
         return {**rehearse(llm, requests, params), "processed": chunks}
 
@@ -343,35 +343,25 @@ def assert_uniform(cells: np.ndarray) -> None:
     assert_same_law(cells, np.full(cells.shape, 1 / cells.size), FALSE_ALARM, fewest=0)
 
 
-@pytest.mark.parametrize("method", ["sequoia", "traversal"])
-def test_unseeded_tokens_follow_the_targets_law(method, tmp_path):
-    """Given the tokens before, and independently of the number before."""
-    paths = tuple(
+def save_law_pair(directory: Path) -> tuple[str, str]:
+    """Target and draft, unrelated."""
+    target, draft = (
         str(
             save_llama(
-                tmp_path / name, seed=seed, scale=scale, vocab_size=LAW_VOCAB,
+                directory / name, seed=seed, scale=scale, vocab_size=LAW_VOCAB,
                 max_position_embeddings=64,
             )
         )
         for name, seed, scale in (("target", 3, 1.5), ("draft", 4, 1.0))
     )  # fmt: skip
-    check_law(method, paths, paths[1], tmp_path)
+    return target, draft
 
 
-def test_unseeded_tokens_follow_the_targets_law_with_a_head(tmp_path):
-    """Which drafts a part of the vocabulary only, from the target's states and its own."""
-    target = save_llama(
-        tmp_path / "target", seed=3, scale=0.6, vocab_size=LAW_VOCAB, num_hidden_layers=2,
-        max_position_embeddings=64,
-    )  # fmt: skip
-    head = save_eagle3(tmp_path / "head", str(target), HEAD_TOKENS, scale=0.3)
-    check_law("sequoia", (str(target), None), head, tmp_path)
+def assert_follows_law(answer: dict[str, Any], paths: tuple[str, str | None], share: float) -> None:
+    """Of each token given the tokens before, and independently of the number before.
 
-
-def check_law(method: str, paths: tuple[str, str | None], draft: str, directory: Path) -> None:
-    """The tests described above, of one engine; see `uniforms`."""
-    answer = call_on_gpu(generate_for_law, directory, target=paths[0], draft=draft, method=method)
-    share = LAW_TOKENS[method] / 24
+    `share`: of the usual number of tokens.
+    """
     assert answer["graphs"]["DraftGraphs"] > 33 * share
     assert answer["eager growth"] == []
     assert min(answer["processed"].count(processed) for processed in (True, False)) > 13 * share
@@ -393,3 +383,41 @@ def check_law(method: str, paths: tuple[str, str | None], draft: str, directory:
     for neighbours in (numbers[:-2:2], numbers[2::2]), (numbers[:-1], numbers[1:]):
         pairs = np.histogram2d(*(part.ravel() for part in neighbours), bins=5, range=[(0, 1)] * 2)
         assert_uniform(pairs[0])
+
+
+@pytest.mark.parametrize("method", ["sequoia", "traversal"])
+def test_unseeded_tokens_follow_the_targets_law(method, tmp_path):
+    paths = save_law_pair(tmp_path)
+    answer = call_on_gpu(generate_for_law, tmp_path, target=paths[0], draft=paths[1], method=method)
+    assert_follows_law(answer, paths, LAW_TOKENS[method] / 24)
+
+
+# The draft's words by its own numbers, of the target's w0 to w5.
+LAW_WORDS = {"w3": 0, "other": 1, "w5": 2, "more": 3, "w0": 6, "w1": 7}
+
+
+def test_a_draft_with_another_vocabulary_leaves_the_law(tmp_path):
+    """Two of six tokens are never drafted; ids and logits are mapped in the graphs."""
+    paths = save_law_pair(tmp_path)
+    save_word_tokenizer(tmp_path / "target")
+    other = tmp_path / "other"
+    save_llama(other, seed=5, vocab_size=9, max_position_embeddings=64)
+    save_words(other, LAW_WORDS, {})
+    answer = call_on_gpu(
+        generate_for_law, tmp_path, target=paths[0], draft=str(other), method="traversal",
+        skip_tokenizer_init=False,
+    )  # fmt: skip
+    assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)
+
+
+def test_a_head_leaves_the_law(tmp_path):
+    """It drafts a part of the vocabulary only, from the target's states and its own."""
+    target = str(
+        save_llama(
+            tmp_path / "target", seed=3, scale=0.6, vocab_size=LAW_VOCAB, num_hidden_layers=2,
+            max_position_embeddings=64,
+        )
+    )  # fmt: skip
+    head = save_eagle3(tmp_path / "head", target, HEAD_TOKENS, scale=0.3)
+    answer = call_on_gpu(generate_for_law, tmp_path, target=target, draft=head, method="traversal")
+    assert_follows_law(answer, (target, None), LAW_TOKENS["traversal"] / 24)

@@ -194,7 +194,6 @@ CPU_V1: tuple[Expected | Override, ...] = (
         may_grow=True,
     ),
     Expected("vllm.v1.attention.backend:CommonAttentionMetadata.positions"),
-    Expected("vllm.forward_context:set_forward_context"),
     # cpu_attention.py, v2/backend_cpu.py
     Expected(
         f"{_ATTENTION}:CPUAttentionMetadata",

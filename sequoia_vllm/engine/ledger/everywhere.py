@@ -101,6 +101,13 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         until="vLLM asks the speculative method whether it can stop drafting for a request",
         since=(0, 33),
     ),
+    Override(
+        "vllm.config:SpeculativeConfig.verify_equal_vocab_size_if_draft_model", ("self",),
+        kind="patch",
+        why="refuses drafts with another vocabulary size, whenever a configuration is made or "
+        "copied; ours are mapped, where vLLM's use_heterogeneous_vocab is greedy and for V1",
+        until="vLLM's heterogeneous vocabularies draw at any temperature, on V2 too",
+    ),
     Expected("vllm.config:SchedulerConfig.async_scheduling"),
     Expected("vllm.config:SchedulerConfig.scheduler_cls"),
     # draft_config.py, model_shapes.py
@@ -308,4 +315,13 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         "vllm.config:get_layers_from_vllm_config", ("vllm_config", "layer_type"), may_grow=True
     ),
     Expected("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase"),
+    # v1/proposer.py, v2/head_proposer.py
+    Expected(
+        "vllm.forward_context:set_forward_context",
+        (
+            "attn_metadata", "vllm_config", "num_tokens", "num_tokens_across_dp",
+            "cudagraph_runtime_mode", "batch_descriptor", "ubatch_slices", "slot_mapping",
+        ),
+        may_grow=True,
+    ),
 )  # fmt: skip

@@ -8,6 +8,7 @@ from sequoia_vllm.engine.ledger.override import Override
 _DECODE = "vllm.v1.worker.gpu.spec_decode"
 _MODELS = f"{_DECODE}.standalone_ar.speculator:StandaloneARSpeculator"
 _HEADS = f"{_DECODE}.eagle.speculator:EagleSpeculator"
+_BLOCKS = f"{_DECODE}.dflash.speculator:DFlashSpeculator"
 _ALL = f"{_DECODE}.speculator:DraftModelSpeculator"
 _BASE = f"{_DECODE}.speculator:BaseSpeculator"
 
@@ -100,14 +101,6 @@ V2_SPECULATORS: tuple[Expected | Override, ...] = (
         ("spec_config",),
         may_grow=True,
     ),
-    Expected(
-        "vllm.forward_context:set_forward_context",
-        (
-            "attn_metadata", "vllm_config", "num_tokens", "num_tokens_across_dp",
-            "cudagraph_runtime_mode", "batch_descriptor", "ubatch_slices", "slot_mapping",
-        ),
-        may_grow=True,
-    ),
     Expected("vllm.forward_context:BatchDescriptor", ("num_tokens",), may_grow=True),
     *(
         Expected(
@@ -123,5 +116,30 @@ V2_SPECULATORS: tuple[Expected | Override, ...] = (
         "vllm.model_executor.models.interfaces:SupportsEagle3"
         ".get_eagle3_default_aux_hidden_state_layers",
         ("self",),
+    ),
+    # v2/block_proposer.py
+    Expected(_BLOCKS, ("vllm_config", "device")),
+    *_overrides(_BLOCKS),
+    _caches(_BLOCKS),
+    Override(
+        f"{_BLOCKS}.num_query_per_req",
+        kind="instance",
+        why="a block has a query per level of a tree, not per node",
+        until=_TREES,
+    ),
+    *(
+        Expected(
+            f"vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM.{method}", parameters
+        )
+        for method, parameters in (
+            ("combine_hidden_states", ("self", "hidden_states")),
+            ("compute_logits", ("self", "hidden_states")),
+            ("forward", ("self", "input_ids", "positions", "inputs_embeds")),
+            ("get_draft_kv_cache_layer_names", ("self",)),
+            (
+                "precompute_and_store_context_kv",
+                ("self", "context_states", "context_positions", "context_slot_mapping"),
+            ),
+        )
     ),
 )  # fmt: skip

@@ -21,6 +21,7 @@ from sequoia_vllm.engine.cpu_attention import CPUTreeAttentionMetadata, TreeQuer
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
 from sequoia_vllm.engine.v1.drafts import DraftedTrees
 from sequoia_vllm.engine.v1.reading import CommittedTokens
+from sequoia_vllm.engine.vocabulary import draft_vocabulary
 
 PADDING_SLOT = -1  # vLLM's cache-update op skips it
 
@@ -64,6 +65,7 @@ class TreeProposer(DraftModelProposer):
         super().__init__(vllm_config=vllm_config, device=device, runner=runner)
         self.runner = runner
         self.draft_max_len = self.draft_model_config.max_model_len
+        self._vocabulary = draft_vocabulary(vllm_config, device)
         self._rows = torch.arange(runner.max_num_tokens)
 
     def dummy_run(
@@ -235,7 +237,10 @@ class TreeProposer(DraftModelProposer):
         num_reqs: int,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """The draft's logits of these rows (of all if None) by one forward over all tokens."""
+        """The draft's logits of these rows (of all if None) by one forward over all tokens.
+
+        Tokens and logits are the target's.
+        """
         with (
             self.runner.stats.timed("draft", num_reqs, len(tokens)),
             set_forward_context(
@@ -246,8 +251,10 @@ class TreeProposer(DraftModelProposer):
                 slot_mapping=dict.fromkeys(self._draft_attn_layer_names, slots),
             ),
         ):
-            hidden = self.model(input_ids=tokens, positions=positions, inputs_embeds=None)
-            return self.model.compute_logits(hidden if rows is None else hidden[rows])
+            read = self._vocabulary.read(tokens)
+            hidden = self.model(input_ids=read, positions=positions, inputs_embeds=None)
+            logits = self.model.compute_logits(hidden if rows is None else hidden[rows])
+            return self._vocabulary.target_logits(logits)
 
     def _block_table(self, requests: NDArray[np.int64]) -> Tensor:
         """The cache blocks that the draft's layers have of these requests.

@@ -59,8 +59,8 @@ class BlockTreeProposer(StateTreeProposer, DFlashSpeculator):
         return BlockGrowth(
             **shared,
             model=CachedBlockModel(
-                self._cache, self.backend, self.run_draft, self.model.compute_logits,
-                self.feedback_of, self._store_context,
+                self._cache, self.backend, self.run_draft, self.compute_logits, self.feedback_of,
+                self._store_context,
             ),
             mask_token=self.parallel_drafting_token_id,
         )  # fmt: skip

@@ -4,19 +4,39 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafting.draft_plan import depths_by_drafts
 from sequoia_vllm.drafting.growth import DraftStates
+from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.proposer import TreeProposer
 from sequoia_vllm.engine.v2.ragged_rows import RaggedRows
 from sequoia_vllm.engine.v2.reading import DraftReading
+from sequoia_vllm.engine.vocabulary import draft_vocabulary
 
 
 class ModelTreeProposer(TreeProposer, StandaloneARSpeculator):
-    """vLLM's draft-model speculator (loading, KV cache, buffers) growing trees."""
+    """vLLM's draft-model speculator (loading, KV cache, buffers) growing trees.
+
+    A draft with another vocabulary is given, and gives, the target's tokens.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        req_states: RequestState,
+        tables: TreeTables,
+        backend: TreeBackend,
+    ) -> None:
+        super().__init__(vllm_config, device, req_states, tables, backend)
+        self._vocabulary = draft_vocabulary(vllm_config, device)
 
     def _new_reading(self, steps_ahead: int) -> DraftReading:
         return DraftReading(
@@ -42,7 +62,12 @@ class ModelTreeProposer(TreeProposer, StandaloneARSpeculator):
         feedback: Tensor | None,
     ) -> DraftStates:
         """See `TreeProposer.run_draft`."""
-        return DraftStates(self._run_model(token_ids, positions, metadata, slots, None))
+        own_ids = self._vocabulary.read(token_ids)
+        return DraftStates(self._run_model(own_ids, positions, metadata, slots, None))
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See `TreeProposer.compute_logits`."""
+        return self._vocabulary.target_logits(self.model.compute_logits(hidden))
 
     def _dummy_feedback(self, rows: int) -> Tensor | None:
         return None

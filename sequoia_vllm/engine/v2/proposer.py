@@ -71,6 +71,7 @@ class TreeProposer(DraftModelSpeculator):
         self.reading = self._new_reading(steps_ahead)
         self.batch = DraftBatch(self.max_num_reqs, device, self.lag)
         self.accepted: Tensor | None = None  # of the step, by `note_accepted`
+        self._logits_size = vllm_config.model_config.get_vocab_size()
         self._graphs: DraftGraphs | None = None
         self._last_grown: DraftLevels | None = None
 
@@ -132,7 +133,7 @@ class TreeProposer(DraftModelSpeculator):
         with nothing_offloaded():
             super().load_model(target_model)
         self.drafted = allocate_drafted(
-            self.plan, self.tree, self.max_num_reqs, self.vocab_size,
+            self.plan, self.tree, self.max_num_reqs, self._logits_size,
             self.draft_model_config.head_dtype, self.device,
         )  # fmt: skip
 
@@ -167,9 +168,13 @@ class TreeProposer(DraftModelSpeculator):
     def _new_growth(self, **shared: Any) -> TreeGrowth:
         """What grows trees; ``shared`` is all that it gets but the model."""
         model = CachedDraftModel(
-            self._cache, self.backend, self.run_draft, self.model.compute_logits, self.feedback_of
+            self._cache, self.backend, self.run_draft, self.compute_logits, self.feedback_of
         )
         return TreeGrowth(**shared, model=model)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """The draft's logits ``[rows, V]`` of the target's tokens."""
+        return self.model.compute_logits(hidden)
 
     def feedback_of(self, target_states: Tensor) -> Tensor:
         """See `DraftModel.feedback_of`."""
@@ -395,10 +400,10 @@ class TreeProposer(DraftModelSpeculator):
         states = self.run_draft(
             batch.input_ids[:rows], batch.positions[:rows], None, None, self._dummy_feedback(rows)
         )
-        self.model.compute_logits(states.hidden[: min(rows, self.plan.widest_level)])
+        self.compute_logits(states.hidden[: min(rows, self.plan.widest_level)])
 
     def _dummy_logits(self) -> None:
         """Likewise what the target's logits at all nodes take."""
         scored = most_scored(scheduled_drafts(self.vllm_config), self.max_num_tokens)
         dtype = self.vllm_config.model_config.head_dtype
-        take_logits_memory(scored, self.tree.size, self.vocab_size, dtype, self.device)
+        take_logits_memory(scored, self.tree.size, self._logits_size, dtype, self.device)

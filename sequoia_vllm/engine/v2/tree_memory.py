@@ -33,7 +33,7 @@ def allocate_drafted(
         plan: The batches that are drafted for.
         tree: The engine's.
         max_num_reqs: Its request slots.
-        vocab_size, dtype: Of the draft's logits.
+        vocab_size, dtype: Of the draft's logits, as verified.
         device: Where it goes.
 
     Raises:

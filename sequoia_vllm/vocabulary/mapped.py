@@ -1,0 +1,70 @@
+"""Tokens and logits from one vocabulary into another, on the engine's device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sequoia_vllm.vocabulary.matching import NONE, Matching
+
+
+class SharedVocabulary:
+    """The draft's tokens are the target's."""
+
+    def read(self, token_ids: Tensor) -> Tensor:
+        """The draft's tokens for tokens of the target, any shape, of the same type."""
+        return token_ids
+
+    def target_logits(self, logits: Tensor) -> Tensor:
+        """The draft's logits ``[rows, Vd]`` as logits of the target's tokens ``[rows, Vt]``."""
+        return logits
+
+
+class MappedVocabulary(SharedVocabulary):
+    """The draft has tokens of its own (token-level intersection, arXiv 2502.05202).
+
+    Nothing here waits for the device, and shapes depend on those of arguments alone: a CUDA
+    graph may hold it.
+
+    Args:
+        matching: Which tokens mean the same.
+        device: Where tokens and logits are.
+    """
+
+    def __init__(self, matching: Matching, device: torch.device) -> None:
+        drawn = torch.from_numpy(matching.drawn)
+        self._columns = drawn.clamp(min=0).to(device)
+        self._missing = (drawn == NONE).to(device)
+        self._read = torch.from_numpy(matching.read).to(device)
+        pairs = (torch.from_numpy(part.T.copy()) for part in _rounds(matching))
+        self._sums = [part.to(device) for part in pairs]
+
+    def read(self, token_ids: Tensor) -> Tensor:
+        """See `SharedVocabulary.read`; numbers beyond the target's are read as its last."""
+        known = token_ids.flatten().clamp(min=0, max=len(self._read) - 1)
+        return self._read.index_select(0, known).to(token_ids.dtype).view(token_ids.shape)
+
+    def target_logits(self, logits: Tensor) -> Tensor:
+        """See `SharedVocabulary.target_logits`: -inf where the draft has no such token.
+
+        Where it has several, their probabilities are added.
+        """
+        if self._sums:
+            logits = logits.clone()
+        for kept, added in self._sums:
+            both = torch.logaddexp(logits.index_select(1, kept), logits.index_select(1, added))
+            logits.index_copy_(1, kept, both)
+        found = logits.index_select(1, self._columns)
+        return found.masked_fill_(self._missing, -torch.inf)
+
+
+def _rounds(matching: Matching) -> list[np.ndarray]:
+    """`Matching.also` in parts, int64 ``[e, 2]``, in each of which a kept token comes once."""
+    kept = matching.also[:, 0]
+    order = np.argsort(kept, kind="stable")
+    _, first = np.unique(kept[order], return_index=True)
+    counts = np.diff(np.append(first, len(kept)))
+    rank = np.arange(len(kept)) - np.repeat(first, counts)
+    pairs = matching.also[order]
+    return [pairs[rank == place] for place in range(counts.max(initial=0))]

@@ -1,0 +1,104 @@
+"""Which tokens of two vocabularies mean the same, and how a draft reads all others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sequoia_vllm.vocabulary.segments import Segments
+from sequoia_vllm.vocabulary.tokens import Vocabulary
+
+NONE = -1
+
+
+@dataclass(frozen=True)
+class Matching:
+    """How token numbers of target and draft belong together.
+
+    Attributes:
+        drawn: int64 ``[Vt]``: the draft's token that means the same as each of the
+            target's; -1: none does, and the target's token is never drafted.
+        read: int64 ``[Vt]``: the draft's token that stands for each of the target's
+            where the draft reads it.
+        also: int64 ``[E, 2]``: (a draft's token in ``drawn``, another that means the same).
+    """
+
+    drawn: NDArray[np.int64]
+    read: NDArray[np.int64]
+    also: NDArray[np.int64]
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens of the target that can be drafted."""
+        return int((self.drawn != NONE).sum())
+
+
+def match(target: Vocabulary, draft: Vocabulary, target_size: int, draft_size: int) -> Matching:
+    """Matches tokens by their text, and those without text by name and role.
+
+    Several tokens of the draft may mean one of the target's: a draft that ends sequences
+    with another token than the target has still ends them, and "<0x41>" is "A". A token of the
+    target that no token of the draft means is read as the last one of its text as the draft
+    spells it, or as the unknown one.
+
+    Args:
+        target, draft: Their vocabularies.
+        target_size, draft_size: Rows of their logits, Vt and Vd.
+    """
+    target, draft = target.within(target_size), draft.within(draft_size)
+    meanings = _meanings(target, draft)
+    drawn, also = _drawn(meanings, draft, target_size)
+    return Matching(drawn, _read(target, draft, drawn), also)
+
+
+def _meanings(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
+    """The target's token that each of the draft's means, of those that mean one."""
+    names, texts = target.by_name(), target.by_text()
+    found = {number: names[name] for number, name in draft.controls.items() if name in names}
+    found |= {number: texts[text] for number, text in draft.texts.items() if text in texts}
+    # In this order: where one token begins and ends sequences, a draft uses it to end them.
+    for of_draft, of_target in ((draft.begin, target.begin), (draft.end, target.end)):
+        if of_draft is not None and of_target is not None:
+            found[of_draft] = of_target
+    return found
+
+
+def _drawn(
+    meanings: dict[int, int], draft: Vocabulary, target_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """`Matching.drawn` and `Matching.also`."""
+    drawn = np.full(target_size, NONE, dtype=np.int64)
+    usual = set(draft.by_text().values())
+    also = []
+    # The draft's usual token of a text first: what else has the text is added to it.
+    for number in sorted(meanings, key=lambda number: (number not in usual, number)):
+        meant = meanings[number]
+        if drawn[meant] == NONE:
+            drawn[meant] = number
+        else:
+            also.append((int(drawn[meant]), number))
+    return drawn, np.array(also, dtype=np.int64).reshape(-1, 2)
+
+
+def _read(target: Vocabulary, draft: Vocabulary, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`Matching.read`."""
+    names, texts = draft.by_name(), draft.by_text()
+    segments = Segments(texts)
+    read = np.where(drawn == NONE, _unknown(draft), drawn)
+    for number, name in target.controls.items():
+        if name in names:
+            read[number] = names[name]
+    for number, text in target.texts.items():
+        if text in texts:
+            read[number] = texts[text]
+        elif spelled := segments.split(text):
+            read[number] = spelled[-1]
+    return read
+
+
+def _unknown(draft: Vocabulary) -> int:
+    """What the draft reads where it has no token for something."""
+    known = (draft.unknown, draft.begin, draft.end)
+    return next((number for number in known if number is not None), 0)

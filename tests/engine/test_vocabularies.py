@@ -1,0 +1,121 @@
+"""Drafts with another vocabulary: the target's output, and what the draft is worth."""
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from sequoia_vllm.engine import engine_config
+from sequoia_vllm.testing.laws import assert_same_law
+from tests.engine.test_sampled import CUT, FALSE_ALARM, PLAIN, PROMPT, VOCAB, count, exact_law
+from tests.support.engines import metric, running, sequoia, tokens_of
+from tests.support.models import DRAFT, prompts, save_llama, save_word_tokenizer
+from tests.support.vocabularies import save_other_draft, save_renumbered, save_words
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = prompts(8)
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+COUNTS = ("tree_steps", "tokens", "depth_counts", "offered", "accepted")
+
+
+def greedy_with(draft) -> tuple[list[list[int]], dict]:
+    """Tokens of trees with this draft, and the worker's counters."""
+    with running(sequoia(draft=draft)) as llm:
+        tokens = tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        [stats] = llm.collective_rpc("sequoia_stats")
+    return tokens, {name: stats[name] for name in COUNTS}
+
+
+@pytest.fixture(scope="module")
+def with_the_same_tokens() -> tuple[list[list[int]], dict]:
+    return greedy_with(DRAFT)
+
+
+# Measured: 1.2, 1.7 and 2.7 tokens per step.
+@pytest.mark.parametrize(("shared", "least"), [(0.3, 1.1), (0.7, 1.5), (0.99, 2.4)])
+def test_greedy_tokens_are_those_of_plain_vllm(shared, least, tmp_path, plain_outputs, monkeypatch):
+    said = []
+    monkeypatch.setattr(engine_config.logger, "log", lambda level, *words: said.append(words))
+    tokens, stats = greedy_with(save_other_draft(tmp_path / "draft", shared))
+    assert tokens == plain_outputs(PROMPTS, GREEDY)
+    assert stats["tokens"] / stats["tree_steps"] > least
+    [[_, words]] = [words for words in said if "has another vocabulary" in str(words)]
+    assert f"of the target's 4,096 ({shared:.0%})" in words
+
+
+def test_renumbered_tokens_are_accepted_as_often_as_the_same(tmp_path, with_the_same_tokens):
+    """Of every depth and child, exactly: nothing of the draft is lost or confused."""
+    draft = save_other_draft(tmp_path / "draft", shared=1.0)
+    assert greedy_with(draft) == with_the_same_tokens
+
+
+# Of the target's words w0 to w5, those that the draft has, with its own numbers.
+HALF = {"w3": 0, "other": 1, "w5": 2, "more": 3, "w0": 6}
+ALL_BUT_ONE = {**HALF, "w4": 4, "w1": 7}
+
+
+@pytest.mark.parametrize(
+    ("words", "mixed", "verification"),
+    [(HALF, [*PLAIN, CUT[0]], "sequoia"), (ALL_BUT_ONE, PLAIN, "traversal")],
+)
+def test_completions_follow_the_exact_law(words, mixed, verification, tmp_path):
+    """As in `test_sampled.py`, where it says what an error would have to be to be found.
+
+    Roots have up to four children, also where the draft can draw three.
+    """
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    save_llama(target, seed=3, scale=1.5, vocab_size=VOCAB, max_position_embeddings=64)
+    save_word_tokenizer(target)
+    save_llama(draft, seed=4, vocab_size=9, max_position_embeddings=64)
+    save_words(draft, words, {})
+    completions, length = 4_000 * len(mixed), 3
+    params = [
+        SamplingParams(
+            **mixed[index % len(mixed)], max_tokens=length + 1, ignore_eos=True, detokenize=False
+        )
+        for index in range(completions)
+    ]
+    config = sequoia(size=12, depth=3, draft=draft, verification=verification)
+    with running(config, model=target, max_model_len=64, max_num_seqs=256) as llm:
+        requests = [{"prompt_token_ids": PROMPT}] * completions
+        outputs = llm.generate(requests, params, use_tqdm=False)
+        accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
+    assert accepted > completions / 3
+    for which, setting in enumerate(mixed):
+        counts = count(outputs[which :: len(mixed)], length)
+        assert_same_law(counts, exact_law(target, length, setting), FALSE_ALARM, fewest=5)
+
+
+def test_a_seed_gives_the_tokens_of_plain_vllm(tmp_path, plain_outputs):
+    draft = save_other_draft(tmp_path / "draft", shared=0.7)
+    params = [SamplingParams(seed=7 + i, max_tokens=24, top_p=0.9) for i in range(4)]
+    with running(sequoia(draft=draft)) as llm:
+        found = tokens_of(llm.generate(PROMPTS[:4], params, use_tqdm=False))
+        accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
+    assert found == plain_outputs(PROMPTS[:4], params)
+    assert accepted > 20
+
+
+def test_a_draft_that_ends_with_another_token_is_right_about_the_end(tmp_path):
+    """It computes what the target does, which is at its end every few tokens."""
+    target = save_llama(tmp_path / "target", seed=3, vocab_size=VOCAB, max_position_embeddings=64)
+    words = {f"w{number}": number for number in range(2, VOCAB)}
+    controls = {"begin": 0, "end": 1}
+    save_words(target, words, controls)
+    number_of = torch.tensor([5, 3, 0, 2, 1, 4])
+    draft = save_renumbered(target, tmp_path / "draft", number_of, VOCAB)
+    save_words(
+        draft,
+        {word: int(number_of[number]) for word, number in words.items()},
+        {f"other {name}": int(number_of[number]) for name, number in controls.items()},
+    )
+    to_the_length = SamplingParams(
+        temperature=0, max_tokens=25, logit_bias={1: 0.0}, detokenize=False, ignore_eos=True
+    )
+    requests = [{"prompt_token_ids": [3, *last]} for last in ([2], [4], [5, 2], [4, 4])]
+    with running(sequoia(size=4, depth=3, draft=draft), model=target, max_model_len=64) as llm:
+        outputs = tokens_of(llm.generate(requests, to_the_length, use_tqdm=False))
+        [stats] = llm.collective_rpc("sequoia_stats")
+    assert sum(tokens.count(1) for tokens in outputs) == 7
+    # After the first token of a request, every step gives four.
+    assert stats["tokens"] == 4 * stats["tree_steps"] == 4 * 24

@@ -1,0 +1,87 @@
+"""What an engine makes of two models' tokenizers: nothing, a mapping, or a refusal."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from sequoia_vllm.config import ConfigError
+from sequoia_vllm.engine.vocabulary import TokensOf, compare_vocabularies
+from tests.support.models import DRAFT, TARGET
+
+WORDS = [f"w{number}" for number in range(400)]
+
+
+def tokenizer(folder, words, special=(), size=400):
+    folder.mkdir()
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "w0"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=made)
+    fast.add_special_tokens({"additional_special_tokens": list(special)})
+    fast.save_pretrained(folder)
+    return TokensOf(str(folder), size)
+
+
+def test_the_same_tokens_are_left_as_they_are(tmp_path):
+    ours = tokenizer(tmp_path / "a", WORDS, ["<one>"])
+    theirs = tokenizer(tmp_path / "b", WORDS, ["<other>", "<more>"])
+    for one, other in ((ours, theirs), (TokensOf(TARGET, 4096), TokensOf(DRAFT, 4096))):
+        found = compare_vocabularies(one, other)
+        assert (found.matching, found.in_words) == (None, "")
+
+
+def test_a_few_renamed_tokens_are_mentioned(tmp_path):
+    ours = tokenizer(tmp_path / "a", WORDS)
+    theirs = tokenizer(tmp_path / "b", [*WORDS[:-1], "renamed"])
+    found = compare_vocabularies(ours, theirs)
+    assert found.matching is None
+    assert "1 of 400 tokens differ, the first is number 399" in found.in_words
+    assert "'w399' of the target, 'renamed' of the draft" in found.in_words
+
+
+def test_the_same_tokens_with_other_numbers_are_matched(tmp_path):
+    ours = tokenizer(tmp_path / "a", WORDS)
+    theirs = tokenizer(tmp_path / "b", WORDS[:200] + WORDS[:199:-1])
+    found = compare_vocabularies(ours, theirs)
+    assert found.matching.drawn.tolist() == [*range(200), *range(399, 199, -1)]
+    assert "400 of the target's 400 (100%)" in found.in_words
+
+
+def test_the_same_tokens_and_another_number_of_rows_are_matched(tmp_path):
+    """As of models of one family, padded to different sizes."""
+    found = compare_vocabularies(TokensOf(TARGET, 4160), TokensOf(DRAFT, 4096))
+    assert found.matching.read[:4096].tolist() == list(range(4096))
+    assert np.flatnonzero(found.matching.drawn < 0).tolist() == list(range(4096, 4160))
+    assert "of which 100% of ordinary text is made" in found.in_words
+
+
+def test_hardly_any_shared_token_is_refused(tmp_path):
+    ours = tokenizer(tmp_path / "a", WORDS)
+    theirs = tokenizer(tmp_path / "b", [*WORDS[:19], *(f"v{number}" for number in range(381))])
+    with pytest.raises(ConfigError) as error:
+        compare_vocabularies(ours, theirs)
+    message = str(error.value)
+    assert f"{theirs.tokenizer!r} has another vocabulary than the target" in message
+    assert "of its 400 tokens only 19 are also the target's" in message
+    assert 'give "model" a draft of the target\'s family' in message
+
+
+def test_models_without_tokenizers_cannot_be_compared(tmp_path):
+    ours = tokenizer(tmp_path / "a", WORDS)
+    for name, content in (("none", None), ("nonsense", "nonsense")):
+        (tmp_path / name).mkdir()
+        if content:
+            (tmp_path / name / "tokenizer.json").write_text(json.dumps(content))
+        assert compare_vocabularies(ours, TokensOf(str(tmp_path / name), 400)).matching is None
+        with pytest.raises(ConfigError, match="not both bring a tokenizer"):
+            compare_vocabularies(ours, TokensOf(str(tmp_path / name), 401))
+
+
+def test_tokenizers_that_may_not_be_read_are_not():
+    target = TokensOf(TARGET, 4096, is_readable=False)
+    assert compare_vocabularies(target, TokensOf("/nope", 4096)).matching is None
+    with pytest.raises(ConfigError, match="load no tokenizer, or one in a way of its own"):
+        compare_vocabularies(target, TokensOf("/nope", 4095))
