@@ -270,9 +270,10 @@ def test_metrics_show_what_the_worker_counted(from_itself):
 # can be asked for. Tokens are lined up by how much likelier the target finds them
 # than the draft does (of a head: those first that it cannot draft); then a uniform number
 # from the interval that a token takes up is uniform over [0, 1), and independent of all
-# others, exactly if the engine follows the target's law. Too many drafts accepted show as small numbers: were 33 % of
-# all tokens by the draft's law, cut off alike, the 576 numbers would show it with
-# probability 0.99, at a false-alarm rate of 1e-6 (computed for these models and settings).
+# others, exactly if the engine follows the target's law. Too many drafts accepted show as
+# small numbers: were 33 % of all tokens by the draft's law, cut off alike, the 576 numbers
+# would show it with probability 0.99, at a false-alarm rate of 1e-6 (computed for these
+# models and settings).
 # Smaller errors are for `tests/kernels`, and for the V1 engine's `tests/engine/test_sampled.py`.
 
 LAW_VOCAB, LAW_REQUESTS = 6, 24
