@@ -130,7 +130,7 @@ def _signature(dtype: str, cache: str) -> dict[str, str]:
     )  # fmt: skip
     numbers = (
         "first_node", "splits", "row_tiles", "table_columns", "table_stride", "ancestors_stride",
-        "context_lse_stride", "window",
+        "context_lse_stride", "window", "ahead",
     )  # fmt: skip
     integers = ("block_table", "context_lens", "query_start_loc", "ancestors", "depths")
     floats = ("key_scale", "value_scale", "partial_output", "partial_lse", "context_lse")

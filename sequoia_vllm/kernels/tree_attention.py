@@ -101,6 +101,10 @@ def pack_ancestors(ancestors: Tensor) -> Tensor:
         raise ValueError(f"expected a square matrix, got {list(ancestors.shape)}")
     if ancestors.triu(1).any():
         raise ValueError("a node cannot see a later node")
+    return _pack(ancestors)
+
+
+def _pack(ancestors: Tensor) -> Tensor:
     nodes = len(ancestors)
     words = -(-nodes // _WORD_BITS)
     bits = torch.zeros(nodes, words * _WORD_BITS, dtype=torch.int64, device=ancestors.device)
@@ -119,15 +123,27 @@ class NodeMask:
         depths: int32 ``[N]``: of each node below its root.
         window: The window that the words are for: positions that a node sees, its own
             included; None: all.
+        ahead: Nodes later than itself that a node may see at most: 0 in a tree.
     """
 
     words: Tensor
     depths: Tensor
     window: int | None = None
+    ahead: int = 0
 
     @classmethod
     def of(cls, ancestors: Tensor, window: int | None = None) -> NodeMask:
-        """Of a bool ``[N, N]`` as `pack_ancestors` takes it."""
+        """Of a bool ``[N, N]`` as `pack_ancestors` takes it, or of a block: all see all.
+
+        Raises:
+            ValueError: See `pack_ancestors`; or a block has a window.
+        """
+        nodes = len(ancestors)
+        if nodes > 1 and ancestors.all():
+            if window is not None:
+                raise ValueError("a block whose nodes see one another cannot have a window")
+            depths = torch.arange(nodes, dtype=torch.int32, device=ancestors.device)
+            return cls(_pack(ancestors), depths, ahead=nodes - 1)
         depths, within = within_window(ancestors, window or len(ancestors))
         return cls(pack_ancestors(within), depths.to(torch.int32), window)
 
@@ -253,8 +269,8 @@ def tree_attention(
         query, key_cache, value_cache, block_table, context_lens, query_start_loc, mask.words,
         mask.depths, key_scale, value_scale, partial_output, partial_lse, output,
         partial_lse if context_lse is None else context_lse, query if sinks is None else sinks,
-        scale * math.log2(math.e), soft_cap * math.log2(math.e), window, first_node, splits,
-        row_tiles, block_table.shape[1],
+        scale * math.log2(math.e), soft_cap * math.log2(math.e), window, mask.ahead, first_node,
+        splits, row_tiles, block_table.shape[1],
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
         block_table.stride(0), mask.words.stride(0), output.stride(0), output.stride(1),
         0 if context_lse is None else context_lse.stride(0),

@@ -132,7 +132,7 @@ def _attend_block(
 @triton.jit(
     do_not_specialize=[
         "first_node", "splits", "row_tiles", "table_columns", "table_stride", "ancestors_stride",
-        "context_lse_stride", "window",
+        "context_lse_stride", "window", "ahead",
     ],
     do_not_specialize_on_alignment=[
         "block_table", "context_lens", "query_start_loc", "ancestors", "depths", "key_scale",
@@ -142,7 +142,7 @@ def _attend_block(
 def tree_attention_kernel(
     query, key_cache, value_cache, block_table, context_lens, query_start_loc, ancestors, depths,
     key_scale, value_scale, partial_output, partial_lse, output, context_lse, sinks,
-    scale, soft_cap, window, first_node, splits, row_tiles, table_columns,
+    scale, soft_cap, window, ahead, first_node, splits, row_tiles, table_columns,
     query_token_stride, query_head_stride,
     key_block_stride, key_slot_stride, key_head_stride,
     value_block_stride, value_slot_stride, value_head_stride,
@@ -199,10 +199,11 @@ def tree_attention_kernel(
     if QUANTIZED:
         scale *= tl.load(key_scale) if SCALES_IN_MEMORY else key_scale
 
-    # Later nodes than the tile's last are nobody's ancestors here. Positions past the
-    # table have no block: nodes there are beyond the model's length, and not used.
-    last_query = tl.minimum((tile * ROWS + ROWS - 1) // GROUP, num_queries - 1)
-    end = tl.minimum(context + first_node + last_query + 1, table_columns * BLOCK_SIZE)
+    # Nodes later than the tile's last, and as many ahead as a node may see, are seen by no
+    # row here. Positions past the table have no block: nodes there are beyond the model's
+    # length, and not used.
+    last_seen = tl.minimum((tile * ROWS + ROWS - 1) // GROUP + ahead, num_queries - 1)
+    end = tl.minimum(context + first_node + last_seen + 1, table_columns * BLOCK_SIZE)
     split_end = tl.minimum(split_start + split_blocks * KEYS, end)
     unmasked_end = tl.maximum(tl.minimum(split_end, context) // KEYS * KEYS, split_start)
     first_seen = tl.zeros([ROWS], dtype=tl.int32)

@@ -10,6 +10,7 @@ from sequoia_vllm.kernels.attention_tiles import (
     choose_tile,
 )
 from sequoia_vllm.kernels.tree_attention import (
+    NodeMask,
     TreeAttentionWorkspace,
     pack_ancestors,
 )
@@ -238,6 +239,19 @@ def test_each_node_sees_exactly_its_ancestors(context):
     seen[:, context : context + nodes] = batch.ancestors
     expected = seen / seen.sum(dim=1, keepdim=True)
     assert torch.equal(batch.run()[:nodes, 0], expected)
+
+
+@pytest.mark.parametrize(("size", "heads"), [(2, (2, 2)), (9, (4, 2)), (40, (8, 1))])
+@pytest.mark.parametrize("processors", [1, 8])
+def test_blocks_whose_nodes_all_see_one_another(size, heads, processors):
+    batch = Batch([0, 37, 300], [size] * 3, heads=heads)
+    batch.ancestors = torch.ones_like(batch.ancestors)
+    assert_close(batch.run(processors), batch.expected())
+
+
+def test_a_block_has_no_window():
+    with pytest.raises(ValueError, match="window"):
+        NodeMask.of(torch.ones(3, 3, dtype=torch.bool), window=4)
 
 
 def test_a_wrong_mask_gives_another_answer():
