@@ -51,8 +51,9 @@ def progress_listener(bars: Progress) -> Listener:
                 bars.update(task.id, total=1, completed=1)
         bars.add_task(stage, total=steps, note="")
 
-    def advance(loss: float) -> None:
-        bars.update(bars.tasks[-1].id, advance=1, note=f"loss {loss:.3f}")
+    def advance(loss: float | None) -> None:
+        note = "" if loss is None else f"loss {loss:.3f}"
+        bars.update(bars.tasks[-1].id, advance=1, note=note)
 
     return Listener(start, advance)
 

@@ -95,7 +95,7 @@ def write_on(
         temperatures = torch.tensor(TEMPERATURES * repeats)[: len(beginnings)]
         texts = target.write(beginnings, recipe.length - kept, temperatures.to(recipe.device))
         written.append(texts.cpu().numpy())
-        listener.on_step(0.0)
+        listener.on_step(None)
     return np.concatenate(written)
 
 

@@ -41,10 +41,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Listener:
-    """Told what is going on: a new stage and its steps (None: unknown), and each step's loss."""
+    """Told what is going on: a new stage and its steps (None: unknown), and each step's loss.
+
+    Steps that learn nothing have no loss.
+    """
 
     on_stage: Callable[[str, int | None], None]
-    on_step: Callable[[float], None]
+    on_step: Callable[[float | None], None]
 
 
 def train_pair(corpus: Corpus, recipe: Recipe, out: Path, listener: Listener) -> dict[str, object]:

@@ -117,6 +117,43 @@ class TestExampleHeads:
         assert weights["t2d"].nonzero()[:, 0].tolist() == drafted.tolist()
 
 
+class TestCard:
+    @pytest.fixture
+    def card(self):
+        return (MODELS / "README.md").read_text("utf-8")
+
+    @pytest.fixture
+    def evaluation(self):
+        return json.loads((MODELS / "heads.json").read_text("utf-8"))
+
+    def test_shows_the_evaluation(self, card, evaluation):
+        assert set(evaluation["quality"]) == {"draft", *KINDS}
+        for chains in evaluation["quality"].values():
+            assert set(chains) == {"4", "7"}
+            for count, chain in chains.items():
+                mean, error = chain["tokens_per_step"].values()
+                depths = " ".join(f"{share:.2f}" for share in chain["acceptance"])
+                assert f"| {count} | {mean:.3f} | {error:.3f} | {depths} |" in card
+
+    def test_gives_the_command_of_the_evaluation(self, card, evaluation):
+        assert f"python {' '.join(evaluation['provenance']['argv'])}\n" in card
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_shows_the_last_loss_and_the_parameters(self, kind, card):
+        metrics = json.loads((MODELS / kind / "metrics.json").read_text("utf-8"))
+        last = metrics["validation_loss"][-1]
+        assert f"{last['loss']:.3f} after {last['step']}" in card
+        assert f"{metrics['parameters']:,}" in card
+
+    def test_heads_draft_better_than_the_draft(self, evaluation):
+        """At the same length; or nobody would want them."""
+        means = {
+            name: chains["4"]["tokens_per_step"]["mean"]
+            for name, chains in evaluation["quality"].items()
+        }
+        assert means["eagle3"] > means["draft"]
+
+
 class TestTarget:
     def test_features_are_the_layers_outputs_before_any_norm(self, target):
         batch = tokens(2)
