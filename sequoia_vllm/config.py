@@ -95,7 +95,7 @@ class SequoiaConfig(_Strict):
     method: Literal["sequoia"] = Field(default="sequoia", description="Selects this plugin.")
     model: str | None = Field(
         default=None,
-        description="Draft model (name or path), with the target's vocabulary. None: the known "
+        description="Draft model (name or path), best with the target's tokens. None: the known "
         "draft of that target, see `sequoia_vllm.known_pairs`.",
     )
     tree: str | TreeSpec | InstanceOf[TokenTree] | None = Field(
