@@ -127,6 +127,11 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         "max_model_len", "skip_tokenizer_init", "tokenizer", "tokenizer_mode",
         "tokenizer_revision",
     )),
+    # vocabulary.py
+    Expected("vllm.config:ModelConfig.model"),
+    Expected("vllm.config:ModelConfig.revision"),
+    Expected("vllm.config:ModelConfig.get_vocab_size", ("self",)),
+    Expected("vllm.config:SpeculativeConfig.draft_model_config"),
     # load.py
     *(Expected(f"vllm.config:SchedulerConfig.{field}") for field in (
         "max_num_batched_tokens", "max_num_scheduled_tokens", "max_num_seqs",
