@@ -96,7 +96,7 @@ class SequoiaConfig(_Strict):
     method: Literal["sequoia"] = Field(default="sequoia", description="Selects this plugin.")
     model: str | None = Field(
         default=None,
-        description="Draft model (name or path), with the target's vocabulary, or a head that was "
+        description="Draft model (name or path), best with the target's tokens, or a head that was "
         "trained for the target. None: the known one of that target, see "
         "`sequoia_vllm.known_pairs`.",
     )

@@ -135,6 +135,11 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     Expected("vllm.config.speculative:MTPModelTypes"),
     Expected("vllm.envs:environment_variables"),  # VLLM_USE_V2_MODEL_RUNNER is one of them
     Expected("vllm.config:SpeculativeConfig.method"),
+    # vocabulary.py
+    Expected("vllm.config:ModelConfig.model"),
+    Expected("vllm.config:ModelConfig.revision"),
+    Expected("vllm.config:ModelConfig.get_vocab_size", ("self",)),
+    Expected("vllm.config:SpeculativeConfig.draft_model_config"),
     # load.py
     *(Expected(f"vllm.config:SchedulerConfig.{field}") for field in (
         "max_num_batched_tokens", "max_num_scheduled_tokens", "max_num_seqs",
