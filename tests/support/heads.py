@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from tests.support.models import MODELS
 
-EAGLE3 = str(MODELS / "eagle3")
+EAGLE3, DFLASH = (str(MODELS / kind) for kind in ("eagle3", "dflash"))
 
 
 def save_eagle3(

@@ -1,6 +1,6 @@
-"""Trees drafted by a trained EAGLE-3 head: tokens as plain V2's, drafts as in vLLM's own chain.
+"""Trees drafted by trained heads: tokens as plain V2's, drafts as in vLLM's own chains.
 
-The embedded target with its embedded head, in one process.
+The embedded target with its embedded heads, in one process.
 """
 
 from typing import Any
@@ -14,15 +14,15 @@ from tests.support.generating import (
     completions,
     generate,
     generate_on,
-    generate_with_trees,
 )
-from tests.support.heads import EAGLE3
+from tests.support.heads import DFLASH, EAGLE3
 from tests.support.models import prompts
 from tests.support.on_v2 import call_on_v2
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 DEPTH, TOKENS = 4, 24
+HEADS = {"eagle3": EAGLE3, "dflash": DFLASH}
 
 
 def greedy(count: int) -> list[Any]:
@@ -47,46 +47,67 @@ def mixed() -> list[Any]:
     ]
 
 
-def chain_of_vllm(texts: list[str], params: list[Any]) -> dict[str, Any]:
+def chain_of_vllm(kind: str, texts: list[str], params: list[Any]) -> dict[str, Any]:
     """Tokens and counters of vLLM's own speculation with the same head."""
-    config = {"method": "eagle3", "model": EAGLE3, "num_speculative_tokens": DEPTH}
+    config = {"method": kind, "model": HEADS[kind], "num_speculative_tokens": DEPTH}
     with running(config) as llm:
         outputs = llm.generate(texts, params, use_tqdm=False)
         counts = {name: metric(llm, f"vllm:spec_decode_num_{name}") for name in SPEC_DECODE}
         return {"tokens": completions(outputs), "counts": counts}
 
 
-def generate_twice(texts: list[str], params: list[Any]) -> list[dict[str, Any]]:
+def trees_of(head: str) -> dict[str, Any]:
+    return whole_trees(size=12, depth=DEPTH, draft=head)
+
+
+def chain_of(head: str) -> dict[str, Any]:
+    return trees_of(head) | {
+        "tree": {"parents": list(range(-1, DEPTH))},
+        "num_speculative_tokens_per_batch_size": [[1, 1, DEPTH]],
+    }
+
+
+def generate_twice(head: str, texts: list[str], params: list[Any]) -> list[dict[str, Any]]:
     """From a cache that is empty, and then has the prompts."""
-    with running(whole_trees(size=12, depth=DEPTH, draft=EAGLE3)) as llm:
+    with running(trees_of(head)) as llm:
         return [generate_on(llm, texts, params) for _ in range(2)]
 
 
+def generate_in_tiers(head: str, texts: list[str]) -> dict[str, Any]:
+    """Whole trees of one request, small ones of two, none of three: the head reads all the same."""
+    lengths = greedy(3)
+    lengths = [param.clone() for param in lengths]
+    for index, param in enumerate(lengths):
+        param.max_tokens = TOKENS - 8 * index
+    steps = {"num_speculative_tokens_per_batch_size": [[1, 1, 11], [2, 2, 3], [3, 8, 0]]}
+    with running(sequoia(size=12, depth=DEPTH, draft=head, **steps)) as llm:
+        return generate_on(llm, texts, lengths)
+
+
 def generate_all() -> dict[str, Any]:
+    """Of plain V2, and of both heads."""
     texts, params = prompts(3), greedy(3)
     answers: dict[str, Any] = {
         "plain": generate(None, texts, params),
-        "vLLM's chain": chain_of_vllm(texts, params),
-        "chain": generate_with_trees(EAGLE3, texts, params, size=DEPTH + 1, depth=DEPTH),
-        "synchronous": generate_with_trees(
-            EAGLE3, texts, params, size=12, depth=DEPTH, async_scheduling=False
-        ),
-        "twice": generate_twice(texts, params),
+        "special": generate(None, prompts(len(mixed())), mixed()),
     }
-    # Whole trees at batches of one and two, none of three: the head reads all the same.
-    steps = {"num_speculative_tokens_per_batch_size": [[1, 1, 11], [2, 2, 3], [3, 8, 0]]}
-    lengths = [*params[:1], *(param.clone() for param in params[1:])]
-    for index, param in enumerate(lengths):
-        param.max_tokens = TOKENS - 8 * index
-    with running(sequoia(size=12, depth=DEPTH, draft=EAGLE3, **steps)) as llm:
-        answers["tiers"] = generate_on(llm, texts, lengths)
-    answers["special plain"] = generate(None, prompts(len(mixed())), mixed())
-    answers["special"] = generate_with_trees(
-        EAGLE3, prompts(len(mixed())), mixed(), max_num_batched_tokens=64
-    )
     # Room for two requests and a half.
     small = {"kv_cache_memory_bytes": 4 << 20, "block_size": 32, "max_model_len": 256}
-    answers["preempted"] = generate_with_trees(EAGLE3, texts, params, size=12, depth=DEPTH, **small)
+    for kind, head in HEADS.items():
+        answers[kind] = {
+            "vLLM's chain": chain_of_vllm(kind, texts, params),
+            "chain": generate(chain_of(head), texts, params),
+            "twice": generate_twice(head, texts, params),
+            "tiers": generate_in_tiers(head, texts),
+            "special": generate(
+                trees_of(head), prompts(len(mixed())), mixed(), max_num_batched_tokens=64
+            ),
+        }
+    head = HEADS["eagle3"]
+    answers["eagle3"] |= {
+        "synchronous": generate(trees_of(head), texts, params, async_scheduling=False),
+        "preempted": generate(trees_of(head), texts, params, **small),
+    }
     return answers
 
 
@@ -95,43 +116,52 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return call_on_v2(generate_all, tmp_path_factory.mktemp("heads"))
 
 
-@pytest.mark.parametrize("name", ["vLLM's chain", "chain", "synchronous", "preempted"])
-def test_greedy_tokens_are_those_of_plain_vllm(name, answers):
-    assert answers[name]["tokens"] == answers["plain"]["tokens"]
+CASES = [(kind, name) for kind in HEADS for name in ("vLLM's chain", "chain")]
+CASES += [("eagle3", "synchronous"), ("eagle3", "preempted")]
+of_both = pytest.mark.parametrize("kind", HEADS)
 
 
-def test_a_chain_is_accepted_as_vllms_own_is(answers):
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_greedy_tokens_are_those_of_plain_vllm(kind, name, answers):
+    assert answers[kind][name]["tokens"] == answers["plain"]["tokens"]
+
+
+@of_both
+def test_a_chain_is_accepted_as_vllms_own_is(kind, answers):
     """The same drafts from the same states, token for token: as many steps, as much accepted."""
-    ours, vllms = answers["chain"]["counts"], answers["vLLM's chain"]["counts"]
+    ours, vllms = (answers[kind][name]["counts"] for name in ("chain", "vLLM's chain"))
     assert {name: ours[name] for name in SPEC_DECODE} == vllms
-    assert ours["accepted_tokens"] > 20
+    assert ours["accepted_tokens"] > 15
 
 
-def test_a_tree_accepts_more_than_a_chain(answers):
-    tree, chain = answers["synchronous"]["counts"], answers["chain"]["counts"]
+@of_both
+def test_a_tree_accepts_more_than_a_chain(kind, answers):
+    tree, chain = answers[kind]["twice"][0]["counts"], answers[kind]["chain"]["counts"]
     assert tree["tokens_per_tree"] > 1.1 * chain["tokens_per_tree"]
 
 
-def test_what_the_prefix_cache_keeps_the_head_has_read(answers):
+@of_both
+def test_what_the_prefix_cache_keeps_the_head_has_read(kind, answers):
     """Of the last block it has not, as that comes with a later token: vLLM computes it anew."""
-    first, second = answers["twice"]
+    first, second = answers[kind]["twice"]
     assert first["tokens"] == second["tokens"] == answers["plain"]["tokens"]
     assert first["counts"]["tokens_per_tree"] == second["counts"]["tokens_per_tree"]
 
 
-def test_the_head_reads_while_nothing_is_drafted(answers):
-    tiers, plain = answers["tiers"], answers["plain"]["tokens"]
-    assert [tokens for [tokens] in tiers["tokens"]] == [
-        tokens[: len(found)] for [tokens], [found] in zip(plain, tiers["tokens"], strict=True)
-    ]
+@of_both
+def test_the_head_reads_while_nothing_is_drafted(kind, answers):
+    tiers = answers[kind]["tiers"]
+    for [tokens], [found] in zip(answers["plain"]["tokens"], tiers["tokens"], strict=True):
+        assert found == tokens[: len(found)]
     assert tiers["counts"]["tokens_per_tree"] > 1.3
 
 
-def test_requests_of_every_kind(answers):
+@of_both
+def test_requests_of_every_kind(kind, answers):
     """Prompts come in chunks, beside trees."""
-    assert answers["special"]["tokens"] == answers["special plain"]["tokens"]
-    assert answers["special"]["counts"]["tokens_per_tree"] > 1.2
+    assert answers[kind]["special"]["tokens"] == answers["special"]["tokens"]
+    assert answers[kind]["special"]["counts"]["tokens_per_tree"] > 1.2
 
 
 def test_requests_are_preempted(answers):
-    assert answers["preempted"]["counts"]["preemptions"] > 0
+    assert answers["eagle3"]["preempted"]["counts"]["preemptions"] > 0
