@@ -9,7 +9,12 @@ from sequoia_vllm.testing.laws import assert_same_law
 from tests.engine.test_sampled import CUT, FALSE_ALARM, PLAIN, PROMPT, VOCAB, count, exact_law
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.models import DRAFT, prompts, save_llama, save_word_tokenizer
-from tests.support.vocabularies import save_other_draft, save_renumbered, save_words
+from tests.support.vocabularies import (
+    save_draft_of_another_tokenizer,
+    save_other_draft,
+    save_renumbered,
+    save_words,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -31,8 +36,8 @@ def with_the_same_tokens() -> tuple[list[list[int]], dict]:
     return greedy_with(DRAFT)
 
 
-# Measured: 1.2, 1.7 and 2.7 tokens per step.
-@pytest.mark.parametrize(("shared", "least"), [(0.3, 1.1), (0.7, 1.5), (0.99, 2.4)])
+# Measured: 1.24, 1.96 and 2.86 tokens per step.
+@pytest.mark.parametrize(("shared", "least"), [(0.3, 1.15), (0.7, 1.7), (0.99, 2.6)])
 def test_greedy_tokens_are_those_of_plain_vllm(shared, least, tmp_path, plain_outputs, monkeypatch):
     said = []
     monkeypatch.setattr(engine_config.logger, "log", lambda level, *words: said.append(words))
@@ -41,6 +46,14 @@ def test_greedy_tokens_are_those_of_plain_vllm(shared, least, tmp_path, plain_ou
     assert stats["tokens"] / stats["tree_steps"] > least
     [[_, words]] = [words for words in said if "has another vocabulary" in str(words)]
     assert f"of the target's 4,096 ({shared:.0%})" in words
+
+
+def test_greedy_tokens_with_a_draft_of_another_tokenizer(tmp_path, plain_outputs):
+    """Of a fifth of the target's size, learned from other text: much of it the draft must spell."""
+    draft = save_draft_of_another_tokenizer(tmp_path / "draft", prompts(200)[100:], 800)
+    tokens, stats = greedy_with(draft)
+    assert tokens == plain_outputs(PROMPTS, GREEDY)
+    assert stats["tokens"] / stats["tree_steps"] > 1.7  # 1.99 measured
 
 
 def test_renumbered_tokens_are_accepted_as_often_as_the_same(tmp_path, with_the_same_tokens):

@@ -134,6 +134,7 @@ class FakePair:
     by_token: float = 0.001
     draft: float = 0.004
     v2: bool = False
+    maps_vocabulary: bool = False
 
     def chance(self, case, sampling):
         drawn = case.temperature > 0 and sampling.draft == "probabilistic"
@@ -159,7 +160,7 @@ class FakeEngine:
 
     def __init__(self, method, pair):
         self.method, self.pair = method, pair
-        self.uses_v2 = pair.v2
+        self.uses_v2, self.maps_vocabulary = pair.v2, pair.maps_vocabulary
         self.dtype = "bfloat16"
         self.tree = None
         self._random = random.Random(0)
@@ -255,6 +256,11 @@ def test_the_better_sampling_is_chosen_where_it_matters(gain):
 )  # fmt: skip
 def test_one_engine_is_started_for_each_sampling_that_matters(cases, v2, engines):
     assert of_probe(FakePair(v2=v2), cases)[1] == engines
+
+
+def test_chains_of_drafts_with_another_vocabulary_draft_greedily():
+    _, started = of_probe(FakePair(v2=True, maps_vocabulary=True), [GREEDY, SAMPLED])
+    assert started == ["chain of 8"]
 
 
 def predicted(**rates):

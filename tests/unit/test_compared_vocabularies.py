@@ -9,9 +9,15 @@ pytest.importorskip("vllm")
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from sequoia_vllm.bench.engines import speculative_config
+from sequoia_vllm.bench.methods import chain, plain, sequoia
+from sequoia_vllm.cli.measuring import check_models
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine.vocabulary import TokensOf, compare_vocabularies
+from sequoia_vllm.measuring.engines import EngineSpec
+from sequoia_vllm.measuring.vocabularies import compare_models
 from tests.support.models import DRAFT, TARGET
+from tests.support.vocabularies import save_other_draft
 
 WORDS = [f"w{number}" for number in range(400)]
 
@@ -85,3 +91,23 @@ def test_tokenizers_that_may_not_be_read_are_not():
     assert compare_vocabularies(target, TokensOf("/nope", 4096)).matching is None
     with pytest.raises(ConfigError, match="load no tokenizer, or one in a way of its own"):
         compare_vocabularies(target, TokensOf("/nope", 4095))
+
+
+def test_vllms_chain_is_told_that_the_draft_has_another_vocabulary(tmp_path):
+    other = str(save_other_draft(tmp_path / "other", shared=0.7))
+    assert compare_models(TARGET, other).matching.num_shared == 1 + round(0.7 * 4093) + 1
+    for draft, told in ((DRAFT, False), (other, True)):
+        config = speculative_config(chain(draft, 2), EngineSpec(TARGET, draft))
+        assert config.get("use_heterogeneous_vocab", False) == told
+        for method in (plain(), sequoia(draft, "4x2")):
+            found = speculative_config(method, EngineSpec(TARGET, draft))
+            assert found == method.speculative_config
+
+
+def test_commands_say_that_the_draft_has_another_vocabulary(tmp_path, capsys):
+    check_models(TARGET, str(save_other_draft(tmp_path / "other", shared=0.7)))
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "has another vocabulary" in printed.err
+    check_models(TARGET, DRAFT)
+    assert capsys.readouterr().err == ""

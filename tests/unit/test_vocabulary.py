@@ -19,6 +19,7 @@ from sequoia_vllm.vocabulary import (
 from sequoia_vllm.vocabulary.segments import Segments
 from sequoia_vllm.vocabulary.texts import byte_level_text, piece_text, token_texts
 from tests.support.models import TARGET
+from tests.support.vocabularies import train_byte_level
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.\n",
@@ -73,17 +74,6 @@ def test_a_vocabulary_is_byte_level_or_not():
 # -- real tokenizers ---------------------------------------------------------------------
 
 
-def byte_level_tokenizer(size):
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
-
-
 def piece_tokenizer(size):
     """As SentencePiece with byte fallback."""
     made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
@@ -113,9 +103,9 @@ def pieces_as_ordinary(vocabulary):
 
 def test_byte_level_and_pieces_share_their_texts():
     """Of tokens learned from one corpus, most are common; each is written alike by both."""
-    ours, theirs = byte_level_tokenizer(420), piece_tokenizer(420)
+    ours, theirs = train_byte_level(CORPUS, 400), piece_tokenizer(420)
     target, draft = read_vocabulary(ours), pieces_as_ordinary(read_vocabulary(theirs))
-    assert target.end == ours.convert_tokens_to_ids("<|end|>")
+    assert target.end == ours.convert_tokens_to_ids("<end>")
     assert (draft.end, draft.begin, draft.unknown) == (2, 1, 0)
     matching = match(target, draft, len(ours), len(theirs))
     assert matching.num_shared > 300
