@@ -15,10 +15,6 @@ NAMES: dict[DrafterKind, str] = {
     "dflash": "a DFlash head",
 }
 
-UNBUILT: frozenset[DrafterKind] = frozenset()
-"""Kinds that are recognised, and that trees cannot be grown with yet."""
-
-
 MODELS_ONLY: tuple[DrafterKind, ...] = ("model",)
 """What every engine can draft with."""
 

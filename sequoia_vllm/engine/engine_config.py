@@ -20,6 +20,7 @@ from sequoia_vllm.engine.device_name import current_device_name
 from sequoia_vllm.engine.draft_checks import draft_problem
 from sequoia_vllm.engine.drafter_kind import (
     check_method,
+    drafted_levels,
     drafter_kind,
     kinds_here,
     vllm_method,
@@ -156,6 +157,7 @@ def create_speculative_config(
         tensor_parallel_size=devices,
         kinds=kinds_here(),
         read_kind=lambda draft: drafter_kind(draft, config, target_model_config),
+        read_levels=lambda draft, kind: drafted_levels(draft, kind, config, target_model_config),
         read_shapes=read_shapes,
         max_model_len=target_model_config.max_model_len,
         runs=how_it_runs(config, self.enforce_eager),
