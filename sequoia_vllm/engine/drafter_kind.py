@@ -16,6 +16,7 @@ from sequoia_vllm.drafters import NAMES, DrafterKind, is_head
 from sequoia_vllm.engine.block_heads import attention_problem, most_levels
 from sequoia_vllm.engine.draft_config import read_draft_config
 from sequoia_vllm.engine.head_target import target_differences
+from sequoia_vllm.engine.mtp_layers import check_mtp_layers
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ def drafter_kind(draft: str, config: SequoiaConfig, target_model_config: Any) ->
         ConfigError: Trees do not draft with it, or it is not what ``drafter`` says, or it is
             a head that was made for another target; names what it is, and the fix.
     """
+    if config.drafter == "mtp":
+        check_mtp_layers(target_model_config)
+        return "mtp"
     try:
         head = read_draft_config(target_model_config, draft, config)
         found = recognise(head)
@@ -95,6 +99,11 @@ def check_method(kind: DrafterKind, draft: str, method: str) -> None:
     Raises:
         ConfigError: It does not.
     """
+    if kind == "mtp" and method != kind:
+        raise ConfigError(
+            f"vLLM takes {draft!r} for a drafter of its method {method!r} by its name: put it into "
+            'a folder without "eagle-", "eagle3", "dflash" and "dspark" in its path'
+        )
     if kind == "model" and method != "draft_model":
         raise ConfigError(
             f"vLLM takes {draft!r} for a drafter of its method {method!r} by its name: if it is a "

@@ -205,10 +205,12 @@ def _as_chain(config: SequoiaConfig, resolved: Resolved) -> dict[str, Any]:
     # with placeholder drafts, to keep CUDA graphs uniform. It is fitted to the
     # engine's limits when these are known, see `plan_load`.
     schedule = resolved.choice.schedule or [(1, 1, drafts)]
+    # Of the target's own layers vLLM knows where they lie, and that they are quantized alike.
+    model = {} if resolved.drafter == "mtp" else {"model": resolved.draft}
     return {
         **config.draft_keys(),
+        **model,
         "method": vllm_method(resolved.drafter),
-        "model": resolved.draft,
         "num_speculative_tokens": drafts,
         "num_speculative_tokens_per_batch_size": schedule,
     }

@@ -89,7 +89,8 @@ def resolve(
         check_folder("draft", draft)
         return read_kind(draft) if read_kind else config.drafter or "model"
 
-    draft = config.model or _known_draft(target, config, kinds, kind_of)
+    draft = _own_layers(target, config, kinds) if config.drafter == "mtp" else config.model
+    draft = draft or _known_draft(target, config, kinds, kind_of)
     drafter = kind_of(draft)
     pair = PairKey(
         device=device,
@@ -128,15 +129,30 @@ def _known_draft(
     kind_of: Callable[[str], DrafterKind],
 ) -> str:
     """The best one of the table that the engine and the user take, and that trees draft with."""
-    if config.drafter is not None and config.drafter not in kinds:
-        raise ConfigError(
-            f'"drafter": "{config.drafter}": {NAMES[config.drafter]} needs vLLM\'s Model Runner '
-            'V2, which GPUs use: leave "drafter" out here'
-        )
+    _check_runs(config.drafter, kinds)
     *better, last = known_drafts(target, kinds if config.drafter is None else (config.drafter,))
     known = next((draft for draft in better if _is_usable(draft.name, kind_of)), last)
     logger.info("Sequoia: drafting with %s: %s", known.name, known.why)
     return known.name
+
+
+def _own_layers(target: str, config: SequoiaConfig, kinds: Collection[DrafterKind]) -> str:
+    """The checkpoint that drafts for itself."""
+    _check_runs(config.drafter, kinds)
+    if config.model not in (None, target):
+        raise ConfigError(
+            f'"drafter": "mtp" drafts with a layer of the target\'s own checkpoint, and "model" is '
+            f'{config.model!r}: leave "model" out, or "drafter"'
+        )
+    return target
+
+
+def _check_runs(drafter: DrafterKind | None, kinds: Collection[DrafterKind]) -> None:
+    if drafter is not None and drafter not in kinds:
+        raise ConfigError(
+            f'"drafter": "{drafter}": {NAMES[drafter]} needs vLLM\'s Model Runner V2, which GPUs '
+            'use: leave "drafter" out here'
+        )
 
 
 def _is_usable(draft: str, kind_of: Callable[[str], DrafterKind]) -> bool:

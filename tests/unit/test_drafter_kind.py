@@ -342,5 +342,6 @@ def test_the_shape_of_an_engines_head():
 
 def test_the_key_is_ours_and_strict():
     assert SequoiaConfig(drafter="eagle3").draft_keys() == {}
-    with pytest.raises(ConfigError, match="drafter: Input should be 'model', 'eagle3' or 'dflash'"):
+    kinds = "'model', 'eagle3', 'dflash' or 'mtp'"
+    with pytest.raises(ConfigError, match=f"drafter: Input should be {kinds}"):
         SequoiaConfig.parse({"method": "sequoia", "drafter": "eagle"})
