@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-HeadKind = Literal["eagle3", "dflash"]
-"""Heads read the target's hidden states, and share its embedding."""
-DrafterKind = Literal["model", "eagle3", "dflash"]
+HeadKind = Literal["eagle3", "dflash", "mtp"]
+"""Heads read the target's hidden states, and share its embedding; one of "mtp" is a layer that
+the target's own checkpoint has."""
+DrafterKind = Literal["model", "eagle3", "dflash", "mtp"]
 """A model of its own, or a head."""
 
 NAMES: dict[DrafterKind, str] = {
     "model": "a draft model",
     "eagle3": "an EAGLE-3 head",
     "dflash": "a DFlash head",
+    "mtp": "a multi-token prediction (MTP) layer",
 }
-
-UNBUILT: frozenset[DrafterKind] = frozenset()
-"""Kinds that are recognised, and that trees cannot be grown with yet."""
-
 
 MODELS_ONLY: tuple[DrafterKind, ...] = ("model",)
 """What every engine can draft with."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.drafters import MODELS_ONLY, NAMES, UNBUILT, DrafterKind, is_head, short_name
+from sequoia_vllm.drafters import MODELS_ONLY, NAMES, DrafterKind, is_head, short_name
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,8 @@ DRAFT_MODELS = (
 KNOWN_PAIRS = (*DFLASH_HEADS, *EAGLE_3_HEADS, *DRAFT_MODELS)
 
 
-def known_draft(target: str, kinds: Collection[DrafterKind] = MODELS_ONLY) -> KnownDraft:
-    """The best drafter of this target that an engine can run.
+def known_drafts(target: str, kinds: Collection[DrafterKind] = MODELS_ONLY) -> list[KnownDraft]:
+    """The drafters of this target that an engine can run, the best first.
 
     Args:
         target: Name or path.
@@ -205,11 +205,14 @@ def known_draft(target: str, kinds: Collection[DrafterKind] = MODELS_ONLY) -> Kn
         ConfigError: If none is known; shows the JSON to write instead.
     """
     fitting = [pair for pair in KNOWN_PAIRS if _fits(pair, target)]
-    for pair in fitting:
-        if pair.kind in kinds and pair.kind not in UNBUILT:
-            name = pair.draft.format(Path(target).parent)
-            return KnownDraft(name, pair.kind, _why(pair, fitting))
-    raise ConfigError(_none_known(target, kinds, [p for p in fitting if p.kind not in UNBUILT]))
+    found = [
+        KnownDraft(pair.draft.format(Path(target).parent), pair.kind, _why(pair, fitting, kinds))
+        for pair in fitting
+        if pair.kind in kinds
+    ]
+    if not found:
+        raise ConfigError(_none_known(target, kinds, fitting))
+    return found
 
 
 def _none_known(target: str, kinds: Collection[DrafterKind], others: list[KnownPair]) -> str:
@@ -233,15 +236,13 @@ def _fits(pair: KnownPair, target: str) -> bool:
     return re.fullmatch(pair.target, target, flags=re.IGNORECASE) is not None
 
 
-def _why(chosen: KnownPair, fitting: list[KnownPair]) -> str:
-    """What it is and why; and what was passed over that would be better."""
+def _why(chosen: KnownPair, fitting: list[KnownPair], kinds: Collection[DrafterKind]) -> str:
+    """What it is and why; and what would be better, and does not run here."""
     words = f"{NAMES[chosen.kind]}, {chosen.note}"
     if chosen.kind != "model":
         words = f"{NAMES[chosen.kind]} made for this target ({chosen.note})"
     better = {pair.kind: pair for pair in reversed(fitting[: fitting.index(chosen)])}
     for kind, pair in better.items():
-        if kind == chosen.kind:
-            continue
-        reason = "trees cannot be grown with it yet" if kind in UNBUILT else "not on this runner"
-        words += f"; {NAMES[kind]} exists, too ({pair.draft}): {reason}"
+        if kind not in kinds:
+            words += f"; {NAMES[kind]} exists, too ({pair.draft}): not on this runner"
     return words

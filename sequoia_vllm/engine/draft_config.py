@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.transformers_utils.config import get_config
+from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 
 from sequoia_vllm.config import SequoiaConfig
 
@@ -25,7 +26,7 @@ def read_draft_config(target: Any, draft: str, config: SequoiaConfig) -> Any:
     """
     overrides = target.hf_overrides
     keys = config.draft_keys()
-    return get_config(
+    found = get_config(
         draft,
         target.trust_remote_code,
         keys.get("revision"),
@@ -34,3 +35,8 @@ def read_draft_config(target: Any, draft: str, config: SequoiaConfig) -> Any:
         None,
         overrides if callable(overrides) else None,
     )
+    if isinstance(found, SpeculatorsConfig):
+        # vLLM keeps what it needs, which of a DFlash head's is not how far it drafts.
+        stated, _ = SpeculatorsConfig.get_config_dict(draft, revision=keys.get("revision"))
+        found.block_size = stated.get("block_size")
+    return found

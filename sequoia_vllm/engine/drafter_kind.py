@@ -12,9 +12,11 @@ from vllm.config.speculative import MTPModelTypes, SpeculativeConfig
 from vllm.platforms import current_platform
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters import NAMES, UNBUILT, DrafterKind, is_head
+from sequoia_vllm.drafters import NAMES, DrafterKind, is_head
+from sequoia_vllm.engine.block_heads import attention_problem, most_levels
 from sequoia_vllm.engine.draft_config import read_draft_config
 from sequoia_vllm.engine.head_target import target_differences
+from sequoia_vllm.engine.mtp_layers import check_mtp_layers
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ def drafter_kind(draft: str, config: SequoiaConfig, target_model_config: Any) ->
         ConfigError: Trees do not draft with it, or it is not what ``drafter`` says, or it is
             a head that was made for another target; names what it is, and the fix.
     """
+    if config.drafter == "mtp":
+        check_mtp_layers(target_model_config)
+        return "mtp"
     try:
         head = read_draft_config(target_model_config, draft, config)
         found = recognise(head)
@@ -56,8 +61,21 @@ def drafter_kind(draft: str, config: SequoiaConfig, target_model_config: Any) ->
     kind = _agreed(found, draft, config.drafter)
     if is_head(kind):
         _check_target(head, draft, kind, target_model_config)
-    refuse_unbuilt(kind)
+    if kind == "dflash":
+        _check_attention(head, draft)
     return kind
+
+
+def drafted_levels(
+    draft: str, kind: DrafterKind, config: SequoiaConfig, target_model_config: Any
+) -> int | None:
+    """How deep the trees are at most that a checkpoint of this kind drafts; None: any number."""
+    if kind != "dflash":
+        return None
+    try:
+        return most_levels(read_draft_config(target_model_config, draft, config))
+    except (OSError, ValueError, RuntimeError):
+        return None  # vLLM reads it again, and says what is wrong with it
 
 
 def kinds_here() -> list[DrafterKind]:
@@ -75,25 +93,17 @@ def vllm_method(kind: DrafterKind) -> str:
     return "draft_model" if kind == "model" else kind
 
 
-def refuse_unbuilt(kind: DrafterKind) -> None:
-    """Refuses kinds that are recognised only.
-
-    Raises:
-        ConfigError: Trees cannot be grown with this kind.
-    """
-    if kind in UNBUILT:
-        raise ConfigError(
-            f'trees cannot be grown with {NAMES[kind]} yet: give "model" an EAGLE-3 head or a '
-            'draft model, or use vLLM\'s own method "dflash" for chains'
-        )
-
-
 def check_method(kind: DrafterKind, draft: str, method: str) -> None:
     """Whether vLLM takes a draft model for one; it also goes by names and paths.
 
     Raises:
         ConfigError: It does not.
     """
+    if kind == "mtp" and method != kind:
+        raise ConfigError(
+            f"vLLM takes {draft!r} for a drafter of its method {method!r} by its name: put it into "
+            'a folder without "eagle-", "eagle3", "dflash" and "dspark" in its path'
+        )
     if kind == "model" and method != "draft_model":
         raise ConfigError(
             f"vLLM takes {draft!r} for a drafter of its method {method!r} by its name: if it is a "
@@ -134,6 +144,14 @@ def _check_target(head: Any, draft: str, kind: DrafterKind, target: Any) -> None
         )
 
 
+def _check_attention(head: Any, draft: str) -> None:
+    if problem := attention_problem(head):
+        raise ConfigError(
+            f"{draft!r} is {NAMES['dflash']} that {problem}, which trees do not draft with: give "
+            '"model" another head or a draft model, or use vLLM\'s own method "dflash" for chains'
+        )
+
+
 # By whole architecture names, in this order; EAGLE-1 heads and MTP layers come last.
 _ARCHITECTURES = (
     (r"P[Ee]agle.*", Recognised(None, "a P-EAGLE head, which drafts in parallel", None, "eagle3")),
@@ -142,6 +160,7 @@ _ARCHITECTURES = (
     (r"DFlash2.*", Recognised(None, "a DFlash2 drafter", None, "dflash")),
     (r".*XPress.*", Recognised(None, "an XPress drafter", None, "dflash")),
     (r"LiLiCorr.*", Recognised(None, "a LiLiCorr drafter", None, "dflash")),
+    (r"DFlashLaguna.*", Recognised(None, "a DFlash head of Laguna", None, "dflash")),
     (r"DFlash.*|.*DFlash|MuseGlimmerAssistantModel", Recognised("dflash", NAMES["dflash"])),
     (r"Eagle.*", Recognised(None, "an EAGLE-1 head", None, "eagle")),
     (r"Medusa.*", Recognised(None, "a set of Medusa heads")),

@@ -20,6 +20,7 @@ from sequoia_vllm.engine.device_name import current_device_name
 from sequoia_vllm.engine.draft_checks import draft_problem
 from sequoia_vllm.engine.drafter_kind import (
     check_method,
+    drafted_levels,
     drafter_kind,
     kinds_here,
     vllm_method,
@@ -156,6 +157,7 @@ def create_speculative_config(
         tensor_parallel_size=devices,
         kinds=kinds_here(),
         read_kind=lambda draft: drafter_kind(draft, config, target_model_config),
+        read_levels=lambda draft, kind: drafted_levels(draft, kind, config, target_model_config),
         read_shapes=read_shapes,
         max_model_len=target_model_config.max_model_len,
         runs=how_it_runs(config, self.enforce_eager),
@@ -203,10 +205,12 @@ def _as_chain(config: SequoiaConfig, resolved: Resolved) -> dict[str, Any]:
     # with placeholder drafts, to keep CUDA graphs uniform. It is fitted to the
     # engine's limits when these are known, see `plan_load`.
     schedule = resolved.choice.schedule or [(1, 1, drafts)]
+    # Of the target's own layers vLLM knows where they lie, and that they are quantized alike.
+    model = {} if resolved.drafter == "mtp" else {"model": resolved.draft}
     return {
         **config.draft_keys(),
+        **model,
         "method": vllm_method(resolved.drafter),
-        "model": resolved.draft,
         "num_speculative_tokens": drafts,
         "num_speculative_tokens_per_batch_size": schedule,
     }

@@ -89,7 +89,7 @@ def _drafter_reasons(vllm_config: Any) -> list[str]:
     if not is_head(kind) or vllm_config.use_v2_model_runner:
         return []
     return [
-        f"EAGLE-3 and DFlash heads need vLLM's Model Runner V2, which GPUs use, and the draft is "
+        f"heads and MTP layers need vLLM's Model Runner V2, which GPUs use, and the draft is "
         f'{NAMES[kind]}: give "model" a draft model here'
     ]
 

@@ -9,12 +9,13 @@ from functools import cache
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters import MODELS_ONLY, NAMES, DrafterKind
+from sequoia_vllm.engine.block_heads import check_depth
 from sequoia_vllm.engine.cluster import current_versions
 from sequoia_vllm.engine.draft_checks import check_folder
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.tree_choice import TreeChoice, choose_engine_tree
 from sequoia_vllm.hardware.models import PairShapes
-from sequoia_vllm.known_pairs import known_draft
+from sequoia_vllm.known_pairs import known_drafts
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.start_times import Runs, ToTime
 
@@ -52,6 +53,7 @@ def resolve(
     tensor_parallel_size: int,
     kinds: Collection[DrafterKind] = MODELS_ONLY,
     read_kind: Callable[[str], DrafterKind] | None = None,
+    read_levels: Callable[[str, DrafterKind], int | None] | None = None,
     read_shapes: Callable[[str, DrafterKind], PairShapes] | None = None,
     max_model_len: int | None = None,
     runs: Runs | None = None,
@@ -67,6 +69,8 @@ def resolve(
         tensor_parallel_size: Devices per engine.
         kinds: What the engine can draft with, where the drafter is left to us.
         read_kind: Reads what a draft is; None: what the user says, or a model.
+        read_levels: Reads how many levels this draft of this kind drafts at most, None: any
+            number; None: any.
         read_shapes: Reads the shapes of the target and of this draft of this kind, if the choice
             depends on them; None: they are not known.
         max_model_len: Longest request, in tokens; None: any.
@@ -75,13 +79,19 @@ def resolve(
 
     Raises:
         ConfigError: No draft is given, and none is known for this target; or a folder is
-            given in which there is none; or a draft of a kind that cannot be used.
+            given in which there is none; or a draft of a kind that cannot be used, or a tree
+            that is too deep for it.
         TreeError, AcceptanceError, LibraryError: The tree cannot be had; names the file
             or entry and what is wrong with it.
     """
-    draft = config.model or _known_draft(target, config, kinds)
-    check_folder("draft", draft)
-    drafter = read_kind(draft) if read_kind else config.drafter or "model"
+
+    def kind_of(draft: str) -> DrafterKind:
+        check_folder("draft", draft)
+        return read_kind(draft) if read_kind else config.drafter or "model"
+
+    draft = _own_layers(target, config, kinds) if config.drafter == "mtp" else config.model
+    draft = draft or _known_draft(target, config, kinds, kind_of)
+    drafter = kind_of(draft)
     pair = PairKey(
         device=device,
         target=target,
@@ -91,7 +101,9 @@ def resolve(
         offloading=offloading,
     )
     shapes = cache(lambda: read_shapes(draft, drafter)) if read_shapes else None
-    choice = choose_engine_tree(config, pair, shapes, max_model_len, runs)
+    levels = read_levels(draft, drafter) if read_levels else None
+    choice = choose_engine_tree(config, pair, shapes, max_model_len, runs, levels)
+    check_depth(choice.tree, levels, draft)
     to_time = None
     if config.tune_at_start and choice.lacks_times and shapes and runs is not None:
         to_time = _to_time(pair, shapes(), runs)
@@ -110,16 +122,47 @@ def resolve(
     return Resolved(draft, drafter, choice, settings)
 
 
-def _known_draft(target: str, config: SequoiaConfig, kinds: Collection[DrafterKind]) -> str:
-    """The best one of the table that the engine and the user take."""
-    if config.drafter is not None and config.drafter not in kinds:
-        raise ConfigError(
-            f'"drafter": "{config.drafter}": {NAMES[config.drafter]} needs vLLM\'s Model Runner '
-            'V2, which GPUs use: leave "drafter" out here'
-        )
-    known = known_draft(target, kinds if config.drafter is None else (config.drafter,))
+def _known_draft(
+    target: str,
+    config: SequoiaConfig,
+    kinds: Collection[DrafterKind],
+    kind_of: Callable[[str], DrafterKind],
+) -> str:
+    """The best one of the table that the engine and the user take, and that trees draft with."""
+    _check_runs(config.drafter, kinds)
+    *better, last = known_drafts(target, kinds if config.drafter is None else (config.drafter,))
+    known = next((draft for draft in better if _is_usable(draft.name, kind_of)), last)
     logger.info("Sequoia: drafting with %s: %s", known.name, known.why)
     return known.name
+
+
+def _own_layers(target: str, config: SequoiaConfig, kinds: Collection[DrafterKind]) -> str:
+    """The checkpoint that drafts for itself."""
+    _check_runs(config.drafter, kinds)
+    if config.model not in (None, target):
+        raise ConfigError(
+            f'"drafter": "mtp" drafts with a layer of the target\'s own checkpoint, and "model" is '
+            f'{config.model!r}: leave "model" out, or "drafter"'
+        )
+    return target
+
+
+def _check_runs(drafter: DrafterKind | None, kinds: Collection[DrafterKind]) -> None:
+    if drafter is not None and drafter not in kinds:
+        raise ConfigError(
+            f'"drafter": "{drafter}": {NAMES[drafter]} needs vLLM\'s Model Runner V2, which GPUs '
+            'use: leave "drafter" out here'
+        )
+
+
+def _is_usable(draft: str, kind_of: Callable[[str], DrafterKind]) -> bool:
+    """Whether its configuration allows trees; says so where not, as another one is taken."""
+    try:
+        kind_of(draft)
+    except ConfigError as error:
+        logger.warning("Sequoia: trying the next drafter that is known, as %s", error)
+        return False
+    return True
 
 
 def _to_time(pair: PairKey, shapes: PairShapes, runs: Runs) -> ToTime | None:

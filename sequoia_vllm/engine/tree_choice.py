@@ -60,6 +60,7 @@ def choose_engine_tree(
     read_shapes: ReadShapes | None = None,
     max_model_len: int | None = None,
     runs: Runs | None = None,
+    levels: int | None = None,
 ) -> TreeChoice:
     """Resolves the configuration's tree, with its bounds and schedule applied.
 
@@ -71,13 +72,14 @@ def choose_engine_tree(
         max_model_len: Longest request, in tokens: a tree that we choose takes a quarter of
             it at most. None: any.
         runs: How the engine will run; None: times of earlier starts do not count.
+        levels: The draft drafts no more: a tree that we choose is no deeper. None: any number.
 
     Raises:
         TreeError, AcceptanceError, LibraryError: Naming the file or entry and
             what is wrong with it.
         ConfigError: The given schedule has more drafts than the given tree.
     """
-    choice = _resolve(config, pair, read_shapes, runs)
+    choice = _resolve(config, pair, read_shapes, runs, levels)
     if max_model_len is not None and choice.device is not None:
         choice = _within(choice, max(max_model_len // _LENGTH_PER_NODE, 1))
     if config.num_speculative_tokens is not None:
@@ -103,10 +105,16 @@ def _given_schedule(config: SequoiaConfig, tree: TokenTree) -> Schedule:
 
 
 def _resolve(
-    config: SequoiaConfig, pair: PairKey, read_shapes: ReadShapes | None, runs: Runs | None
+    config: SequoiaConfig,
+    pair: PairKey,
+    read_shapes: ReadShapes | None,
+    runs: Runs | None,
+    levels: int | None,
 ) -> TreeChoice:
     if isinstance(config.tree, TreeSpec):
-        return _optimal(config, config.tree, "optimal for the given size")
+        given = config.tree
+        deepest = levels if given.depth is None else given.depth
+        return _optimal(config, _of_depth(given, deepest), "optimal for the given size")
     if isinstance(config.tree, TokenTree):
         return TreeChoice(config.tree, "given as parents")
     if config.tree not in (None, AUTO):
@@ -115,17 +123,22 @@ def _resolve(
         source = f"{Path(config.tree).name}: {config.tree}" if is_file else config.tree
         found = find_tree(config.tree)
         return TreeChoice(found.tree, source, outlook=_outlook_of(found, pair))
+    assert DEFAULT_TREE.depth is not None
+    default_tree = _of_depth(DEFAULT_TREE, min(DEFAULT_TREE.depth, levels or DEFAULT_TREE.depth))
     if config.acceptance is not None:
-        return _optimal(config, DEFAULT_TREE, "optimal for the given acceptance")
+        return _optimal(config, default_tree, "optimal for the given acceptance")
     try:
         choice = _from_library(pair, read_shapes() if read_shapes else None, runs)
     except LibraryError as error:
-        default = _optimal(config, DEFAULT_TREE, f"default size; {error}")
+        default = _optimal(config, default_tree, f"default size; {error}")
         return replace(default, lacks_times=True)
+    if levels is not None and choice.tree.depth > levels:
+        why = f"default size; the draft drafts {levels} levels at most, fewer than {choice.source}"
+        return _optimal(config, default_tree, why)
     if choice.tree.size == 1 and config.tree is None:
         default = _optimal(
             config,
-            DEFAULT_TREE,
+            default_tree,
             f'default size; speculation is expected not to pay here ("tree": "{AUTO}" turns it '
             f"off): {choice.source}",
         )
@@ -178,6 +191,10 @@ def _within(choice: TreeChoice, most_nodes: int) -> TreeChoice:
     return replace(
         choice, tree=choice.tree.trim(most_nodes), schedule=schedule or None, source=source
     )
+
+
+def _of_depth(spec: TreeSpec, depth: int | None) -> TreeSpec:
+    return spec.model_copy(update={"depth": depth})
 
 
 def _optimal(config: SequoiaConfig, spec: TreeSpec, why: str) -> TreeChoice:

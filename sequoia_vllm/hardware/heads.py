@@ -1,4 +1,4 @@
-"""What a head has besides its layers: EAGLE-3 and DFlash."""
+"""What a head has besides its layers: EAGLE-3, DFlash, and multi-token prediction (MTP)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from sequoia_vllm.json_file import FileModel
 class HeadShape(FileModel):
     """Matrices of a head that a model of its own has not.
 
-    Of both kinds a matrix takes the target's hidden states to the head's width, when what was
-    committed is read (vLLM's ``fc``, which is on each device as a whole). The embedding is the
-    target's.
+    Of EAGLE-3 and DFlash heads a matrix takes the target's hidden states to the head's width,
+    when what was committed is read (vLLM's ``fc``, which is on each device as a whole). The
+    embedding is the target's.
 
     An EAGLE-3 head drafts level by level: its first layer's queries, keys and values are made
     of two vectors, the token's embedding and the parent's hidden state. A DFlash head drafts
     all levels in one pass over a block, a position for each level and one before them.
+    An MTP layer drafts level by level: a matrix of its own makes one vector of the token's
+    embedding and the parent's hidden state, in every pass. Its output matrix is the target's.
     """
 
     kind: HeadKind

@@ -60,7 +60,7 @@ def read_shape(
     heads = reader.count("num_attention_heads")
     return ModelShape(
         name=name,
-        layers=reader.count("num_hidden_layers"),
+        layers=1 if head == "mtp" else reader.count("num_hidden_layers"),
         hidden=hidden,
         intermediate=reader.count("intermediate_size"),
         heads=heads,
@@ -80,6 +80,8 @@ _EAGLE_3_READS = 3
 
 def _head_shape(reader: _Reader, kind: HeadKind) -> HeadShape:
     """As vLLM builds heads of these kinds."""
+    if kind == "mtp":
+        return HeadShape(kind=kind, reads=0)
     width = reader.count("target_hidden_size", reader.count("hidden_size"))
     vocab, own = reader.count("vocab_size"), reader.value("draft_vocab_size")
     if kind == "eagle3":

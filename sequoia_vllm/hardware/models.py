@@ -55,6 +55,9 @@ class ModelShape(FileModel):
         if self.head is not None and self.head.kind == "eagle3":
             # Queries, keys and values of the first layer are made of two vectors.
             found += self.hidden * self.head_size * (self.heads + 2 * self.kv_heads)
+        if self.head is not None and self.head.kind == "mtp":
+            # A matrix makes one vector of two before the layer.
+            found += 2 * self.hidden * self.hidden
         return found
 
     @property

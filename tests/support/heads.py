@@ -77,3 +77,70 @@ _AS_THE_TARGET = (
     "num_key_value_heads", "hidden_act", "rms_norm_eps", "max_position_embeddings",
     "rope_parameters", "rope_theta", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
+
+
+def save_mimo(directory: Path, *, layers: int = 2, vocab: int = 256, share: float = 0.0) -> str:
+    """A tiny MiMo target with one layer of multi-token prediction (MTP), with random weights.
+
+    Args:
+        directory: Where it goes.
+        layers: Of the target.
+        vocab: Tokens.
+        share: How much of the states comes from the embedding alone, in the target and in the MTP
+            layer alike: 0 leaves them unrelated.
+    """
+    hidden, width, heads, kv_heads = 64, 128, 2, 1
+    head_dim = hidden // heads
+    generator = torch.Generator().manual_seed(7)
+    noise = 1.0 - share
+
+    def random(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
+        return scale * torch.randn(rows, columns, generator=generator) / columns**0.5
+
+    def layer(prefix: str) -> dict[str, torch.Tensor]:
+        parts = {"q": heads, "k": kv_heads, "v": kv_heads}
+        attention = f"{prefix}.self_attn"
+        return {
+            **{f"{attention}.{n}_proj.weight": random(c * head_dim, hidden)
+               for n, c in parts.items()},
+            **{f"{attention}.{n}_proj.bias": torch.zeros(c * head_dim) for n, c in parts.items()},
+            f"{attention}.o_proj.weight": random(hidden, heads * head_dim, noise),
+            f"{prefix}.mlp.gate_proj.weight": random(width, hidden),
+            f"{prefix}.mlp.up_proj.weight": random(width, hidden),
+            f"{prefix}.mlp.down_proj.weight": random(hidden, width, noise),
+            f"{prefix}.input_layernorm.weight": torch.ones(hidden),
+            f"{prefix}.post_attention_layernorm.weight": torch.ones(hidden),
+        }  # fmt: skip
+
+    embedding = torch.randn(vocab, hidden, generator=generator)
+    # The token after i has the output vector that i is embedded as: a cycle.
+    output = embedding.roll(1, 0) * 0.5 + random(vocab, hidden, noise)
+    mtp = "model.mtp_layers.0"
+    state_and_token = torch.cat([noise * torch.eye(hidden), torch.eye(hidden)], 1)
+    weights = {
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": output,
+        "model.norm.weight": torch.ones(hidden),
+        f"{mtp}.token_layernorm.weight": torch.ones(hidden),
+        f"{mtp}.hidden_layernorm.weight": torch.ones(hidden),
+        f"{mtp}.final_layernorm.weight": torch.ones(hidden),
+        f"{mtp}.input_proj.weight": state_and_token,
+        **layer(mtp),
+    }
+    for index in range(layers):
+        weights |= layer(f"model.layers.{index}")
+    config = {
+        "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "vocab_size": vocab,
+        "hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_act": "silu",
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "tie_word_embeddings": False, "use_sliding_window": False, "bos_token_id": 0,
+        "eos_token_id": 1, "num_nextn_predict_layers": 1, "torch_dtype": "float32",
+    }  # fmt: skip
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(
+        {name: weight.contiguous() for name, weight in weights.items()},
+        directory / "model.safetensors",
+    )
+    return str(directory)

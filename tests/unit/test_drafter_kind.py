@@ -1,6 +1,7 @@
 """What a checkpoint is: a draft model, a head, or something that trees do not draft with."""
 
 import json
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +11,8 @@ pytest.importorskip("vllm")
 from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters import UNBUILT
-from sequoia_vllm.engine import drafter_kind as module
-from sequoia_vllm.engine.drafter_kind import check_method, drafter_kind, recognise, refuse_unbuilt
+from sequoia_vllm.engine.block_heads import attention_problem
+from sequoia_vllm.engine.drafter_kind import check_method, drafted_levels, drafter_kind, recognise
 from sequoia_vllm.engine.model_shapes import head_shape, pair_shapes
 from sequoia_vllm.engine.refusals import _drafter_reasons
 from sequoia_vllm.engine.settings import SequoiaSettings
@@ -66,9 +66,8 @@ def saved(folder: Path, config: dict) -> str:
 
 
 @pytest.fixture
-def kind_of(tmp_path, monkeypatch):
-    """The kind of a checkpoint with this configuration, as if trees could be grown with all."""
-    monkeypatch.setattr(module, "UNBUILT", frozenset())
+def kind_of(tmp_path):
+    """The kind of a checkpoint with this configuration."""
 
     def kind(config: dict, name: str = "draft", target=TARGET, **keys):
         return drafter_kind(saved(tmp_path / name, config), SequoiaConfig(**keys), target)
@@ -152,7 +151,7 @@ def test_every_drafter_that_vllm_knows_is_recognised(architecture):
     assert found.sign == f"its architecture is {architecture}"
     in_parallel = architecture.lower().startswith("peagle")
     assert (found.kind == "eagle3") == ("eagle3" in implementation and not in_parallel)
-    of_dflash = implementation.endswith("dflash")
+    of_dflash = implementation == "qwen3_dflash"
     assert (found.kind == "dflash") == of_dflash
 
 
@@ -248,12 +247,61 @@ def test_drafts_that_cannot_be_read_are_vllms_to_refuse(tmp_path):
     assert drafter_kind(missing, SequoiaConfig(drafter="eagle3"), TARGET) == "eagle3"
 
 
-@pytest.mark.skipif("dflash" not in UNBUILT, reason="trees are grown with DFlash heads")
-def test_kinds_that_are_recognised_only(tmp_path):
-    for kind in ("model", "eagle3"):
-        refuse_unbuilt(kind)
-    with pytest.raises(ConfigError, match="trees cannot be grown with a DFlash head yet"):
-        drafter_kind(saved(tmp_path, DFLASH), SequoiaConfig(), TARGET)
+SLIDING = {"layer_types": ["full_attention"] * 4 + ["sliding_attention"], "sliding_window": 128}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (SLIDING, "a sliding window"),
+        ({"dflash_config": {**DFLASH["dflash_config"], "use_swa": True}}, "a sliding window"),
+        ({"dflash_config": {**DFLASH["dflash_config"], "causal": True}}, "causal layers"),
+        ({"is_causal": True}, "causal layers"),
+        ({"dflash_config": {**DFLASH["dflash_config"], "sample_from_anchor": True}},
+         "at the root's own position"),
+    ],
+)  # fmt: skip
+def test_dflash_heads_that_attend_otherwise(kind_of, changes, problem):
+    with pytest.raises(ConfigError) as error:
+        kind_of({**DFLASH, **changes})
+    assert problem in str(error.value)
+    assert 'give "model" another head or a draft model' in str(error.value)
+
+
+def test_layers_attend_as_vllm_reads_it():
+    """For every configuration: exactly what vLLM builds no window and no causal mask of passes."""
+    from vllm.model_executor.models.qwen3_dflash import _resolve_layer_attention
+
+    places = product(
+        (None, ["full_attention"], ["sliding_attention"]), (None, False, True),
+        (None, False, True), (None, False, True),
+    )  # fmt: skip
+    for types, is_causal, causal, use_swa in places:
+        of_blocks = {"swa_window_size": 64}
+        of_blocks |= {} if causal is None else {"causal": causal}
+        of_blocks |= {} if use_swa is None else {"use_swa": use_swa}
+        head = SimpleNamespace(layer_types=types, is_causal=is_causal, dflash_config=of_blocks)
+        passes = attention_problem(head) is None
+        assert passes == (_resolve_layer_attention(head, 0) == (None, False)), head
+
+
+@pytest.mark.parametrize(
+    ("config", "levels"),
+    [
+        (DFLASH, 15),
+        ({key: value for key, value in DFLASH.items() if key != "block_size"}, None),
+        (speculators("dflash", **BLOCK, block_size=8), 7),
+        (speculators("dflash", **BLOCK), None),
+    ],
+)
+def test_levels_that_a_block_has(tmp_path, config, levels):
+    draft = saved(tmp_path, config)
+    assert drafted_levels(draft, "dflash", SequoiaConfig(), TARGET) == levels
+    assert drafted_levels(draft, "eagle3", SequoiaConfig(), TARGET) is None
+    shape = pair_shapes(TARGET, draft, SequoiaConfig(), "dflash").draft
+    assert shape is not None
+    assert shape.head is not None
+    assert shape.head.levels == levels
 
 
 def test_what_vllm_takes_by_its_name():
@@ -294,5 +342,6 @@ def test_the_shape_of_an_engines_head():
 
 def test_the_key_is_ours_and_strict():
     assert SequoiaConfig(drafter="eagle3").draft_keys() == {}
-    with pytest.raises(ConfigError, match="drafter: Input should be 'model', 'eagle3' or 'dflash'"):
+    kinds = "'model', 'eagle3', 'dflash' or 'mtp'"
+    with pytest.raises(ConfigError, match=f"drafter: Input should be {kinds}"):
         SequoiaConfig.parse({"method": "sequoia", "drafter": "eagle"})

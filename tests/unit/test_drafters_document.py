@@ -5,7 +5,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import get_args
 
-from sequoia_vllm.drafters import UNBUILT, DrafterKind
+from sequoia_vllm.drafters import DrafterKind
 from sequoia_vllm.hardware import CostModel, choose_tree, identify, roofline_profile
 from sequoia_vllm.hardware.models import every_class
 from sequoia_vllm.known_pairs import DFLASH_HEADS, EAGLE_3_HEADS
@@ -28,11 +28,6 @@ def rows(after: str) -> list[list[str]]:
 def test_every_kind_has_a_row():
     kinds = {re.findall(r"`\"(\w+)\"`", row[1])[0] for row in rows("## Kinds")}
     assert kinds == set(get_args(DrafterKind))
-
-
-def test_kinds_that_are_not_built_are_said_to_be_refused():
-    refused = {row[1].strip('`"') for row in rows("## Kinds") if "not built yet" in row[-1]}
-    assert refused == UNBUILT
 
 
 def test_known_heads_are_listed():

@@ -56,6 +56,17 @@ FC = 3 * 4096 * 4096
 # -- shapes ------------------------------------------------------------------------
 
 
+def test_an_mtp_layer_of_a_target():
+    """One layer and a matrix before it, whatever the target has; the rest is the target's."""
+    config = {**EAGLE_3, "num_hidden_layers": 36, "num_nextn_predict_layers": 1}
+    del config["draft_vocab_size"]
+    shape = read_shape(config, "a/target", head="mtp")
+    assert (shape.layers, shape.output_vocab) == (1, 128256)
+    assert shape.reading_parameters == 0
+    assert shape.layer_parameters == (QKV // 2 + OUTPUT + MLP) + 2 * 4096 * 4096
+    assert shape.parameters == shape.layer_parameters
+
+
 def head(config: dict, kind: str, **changes):
     return read_shape({**config, **changes}, "a/head", head=kind)
 

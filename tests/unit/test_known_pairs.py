@@ -14,19 +14,24 @@ from vllm.model_executor.models import registry
 
 from sequoia_vllm import known_pairs
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters import UNBUILT, DrafterKind
+from sequoia_vllm.drafters import DrafterKind
 from sequoia_vllm.engine import drafter_kind
 from sequoia_vllm.engine.drafter_kind import kinds_here, recognise
 from sequoia_vllm.engine.resolve import resolve
-from sequoia_vllm.known_pairs import DFLASH_HEADS, EAGLE_3_HEADS, KNOWN_PAIRS, known_draft
+from sequoia_vllm.known_pairs import (
+    DFLASH_HEADS,
+    EAGLE_3_HEADS,
+    KNOWN_PAIRS,
+    KnownDraft,
+    known_drafts,
+)
 
 ALL: tuple[DrafterKind, ...] = ("model", "eagle3", "dflash")
 
 
-@pytest.fixture
-def all_built(monkeypatch):
-    """As if trees could be grown with every kind."""
-    monkeypatch.setattr(known_pairs, "UNBUILT", frozenset())
+def known_draft(target: str, kinds: tuple[DrafterKind, ...] = ("model",)) -> KnownDraft:
+    """The one that is taken."""
+    return known_drafts(target, kinds)[0]
 
 
 # -- what is chosen ----------------------------------------------------------------
@@ -88,14 +93,10 @@ def test_a_head_is_for_its_own_target(target, draft):
     assert known_draft(target, ALL).name == draft
 
 
-@pytest.mark.skipif("dflash" not in UNBUILT, reason="trees are grown with DFlash heads")
-def test_kinds_that_are_not_built_are_not_chosen():
-    found = known_draft("Qwen/Qwen3-8B", ALL)
-    assert found.kind == "eagle3"
-    assert "a DFlash head exists, too (RedHatAI/Qwen3-8B-speculator.dflash): trees" in found.why
-
-
-def test_the_best_kind_comes_first(all_built):
+def test_the_best_kind_comes_first():
+    """By the predictions of docs/drafters.md."""
+    kinds = [found.kind for found in known_drafts("Qwen/Qwen3-8B", ALL)]
+    assert kinds == ["dflash", "dflash", "eagle3", "eagle3", "model"]
     assert known_draft("Qwen/Qwen3-8B", ALL).name == "RedHatAI/Qwen3-8B-speculator.dflash"
     assert known_draft("Qwen/Qwen3-14B", ALL).kind == "eagle3"
     assert known_draft("meta-llama/Llama-2-7b-hf", ALL).kind == "model"
@@ -123,8 +124,8 @@ def test_a_target_with_heads_alone_says_what_they_need():
     with pytest.raises(ConfigError) as error:
         known_draft("openai/gpt-oss-20b")
     assert str(error.value).startswith(
-        "no draft model is known for the target 'openai/gpt-oss-20b', but an EAGLE-3 head "
-        "(RedHatAI/gpt-oss-20b-speculator.eagle3), which needs vLLM's Model Runner V2"
+        "no draft model is known for the target 'openai/gpt-oss-20b', but a DFlash head "
+        "(z-lab/gpt-oss-20b-DFlash), which needs vLLM's Model Runner V2"
     )
 
 
@@ -145,27 +146,46 @@ def test_heads_run_on_model_runner_v2(monkeypatch, is_cuda, chosen, heads):
     platform = SimpleNamespace(is_cuda=lambda: is_cuda)
     monkeypatch.setattr(drafter_kind, "current_platform", platform)
     monkeypatch.setattr(drafter_kind, "envs", SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=chosen))
-    assert kinds_here() == (["model", "eagle3", "dflash"] if heads else ["model"])
+    assert kinds_here() == (["model", "eagle3", "dflash", "mtp"] if heads else ["model"])
 
 
-def resolved(kinds, **keys):
+def kind_by_name(draft: str) -> DrafterKind:
+    return next((kind for kind in ("eagle3", "dflash") if kind in draft), "model")
+
+
+def resolved(kinds, read_kind=kind_by_name, **keys):
     return resolve(
         SequoiaConfig.parse({"method": "sequoia", **keys}), device="NVIDIA H200",
         target="Qwen/Qwen3-8B", dtype="bfloat16", tensor_parallel_size=1, kinds=kinds,
-        read_kind=lambda draft: "eagle3" if "eagle3" in draft else "model",
+        read_kind=read_kind,
     )  # fmt: skip
 
 
 def test_the_log_says_which_and_why(caplog):
     with caplog.at_level(logging.INFO, logger="vllm.sequoia"):
         found = resolved(ALL)
-    assert (found.drafter, found.settings.drafter) == ("eagle3", "eagle3")
+    assert (found.drafter, found.settings.drafter) == ("dflash", "dflash")
     [line] = [m for m in caplog.messages if m.startswith("Sequoia: drafting with ")]
     assert line.startswith(
-        "Sequoia: drafting with RedHatAI/Qwen3-8B-speculator.eagle3: an EAGLE-3 head made for this "
+        "Sequoia: drafting with RedHatAI/Qwen3-8B-speculator.dflash: a DFlash head made for this "
         "target (vllm-project/speculators: README.md)"
     )
     assert "\n" not in line
+
+
+def test_known_heads_that_trees_do_not_draft_with_are_passed_over(caplog):
+    """Their configurations say it, and are not known before."""
+
+    def only_eagle_3(draft):
+        if kind_by_name(draft.lower()) != "eagle3":
+            raise ConfigError(f"{draft!r} has layers with a sliding window")
+        return "eagle3"
+
+    found = resolved(ALL, only_eagle_3)
+    assert found.draft == "RedHatAI/Qwen3-8B-speculator.eagle3"
+    assert sum("has layers with a sliding window" in line for line in caplog.messages) == 2
+    with pytest.raises(ConfigError, match="Qwen3-8B-DFlash-b16' has layers with a sliding window"):
+        resolved(ALL, only_eagle_3, drafter="dflash")
 
 
 def test_the_user_may_name_the_kind_alone():

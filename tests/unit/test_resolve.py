@@ -52,6 +52,35 @@ def test_metrics_show_the_name_of_a_tree_file_alone(tmp_path):
     assert first_clause(source) == "mine.json"
 
 
+def resolved_with_head(levels, **keys):
+    config = SequoiaConfig.parse({"method": "sequoia", "model": "a/head", **keys})
+    return resolve(
+        config, device="NVIDIA H200", target=TARGET, dtype="bfloat16", tensor_parallel_size=1,
+        read_kind=lambda draft: "dflash", read_levels=lambda draft, kind: levels,
+    ).choice.tree  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"tree": "auto"}, {"tree": {"size": 64}}, {"acceptance": "shipped"}]
+)
+def test_trees_that_we_choose_are_no_deeper_than_the_head_drafts(keys):
+    for levels in (1, 2):
+        assert resolved_with_head(levels, **keys).depth == levels
+    assert resolved_with_head(None, **keys).depth > 2
+
+
+def test_a_tree_that_is_given_may_be_too_deep_for_the_head(tmp_path):
+    path = tmp_path / "mine.json"
+    TokenTree.chain(5).save(path)
+    for tree in ({"size": 6, "depth": 5, "branch": 1}, {"parents": [-1, 0, 1, 2, 3, 4]}, str(path)):
+        assert resolved_with_head(5, tree=tree).depth == 5
+        assert resolved_with_head(4, tree=tree, num_speculative_tokens=4).depth <= 4
+        with pytest.raises(ConfigError) as error:
+            resolved_with_head(4, tree=tree)
+        assert "5 levels, and the DFlash head 'a/head' drafts 4 at most" in str(error.value)
+        assert '"tree": {"size": 6, "depth": 4}' in str(error.value)
+
+
 def test_acceptance_by_name():
     assert resolved(tree={"size": 16}, acceptance="shipped").choice.tree.size == 16
 

@@ -111,6 +111,7 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     Expected("vllm.config:SchedulerConfig.async_scheduling"),
     Expected("vllm.config:SchedulerConfig.scheduler_cls"),
     # draft_config.py, model_shapes.py
+    Expected("vllm.transformers_utils.configs.speculators:SpeculatorsConfig", ("kwargs",)),
     Expected(
         "vllm.transformers_utils.config:get_config",
         (

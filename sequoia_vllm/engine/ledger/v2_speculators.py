@@ -8,6 +8,7 @@ from sequoia_vllm.engine.ledger.override import Override
 _DECODE = "vllm.v1.worker.gpu.spec_decode"
 _MODELS = f"{_DECODE}.standalone_ar.speculator:StandaloneARSpeculator"
 _HEADS = f"{_DECODE}.eagle.speculator:EagleSpeculator"
+_LAYERS = f"{_DECODE}.mtp.speculator:MTPSpeculator"
 _BLOCKS = f"{_DECODE}.dflash.speculator:DFlashSpeculator"
 _ALL = f"{_DECODE}.speculator:DraftModelSpeculator"
 _BASE = f"{_DECODE}.speculator:BaseSpeculator"
@@ -116,6 +117,16 @@ V2_SPECULATORS: tuple[Expected | Override, ...] = (
         "vllm.model_executor.models.interfaces:SupportsEagle3"
         ".get_eagle3_default_aux_hidden_state_layers",
         ("self",),
+    ),
+    Expected(_LAYERS, ("vllm_config", "device")),
+    *_overrides(_LAYERS),
+    _loading(_LAYERS),
+    *(
+        Expected(f"vllm.model_executor.models.mimo_mtp:MiMoMTP.{method}", parameters, may_grow=True)
+        for method, parameters in (
+            ("compute_logits", ("self", "hidden_states")),
+            ("forward", ("self", "input_ids", "positions", "hidden_states")),
+        )
     ),
     # v2/block_proposer.py
     Expected(_BLOCKS, ("vllm_config", "device")),

@@ -1,4 +1,4 @@
-"""Trees drafted by an EAGLE-3 head, level by level."""
+"""Trees drafted level by level by an EAGLE-3 head, or by the target's own MTP layer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
 from sequoia_vllm.drafting.growth import DraftStates
 from sequoia_vllm.engine.v2.state_proposer import StateTreeProposer
 
 
-class HeadTreeProposer(StateTreeProposer, EagleSpeculator):
-    """vLLM's speculator of EAGLE-3 heads (loading, KV cache, buffers) growing trees.
+class _LevelTreeProposer(StateTreeProposer):
+    """Grows trees with a head that reads tokens and states, in a pass for each level.
 
     A row of such a head is a committed token with the target's states at the token before it:
     it has that one's position and slot, and what it computes predicts the token after. Drafted
@@ -39,7 +40,29 @@ class HeadTreeProposer(StateTreeProposer, EagleSpeculator):
             slot_mapping=slots,
             batch_descriptor=BatchDescriptor(num_tokens=rows),
         ):
-            hidden, fed_back = self.model(
+            states = self.model(
                 input_ids=token_ids, positions=positions, hidden_states=feedback, inputs_embeds=None
             )
+        hidden, fed_back = states if isinstance(states, tuple) else (states, states)
         return DraftStates(hidden, fed_back)
+
+
+class HeadTreeProposer(_LevelTreeProposer, EagleSpeculator):
+    """vLLM's speculator of EAGLE-3 heads (loading, KV cache, buffers) growing trees."""
+
+
+class LayerTreeProposer(_LevelTreeProposer, MTPSpeculator):
+    """vLLM's speculator of MTP layers (loading, KV cache, buffers) growing trees.
+
+    Such a layer reads the target's last states, as wide as its own, and nothing combines them.
+    """
+
+    def _layers_read(self, target_model: torch.nn.Module) -> int:
+        return 1
+
+    def _states_read(self, last: Tensor, auxiliary: list[Tensor] | None) -> list[Tensor]:
+        return [last]
+
+    def feedback_of(self, target_states: Tensor) -> Tensor:
+        """See `DraftModel.feedback_of`."""
+        return target_states

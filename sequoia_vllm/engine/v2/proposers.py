@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.block_proposer import BlockTreeProposer
-from sequoia_vllm.engine.v2.head_proposer import HeadTreeProposer
+from sequoia_vllm.engine.v2.head_proposer import HeadTreeProposer, LayerTreeProposer
 from sequoia_vllm.engine.v2.model_proposer import ModelTreeProposer
 from sequoia_vllm.engine.v2.proposer import TreeProposer
 
@@ -17,6 +17,7 @@ _BY_METHOD: dict[str, type[TreeProposer]] = {
     "draft_model": ModelTreeProposer,
     "eagle3": HeadTreeProposer,
     "dflash": BlockTreeProposer,
+    "mtp": LayerTreeProposer,
 }
 
 

@@ -20,9 +20,9 @@ from sequoia_vllm.kernels.target_states import gather_target_states
 class StateTreeProposer(TreeProposer):
     """Follows what the target's forward leaves, and gathers it for a head.
 
-    A step leaves the target's states of some layers at all nodes; the accepted path's are
-    gathered, in one launch, before the head reads. They are gone with the step: the head
-    reads in every one, whether it drafts or not.
+    A step leaves the target's states of some layers, or its last ones, at all nodes; the
+    accepted path's are gathered, in one launch, before the head reads. They are gone with
+    the step: the head reads in every one, whether it drafts or not.
     """
 
     lag = 1
@@ -33,13 +33,22 @@ class StateTreeProposer(TreeProposer):
     def load_model(self, target_model: torch.nn.Module) -> None:
         """As vLLM's; then room for the target's states of the largest pass that is captured."""
         super().load_model(target_model)
-        layers = get_eagle3_aux_layers_from_config(self.speculative_config)
-        if layers is None:
-            layers = target_model.get_eagle3_default_aux_hidden_state_layers()
-        width = len(layers) * self.vllm_config.model_config.get_hidden_size()
+        width = self._layers_read(target_model) * self.vllm_config.model_config.get_hidden_size()
         rows = self.plan.most_rows_read
         self._gathered = torch.zeros(rows, width, dtype=self.dtype, device=self.device)
         self._rows_of: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _layers_read(self, target_model: torch.nn.Module) -> int:
+        """Of how many layers of the target it reads the states."""
+        layers = get_eagle3_aux_layers_from_config(self.speculative_config)
+        if layers is None:
+            layers = target_model.get_eagle3_default_aux_hidden_state_layers()
+        return len(layers)
+
+    def _states_read(self, last: Tensor, auxiliary: list[Tensor] | None) -> list[Tensor]:
+        """Of a step's states ``[T, H]`` those that it reads, by layer."""
+        assert auxiliary, "vLLM gives heads the target's auxiliary states"
+        return auxiliary
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         """As vLLM's, after room for slots is there."""
@@ -67,8 +76,8 @@ class StateTreeProposer(TreeProposer):
     def _take_target_states(
         self, batch: InputBatch, last: Tensor, auxiliary: list[Tensor] | None
     ) -> None:
-        assert auxiliary, "vLLM gives heads the target's auxiliary states"
-        self._layers, self._first_rows = auxiliary, batch.query_start_loc[: batch.num_reqs + 1]
+        self._layers = self._states_read(last, auxiliary)
+        self._first_rows = batch.query_start_loc[: batch.num_reqs + 1]
 
     def _reads_without_drafting(self, batch: InputBatch) -> bool:
         """The states of this step are gone with it."""

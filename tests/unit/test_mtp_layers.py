@@ -1,0 +1,82 @@
+"""Targets whose own multi-token prediction (MTP) layers draft trees, and others that are refused."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+from transformers import PreTrainedConfig
+from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
+
+from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.engine.drafter_kind import check_method, drafter_kind
+from sequoia_vllm.engine.mtp_layers import _DENSE, check_mtp_layers
+from sequoia_vllm.engine.resolve import resolve
+
+FLAGS = (
+    "use_mla", "is_hybrid", "has_inner_state", "is_multimodal_model", "is_moe",
+)  # fmt: skip
+
+
+def target(architecture: str = "MiMoForCausalLM", model_type: str = "mimo", **changes):
+    flags = {name: changes.pop(name, False) for name in FLAGS}
+    fields = {"num_hidden_layers": 36, "num_nextn_predict_layers": 1, **changes}
+    config = PreTrainedConfig(architectures=[architecture], **fields)
+    config.model_type = model_type
+    return SimpleNamespace(model="a/target", hf_config=config, **flags)
+
+
+def test_mimo_drafts_for_itself():
+    here = target()
+    config = SequoiaConfig(drafter="mtp")
+    assert drafter_kind("a/target", config, here) == "mtp"
+    assert here.hf_config.num_hidden_layers == 36  # vLLM's reading of a draft changes its own
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (target("LlamaForCausalLM", "llama"), "has no layer of multi-token prediction"),
+        (target(num_nextn_predict_layers=2), "has 2 MTP layers"),
+        (target(num_nextn_predict_layers=0), "has 0 MTP layers"),
+        (target("DeepseekV3ForCausalLM", "deepseek_v3", use_mla=True, is_moe=True), "(MLA)"),
+        (target("Qwen3NextForCausalLM", "qwen3_next", is_hybrid=True, is_moe=True), "recurrent"),
+        (target("Glm4MoeForCausalLM", "glm4_moe", is_moe=True), "mixture of experts"),
+        (target("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", is_moe=True), "mixture of experts"),
+        (target("GlmOcrForConditionalGeneration", "glm_ocr", is_multimodal_model=True),
+         "is multimodal"),
+        (target("HYV3ForCausalLM", "hy_v3"), "do not draft with (HYV3MTPModel)"),
+    ],
+)  # fmt: skip
+def test_others_are_refused_with_the_reason(given, problem):
+    with pytest.raises(ConfigError) as error:
+        check_mtp_layers(given)
+    assert problem in str(error.value)
+    assert 'give "model" an EAGLE-3 or DFlash head or a draft model' in str(error.value)
+
+
+def test_vllm_knows_the_layers():
+    assert set(_SPECULATIVE_DECODING_MODELS) >= _DENSE
+
+
+def resolved(kinds, **keys):
+    return resolve(
+        SequoiaConfig.parse({"method": "sequoia", "drafter": "mtp", **keys}), device="NVIDIA H200",
+        target="a/target", dtype="bfloat16", tensor_parallel_size=1, kinds=kinds,
+    )  # fmt: skip
+
+
+def test_no_model_is_given_with_them():
+    for keys in ({}, {"model": "a/target"}):
+        found = resolved(("model", "mtp"), **keys)
+        assert (found.draft, found.drafter, found.settings.drafter) == ("a/target", "mtp", "mtp")
+    with pytest.raises(ConfigError, match='"model" is \'a/head\': leave "model" out'):
+        resolved(("model", "mtp"), model="a/head")
+    with pytest.raises(ConfigError, match="needs vLLM's Model Runner V2"):
+        resolved(("model",))
+
+
+def test_what_vllm_takes_by_the_name_of_the_target():
+    check_method("mtp", "a/target", "mtp")
+    with pytest.raises(ConfigError, match="put it into a folder without"):
+        check_method("mtp", "/models/eagle-3/target", "eagle")

@@ -1,0 +1,101 @@
+"""Trees drafted by a target's own MTP layer: tokens as plain V2's, drafts as in vLLM's own chain.
+
+A tiny MiMo target with random weights, whose tokens mostly follow from the one before.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.support.engines import metric, running
+from tests.support.generating import (
+    SPEC_DECODE,
+    TINY,
+    completions,
+    generate,
+    generate_on,
+    random_prompts,
+)
+from tests.support.heads import save_mimo
+from tests.support.on_v2 import call_on_v2
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+DEPTH, TOKENS = 3, 20
+
+
+def trees(size: int) -> dict[str, Any]:
+    """No model is named: the layer lies in the target's checkpoint."""
+    return {
+        "method": "sequoia",
+        "drafter": "mtp",
+        "tree": {"size": size, "depth": DEPTH},
+        "adapt": False,
+        "num_speculative_tokens_per_batch_size": [[1, 1, size - 1]],
+    }
+
+
+def parameters(temperature: float, count: int) -> list[Any]:
+    from vllm import SamplingParams
+
+    common = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
+    return [
+        SamplingParams(temperature=temperature, seed=index if temperature else None, **common)
+        for index in range(count)
+    ]
+
+
+def chain_of_vllm(texts: list[Any], params: list[Any], **options: Any) -> dict[str, Any]:
+    """Tokens and counters of vLLM's own speculation with the same layer."""
+    config = {"method": "mtp", "num_speculative_tokens": DEPTH}
+    with running(config, **options) as llm:
+        outputs = llm.generate(texts, params, use_tqdm=False)
+        counts = {name: metric(llm, f"vllm:spec_decode_num_{name}") for name in SPEC_DECODE}
+        return {"tokens": completions(outputs), "counts": counts}
+
+
+def generate_all(target: str) -> dict[str, Any]:
+    texts, greedy = random_prompts([9, 20, 70]), parameters(0, 3)
+    options = {"model": target, "max_num_batched_tokens": 64, **TINY}
+    answers = {
+        "plain": generate(None, texts, greedy, **options),
+        "vLLM's chain": chain_of_vllm(texts, greedy, **options),
+        "chain": generate(trees(DEPTH + 1), texts, greedy, **options),
+    }
+    with running(trees(12), **options) as llm:
+        answers["tree"] = generate_on(llm, texts, greedy)
+        answers["again"] = generate_on(llm, texts, greedy)
+        answers["sampled"] = generate_on(llm, texts, parameters(0.8, 3))
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("mtp")
+    target = save_mimo(directory / "target", share=0.5)
+    return call_on_v2(generate_all, directory, target=target)
+
+
+@pytest.mark.parametrize("name", ["vLLM's chain", "chain", "tree", "again"])
+def test_greedy_tokens_are_those_of_plain_vllm(name, answers):
+    assert answers[name]["tokens"] == answers["plain"]["tokens"]
+
+
+def test_a_chain_is_accepted_as_vllms_own_is(answers):
+    ours, vllms = answers["chain"]["counts"], answers["vLLM's chain"]["counts"]
+    assert {name: ours[name] for name in SPEC_DECODE} == vllms
+    assert 0 < ours["accepted_tokens"] < ours["draft_tokens"]
+
+
+def test_a_tree_accepts_as_much_as_a_chain(answers):
+    tree, chain = answers["tree"]["counts"], answers["chain"]["counts"]
+    assert tree["tokens_per_tree"] >= chain["tokens_per_tree"] > 1.2
+
+
+def test_what_the_prefix_cache_keeps_the_layer_has_read(answers):
+    again, first = answers["again"]["counts"], answers["tree"]["counts"]
+    assert again["tokens_per_tree"] == first["tokens_per_tree"]
+
+
+def test_sampled_requests_accept_drafts(answers):
+    assert answers["sampled"]["counts"]["tokens_per_tree"] > 1.1
