@@ -89,6 +89,7 @@ def train_head(
         int, typer.Option(help="Tokens that EAGLE-3 can draft: the most frequent.", min=1)
     ] = 2_048,
     learning_rate: Annotated[float, typer.Option(help="The highest.", min=0)] = 1.5e-3,
+    muon: Annotated[bool, typer.Option(help="Whether matrices learn by Muon.")] = False,
     steps: Annotated[
         int, typer.Option(help="Optimizer steps; 0 is one pass over the data.", min=0)
     ] = 0,
@@ -111,6 +112,7 @@ def train_head(
         draft_vocab_size,
         sequence_length,
         learning_rate,
+        muon,
         schedule,
         device,
     )

@@ -48,6 +48,7 @@ class HeadRecipe:
         draft_vocab_size: Tokens that can be drafted, if the kind has a vocabulary of its own.
         sequence_length: Tokens in a sequence.
         peak_learning_rate: The highest.
+        muon: Whether matrices learn by Muon and not by AdamW.
         schedule: ``steps`` 0 is one pass over the training tokens.
         device: Where to train.
     """
@@ -57,6 +58,7 @@ class HeadRecipe:
     draft_vocab_size: int
     sequence_length: int
     peak_learning_rate: float
+    muon: bool
     schedule: Schedule
     device: str
 
@@ -137,6 +139,7 @@ def _train(
         held_out,
         recipe.schedule,
         peak_learning_rate=recipe.peak_learning_rate,
+        muon=recipe.muon,
         on_step=listener.on_step,
         on_validation=lambda point: save_head(head, out),
     )

@@ -67,6 +67,7 @@ def train(
     schedule: Schedule,
     *,
     peak_learning_rate: float,
+    muon: bool = False,
     on_step: Callable[[float], None],
     on_validation: Callable[[ValidationPoint], None] | None = None,
 ) -> list[ValidationPoint]:
@@ -79,21 +80,23 @@ def train(
         validation: What it is validated on.
         schedule: How long and how fast.
         peak_learning_rate: The highest.
+        muon: Whether matrices learn by Muon. For models without embeddings.
         on_step: Given each step's loss.
         on_validation: Given each validation loss when it is known.
     """
-    optimizer = _optimizer(model, peak_learning_rate)
+    optimizers = _optimizers(model, peak_learning_rate, muon)
     batches = training.shuffled_batches(schedule.batch_size, schedule.seed)
     points = []
     model.train()
     for step in range(schedule.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = peak_learning_rate * schedule.rate(step)
         loss = loss_of(next(batches))
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
-        optimizer.step()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = peak_learning_rate * schedule.rate(step)
+            optimizer.step()
         on_step(loss.item())
         done = step + 1
         if done % schedule.validate_every == 0 or done == schedule.steps:
@@ -114,14 +117,27 @@ def next_token_loss(model: LlamaForCausalLM, windows: torch.Tensor) -> torch.Ten
     return functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
 
-def _optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW that decays matrices (the embedding included) and leaves norms alone."""
+def _optimizers(
+    model: nn.Module, learning_rate: float, muon: bool
+) -> tuple[torch.optim.Optimizer, ...]:
+    """AdamW that decays matrices (the embedding included) and leaves norms alone, or Muon."""
     parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS)
+    matrices = [p for p in parameters if p.ndim >= 2]
+    norms = [p for p in parameters if p.ndim < 2]
+    no_decay = {"params": norms, "weight_decay": 0.0}
+    if not muon:
+        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, no_decay]
+        return (torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS),)
+    return (
+        torch.optim.AdamW([no_decay], lr=learning_rate, betas=BETAS),
+        # Steps as long as AdamW's, so that its learning rates serve.
+        torch.optim.Muon(
+            matrices,
+            lr=learning_rate,
+            weight_decay=WEIGHT_DECAY,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+    )
 
 
 @torch.no_grad()
