@@ -3,9 +3,11 @@
 The embedded target with its embedded heads, in one process.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from sequoia_vllm.engine.request_options import MOST_DRAFTS
 from tests.support.engines import metric, running, sequoia, whole_trees
@@ -16,8 +18,9 @@ from tests.support.generating import (
     generate_on,
 )
 from tests.support.heads import DFLASH, EAGLE3
-from tests.support.models import prompts
+from tests.support.models import MODELS, prompts
 from tests.support.on_v2 import call_on_v2
+from tests.support.train_pair import script_modules
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -165,3 +168,49 @@ def test_requests_of_every_kind(kind, answers):
 
 def test_requests_are_preempted(answers):
     assert answers["eagle3"]["preempted"]["counts"]["preemptions"] > 0
+
+
+# -- by the script that trained the heads ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[Any]:
+    with script_modules() as modules:
+        yield modules
+
+
+def expected(kind: str, scripts: Any) -> dict[str, Any]:
+    """Tokens, steps and accepted drafts; every chain is of the target's own greedy text."""
+    from transformers import AutoTokenizer
+
+    target = scripts.frozen_target.FrozenTarget(MODELS / "target", scripts.heads.LAYERS, "cpu")
+    head = scripts.heads.load_head(MODELS / kind, target, "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
+    found: dict[str, Any] = {"tokens": [], "steps": 0, "accepted": 0}
+    for prompt in prompts(3):
+        beginning = torch.tensor([tokenizer(prompt).input_ids])
+        [text] = target.write(beginning, TOKENS + DEPTH + 1, torch.zeros(1))
+        drafts = head.draft(target, text, target(text[None]), DEPTH)
+        lengths = scripts.head_quality.accepted(drafts, text)
+        start, end = beginning.shape[1] - 1, beginning.shape[1] + TOKENS - 2
+        while start < end:
+            found["steps"] += 1
+            found["accepted"] += int(lengths[start])
+            start += int(lengths[start]) + 1
+        found["tokens"].append(text[beginning.shape[1] :][:TOKENS].tolist())
+    return found
+
+
+@of_both
+def test_vllms_chain_accepts_what_the_script_says(kind, answers, scripts):
+    """Which computes drafts with torch alone, from its own reading of the checkpoint.
+
+    The two agree if layers, norms, residuals, positions and masks are those that vLLM serves
+    the head with.
+    """
+    chain, wanted = answers[kind]["vLLM's chain"], expected(kind, scripts)
+    assert [tokens for [tokens] in chain["tokens"]] == wanted["tokens"]
+    counts = chain["counts"]
+    # Two most likely tokens may be as good as equal, and rounding differ.
+    assert counts["drafts"] == pytest.approx(wanted["steps"], abs=2)
+    assert counts["accepted_tokens"] == pytest.approx(wanted["accepted"], abs=2)
