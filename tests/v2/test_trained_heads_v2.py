@@ -82,4 +82,4 @@ def test_vllms_chains_accept_what_the_script_says(kind, scripts, tmp_path):
     # Two most likely tokens may be as good as equal, and rounding differ.
     assert chains["accepted"] == pytest.approx(wanted["accepted"], abs=2)
     assert chains["steps"] == pytest.approx(wanted["steps"], abs=2)
-    assert wanted["accepted"] > 0.5 * wanted["steps"]
+    assert wanted["accepted"] > 0.4 * wanted["steps"]
