@@ -79,17 +79,16 @@ _AS_THE_TARGET = (
 )  # fmt: skip
 
 
-def save_mimo(directory: Path, *, layers: int = 2, vocab: int = 256, share: float = 0.0) -> str:
+def save_mimo(directory: Path, share: float = 0.2, cycle: float = 0.06) -> str:
     """A tiny MiMo target with one layer of multi-token prediction (MTP), with random weights.
 
     Args:
         directory: Where it goes.
-        layers: Of the target.
-        vocab: Tokens.
-        share: How much of the states comes from the embedding alone, in the target and in the MTP
-            layer alike: 0 leaves them unrelated.
+        share: How little the layers add to the token's embedding, from 0 to 1: so much do target
+            and MTP layer have in common.
+        cycle: How sure both are that after a token comes the next one.
     """
-    hidden, width, heads, kv_heads = 64, 128, 2, 1
+    vocab, layers, hidden, width, heads, kv_heads = 256, 2, 64, 128, 2, 1
     head_dim = hidden // heads
     generator = torch.Generator().manual_seed(7)
     noise = 1.0 - share
@@ -113,8 +112,8 @@ def save_mimo(directory: Path, *, layers: int = 2, vocab: int = 256, share: floa
         }  # fmt: skip
 
     embedding = torch.randn(vocab, hidden, generator=generator)
-    # The token after i has the output vector that i is embedded as: a cycle.
-    output = embedding.roll(1, 0) * 0.5 + random(vocab, hidden, noise)
+    # A token has some of the output vector that the one before is embedded as.
+    output = cycle * embedding.roll(1, 0) + random(vocab, hidden, noise)
     mtp = "model.mtp_layers.0"
     state_and_token = torch.cat([noise * torch.eye(hidden), torch.eye(hidden)], 1)
     weights = {

@@ -1,4 +1,4 @@
-"""Targets whose multi-token prediction (MTP) layers draft trees, and others that are refused."""
+"""Targets whose own multi-token prediction (MTP) layers draft trees; others are refused."""
 
 from types import SimpleNamespace
 

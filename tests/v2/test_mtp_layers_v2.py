@@ -72,7 +72,7 @@ def generate_all(target: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("mtp")
-    target = save_mimo(directory / "target", share=0.5)
+    target = save_mimo(directory / "target")
     return call_on_v2(generate_all, directory, target=target)
 
 

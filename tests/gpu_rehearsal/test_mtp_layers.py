@@ -1,0 +1,50 @@
+"""Trees drafted by a target's own MTP layer on vLLM's GPU engine: started, captured, replayed."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.generating import random_prompts
+from tests.support.heads import save_mimo
+from tests.support.on_gpu import call_on_gpu
+from tests.support.rehearsing import generate, generate_with_trees, rehearsing
+
+pytestmark = pytest.mark.engine
+
+TREES = {
+    "method": "sequoia", "drafter": "mtp", "tree": {"size": 8, "depth": 3}, "adapt": False,
+}  # fmt: skip
+
+
+def start_and_generate(target: str) -> dict[str, Any]:
+    """Of plain vLLM, and of trees for batches of three and of one."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    texts = random_prompts([5, 9, 20])
+    with rehearsing(None, model=target) as llm:
+        answers: dict[str, Any] = {"plain": generate(llm, texts, params)}
+    with rehearsing(TREES, model=target) as llm:
+        answers["trees"] = generate_with_trees(llm, texts, params)
+        answers["alone"] = generate_with_trees(llm, texts[:1], params)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("mtp")
+    return call_on_gpu(start_and_generate, directory, target=save_mimo(directory / "target"))
+
+
+@pytest.mark.parametrize("name", ["trees", "alone"])
+def test_tokens_are_those_of_plain_vllm_from_graphs(name, answers):
+    found = answers[name]
+    assert found["tokens"] == answers["plain"]["tokens"][: len(found["tokens"])]
+    assert found["eager growth"] == []
+    # All steps but those that read prompts are replayed.
+    assert found["graphs"]["DraftGraphs"] >= found["counts"]["steps"] - 3
+    assert found["graphs"]["TreeGraphManager"] >= found["counts"]["steps"] - 3
+
+
+def test_drafts_are_accepted(answers):
+    assert answers["trees"]["counts"]["tokens_per_tree"] > 1.2
