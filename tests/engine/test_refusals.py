@@ -139,7 +139,9 @@ def save_head(path: Path, **changes) -> Path:
 
 def test_heads_on_model_runner_v1(tmp_path):
     head = save_head(tmp_path / "head")
-    refused("heads need vLLM's Model Runner V2", speculative_config=sequoia(draft=head))
+    refused(
+        "heads and MTP layers need vLLM's Model Runner V2", speculative_config=sequoia(draft=head)
+    )
 
 
 def test_heads_of_another_target(tmp_path):

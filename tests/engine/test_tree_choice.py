@@ -200,7 +200,7 @@ def test_default_limits_have_room_for_prompts(caplog):
 
 def test_schedules_of_the_library_are_fitted_too(monkeypatch):
     found = tree_choice.TreeChoice(TokenTree.chain(9), "measured", [(1, 4, 9), (5, 256, 5)])
-    monkeypatch.setattr(tree_choice, "_resolve", lambda config, pair, shapes, runs: found)
+    monkeypatch.setattr(tree_choice, "_resolve", lambda config, pair, shapes, runs, levels: found)
     assert scheduled(limited(max_num_seqs=64)) == [(1, 4, 9), (5, 256, 5)]
     fitted = [(1, 4, 9), (5, 21, 5), (22, 32, 3)]
     assert scheduled(limited(max_num_seqs=32, max_num_batched_tokens=256)) == fitted
