@@ -37,6 +37,7 @@ class StateTreeProposer(TreeProposer):
         rows = self.plan.most_rows_read
         self._gathered = torch.zeros(rows, width, dtype=self.dtype, device=self.device)
         self._rows_of: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: list[Tensor] = []
 
     def _layers_read(self, target_model: torch.nn.Module) -> int:
         """Of how many layers of the target it reads the states."""
@@ -72,6 +73,13 @@ class StateTreeProposer(TreeProposer):
         return self.model.combine_hidden_states(target_states)
 
     # -- one drafting pass -----------------------------------------------------------------
+
+    def propose(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As `TreeProposer`'s; lets go of the step's states, which take memory of the next."""
+        try:
+            return super().propose(*args, **kwargs)
+        finally:
+            self._layers = []
 
     def _take_target_states(
         self, batch: InputBatch, last: Tensor, auxiliary: list[Tensor] | None
