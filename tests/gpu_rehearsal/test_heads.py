@@ -50,4 +50,4 @@ def test_tokens_are_those_of_plain_vllm_from_graphs(name, answers):
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
 def test_drafts_are_accepted(name, answers):
-    assert answers[name]["counts"]["tokens_per_tree"] > 1.4
+    assert answers[name]["counts"]["tokens_per_tree"] > 1.2

@@ -1,7 +1,9 @@
 """Trained heads for the tests, and tiny ones that are not trained."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -30,15 +32,12 @@ def save_eagle3(
         scale: Of its LM head's: how sure it is of what it drafts.
         layers: The target's layers before which the hidden states are taken that it reads.
     """
-    target_config = AutoConfig.from_pretrained(target).to_dict()
-    hidden, width = target_config["hidden_size"], target_config["intermediate_size"]
-    heads, kv_heads = (target_config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
-    head_dim = target_config.get("head_dim") or hidden // heads
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) / columns**0.5
-
+    config = _as_the_target(target)
+    hidden, width, head_dim = (
+        config[key] for key in ("hidden_size", "intermediate_size", "head_dim")
+    )
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    random = _random_matrices(seed)
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     weights = {
         "fc.weight": random(hidden, len(layers) * hidden),
@@ -54,22 +53,55 @@ def save_eagle3(
         "lm_head.weight": scale * random(len(tokens), hidden),
         "d2t": torch.tensor(tokens) - torch.arange(len(tokens)),
     }
-    config = {
-        **{key: target_config[key] for key in _AS_THE_TARGET if key in target_config},
+    own = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "head_dim": head_dim,
-        "num_hidden_layers": 1,
         "draft_vocab_size": len(tokens),
-        "tie_word_embeddings": False,
         "eagle_aux_hidden_state_layer_ids": list(layers),
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
-        "torch_dtype": "float32",
     }
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(weights, directory / "model.safetensors")
-    return str(directory)
+    return _save(directory, {**config, **own}, weights)
+
+
+def save_dflash(directory: Path, target: str, seed: int = 0, scale: float = 1.0) -> str:
+    """A DFlash head of one layer for this target, with random weights; blocks of 8, mask token 0.
+
+    Args:
+        directory: Where it goes.
+        target: Folder of a Llama model, whose embedding and output it shares.
+        seed: Of its weights.
+        scale: Of its last norm's: how sure it is of what it drafts.
+    """
+    config = _as_the_target(target)
+    hidden, width, head_dim = (
+        config[key] for key in ("hidden_size", "intermediate_size", "head_dim")
+    )
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    random = _random_matrices(seed)
+    layer = "layers.0"
+    weights = {
+        "fc.weight": random(hidden, hidden),
+        f"{layer}.self_attn.q_proj.weight": random(heads * head_dim, hidden),
+        f"{layer}.self_attn.k_proj.weight": random(kv_heads * head_dim, hidden),
+        f"{layer}.self_attn.v_proj.weight": random(kv_heads * head_dim, hidden),
+        f"{layer}.self_attn.o_proj.weight": random(hidden, heads * head_dim),
+        f"{layer}.self_attn.q_norm.weight": torch.ones(head_dim),
+        f"{layer}.self_attn.k_norm.weight": torch.ones(head_dim),
+        f"{layer}.mlp.gate_proj.weight": random(width, hidden),
+        f"{layer}.mlp.up_proj.weight": random(width, hidden),
+        f"{layer}.mlp.down_proj.weight": random(hidden, width),
+        f"{layer}.input_layernorm.weight": torch.ones(hidden),
+        f"{layer}.post_attention_layernorm.weight": torch.ones(hidden),
+        "hidden_norm.weight": torch.ones(hidden),
+        "norm.weight": torch.full((hidden,), scale),
+    }
+    own = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": 8,
+        "dflash_config": {"mask_token_id": 0, "target_layer_ids": [0]},
+    }
+    return _save(directory, {**config, **own}, weights)
 
 
 _AS_THE_TARGET = (
@@ -142,4 +174,29 @@ def save_mimo(directory: Path, share: float = 0.2, cycle: float = 0.06) -> str:
         {name: weight.contiguous() for name, weight in weights.items()},
         directory / "model.safetensors",
     )
+    return str(directory)
+
+
+def _as_the_target(target: str) -> dict[str, Any]:
+    """What a head's configuration has of its target's; one layer, float32."""
+    given = AutoConfig.from_pretrained(target).to_dict()
+    found = {key: given[key] for key in _AS_THE_TARGET if key in given}
+    head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
+    own = {"num_hidden_layers": 1, "tie_word_embeddings": False, "torch_dtype": "float32"}
+    return {**found, "head_dim": head_dim, **own}
+
+
+def _random_matrices(seed: int) -> Callable[[int, int], torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) / columns**0.5
+
+    return random
+
+
+def _save(directory: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> str:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(weights, directory / "model.safetensors")
     return str(directory)

@@ -23,7 +23,7 @@ from tests.support.generating import (
     random_prompts,
     save_related_pair,
 )
-from tests.support.heads import save_eagle3
+from tests.support.heads import save_dflash, save_eagle3
 from tests.support.models import next_probabilities, save_llama, save_word_tokenizer
 from tests.support.on_gpu import call_on_gpu
 from tests.support.on_v2 import call_on_v2
@@ -311,17 +311,17 @@ def generate_for_law(target: str, draft: str, method: str, **more: Any) -> dict[
 
 
 def uniforms(
-    prompt: list[int], generated: list[int], paths: tuple[str, str | None],
+    prompt: list[int], generated: list[int], paths: tuple[str, str | list[int]],
     setting: tuple[float, float, int, float], generator: np.random.Generator,
 ) -> np.ndarray:  # fmt: skip
     """One number per generated token; uniform if it follows the target's law.
 
-    Target and draft are at ``paths``; no draft: the head that drafts `HEAD_TOKENS`.
+    Target and draft are at ``paths``; of a head the tokens that it drafts are given instead.
     """
     tokens = prompt + generated
     target, draft = (
-        _of_the_head(len(tokens) - 1) if path is None
-        else next_probabilities(path, [tokens[:-1]], *setting)[0]
+        next_probabilities(path, [tokens[:-1]], *setting)[0] if isinstance(path, str)
+        else _uniform_among(path, len(tokens) - 1)
         for path in paths
     )  # fmt: skip
     first = len(prompt) - 1
@@ -334,8 +334,8 @@ def uniforms(
     return np.array(numbers)
 
 
-def _of_the_head(length: int) -> np.ndarray:
-    one = np.isin(np.arange(LAW_VOCAB), HEAD_TOKENS) / len(HEAD_TOKENS)
+def _uniform_among(tokens: list[int], length: int) -> np.ndarray:
+    one = np.isin(np.arange(LAW_VOCAB), tokens) / len(tokens)
     return np.tile(one, (length, 1))
 
 
@@ -358,7 +358,9 @@ def save_law_pair(directory: Path) -> tuple[str, str]:
     return target, draft
 
 
-def assert_follows_law(answer: dict[str, Any], paths: tuple[str, str | None], share: float) -> None:
+def assert_follows_law(
+    answer: dict[str, Any], paths: tuple[str, str | list[int]], share: float
+) -> None:
     """Of each token given the tokens before, and independently of the number before.
 
     `share`: of the usual number of tokens.
@@ -411,14 +413,19 @@ def test_a_draft_with_another_vocabulary_leaves_the_law(tmp_path):
     assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)
 
 
-def test_a_head_leaves_the_law(tmp_path):
-    """It drafts a part of the vocabulary only, from the target's states and its own."""
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_a_head_leaves_the_law(kind, tmp_path):
+    """One drafts a part of the vocabulary only; all nodes of a level of the other have one Q."""
     target = str(
         save_llama(
             tmp_path / "target", seed=3, scale=0.6, vocab_size=LAW_VOCAB, num_hidden_layers=2,
             max_position_embeddings=64,
         )
     )  # fmt: skip
-    head = save_eagle3(tmp_path / "head", target, HEAD_TOKENS, scale=0.3)
+    if kind == "eagle3":
+        head = save_eagle3(tmp_path / "head", target, HEAD_TOKENS, scale=0.3)
+    else:
+        head = save_dflash(tmp_path / "head", target, scale=0.5)
     answer = call_on_gpu(generate_for_law, tmp_path, target=target, draft=head, method="traversal")
-    assert_follows_law(answer, (target, None), LAW_TOKENS["traversal"] / 24)
+    paths = (target, HEAD_TOKENS if kind == "eagle3" else list(range(LAW_VOCAB)))
+    assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)
