@@ -365,7 +365,7 @@ def assert_follows_law(
 
     `share`: of the usual number of tokens.
     """
-    assert answer["graphs"]["DraftGraphs"] > 33 * share
+    assert answer["graphs"]["DraftGraphs"] > 25 * share
     assert answer["eager growth"] == []
     assert min(answer["processed"].count(processed) for processed in (True, False)) > 13 * share
 
