@@ -8,6 +8,7 @@ import pytest
 from tests.support.cores import needs_two_cores
 from tests.support.engines import sequoia
 from tests.support.generating import completions, random_prompts, save_related_pair
+from tests.support.heads import save_eagle3
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import rehearsing
 
@@ -54,12 +55,31 @@ def test_two_ranks_replay_graphs_and_give_the_tokens_of_one(
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions to the ranks
     target, draft = save_related_pair(tmp_path, **HEADS)
     found = call_on_gpu(generate_on_ranks, tmp_path, target=target, draft=draft)
+    check_ranks(found)
+    [first, _] = found["counts"]
+    assert first["tokens"] > 1.2 * first["tree_steps"]
+
+
+@needs_two_cores
+def test_two_ranks_draft_with_a_head_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose weights are random: hardly anything is accepted."""
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    target, _ = save_related_pair(tmp_path, num_hidden_layers=2, **HEADS)
+    head = save_eagle3(tmp_path / "head", target, list(range(2, 130)))
+    found = call_on_gpu(generate_on_ranks, tmp_path, target=target, draft=head)
+    check_ranks(found)
+
+
+def check_ranks(found: dict[str, Any]) -> None:
+    """One rank's tokens, from graphs of both, which count the same."""
     assert found["two ranks"] == found["one rank"]
     first, second = [
         (rank["tree_steps"], rank["tokens"], rank["depth_counts"]) for rank in found["counts"]
     ]
     assert first == second
-    assert first[1] > 1.2 * first[0] > 0
+    assert first[0] > 0
     for rank in found["graphs"]:
         assert rank["replayed"]["DraftGraphs"] > 0
         assert rank["replayed"]["TreeGraphManager"] > 0
