@@ -321,7 +321,7 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         "vllm.config:get_layers_from_vllm_config", ("vllm_config", "layer_type"), may_grow=True
     ),
     Expected("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase"),
-    # v1/proposer.py, v2/head_proposer.py
+    # v1/proposer.py, v2/state_proposer.py
     Expected(
         "vllm.forward_context:set_forward_context",
         (

@@ -93,7 +93,7 @@ V2_SPECULATORS: tuple[Expected | Override, ...] = (
         ),
         may_grow=True,
     ),
-    # v2/head_proposer.py
+    # v2/head_proposer.py, v2/state_proposer.py
     Expected(_HEADS, ("vllm_config", "device")),
     *_overrides(_HEADS),
     _loading(_HEADS),

@@ -6,17 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
-from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
-from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.drafting.block_growth import BlockGrowth
 from sequoia_vllm.drafting.growth import DraftStates, TreeGrowth
-from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.draft_model import CachedBlockModel
 from sequoia_vllm.engine.v2.ragged_rows import RaggedRows
 from sequoia_vllm.engine.v2.state_proposer import StateTreeProposer
@@ -30,24 +25,14 @@ class BlockTreeProposer(StateTreeProposer, DFlashSpeculator):
     each level below, attend to these and to one another.
     """
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        device: torch.device,
-        req_states: RequestState,
-        tables: TreeTables,
-        backend: TreeBackend,
-    ) -> None:
-        super().__init__(vllm_config, device, req_states, tables, backend)
-        self.num_query_per_req = self.tree.depth + 1
-
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """As vLLM's.
+        """As vLLM's; a request has as many queries as its tree has levels, the root's included.
 
         Raises:
             ConfigError: Layers attend in a way that trees do not have; names the fix.
         """
         super().load_model(target_model)
+        self.num_query_per_req = self.tree.depth + 1
         layers = [layer.self_attn for layer in self.model.model.layers]
         if any(layer.causal or layer.sliding_window is not None for layer in layers):
             raise ConfigError(
@@ -93,13 +78,4 @@ class BlockTreeProposer(StateTreeProposer, DFlashSpeculator):
         """See `TreeProposer.run_draft`; the states of the target only where nothing is kept."""
         if metadata is None and feedback is not None:
             self.model.precompute_and_store_context_kv(feedback, positions)
-        rows = len(token_ids)
-        with set_forward_context(
-            metadata,
-            self.vllm_config,
-            num_tokens=rows,
-            slot_mapping=slots,
-            batch_descriptor=BatchDescriptor(num_tokens=rows),
-        ):
-            hidden = self.model(input_ids=token_ids, positions=positions, inputs_embeds=None)
-        return DraftStates(hidden)
+        return DraftStates(self._run_head(token_ids, positions, metadata, slots))

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
@@ -32,17 +31,7 @@ class _LevelTreeProposer(StateTreeProposer):
         feedback: Tensor | None,
     ) -> DraftStates:
         """See `TreeProposer.run_draft`."""
-        rows = len(token_ids)
-        with set_forward_context(
-            metadata,
-            self.vllm_config,
-            num_tokens=rows,
-            slot_mapping=slots,
-            batch_descriptor=BatchDescriptor(num_tokens=rows),
-        ):
-            states = self.model(
-                input_ids=token_ids, positions=positions, hidden_states=feedback, inputs_embeds=None
-            )
+        states = self._run_head(token_ids, positions, metadata, slots, hidden_states=feedback)
         hidden, fed_back = states if isinstance(states, tuple) else (states, states)
         return DraftStates(hidden, fed_back)
 

@@ -6,17 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
-from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafting.draft_plan import depths_by_drafts
 from sequoia_vllm.drafting.growth import DraftStates
-from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.proposer import TreeProposer
-from sequoia_vllm.engine.v2.ragged_rows import RaggedRows
 from sequoia_vllm.engine.v2.reading import DraftReading
 from sequoia_vllm.engine.vocabulary import draft_vocabulary
 
@@ -27,16 +22,10 @@ class ModelTreeProposer(TreeProposer, StandaloneARSpeculator):
     A draft with another vocabulary is given, and gives, the target's tokens.
     """
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        device: torch.device,
-        req_states: RequestState,
-        tables: TreeTables,
-        backend: TreeBackend,
-    ) -> None:
-        super().__init__(vllm_config, device, req_states, tables, backend)
-        self._vocabulary = draft_vocabulary(vllm_config, device)
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """As vLLM's, after the vocabularies are matched."""
+        self._vocabulary = draft_vocabulary(self.vllm_config, self.device)
+        super().load_model(target_model)
 
     def _new_reading(self, steps_ahead: int) -> DraftReading:
         return DraftReading(
@@ -68,14 +57,3 @@ class ModelTreeProposer(TreeProposer, StandaloneARSpeculator):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `TreeProposer.compute_logits`."""
         return self._vocabulary.target_logits(self.model.compute_logits(hidden))
-
-    def _dummy_feedback(self, rows: int) -> Tensor | None:
-        return None
-
-    def _ragged_feedback(self, rows: RaggedRows) -> Tensor | None:
-        return None
-
-    def _take_target_states(
-        self, batch: InputBatch, last: Tensor, auxiliary: list[Tensor] | None
-    ) -> None:
-        """It needs none."""

@@ -97,22 +97,23 @@ class TreeProposer(DraftModelSpeculator):
         """Runs the draft in vLLM's forward context; see `DraftModel.forward`."""
 
     @abstractmethod
+    def _reads_without_drafting(self, batch: InputBatch) -> bool:
+        """Whether what this step committed must be read although nothing is drafted."""
+
+    # -- what drafts read besides tokens: here nothing --------------------------------------
+
     def _take_target_states(
         self, batch: InputBatch, last: Tensor, auxiliary: list[Tensor] | None
     ) -> None:
         """Notes the target's states ``[T, H]`` of this step: the last ones, and others."""
 
-    @abstractmethod
     def _dummy_feedback(self, rows: int) -> Tensor | None:
-        """What a forward of so many rows reads besides tokens, of no request."""
+        """What a forward of so many rows reads, of no request."""
+        return None
 
-    @abstractmethod
     def _ragged_feedback(self, rows: RaggedRows) -> Tensor | None:
-        """What these rows read besides tokens."""
-
-    @abstractmethod
-    def _reads_without_drafting(self, batch: InputBatch) -> bool:
-        """Whether what this step committed must be read although nothing is drafted."""
+        """What these rows read."""
+        return None
 
     def _target_states(self) -> Tensor | None:
         """The buffer of `TreeGrowth` for the target's states; None: the draft reads none."""

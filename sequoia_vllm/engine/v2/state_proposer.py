@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
@@ -71,6 +72,27 @@ class StateTreeProposer(TreeProposer):
     def feedback_of(self, target_states: Tensor) -> Tensor:
         """See `DraftModel.feedback_of`: of several layers' states one of the head's width."""
         return self.model.combine_hidden_states(target_states)
+
+    def _run_head(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: dict[str, Any] | None,
+        slots: dict[str, Tensor] | None,
+        **inputs: Any,
+    ) -> Any:
+        """What the head returns in vLLM's forward context, given ``inputs`` besides tokens."""
+        rows = len(token_ids)
+        with set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=rows,
+            slot_mapping=slots,
+            batch_descriptor=BatchDescriptor(num_tokens=rows),
+        ):
+            return self.model(
+                input_ids=token_ids, positions=positions, inputs_embeds=None, **inputs
+            )
 
     # -- one drafting pass -----------------------------------------------------------------
 
