@@ -8,8 +8,15 @@ from typing import Annotated
 
 import typer
 from console import (
+    BatchSize,
     Device,
+    Folders,
+    MaxFiles,
+    Steps,
     Threads,
+    ValidateEvery,
+    ValidationFiles,
+    Warmup,
     console,
     progress,
     progress_listener,
@@ -36,19 +43,9 @@ app.command()(evaluate_heads)
 @app.command()
 def train(
     out: Annotated[Path, typer.Option(help="New folder for the pair and its metrics.json.")],
-    folder: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Folder of Python files, repeatable. Default: this Python's standard library "
-            "and installed packages.",
-            exists=True,
-            file_okay=False,
-        ),
-    ] = None,
-    max_files: Annotated[int, typer.Option(help="Files to use.", min=10)] = 12_000,
-    validation_files: Annotated[
-        int, typer.Option(help="How many of them to hold out; at most a tenth.", min=1)
-    ] = 60,
+    folder: Folders = None,
+    max_files: MaxFiles = 12_000,
+    validation_files: ValidationFiles = 60,
     vocab_size: Annotated[
         int,
         typer.Option(help="Tokens to learn.", min=SMALLEST_VOCABULARY, max=LARGEST_VOCABULARY),
@@ -59,15 +56,11 @@ def train(
     draft: Annotated[
         Shape, typer.Option(help="HIDDENxLAYERSxHEADSxMLP.", parser=Shape.parse, metavar="SHAPE")
     ] = "192x2x6x512",  # type: ignore[assignment]
-    steps: Annotated[
-        int, typer.Option(help="Optimizer steps; 0 is one pass over the data.", min=0)
-    ] = 0,
-    warmup: Annotated[
-        int, typer.Option(help="Warm-up steps; at most a tenth of the steps.", min=0)
-    ] = 100,
-    batch_size: Annotated[int, typer.Option(help="Sequences in a step.", min=1)] = 16,
+    steps: Steps = 0,
+    warmup: Warmup = 100,
+    batch_size: BatchSize = 16,
     sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=2)] = 256,
-    validate_every: Annotated[int, typer.Option(help="Steps between losses.", min=1)] = 500,
+    validate_every: ValidateEvery = 500,
     seed: Annotated[int, typer.Option(help="Decides files, weights and order.")] = 0,
     device: Device = "cpu",
     threads: Threads = 0,

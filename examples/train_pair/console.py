@@ -19,6 +19,23 @@ console = Console()
 
 Device = Annotated[str, typer.Option(help="Where to run, such as cpu or cuda.")]
 Threads = Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its default.", min=0)]
+Folders = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Folder of Python files, repeatable. Default: this Python's standard library "
+        "and installed packages.",
+        exists=True,
+        file_okay=False,
+    ),
+]
+MaxFiles = Annotated[int, typer.Option(help="Files to use.", min=10)]
+ValidationFiles = Annotated[
+    int, typer.Option(help="How many of them to hold out; at most a tenth.", min=1)
+]
+Steps = Annotated[int, typer.Option(help="Optimizer steps; 0 is one pass over the data.", min=0)]
+Warmup = Annotated[int, typer.Option(help="Warm-up steps; at most a tenth of the steps.", min=0)]
+BatchSize = Annotated[int, typer.Option(help="Sequences in a step.", min=1)]
+ValidateEvery = Annotated[int, typer.Option(help="Steps between losses.", min=1)]
 
 
 def set_up_torch(threads: int) -> None:

@@ -9,8 +9,15 @@ from typing import Annotated
 import heads
 import typer
 from console import (
+    BatchSize,
     Device,
+    Folders,
+    MaxFiles,
+    Steps,
     Threads,
+    ValidateEvery,
+    ValidationFiles,
+    Warmup,
     console,
     progress,
     progress_listener,
@@ -34,19 +41,9 @@ Pair = Annotated[
 def head_data(
     pair: Pair,
     out: Annotated[Path, typer.Option(help="Folder for the data, and its data.json.")],
-    folder: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Folder of Python files, repeatable. Default: this Python's standard library "
-            "and installed packages.",
-            exists=True,
-            file_okay=False,
-        ),
-    ] = None,
-    max_files: Annotated[int, typer.Option(help="Files to use.", min=10)] = 1_000,
-    validation_files: Annotated[
-        int, typer.Option(help="How many of them to hold out; at most a tenth.", min=1)
-    ] = 60,
+    folder: Folders = None,
+    max_files: MaxFiles = 1_000,
+    validation_files: ValidationFiles = 60,
     sequences: Annotated[
         int, typer.Option(help="Training sequences by people, and as many by the target.", min=1)
     ] = 6_000,
@@ -90,15 +87,11 @@ def train_head(
     ] = 2_048,
     learning_rate: Annotated[float, typer.Option(help="The highest.", min=0)] = 1.5e-3,
     muon: Annotated[bool, typer.Option(help="Whether matrices learn by Muon.")] = False,
-    steps: Annotated[
-        int, typer.Option(help="Optimizer steps; 0 is one pass over the data.", min=0)
-    ] = 0,
-    warmup: Annotated[
-        int, typer.Option(help="Warm-up steps; at most a tenth of the steps.", min=0)
-    ] = 50,
-    batch_size: Annotated[int, typer.Option(help="Sequences in a step.", min=1)] = 16,
+    steps: Steps = 0,
+    warmup: Warmup = 50,
+    batch_size: BatchSize = 16,
     sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=16)] = 256,
-    validate_every: Annotated[int, typer.Option(help="Steps between losses.", min=1)] = 100,
+    validate_every: ValidateEvery = 100,
     seed: Annotated[int, typer.Option(help="Decides weights and order.")] = 0,
     device: Device = "cpu",
     threads: Threads = 0,

@@ -32,23 +32,12 @@ def save_eagle3(
         scale: Of its LM head's: how sure it is of what it drafts.
         layers: The target's layers before which the hidden states are taken that it reads.
     """
-    config = _as_the_target(target)
-    hidden, width, head_dim = (
-        config[key] for key in ("hidden_size", "intermediate_size", "head_dim")
-    )
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    random = _random_matrices(seed)
-    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    config, random = _as_the_target(target), _random_matrices(seed)
+    hidden = config["hidden_size"]
     weights = {
         "fc.weight": random(hidden, len(layers) * hidden),
-        "midlayer.self_attn.q_proj.weight": random(heads * head_dim, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": random(kv_heads * head_dim, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": random(kv_heads * head_dim, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": random(hidden, heads * head_dim),
-        "midlayer.mlp.gate_proj.weight": random(width, hidden),
-        "midlayer.mlp.up_proj.weight": random(width, hidden),
-        "midlayer.mlp.down_proj.weight": random(hidden, width),
-        **{f"midlayer.{name}.weight": torch.ones(hidden) for name in norms},
+        **_layer(random, config, "midlayer", read=2 * hidden),
+        "midlayer.hidden_norm.weight": torch.ones(hidden),
         "norm.weight": torch.ones(hidden),
         "lm_head.weight": scale * random(len(tokens), hidden),
         "d2t": torch.tensor(tokens) - torch.arange(len(tokens)),
@@ -72,26 +61,14 @@ def save_dflash(directory: Path, target: str, seed: int = 0, scale: float = 1.0)
         seed: Of its weights.
         scale: Of its last norm's: how sure it is of what it drafts.
     """
-    config = _as_the_target(target)
-    hidden, width, head_dim = (
-        config[key] for key in ("hidden_size", "intermediate_size", "head_dim")
-    )
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    random = _random_matrices(seed)
-    layer = "layers.0"
+    config, random = _as_the_target(target), _random_matrices(seed)
+    hidden = config["hidden_size"]
+    head_dim = config["head_dim"]
     weights = {
         "fc.weight": random(hidden, hidden),
-        f"{layer}.self_attn.q_proj.weight": random(heads * head_dim, hidden),
-        f"{layer}.self_attn.k_proj.weight": random(kv_heads * head_dim, hidden),
-        f"{layer}.self_attn.v_proj.weight": random(kv_heads * head_dim, hidden),
-        f"{layer}.self_attn.o_proj.weight": random(hidden, heads * head_dim),
-        f"{layer}.self_attn.q_norm.weight": torch.ones(head_dim),
-        f"{layer}.self_attn.k_norm.weight": torch.ones(head_dim),
-        f"{layer}.mlp.gate_proj.weight": random(width, hidden),
-        f"{layer}.mlp.up_proj.weight": random(width, hidden),
-        f"{layer}.mlp.down_proj.weight": random(hidden, width),
-        f"{layer}.input_layernorm.weight": torch.ones(hidden),
-        f"{layer}.post_attention_layernorm.weight": torch.ones(hidden),
+        **_layer(random, config, "layers.0", read=hidden),
+        "layers.0.self_attn.q_norm.weight": torch.ones(head_dim),
+        "layers.0.self_attn.k_norm.weight": torch.ones(head_dim),
         "hidden_norm.weight": torch.ones(hidden),
         "norm.weight": torch.full((hidden,), scale),
     }
@@ -193,6 +170,27 @@ def _random_matrices(seed: int) -> Callable[[int, int], torch.Tensor]:
         return torch.randn(rows, columns, generator=generator) / columns**0.5
 
     return random
+
+
+def _layer(
+    random: Callable[[int, int], torch.Tensor], config: dict[str, Any], name: str, read: int
+) -> dict[str, torch.Tensor]:
+    """A layer whose attention reads vectors of this size."""
+    hidden, width, head_dim = (
+        config[key] for key in ("hidden_size", "intermediate_size", "head_dim")
+    )
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    return {
+        f"{name}.self_attn.q_proj.weight": random(heads * head_dim, read),
+        f"{name}.self_attn.k_proj.weight": random(kv_heads * head_dim, read),
+        f"{name}.self_attn.v_proj.weight": random(kv_heads * head_dim, read),
+        f"{name}.self_attn.o_proj.weight": random(hidden, heads * head_dim),
+        f"{name}.mlp.gate_proj.weight": random(width, hidden),
+        f"{name}.mlp.up_proj.weight": random(width, hidden),
+        f"{name}.mlp.down_proj.weight": random(hidden, width),
+        f"{name}.input_layernorm.weight": torch.ones(hidden),
+        f"{name}.post_attention_layernorm.weight": torch.ones(hidden),
+    }
 
 
 def _save(directory: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> str:
