@@ -24,7 +24,8 @@ class StepSplit(FileModel):
 
     target: float = Field(ge=0, description="The target's forward pass, LM head included.")
     draft: float = Field(
-        ge=0, description="The draft's forward passes, LM head included; of a chain all drafting."
+        ge=0,
+        description="The draft's forward passes, LM head included; of a chain on V2 all drafting.",
     )
     drawing: float = Field(
         ge=0, description="The rest of drafting: choosing children, preparing the passes."

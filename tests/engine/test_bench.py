@@ -81,6 +81,7 @@ def test_bench_of_the_embedded_pair(tmp_path):
             assert result.split.target > 0
             assert (result.split.draft > 0) == (result.kind != "plain")
         assert tree.split.drawing > 0
+        assert chain2.split.drawing > 0
     assert 1 < by_case[0, 1, "chain of 3"].tokens_per_step <= 4
 
     assert found.provenance["argv"]

@@ -238,6 +238,25 @@ def test_drawing_is_told_apart_where_the_runner_times_its_draft(clock):
     assert (parts["draft"], parts["drawing"]) == (900, 100)
 
 
+def test_drawing_is_told_apart_in_chains(clock):
+    runner = FakeRunner(clock)
+    draft = SimpleNamespace(forward=lambda: runner.tick(200), compute_logits=lambda: runner.tick(5))
+    runner.drafter = SimpleNamespace(model=draft)
+
+    def propose():
+        for _ in range(2):
+            draft.forward()
+            draft.compute_logits()
+        runner.tick(90)
+
+    runner.propose_draft_token_ids = propose
+    worker = timed_worker(runner)
+    for _ in range(2):
+        runner.execute_model(step({"a": 3}, {"a": [5, 6]}))
+        found = worker.sequoia_take_steps()[-1]
+        assert (found["drafting"], found["drawing"]) == (500, 90)
+
+
 class FakeRunnerV2:
     """Its `sample` includes the LM head; a tree's passes are one graph."""
 

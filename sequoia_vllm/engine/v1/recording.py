@@ -19,6 +19,7 @@ class RecordingV1:
     def __init__(self, runner: Any) -> None:
         self._stats = getattr(runner, "stats", None)  # Sequoia's runner only
         self._forwards_before = 0.0
+        self._chain_forwards = 0.0
         self._steps: list[dict[str, Any]] = []
         self._ends = [
             around(runner, "execute_model", before=self._begin),
@@ -31,6 +32,11 @@ class RecordingV1:
             self._ends += [
                 around(runner, "_verify", after=self._adder("verify")),
                 around(runner, "_commit", after=self._adder("commit")),
+            ]
+        elif (draft := getattr(getattr(runner, "drafter", None), "model", None)) is not None:
+            self._ends += [
+                around(draft, "forward", after=self._add_chain_forward),
+                around(draft, "compute_logits", after=self._add_chain_forward),
             ]
 
     def take(self, decoding: int | None = None) -> list[dict[str, Any]]:
@@ -72,14 +78,20 @@ class RecordingV1:
         return add
 
     def _begin_drafting(self, *unused: Any, **unused_too: Any) -> None:
+        self._chain_forwards = 0.0
         if self._stats is not None:
             self._forwards_before = self._stats.seconds["draft"]
             self._stats.trace = []
 
+    def _add_chain_forward(self, seconds: float) -> None:
+        """Of the draft model of vLLM's chain, whose runner counts nothing itself."""
+        self._chain_forwards += seconds
+
     def _add_drafting(self, seconds: float) -> None:
         self._adder("drafting")(seconds)
         if self._stats is None:
-            return  # of vLLM's chain the forwards are not timed apart
+            self._adder("drawing")(seconds - self._chain_forwards if self._chain_forwards else 0.0)
+            return
         forwards = self._stats.seconds["draft"] - self._forwards_before
         self._adder("drawing")(seconds - forwards)
         trace, self._stats.trace = self._stats.trace, None
