@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,6 +38,22 @@ class Topology:
     def max_depth(self) -> int:
         """Depth of the deepest node of the batch, in edges."""
         return len(self.branches) - 1
+
+    @cached_property
+    def is_child(self) -> Tensor:
+        """bool ``[B, N+1]``: neither a root nor padding."""
+        return self.parents >= 0
+
+    @cached_property
+    def ancestors_up(self) -> tuple[Tensor, ...]:
+        """int64 ``[B, N+1]`` each: the ancestor 1, 2, 4, ... edges up; above a root that root.
+
+        As many as reach the root from the deepest node; at least the parent.
+        """
+        up = [self.parents.clamp(min=0)]
+        while 1 << len(up) <= self.max_depth:
+            up.append(up[-1].gather(1, up[-1]))
+        return tuple(up)
 
     @classmethod
     def from_parents(cls, parents: Tensor, device: torch.device | None = None) -> Topology:

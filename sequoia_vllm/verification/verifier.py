@@ -185,13 +185,11 @@ def match_nodes(target_tokens: Tensor, tokens: Tensor, parents: Tensor | Topolog
             ``tokens`` in shape.
     """
     topology = topology_of(parents, tokens)
-    above = topology.parents.clamp(min=0)
-    accepted = (tokens == target_tokens.gather(1, above)) & (topology.parents >= 0)
+    accepted = (tokens == target_tokens.gather(1, topology.ancestors_up[0])) & topology.is_child
     accepted[:, 0] = True
     depth = topology.max_depth
-    for _ in range(depth.bit_length()):  # ancestors 1, 2, 4, ... edges up
+    for above in topology.ancestors_up:
         accepted &= accepted.gather(1, above)
-        above = above.gather(1, above)
     nodes = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     # One column per depth, and one more for the nodes that are not on the path.
     column = torch.where(accepted, topology.depths, depth + 1)

@@ -80,6 +80,8 @@ class PathEdits:
             edits_logits(params, ends[index] - starts[index])
             for index, params in enumerate(sampling_params)
         ]
+        if not any(edits):
+            return logits
         of_tree = np.array(edits)[trees.requests.cpu().numpy()]
         if not of_tree.any():
             return logits

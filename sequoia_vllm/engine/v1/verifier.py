@@ -22,6 +22,7 @@ from sequoia_vllm.verification import (
     match_nodes,
     match_tree,
 )
+from sequoia_vllm.verification.rows import take_rows
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,11 @@ class TreeVerifier:
         target: TargetDistribution,
         generators: dict[int, torch.Generator],
     ) -> VerifyResult:
-        logits, tokens = target.logits, trees.tokens[chosen]
+        logits, tokens = target.logits, take_rows(trees.tokens, chosen)
         if not trees.is_all or len(chosen) < len(trees.requests):
             logits = logits[trees.logits_rows[chosen].flatten()]
         target_tokens = self.greedy_argmax(logits.to(torch.float32)).view(tokens.shape)
-        return match_nodes(target_tokens, tokens, topology_of(trees.parents[chosen]))
+        return match_nodes(target_tokens, tokens, topology_of(take_rows(trees.parents, chosen)))
 
     def _verify_seeded(
         self,
