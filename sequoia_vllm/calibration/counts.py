@@ -138,7 +138,7 @@ def tokens_margin(tree: TokenTree, acceptance: Acceptance, trials: Counts) -> fl
             slopes[child] = change / max(_STEP * table[depth, child], _STEP**2)
         # Of a node's children at most one is accepted: shares of one multinomial.
         shares = table[depth, : len(tried)]
-        variance += (shares @ slopes**2 - (shares @ slopes) ** 2) / tried[0]
+        variance += float(shares @ slopes**2 - (shares @ slopes) ** 2) / tried[0]
     return _Z95 * math.sqrt(max(variance, 0.0))
 
 
