@@ -15,7 +15,7 @@ class Arrival:
     Attributes:
         seconds: When, since the requests were sent.
         tokens: New tokens of each request of the batch; zeros are allowed.
-        finished: Whether a request ended with it.
+        finished: Whether a request has all its tokens with it.
     """
 
     seconds: float
@@ -56,10 +56,11 @@ class Steady:
 
 
 def steady_part(arrivals: Sequence[Arrival]) -> Steady:
-    """The steps after every request has its first token and before any ends.
+    """The steps after every request has its first token, up to the one that completes one.
 
-    The step that ends a request is left out: what speculation accepted beyond
-    the last token wanted is cut off there.
+    That one counts with all that it brought, also beyond the last token wanted. Long steps are
+    the likeliest to end a request: without the last one, or with what is cut off of it left out,
+    tokens per step would come out too low, by 7 % for 24 tokens of a tree that is 14 deep.
 
     Raises:
         BenchError: If there are none.
@@ -91,10 +92,10 @@ def _steady(arrivals: Sequence[Arrival]) -> tuple[float | None, list[Arrival]]:
     start = None
     inside: list[Arrival] = []
     for arrival in arrivals:
-        if arrival.finished:
-            break
         if start is not None:
             inside.append(arrival)
+        if arrival.finished:
+            break
         received = [a + b for a, b in zip(received, arrival.tokens, strict=True)]
         if start is None and min(received) > 0:
             start = arrival.seconds

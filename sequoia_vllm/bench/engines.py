@@ -46,7 +46,8 @@ class Limits:
 
     def for_vllm(self) -> dict[str, Any]:
         """Arguments of ``vllm.LLM``."""
-        longest = self.max_model_len + self.most_drafts  # trees are never trimmed
+        # Completions end as much later as a step may bring, and trees are never trimmed there.
+        longest = self.max_model_len + 2 * self.most_drafts
         longest = max(longest, warm_up_length(self.most_drafts + 1))
         scheduled = self.max_num_seqs * (self.most_drafts + 1)
         return {
@@ -69,7 +70,7 @@ class Generation:
     Attributes:
         token_ids: Of each request.
         texts: Of each request.
-        arrivals: What each step brought.
+        arrivals: What each step brought, until every request had its tokens.
     """
 
     token_ids: list[list[int]]
@@ -132,25 +133,41 @@ class BenchEngine:
     def generate(
         self, prompts: Sequence[list[int]], temperature: float, max_tokens: int
     ) -> Generation:
-        """Completes a batch; every completion has exactly ``max_tokens`` tokens."""
+        """Completes a batch; every completion has exactly ``max_tokens`` tokens.
+
+        The engine is asked for more, so that no step is cut off at the last of them; what comes
+        after every request has its tokens is not in the arrivals.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            temperature=temperature, max_tokens=max_tokens, ignore_eos=True,
-            output_kind=RequestOutputKind.DELTA,
+            temperature=temperature, max_tokens=max_tokens + self._most_accepted, ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA, detokenize=False,
         )  # fmt: skip
         engine = self._llm.llm_engine
         rows = {self._next_id(): row for row in range(len(prompts))}
         start = time.perf_counter()
         for request, row in rows.items():
             engine.add_request(request, {"prompt_token_ids": list(prompts[row])}, params)
-        found = Generation([[] for _ in prompts], ["" for _ in prompts], [])
+        tokens: list[list[int]] = [[] for _ in prompts]
+        arrivals: list[Arrival] = []
         while engine.has_unfinished_requests():
-            outputs = engine.step()
-            seconds = time.perf_counter() - start
-            _add(found, {rows[output.request_id]: output for output in outputs}, seconds)
-        return found
+            outputs = {rows[output.request_id]: output for output in engine.step()}
+            if min(map(len, tokens)) < max_tokens:
+                seconds = time.perf_counter() - start
+                arrivals.append(_arrival(outputs, tokens, seconds, max_tokens))
+        wanted = [ids[:max_tokens] for ids in tokens]
+        decode = self._llm.get_tokenizer().decode
+        texts = [decode(ids, skip_special_tokens=True) for ids in wanted]
+        return Generation(wanted, texts, arrivals)
+
+    @property
+    def _most_accepted(self) -> int:
+        """Drafts that a step accepts at most."""
+        if self.method.kind is Kind.CHAIN:
+            return self.method.most_drafts
+        return 0 if self.tree is None else self.tree.depth
 
     def take_part_seconds(self, batch_size: int) -> dict[str, float]:
         """`part_seconds` since the last call, in the first worker.
@@ -189,15 +206,15 @@ class BenchEngine:
         return f"bench-{self._requests}"
 
 
-def _add(found: Generation, outputs: dict[int, Any], seconds: float) -> None:
-    new = [0] * len(found.token_ids)
+def _arrival(
+    outputs: dict[int, Any], tokens: list[list[int]], seconds: float, wanted: int
+) -> Arrival:
+    """What a step brought, by row; it is added to the tokens."""
+    new = [0] * len(tokens)
     for row, output in outputs.items():
-        completion = output.outputs[0]
-        new[row] = len(completion.token_ids)
-        found.token_ids[row].extend(completion.token_ids)
-        found.texts[row] += completion.text
-    is_last = any(output.finished for output in outputs.values())
-    found.arrivals.append(Arrival(seconds, tuple(new), is_last))
+        new[row] = len(output.outputs[0].token_ids)
+        tokens[row].extend(output.outputs[0].token_ids)
+    return Arrival(seconds, tuple(new), any(len(ids) >= wanted for ids in tokens))
 
 
 @contextmanager

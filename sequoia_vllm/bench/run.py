@@ -52,7 +52,11 @@ def run_bench(
         environment={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     )
     if basis is None:
-        pair = PairKey(stated["device"], settings.engine.target, settings.engine.draft, found.dtype)
+        engine = settings.engine
+        pair = PairKey(
+            stated["device"], engine.target, engine.draft, found.dtype,
+            engine.tensor_parallel_size, None if engine.offload is None else engine.offload.name,
+        )  # fmt: skip
         basis = Basis.tuned(pair, middle_context(settings.prompts, settings.max_tokens))
 
     def predict(runs: MethodRuns, case: Case) -> Prediction | None:

@@ -11,10 +11,11 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sequoia_vllm.calibration.counts import estimate_acceptance, probing_tree
+from sequoia_vllm.calibration.counts import TAIL, estimate_acceptance, probing_tree
 from sequoia_vllm.calibration.probing import Budget, Checkpoint, Counters, Probe, StoppedBy
 from sequoia_vllm.calibration.workload import Workload
 from sequoia_vllm.config import Verification
+from sequoia_vllm.engine.block_heads import most_levels
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
 from sequoia_vllm.measuring.engines import (
@@ -93,6 +94,7 @@ class AcceptanceTask:
         settings: What to measure.
         prompts: Token ids of each prompt.
         most_tokens: Longest completion over all passes.
+        tree: Whose children are counted, or the first levels of them.
         measures: What makes two measurements the same one; plain data.
         name: Draft strength class of the result.
     """
@@ -100,6 +102,7 @@ class AcceptanceTask:
     settings: AcceptanceSettings
     prompts: list[list[int]]
     most_tokens: int
+    tree: TokenTree
     measures: dict[str, Any]
     name: str
 
@@ -115,7 +118,10 @@ class AcceptanceTask:
         tokenizer = load_tokenizer(engine.target)
         encoded = encode_prompts(prompts, tokenizer, raw=settings.raw_prompts)
         # Room for a whole tree after the last token: trees are never trimmed.
-        room = longest_context(engine.target) - _tree(settings).size
+        # A draft that is not there is refused here, before an engine starts.
+        tail = _tail(settings.depth, most_levels(load_config(engine.draft)))
+        tree = settings.tree or probing_tree(settings.branch, settings.depth, tail)
+        room = longest_context(engine.target) - tree.size
         fitting = [ids for ids in encoded if len(ids) + settings.max_tokens <= room]
         if not fitting:
             raise CalibrationError(
@@ -124,7 +130,6 @@ class AcceptanceTask:
             )
         passes = _MOST_GREEDY_PASSES if settings.temperature == 0 else 1
         most = min(passes * settings.max_tokens, room - max(map(len, fitting)))
-        load_config(engine.draft)  # refused here if it is not there, before an engine starts
         measures = {
             "target": engine.target,
             "draft": engine.draft,
@@ -141,11 +146,13 @@ class AcceptanceTask:
             "depth": settings.depth,
             "dtype": engine.dtype,
         }
-        if settings.tree is not None:
+        if settings.tree is None:
+            measures["tail"] = tail
+        else:
             measures |= {
                 "tree": list(settings.tree.parents), "verification": settings.verification
             }  # fmt: skip
-        return cls(settings, fitting, most, measures, name)
+        return cls(settings, fitting, most, tree, measures, name)
 
     def differences(self, state: CalibrationState) -> list[str]:
         """What an earlier measurement measured otherwise; empty: it is this same one."""
@@ -198,7 +205,8 @@ def measure_acceptance(
     workload = _workload(task, previous)
     start = Counters() if previous is None else Counters.of_state(previous)
     budget = Budget(settings.precision, settings.max_tokens_total)
-    probe = Probe(workload, start, budget, interval=checkpoint_seconds)
+    depth = settings.depth if settings.tree is None else None
+    probe = Probe(workload, start, budget, interval=checkpoint_seconds, depth=depth)
     report = progress or (lambda what, done, total: None)
 
     def on_checkpoint(checkpoint: Checkpoint) -> None:
@@ -311,13 +319,14 @@ def _workload(task: AcceptanceTask, previous: CalibrationState | None) -> Worklo
     )
 
 
-def _tree(settings: AcceptanceSettings) -> TokenTree:
-    return settings.tree or probing_tree(settings.branch, settings.depth)
+def _tail(depth: int, levels: int | None) -> int:
+    """Levels below those that are counted, of a draft that drafts so many at most."""
+    return TAIL if levels is None else max(0, min(TAIL, levels - depth))
 
 
 @contextmanager
 def _engine(task: AcceptanceTask, seed: int) -> Iterator[Any]:
-    settings, tree = task.settings, _tree(task.settings)
+    settings, tree = task.settings, task.tree
     longest = max(map(len, task.prompts)) + task.most_tokens + tree.size
     longest = max(longest, warm_up_length(tree.size))
     with tempfile.TemporaryDirectory() as folder:

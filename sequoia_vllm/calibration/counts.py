@@ -6,13 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from sequoia_vllm.measuring.errors import CalibrationError
+from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _Z95 = 1.959964
 _DIGITS = 6
+_STEP = 1e-3  # of a share, for slopes
 FEWEST_TRIALS = 100
 """With fewer, a share is taken for noise."""
+TAIL = 6
+"""Levels of a probing tree below those that are counted."""
 Counts = Sequence[Sequence[int]]
 
 
@@ -32,7 +38,7 @@ class AcceptanceEstimate:
     trials: list[list[int]]
 
 
-def probing_tree(branch: int, depth: int = 1) -> TokenTree:
+def probing_tree(branch: int, depth: int = 1, tail: int = 0) -> TokenTree:
     """The wide tree whose children are counted.
 
     Depth 1 is a star: a root with ``branch`` children. Below it the first and
@@ -40,17 +46,22 @@ def probing_tree(branch: int, depth: int = 1) -> TokenTree:
     the commonest ways to get there, likely tokens of the draft and less likely
     ones, so that a row is not one of easy contexts alone.
 
+    A tree starts where the one before it ended: one that goes no deeper than what is counted
+    starts in the middle of what is easy to draft, where deeper trees never do. So the same
+    nodes have ``tail`` more levels of two children, which are not counted.
+
     Raises:
-        TreeError: If a number is below 1.
+        TreeError: If a number is below 1, or ``tail`` below 0.
     """
     parents = [-1]
     leading, second = 0, None
-    for _ in range(depth):
+    for level in range(depth + tail):
+        children = branch if level < depth else min(2, branch)
         first = len(parents)
-        parents += [leading] * branch
+        parents += [leading] * children
         if second is not None:
-            parents += [second] * branch
-        leading, second = first, first + 1 if branch > 1 else None
+            parents += [second] * children
+        leading, second = first, first + 1 if children > 1 else None
     return TokenTree(tuple(parents))
 
 
@@ -102,6 +113,33 @@ def precision(estimate: AcceptanceEstimate) -> float:
         for lows, highs, trials in zip(estimate.low, estimate.high, estimate.trials, strict=True)
         for low, high in zip(lows, highs, strict=True)
     )
+
+
+def tokens_margin(tree: TokenTree, acceptance: Acceptance, trials: Counts) -> float:
+    """Half-width of the 95 % interval of a tree's expected tokens, by counting alone.
+
+    Prompts that differ from those that were counted on add to it.
+
+    Args:
+        tree: The tree.
+        acceptance: Its vector.
+        trials: Of each entry of the vector, as of `AcceptanceEstimate`.
+    """
+    table, tokens = acceptance.table, tree.expected_tokens(acceptance)
+    variance = 0.0
+    for depth, tried in enumerate(trials):
+        if not tried or tried[0] == 0:
+            continue
+        slopes = np.empty(len(tried))
+        for child in range(len(tried)):
+            lower = table.copy()
+            lower[depth, child] *= 1 - _STEP
+            change = tokens - tree.expected_tokens(Acceptance(lower))
+            slopes[child] = change / max(_STEP * table[depth, child], _STEP**2)
+        # Of a node's children at most one is accepted: shares of one multinomial.
+        shares = table[depth, : len(tried)]
+        variance += float(shares @ slopes**2 - (shares @ slopes) ** 2) / tried[0]
+    return _Z95 * math.sqrt(max(variance, 0.0))
 
 
 def add_counts(first: Counts, second: Counts) -> list[list[int]]:

@@ -74,7 +74,12 @@ class Probe:
     """
 
     def __init__(
-        self, workload: Workload, start: Counters, budget: Budget, interval: float = 1.0
+        self,
+        workload: Workload,
+        start: Counters,
+        budget: Budget,
+        interval: float = 1.0,
+        depth: int | None = None,
     ) -> None:
         """Prepares a run.
 
@@ -83,7 +88,9 @@ class Probe:
             start: Counters of earlier runs.
             budget: When to stop.
             interval: Seconds between checkpoints; 0: after every step.
+            depth: Levels of the tree whose children are counted; None: all.
         """
+        self._depth = depth
         self._workload = workload
         self._start = start
         self._budget = budget
@@ -164,6 +171,8 @@ class Probe:
 
     def _take_checkpoint(self, llm: Any) -> None:
         stats = llm.collective_rpc("sequoia_stats", args=(False, False))[0]
+        counted = {name: stats[name][: self._depth] for name in ("offered", "accepted")}
+        stats = {**stats, **counted}
         self.checkpoint = Checkpoint(self._start.plus(stats), self._workload.state())
 
     def _stopped_by(self) -> StoppedBy | None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
+
+from sequoia_vllm.calibration.counts import tokens_margin
 from sequoia_vllm.hardware.choose import MAX_DEPTH, TreeSearch, choose_schedule
 from sequoia_vllm.hardware.cost import Estimate
 from sequoia_vllm.hardware.step_profile import Profile
@@ -102,6 +105,15 @@ def best_tree_at_any_price(
     timed = [size for size in sizes if size <= search.cost.max_tokens(batch_size)]
     estimates = [search.best_of_size(size, batch_size) for size in timed]
     return max(estimates, key=lambda estimate: estimate.speedup)
+
+
+def margins(entry: TreeEntry, vector: AcceptanceFile) -> list[float | None]:
+    """How well each estimate's tokens per step are known (`tokens_margin`); None: not at all."""
+    if vector.trials is None:
+        return [None] * len(entry.estimates)
+    trials = np.atleast_2d(np.asarray(vector.trials)).tolist()
+    trees = (entry.tree.tree.trim(one.num_speculative_tokens + 1) for one in entry.estimates)
+    return [tokens_margin(tree, vector.vector, trials) for tree in trees]
 
 
 def save_tuned(library: TreeLibrary, pair: PairKey, entry: TreeEntry) -> Path:

@@ -47,12 +47,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Budget:
-    """How much is measured unless options say otherwise."""
+    """How much is measured unless options say otherwise.
+
+    Attributes:
+        counted: Tokens of a completion on which acceptance is counted, before the next prompt's:
+            few trees are to be of many prompts, as these differ more than anything else.
+        completion: Tokens of one on which steps are timed.
+    """
 
     precision: float
     max_tokens_total: int
     branch: int
     depth: int
+    counted: int
     batch_sizes: str
     tokens: str
     context: int
@@ -61,8 +68,8 @@ class Budget:
     enough_seconds: float | None
 
 
-FULL = Budget(0.02, 100_000, 10, 5, "1,2,4,8", "1,2,3,4,5,6,8,12,16,32,64", 512, 32, 3, None)
-QUICK = Budget(0.07, 4_000, 4, 3, "1,4", "1,2,4,8,16,32", 128, 24, 2, 60)
+FULL = Budget(0.02, 100_000, 10, 5, 128, "1,2,4,8", "1,2,3,4,5,6,8,12,16,32,64", 512, 32, 3, None)
+QUICK = Budget(0.07, 4_000, 4, 3, 32, "1,4", "1,2,4,8,16,32", 128, 24, 2, 60)
 
 
 def _default(field: str) -> str:
@@ -135,6 +142,7 @@ def tune(
     from sequoia_vllm.calibration.profiling import ProfileSettings
     from sequoia_vllm.calibration.tune import (
         best_tree_at_any_price,
+        margins,
         pair_here,
         quick_engine,
         save_tuned,
@@ -160,7 +168,8 @@ def tune(
         # Compiling changes no acceptance, and may take longer than all the counting.
         replace(engine, enforce_eager=eager or quick),
         prompts=prompts, raw_prompts=raw_prompts, temperature=temperature, top_p=top_p,
-        branch=budget.branch, depth=budget.depth, precision=precision or budget.precision,
+        branch=budget.branch, depth=budget.depth, max_tokens=budget.counted,
+        precision=precision or budget.precision,
         max_tokens_total=max_tokens_total or budget.max_tokens_total,
     )  # fmt: skip
     how_to_profile = ProfileSettings(
@@ -196,11 +205,12 @@ def tune(
                 entry = entry.model_copy(update={"verification": method})
         path = save_tuned(library, pair, entry)
         best = best_tree_at_any_price(vector, times, usual_context)
+        known = margins(entry, vector)
         now_used = _now_used(pair)
     if as_json:
-        print_json(_report(pair, engine.offload, entry, path, now_used, best))
+        print_json(_report(pair, engine.offload, entry, path, now_used, best, known))
     else:
-        _print(pair, engine.offload, entry, path, now_used, best)
+        _print(pair, engine.offload, entry, path, now_used, best, known)
 
 
 def _given(pair: PairKey, acceptance: Path | None, profile: Path | None) -> tuple[Any, Any]:
@@ -282,7 +292,7 @@ def _serve_command(pair: PairKey, offload: OffloadSpec | None) -> str:
 
 def _report(
     pair: PairKey, offload: OffloadSpec | None, entry: TreeEntry, path: Path, now_used: str,
-    best: Estimate,
+    best: Estimate, known: list[float | None],
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "device": pair.device,
@@ -295,6 +305,7 @@ def _report(
         "verification": entry.verification or "sequoia",
         "schedule": [list(row) for row in entry.schedule],
         "estimates": [estimate.to_dict() for estimate in entry.estimates],
+        "tokens_margins": [None if one is None else round(one, 4) for one in known],
         "best_tree_at_batch_1": {
             "expected_tokens": round(best.expected_tokens, 4), "speedup": round(best.speedup, 4),
         },
@@ -307,7 +318,7 @@ def _report(
 
 def _print(
     pair: PairKey, offload: OffloadSpec | None, entry: TreeEntry, path: Path, now_used: str,
-    best: Estimate,
+    best: Estimate, known: list[float | None],
 ) -> None:  # fmt: skip
     from rich.table import Table
 
@@ -319,13 +330,16 @@ def _print(
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("batch", "drafts per request", "tokens per step", "speedup"):
         table.add_column(column, justify="right")
-    for estimate in entry.estimates:
+    for estimate, margin in zip(entry.estimates, known, strict=True):
         drafts = estimate.num_speculative_tokens
         table.add_row(
             str(estimate.batch_size), str(drafts) if drafts else "none: plain decoding",
-            f"{estimate.expected_tokens:.2f}", f"{estimate.speedup:.2f}x",
+            f"{estimate.expected_tokens:.2f}" + (f" ±{margin:.2f}" if margin else ""),
+            f"{estimate.speedup:.2f}x",
         )  # fmt: skip
     console().print(table)
+    if any(known):
+        note("±: what counting leaves open (95 %); other prompts than these may differ by more")
     if entry.tree.size == 1:
         note(
             "speculation does not pay here: the best tree at batch size 1 would run at "

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -147,7 +148,11 @@ def create_speculative_config(
 
     def read_shapes(draft: str, drafter: DrafterKind) -> PairShapes:
         shapes = pair_shapes(target_model_config, draft, config, drafter)
-        return shapes if source is None else with_streamed(shapes, source, dtype, device, devices)
+        if source is None:
+            return shapes
+        # A disk is read to know its rate: only where the choice of a tree asks for it.
+        find = partial(with_streamed, shapes, source, dtype, device, devices)
+        return replace(shapes, locate=find)
 
     resolved = resolve(
         config,

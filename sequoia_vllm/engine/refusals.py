@@ -19,7 +19,7 @@ _PIPELINE_V1 = (
 _PIPELINE_V2 = (
     "pipeline parallelism is not supported, as vLLM builds a draft model as a stage of the "
     "target's pipeline, without its first layers (its own method draft_model does not start "
-    "with it either)"
+    "with it either; vllm-project/vllm#50853 is on speculation in pipelines)"
 )
 
 

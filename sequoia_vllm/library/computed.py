@@ -57,6 +57,8 @@ def computed_entry(
     pair = request.pair
     if shapes.target is None or shapes.draft is None:
         return None, shapes.problem or "the models' shapes are not known"
+    if basis.own is None:
+        shapes = shapes.located()
     if pair.offloading is not None and shapes.streamed is None and basis.own is None:
         return None, shapes.problem or "how much of the target is offloaded is not known"
     try:

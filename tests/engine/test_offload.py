@@ -4,11 +4,13 @@ import gc
 import os
 
 import pytest
+from torch import nn
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
-from sequoia_vllm.config import ConfigError
+from sequoia_vllm.config import ConfigError, OffloadSpec
 from sequoia_vllm.engine.offload.disk import DiskOffloader
+from sequoia_vllm.engine.offload.disk import _large as large
 from sequoia_vllm.offload import OffloadError, weight_file
 from tests.support.architectures import save_architecture
 from tests.support.cores import needs_two_cores
@@ -126,13 +128,36 @@ def test_quantised_targets(tmp_path, disk):
         expected = found(llm, GREEDY)
     with running(model=model, dtype=dtype, additional_config=plain(disk)) as llm:
         assert found(llm, GREEDY) == expected
-        assert offloader_of(llm).streamed_bytes > 1e6
+        weights = sum(
+            weight.nbytes
+            for layer in runner_of(llm).model.model.layers
+            for _, weight in large(layer)
+        )
+        # Packed weights lie where they were loaded to: packed all in memory, they would lie behind.
+        assert 1e6 < weights <= offloader_of(llm)._file.size < weights + 4 * 4096
     model, dtype = save_quantised(tmp_path / "int8", TARGET, "int8"), QUANTISED["int8"].dtype
     with (
         pytest.raises(OffloadError, match="keep weights in memory of their own"),
         running(model=model, dtype=dtype, additional_config=plain(disk)),
     ):
         pass
+
+
+@pytest.mark.parametrize("when", ["built", "loaded"])
+def test_layers_that_share_weights_are_refused(when, disk):
+    """One buffer holds a layer's weights: those of another would not be in it."""
+    first, second = (nn.Sequential(nn.Linear(256, 256)) for _ in range(2))
+    offloader = DiskOffloader(OffloadSpec(directory=disk))
+
+    def share():
+        second[0].weight = first[0].weight
+
+    if when == "loaded":
+        offloader.wrap_modules(iter([first, second]))
+    share()
+    with pytest.raises(OffloadError, match="decoder layers of this model share weights"):
+        offloader.wrap_modules(iter([first, second])) if when == "built" else offloader.post_init()
+    offloader.close()
 
 
 @needs_two_cores

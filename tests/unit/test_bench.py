@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from sequoia_vllm.bench import engines, run
-from sequoia_vllm.bench.decode_rate import Arrival, Steady, steady_part
+from sequoia_vllm.bench.decode_rate import Arrival, Steady, pooled, steady_part
 from sequoia_vllm.bench.engines import Limits, check_memory
 from sequoia_vllm.bench.measure import Measurements, MethodRuns, rotated
 from sequoia_vllm.bench.methods import BenchError, Kind, chain, methods, plain, sequoia
@@ -89,30 +90,42 @@ def test_wrong_methods(chains, trees, error):
 
 
 def arrivals(*steps):
-    """(seconds, tokens of each request[, whether one ended])."""
+    """(seconds, tokens of each request[, whether one has all of its tokens])."""
     return [Arrival(step[0], step[1], len(step) > 2) for step in steps]
 
 
-def test_steady_steps_are_after_every_first_token_and_before_any_end():
+def test_steady_steps_are_after_every_first_token_until_one_has_all():
     found = steady_part(
         arrivals(
             (1.0, (1, 0)),  # the second prompt is still being read
             (2.0, (3, 1)),
             (2.5, (2, 4)),
             (3.5, (1, 1)),
-            (9.0, (2, 1), "ended"),
-            (9.5, (0, 1), "ended"),
+            (5.0, (3, 1), "has all"),
+            (9.5, (0, 1), "has all"),
         )
     )
-    assert found == Steady(tokens=8, steps=2, seconds=1.5, batch_size=2)
-    assert found.tokens_per_second == pytest.approx(8 / 1.5)
+    assert found == Steady(tokens=12, steps=3, seconds=3.0, batch_size=2)
+    assert found.tokens_per_second == 4
     assert found.tokens_per_step == 2
-    assert found.step_seconds == 0.75
+    assert found.step_seconds == 1
 
 
-@pytest.mark.parametrize(
-    "steps", [(), ((1.0, (1,), "ended"),), ((1.0, (1,)), (2.0, (4,), "ended")), ((1.0, (1,)),)]
-)
+def test_short_completions_have_the_tokens_per_step_of_long_ones():
+    """Though the step that completes one is likely to be a long one."""
+    random = np.random.default_rng(0)
+    lengths = np.array([1, 2, 3, 15])
+    parts = []
+    for _ in range(3000):
+        steps = [(0.0, (1,))]
+        while (total := sum(step[1][0] for step in steps)) < 24:
+            new = int(random.choice(lengths))
+            steps.append((len(steps), (new,), *(["has all"] if total + new >= 24 else [])))
+        parts.append(steady_part(arrivals(*steps)))
+    assert pooled(parts).tokens_per_step == pytest.approx(lengths.mean(), rel=0.03)
+
+
+@pytest.mark.parametrize("steps", [(), ((1.0, (1,), "has all"),), ((1.0, (1,)),)])
 def test_too_short_completions(steps):
     with pytest.raises(BenchError, match="--max-tokens"):
         steady_part(arrivals(*steps))
@@ -572,7 +585,7 @@ def test_offloaded_engines_need_their_buffers(monkeypatch):
 
 def test_room_for_whole_trees():
     options = Limits(1000, 64, most_drafts=63).for_vllm()
-    assert options["max_model_len"] == 1063
+    assert options["max_model_len"] == 1000 + 63 + 63
     assert options["max_num_batched_tokens"] >= 64 * 65
 
 

@@ -2,7 +2,7 @@
 
 import random
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import pytest
@@ -111,8 +111,9 @@ def test_what_each_request_got_in_each_steady_step():
         Arrival(3.0, (2, 4), False),
         Arrival(4.0, (0, 1), False),  # the first was preempted
         Arrival(5.0, (1, 1), True),
+        Arrival(6.0, (1, 1), True),
     ]
-    assert tokens_of_steps(arrivals) == [2, 4, 1]
+    assert tokens_of_steps(arrivals) == [2, 4, 1, 1, 1]
     assert tokens_of_steps([]) == []
 
 
@@ -178,9 +179,8 @@ class FakeEngine:
             now = arrivals[-1].seconds + self.pair.seconds(drafts)
             arrivals.append(Arrival(now, got, False))
         self._steps += 4000
-        last = Arrival(arrivals[-1].seconds + 1, (1,) * len(prompts), True)
-        return Generation([[7] * max_tokens for _ in prompts], ["" for _ in prompts],
-                          [*arrivals, last])  # fmt: skip
+        arrivals[-1] = replace(arrivals[-1], finished=True)
+        return Generation([[7] * max_tokens for _ in prompts], ["" for _ in prompts], arrivals)
 
     def _accepted(self, drafts, chance):
         accepted = 0

@@ -25,10 +25,12 @@ from sequoia_vllm.calibration.acceptance import (
     measure_acceptance,
 )
 from sequoia_vllm.calibration.counts import (
+    TAIL,
     add_counts,
     estimate_acceptance,
     precision,
     probing_tree,
+    tokens_margin,
     wilson_interval,
 )
 from sequoia_vllm.calibration.workload import Workload
@@ -37,7 +39,7 @@ from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.measuring.provenance import model_hashes
-from sequoia_vllm.tree import Acceptance, TokenTree
+from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from tests.support.models import DRAFT, TARGET
 
 
@@ -71,6 +73,47 @@ def test_probing_tree():
     #          └─ 6
     assert probing_tree(2, 3) == TokenTree((-1, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4))
     assert probing_tree(16, 3).size == 1 + 5 * 16
+    # Below 7 and 8, too, go on two children of each.
+    with_tail = probing_tree(3, 2, 2)
+    assert with_tail.parents[:10] == probing_tree(3, 2).parents
+    assert with_tail.parents[10:] == (4, 4, 5, 5, 10, 10, 11, 11)
+    assert probing_tree(1, 2, 3) == probing_tree(1, 5)
+
+
+def test_how_well_tokens_per_step_are_known():
+    """As well as they repeat: the same vector counted again and again."""
+    random, truth = np.random.default_rng(0), np.array([[0.5, 0.2, 0.0], [0.6, 0.1, 0.1]])
+    tree, trials = optimize_tree(Acceptance.of(truth), 24, 6), [[300] * 3, [150] * 3]
+    found = []
+    for _ in range(400):
+        counted = [
+            random.multinomial(n[0], [*row, 1 - row.sum()])[:3] / n[0]
+            for row, n in zip(truth, trials, strict=True)
+        ]
+        found.append(tree.expected_tokens(Acceptance.of(np.array(counted))))
+    margin = tokens_margin(tree, Acceptance.of(truth), trials)
+    assert margin == pytest.approx(1.96 * np.std(found), rel=0.15)
+    assert tokens_margin(TokenTree((-1,)), Acceptance.of(truth), trials) == 0
+
+
+def test_trees_that_count_go_on_below_what_they_count():
+    """Else they start in the middle of what is easy, where deep trees never do."""
+    random = np.random.default_rng(0)
+    easy = np.arange(200_000) // 10 % 2 == 0
+    right = random.random(len(easy)) < np.where(easy, 0.95, 0.3)
+
+    def root_share(tree: TokenTree) -> float:
+        """How often a chain's first draft is taken, step after step."""
+        starts, at = [], 0
+        while at < len(right) - tree.depth:
+            starts.append(at)
+            ahead = right[at : at + tree.depth]
+            at += 1 + (tree.depth if ahead.all() else int(ahead.argmin()))
+        return float(right[starts].mean())
+
+    deep = root_share(probing_tree(1, 14))
+    assert root_share(probing_tree(1, 3)) > 1.2 * deep
+    assert root_share(probing_tree(1, 3, TAIL)) == pytest.approx(deep, rel=0.1)
 
 
 @pytest.mark.parametrize(

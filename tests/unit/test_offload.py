@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -190,3 +192,25 @@ def test_the_rate_of_a_disk(disk):
     rate = read_rate(disk)
     assert 1e6 < rate < 2e10
     assert list(disk.iterdir()) == []
+
+
+FREED_AND_WANTED = """
+from resource import RUSAGE_SELF, getrusage
+from sequoia_vllm.offload import keep_freed_memory
+
+def faults():
+    before = getrusage(RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        bytearray(64 << 20)
+    return getrusage(RUSAGE_SELF).ru_minflt - before
+
+print(faults(), keep_freed_memory() and faults())
+"""
+
+
+def test_freed_memory_is_kept():
+    """Each block of 64 MiB took new pages of the kernel."""
+    command = [sys.executable, "-c", FREED_AND_WANTED]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    before, after = map(int, printed.split())
+    assert 0 < after < before / 4

@@ -134,6 +134,7 @@ def test_times_of_a_start_serve_starts_like_it(library, timed):
         provenance={"runs": RUNS},
     )  # fmt: skip
     save_start_times(library.user, to_time, profile)
+    assert located(library, timed) == 0
     for pair in (NAMED, OFFLOADED, replace(OFFLOADED, offloading="uva-60gib")):
         shapes = IN_MEMORY if pair.offloading is None else SHAPES
         found = load_start_times(library.user, pair, shapes, RUNS)
@@ -141,6 +142,27 @@ def test_times_of_a_start_serve_starts_like_it(library, timed):
         selection = library.select(pair, shapes=shapes, runs=RUNS)
         assert (selection.source == "warm-up") == (pair == timed)
         assert selection.name.endswith("-offloaded/shipped") == (pair.offloading is not None)
+
+
+@pytest.mark.parametrize("tuned", [True, False])
+def test_the_rate_is_found_only_where_it_decides(library, tuned):
+    """Reading a disk takes time."""
+    if tuned:
+        library.save_user_tree(OFFLOADED, library.entry("l40/70b-8b/shipped"))
+    assert located(library, OFFLOADED) == (0 if tuned else 1)
+
+
+def located(library, pair: PairKey) -> int:
+    """How often what is streamed had to be found for a choice, which knows it then."""
+    calls = []
+
+    def locate() -> PairShapes:
+        calls.append(pair)
+        return SHAPES
+
+    found = library.select(pair, shapes=replace(IN_MEMORY, locate=locate), runs=RUNS)
+    assert not calls or found.entry.streamed == WEIGHTS
+    return len(calls)
 
 
 def test_what_was_learned_serves_engines_like_it(library):

@@ -77,6 +77,12 @@ CPU_V1: tuple[Expected | Override, ...] = (
         "vllm.model_executor.offloader.prefetch_ops:_start_prefetch_impl",
         ("output_tensor", "layer_idx"),
     ),
+    # Followed, on the methods of offloaded layers, by the packed weight's way back to the file.
+    Expected(
+        "vllm.model_executor.layers.quantization.base_config:QuantizeMethodBase."
+        "process_weights_after_loading",
+        ("self", "layer"),
+    ),
     # Where it finds `_cpu_skip_gemm_dispatch` on a layer, vLLM does not pack its weights into
     # memory that only oneDNN knows; our offloader notices where it does.
     Expected(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.offloader.base import BaseOffloader
 
 from sequoia_vllm.config import OffloadSpec
@@ -46,14 +47,41 @@ class _Layer:
     region: Region | None = None
     mapped: torch.Tensor | None = None
 
+    def check_kept(self) -> None:
+        """That its weights are still the module's.
+
+        Raises:
+            OffloadError: They are not.
+        """
+        if sum(weight.nbytes for _, weight in _large(self.module)) < self.size // 2:
+            raise OffloadError(
+                f"{type(self.module).__name__}: the CPU kernels of this quantisation keep "
+                "weights in memory of their own, which cannot be read from a disk: leave offload "
+                "out, or serve a checkpoint that is not quantised"
+            )
+
+    def take_back(self) -> None:
+        """Moves weights that were packed, into memory, to where they were loaded to."""
+        assert self.mapped is not None
+        own = dict(self.module.named_parameters())
+        for weight in self.weights:
+            packed = own.get(weight.name)
+            if packed is None or packed.nbytes != weight.mapped.nbytes:
+                continue  # `_seal` finds another place for it
+            if _storage(packed) != _storage(self.mapped):
+                weight.mapped = _place(self.mapped, weight.offset, packed)
+                weight.mapped.copy_(packed.data)
+                packed.data = weight.mapped
+
 
 class DiskOffloader(BaseOffloader):
     """Keeps the target's decoder layers on a disk, and reads them ahead of their computation.
 
     A layer's weights are mapped to a file as soon as vLLM has built the layer, so that a
-    checkpoint is loaded into the file, whatever its size; `post_init` then gives each weight its
-    place in a ring of buffers. Layers wait for their weights with the operations that vLLM's own
-    prefetching uses, which compiled models keep in order.
+    checkpoint is loaded into the file, whatever its size. What vLLM packs for its kernels goes
+    back there module by module; `post_init` then gives each weight its place in a ring of
+    buffers. Layers wait for their weights with the operations that vLLM's own prefetching uses,
+    which compiled models keep in order.
 
     Args:
         spec: What is asked for.
@@ -68,6 +96,7 @@ class DiskOffloader(BaseOffloader):
         self._layers: list[_Layer] | None = None
         self._ring: LayerRing | None = None
         self._resident = 0
+        self._modules: list[nn.Module] = []
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[Any]:
         """The same layers, whose weights vLLM loads into the file; a draft's stay as they are.
@@ -77,21 +106,21 @@ class DiskOffloader(BaseOffloader):
             prefix: Not used.
 
         Raises:
-            OffloadError: There is no room.
+            OffloadError: There is no room, or layers share weights.
         """
         if self._layers is not None:
             return list(modules_generator)  # of the draft, whose model is built after the target's
         self._layers = []
-        modules = []
         most = int(self._spec.memory_gib * 2**30)
         for module in modules_generator:
+            _check_unshared([*self._modules, module])
+            self._modules.append(module)
             size = sum(weight.nbytes for _, weight in _large(module))
             if self._layers or self._resident + size > most:
                 self._take(module, size)
             else:
                 self._resident += size
-            modules.append(module)
-        return modules
+        return list(self._modules)
 
     def _take(self, module: nn.Module, size: int) -> None:
         assert self._layers is not None
@@ -100,6 +129,7 @@ class DiskOffloader(BaseOffloader):
             self._map(layer)
             self._layers.append(layer)
             _keep_plain(module)
+            _take_back_once_packed(layer)
             _hook(module, len(self._layers) - 1)
 
     def _map(self, layer: _Layer) -> None:
@@ -121,10 +151,12 @@ class DiskOffloader(BaseOffloader):
         """Seals the file, once weights are as kernels want them, and begins to read.
 
         Raises:
-            OffloadError: There are no layers to offload, or their weights are elsewhere.
+            OffloadError: There are no layers to offload, they share weights, or their weights
+                are elsewhere.
         """
         if self._ring is not None:
             return
+        _check_unshared(self._modules)
         layers = self._layers or []
         if not layers:
             raise OffloadError(
@@ -146,23 +178,17 @@ class DiskOffloader(BaseOffloader):
         logger.info(
             "Sequoia: %.2f GiB of the target's weights (%d layers) are read from %s in every pass, "
             "through %d buffers of %.0f MiB; %.2f GiB of its layers stay in memory",
-            self._file.size / 2**30, len(layers), self._spec.directory, self._ring.buffers,
+            self.streamed_bytes / 2**30, len(layers), self._spec.directory, self._ring.buffers,
             self._ring.memory / self._ring.buffers / 2**20, self._resident / 2**30,
         )  # fmt: skip
 
     def _seal(self, layer: _Layer) -> Region:
         """The layer's region, which holds its weights as they are now."""
+        layer.check_kept()
         large = _large(layer.module)
-        size = sum(weight.nbytes for _, weight in large)
-        if size < layer.size // 2:
-            raise OffloadError(
-                f"{type(layer.module).__name__}: the CPU kernels of this quantisation keep "
-                "weights in memory of their own, which cannot be read from a disk: leave offload "
-                "out, or serve a checkpoint that is not quantised"
-            )
         here = {weight.name: weight.mapped.data_ptr() for weight in layer.weights}
         if {name: weight.data_ptr() for name, weight in large} != here:
-            self._map(layer)  # they were packed, into memory
+            self._map(layer)  # they were packed, and take another size
         assert layer.region is not None
         assert layer.mapped is not None
         self._file.seal(layer.region, layer.mapped)
@@ -182,7 +208,7 @@ class DiskOffloader(BaseOffloader):
     @property
     def streamed_bytes(self) -> int:
         """That are read in every pass of the target."""
-        return self._file.size
+        return sum(layer.region.length for layer in self._layers or () if layer.region)
 
     def close(self) -> None:
         """Ends reading, and gives the disk's space back."""
@@ -197,6 +223,27 @@ def _large(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         for name, weight in module.named_parameters()
         if weight.nbytes >= _LEAST and weight.device.type == "cpu"
     ]
+
+
+def _check_unshared(modules: Sequence[nn.Module]) -> None:
+    """Each layer has its own buffer, so that a weight of two would be in the wrong one for one.
+
+    Raises:
+        OffloadError: Two of them share a large weight.
+    """
+    places: set[int] = set()
+    for module in modules:
+        own = {_storage(weight) for _, weight in _large(module)}
+        if own & places:
+            raise OffloadError(
+                f"{type(module).__name__}: decoder layers of this model share weights, which are "
+                "read from a disk for one layer at a time: leave offload out"
+            )
+        places |= own
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _place(region: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
@@ -225,6 +272,30 @@ def _keep_plain(layer: nn.Module) -> None:
     for module in layer.modules():
         if isinstance(getattr(module, "quant_method", None), UnquantizedLinearMethod):
             module._cpu_skip_gemm_dispatch = True
+
+
+def _take_back_once_packed(layer: _Layer) -> None:
+    """Has a layer take its weights back after each of its modules was processed.
+
+    vLLM processes modules one by one, once all weights are loaded: without this, all packed
+    weights would be in memory before `DiskOffloader.post_init`.
+    """
+    methods = (getattr(module, "quant_method", None) for module in layer.module.modules())
+    for method in {id(method): method for method in methods}.values():
+        if isinstance(method, QuantizeMethodBase):
+            process = method.process_weights_after_loading
+            method.process_weights_after_loading = _then_take_back(process, layer)
+
+
+def _then_take_back(
+    process: Callable[[nn.Module], None], layer: _Layer
+) -> Callable[[nn.Module], None]:
+    def processed(module: nn.Module) -> None:
+        process(module)
+        layer.check_kept()
+        layer.take_back()
+
+    return processed
 
 
 def _hook(layer: nn.Module, number: int) -> None:

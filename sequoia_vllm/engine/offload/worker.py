@@ -9,6 +9,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from sequoia_vllm.engine.offload.disk import DiskOffloader
 from sequoia_vllm.engine.offload.settings import offload_of
+from sequoia_vllm.offload import keep_freed_memory
 
 
 class OffloadingCPUWorker(CPUWorker):
@@ -31,6 +32,8 @@ class OffloadingCPUWorker(CPUWorker):
         super().load_model(load_dummy_weights=load_dummy_weights)
         if self._offloader is not None:
             self._offloader.post_init()
+            # What loading freed is given back; from here on it is activations that are freed.
+            keep_freed_memory()
 
     def shutdown(self) -> Any:
         """As vLLM's; then the disk's space is given back."""
