@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import psutil
 import typer
 
-from benchmarks.soak.random_requests import random_requests
+from benchmarks.soak.random_requests import RandomRequest, random_requests
 
 TARGET, DRAFT = "examples/models/target", "examples/models/draft"
 _VOCABULARY = 4096
@@ -44,18 +44,15 @@ def engine(
         },
         **common,
     )  # fmt: skip
-    found = 0
-    process, memory = psutil.Process(), []
-    for first in range(0, requests, _AT_A_TIME):
-        batch = random_requests(
-            _prompts(), min(_AT_A_TIME, requests - first), seed + first // _AT_A_TIME, _VOCABULARY
-        )
+    sent = found = 0
+    process = psutil.Process()
+    for batch in _batches(requests, seed):
         different = differences(ours, batch, answers(plain, batch, leaving=False))
+        sent += len(batch)
         found += len(different)
-        memory.append(process.memory_info().rss)
         typer.echo(
-            f"{first + len(batch)} requests, {found} different, KV cache in use "
-            f"{kv_cache_usage(ours):.0%}, {memory[-1] / 2**20:.0f} MiB"
+            f"{sent} requests, {found} different, KV cache in use "
+            f"{kv_cache_usage(ours):.0%}, {process.memory_info().rss / 2**20:.0f} MiB"
         )
         for request in different:
             typer.echo(str(request))
@@ -67,7 +64,7 @@ def server(
     url: Annotated[str, typer.Option(help="Of the server with Sequoia.")],
     plain_url: Annotated[str, typer.Option(help="Of one without, otherwise the same.")],
     model: Annotated[str, typer.Option(help="Its name on both.")] = TARGET,
-    minutes: Annotated[float, typer.Option(min=0, help="For how long.")] = 10.0,
+    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 10_000,
     seed: Seed = 0,
 ) -> None:
     """Through ``vllm serve``, some streamed and left; both servers listen on this machine."""
@@ -76,11 +73,9 @@ def server(
     ours, plain, tally = Endpoint(url, model), Endpoint(plain_url, model), Tally()
     emitted = ours.metric("vllm:generation_tokens_total")
     listener = _listener(url)
-    ends = time.monotonic() + 60 * minutes
-    while True:
-        batch = random_requests(_prompts(), _AT_A_TIME, seed, _VOCABULARY)
+    typer.echo(f"{_memory(listener) / 2**20:.0f} MiB before")
+    for batch in _batches(requests, seed):
         compare_all(ours, plain, batch, tally)
-        seed += 1
         typer.echo(
             f"{tally.answered} answered, {tally.left} left, {len(tally.different)} different, "
             f"{len(tally.hung)} hung, {tally.tokens} tokens returned of "
@@ -88,11 +83,16 @@ def server(
             f"{ours.metric('vllm:num_preemptions_total'):.0f} preemptions, "
             f"{_memory(listener) / 2**20:.0f} MiB"
         )
-        if time.monotonic() > ends:
-            break
     for request in (*tally.different, *tally.hung):
         typer.echo(str(request))
     raise typer.Exit(code=int(bool(tally.different or tally.hung)))
+
+
+def _batches(requests: int, seed: int) -> Iterator[list[RandomRequest]]:
+    """So many, a part at a time."""
+    for first in range(0, requests, _AT_A_TIME):
+        count = min(_AT_A_TIME, requests - first)
+        yield random_requests(_prompts(), count, seed + first // _AT_A_TIME, _VOCABULARY)
 
 
 def _prompts() -> list[str]:

@@ -19,6 +19,8 @@ from sequoia_vllm.cli.common import (
 from sequoia_vllm.cli.measuring import check_models, measuring, quiet_engines
 
 if TYPE_CHECKING:
+    from rich.panel import Panel
+
     from sequoia_vllm.bench.measure import BenchSettings, MethodRuns
     from sequoia_vllm.bench.rounds import RoundRun
 
@@ -144,22 +146,26 @@ def _as_dict(runs: MethodRuns, run: RoundRun) -> dict[str, Any]:
     }
 
 
+def shown_completion(prompt: str, text: str) -> Panel:
+    """The end of a prompt, and the first lines of what was generated: as wide as these are."""
+    from rich.markup import escape
+    from rich.panel import Panel
+
+    completion = "\n".join(text.splitlines()[:COMPLETION_LINES])
+    return Panel.fit(
+        f"[dim]{escape(prompt[-200:])}[/][bold]{escape(completion)}[/]",
+        title="prompt 1 (end), and its completion with Sequoia",
+    )
+
+
 def _print(
     prompt: str, runs: list[MethodRuns], rounds: list[RoundRun], identical: list[list[bool]]
 ) -> None:
-    from rich.markup import escape
-    from rich.panel import Panel
     from rich.table import Table
 
     out = console()
     plain, sequoia = rounds[0], rounds[-1]
-    completion = "\n".join(sequoia.texts[0].splitlines()[:COMPLETION_LINES])
-    out.print(
-        Panel(
-            f"[dim]{escape(prompt[-200:])}[/][bold]{escape(completion)}[/]",
-            title="prompt 1 (end), and its completion with Sequoia",
-        )
-    )
+    out.print(shown_completion(prompt, sequoia.texts[0]))
     table = Table(
         title="Greedy, the same prompts",
         caption="the chain's length is given: bench finds vLLM's best",

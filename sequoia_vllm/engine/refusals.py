@@ -122,7 +122,10 @@ def _model_reasons(model: Any, role: str) -> list[str]:
     """What tree attention cannot do; layers are checked again when the model is loaded."""
     kinds = {
         "uses multi-head latent attention (MLA)": model.use_mla,
-        "uses chunked local attention": model.attention_chunk_size is not None,
+        "uses chunked local attention (past a chunk's end a tree's nodes have other contexts)": (
+            model.attention_chunk_size is not None
+        ),
+        "uses ALiBi (a bias by distance, which tree attention does not add)": model.uses_alibi,
         "has recurrent (Mamba or linear-attention) layers": (
             model.is_hybrid or model.is_attention_free or model.has_inner_state
         ),

@@ -14,7 +14,14 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from sequoia_vllm import plugin
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.engine import refusals, request, resolve, worker_base
+from sequoia_vllm.engine import (
+    attention_layers,
+    cpu_attention,
+    refusals,
+    request,
+    resolve,
+    worker_base,
+)
 from sequoia_vllm.engine.cluster import current_versions
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.tree_choice import TreeChoice
@@ -73,6 +80,13 @@ MODELS = {
         ),
         "is an encoder-decoder model",
     ),
+    "alibi": (
+        lambda: transformers.BloomConfig(
+            vocab_size=4096, hidden_size=64, n_layer=1, n_head=2, seq_length=256,
+            architectures=["BloomForCausalLM"],
+        ),
+        "uses ALiBi (a bias by distance",
+    ),
 }  # fmt: skip
 
 
@@ -100,7 +114,7 @@ def test_draft_models(tmp_path):
     ("attribute", "value", "reason"),
     [
         ("uses_mrope", True, "uses multi-axis RoPE"),
-        ("attention_chunk_size", 8192, "uses chunked local attention"),
+        ("attention_chunk_size", 8192, "uses chunked local attention (past a chunk's end"),
         ("is_multimodal_model", True, "is multimodal"),
         ("runner_type", "pooling", "is a pooling model"),
     ],
@@ -112,8 +126,8 @@ def test_models_that_need_packages_we_do_not_install(attribute, value, reason):
             name: getattr(config.model_config, name)
             for name in (
                 "model", "use_mla", "attention_chunk_size", "is_hybrid", "is_attention_free",
-                "has_inner_state", "uses_mrope", "is_multimodal_model", "is_encoder_decoder",
-                "runner_type",
+                "has_inner_state", "uses_alibi", "uses_mrope", "is_multimodal_model",
+                "is_encoder_decoder", "runner_type",
             )
         }
     )  # fmt: skip
@@ -263,18 +277,20 @@ def test_attention_that_cannot_leave_contexts_to_flash_attention(kind, version, 
     assert GPUTreeBackend(ancestors, "triton").unsupported_attention("a", impl) is None
 
 
-@pytest.mark.engine
-def test_attention_features_are_found_in_the_layers(tmp_path):
+@pytest.mark.parametrize(
+    ("attribute", "value", "name"),
+    [("alibi_slopes", [0.5], "ALiBi"), ("chunk_lookback", 1, "chunked local attention")],
+)
+def test_attention_features_are_found_in_the_layers(attribute, value, name, monkeypatch):
     """What no configuration shows is caught when the model is loaded."""
-    config = transformers.BloomConfig(
-        vocab_size=4096, hidden_size=64, n_layer=1, n_head=2, seq_length=256,
-    )  # fmt: skip
-    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
-    with (
-        pytest.raises(ValueError, match=r"layer .* uses ALiBi"),
-        running(sequoia(), model=tmp_path, max_model_len=128, skip_tokenizer_init=True),
-    ):
-        pass
+    impl = object.__new__(cpu_attention.CPUTreeAttentionImpl)
+    layers = {"layer.0": SimpleNamespace(impl=impl)}
+    monkeypatch.setattr(attention_layers, "get_layers_from_vllm_config", lambda *_: layers)
+    check = cpu_attention.unsupported_attention
+    assert attention_layers.supported_layers(None, check) == ["layer.0"]
+    setattr(impl, attribute, value)
+    with pytest.raises(ValueError, match=f"layer layer.0 uses {name}. Serve it without"):
+        attention_layers.supported_layers(None, check)
 
 
 # -- what users write -------------------------------------------------------------------

@@ -1,12 +1,14 @@
-"""What an installed wheel has beside the package's modules, and where it is looked for."""
+"""The demo: its models in an installed wheel, and what it prints into files."""
 
+import io
 import tomllib
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 pytest.importorskip("torch")
-from sequoia_vllm.cli.demo import MODELS, shipped_models
+from sequoia_vllm.cli.demo import MODELS, shipped_models, shown_completion
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -23,6 +25,15 @@ def test_the_demos_models_are_in_the_wheel_where_it_looks_for_them(tmp_path):
     assert shipped_models(package) != place
     place.mkdir(parents=True)
     assert shipped_models(package) == place
+
+
+def test_in_a_file_a_completion_is_no_wider_than_its_text():
+    """Where nothing limits lines, a table's must not be broken; a frame takes what there is."""
+    file = io.StringIO()
+    Console(file=file, width=10_000).print(shown_completion("def f(x):", "\n    return x[0]\n"))
+    lines = file.getvalue().splitlines()
+    assert any("return x[0]" in line for line in lines)
+    assert max(map(len, lines)) < 100
 
 
 def test_everything_that_is_included_is_there():

@@ -1,10 +1,13 @@
 """Sampled output of trees on Model Runner V2: a seed's tokens, and the target's law."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from sequoia_vllm.engine.request_options import MOST_DRAFTS
 from sequoia_vllm.testing.laws import assert_same_law
@@ -53,13 +56,28 @@ def seeded_params(count: int, max_tokens: int) -> list[Any]:
 
 
 def generate_seeded(models: str) -> dict[str, Any]:
-    """Of plain V2 and of trees."""
+    """Of plain V2, of trees, and of trees by a broken draft; there two more have no seed."""
+    from vllm import SamplingParams
+
     target, draft = save_related_pair(Path(models))
     tiny = random_prompts([12, 30, 5, 41, 8, 20]), seeded_params(6, 16)
+    broken = save_broken(Path(models) / "broken", draft)
+    unseeded = [SamplingParams(max_tokens=16, ignore_eos=True, detokenize=False)] * 2
+    mixed = [*tiny[0], *tiny[0][:2]], [*tiny[1], *unseeded]
     return {
         "plain": generate(None, *tiny, model=target, **TINY),
         "trees": generate_with_trees(draft, *tiny, model=target, **TINY),
+        "broken": generate_with_trees(broken, *mixed, model=target, **TINY),
     }
+
+
+def save_broken(path: Path, draft: str) -> str:
+    """That draft, for whose logits NaN comes out once it has read one of some tokens."""
+    shutil.copytree(draft, path, dirs_exist_ok=True)
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][::16] = torch.nan
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return str(path)
 
 
 def generate_with_a_tiny_pair(models: str) -> dict[str, Any]:
@@ -85,6 +103,15 @@ def test_a_seed_gives_the_tokens_of_plain_vllm(generated):
     assert trees["counts"]["tokens_per_tree"] > 1.2
     [first, second] = plain["tokens"][1]
     assert first != second
+
+
+def test_a_draft_that_gives_nan_changes_nothing(generated):
+    """Its trees are drawn uniformly where it has no law. (Their verification: `tests/kernels`.)"""
+    plain, broken = (generated["seeded"][which] for which in ("plain", "broken"))
+    assert broken["tokens"][: len(plain["tokens"])] == plain["tokens"]
+    assert all(0 <= token < VOCAB for [tokens] in broken["tokens"][-2:] for token in tokens)
+    whole = generated["seeded"]["trees"]["counts"]
+    assert 1 < broken["counts"]["tokens_per_tree"] < whole["tokens_per_tree"]
 
 
 # -- who applies temperatures -------------------------------------------------------------
