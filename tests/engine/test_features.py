@@ -152,15 +152,6 @@ def test_quantised_targets(how, tmp_path):
     assert stats["tokens"] > 1.3 * stats["tree_steps"] > 0
 
 
-@pytest.mark.slow
-def test_compiled_models(plain_outputs):
-    """As without `enforce_eager`: both models run as one graph each, at every batch size."""
-    expected = plain_outputs(PROMPTS, PARAMS)
-    with running(sequoia(), enforce_eager=False) as llm:
-        assert tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
-        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 200
-
-
 class Session:
     """A request whose prompt comes in pieces, each answered before the next is read."""
 

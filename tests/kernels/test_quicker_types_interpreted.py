@@ -1,4 +1,4 @@
-"""The interpreter of the tests (`tests.support.quicker_types`) still checks what Triton's does."""
+"""The tests' interpreter (`quicker_types`, `quicker_operands`) still checks what Triton's does."""
 
 import pytest
 import torch
@@ -41,6 +41,32 @@ def types_kernel(target, half):
     tl.store(target, value.to(tl.float32))
 
 
+@triton.jit
+def numbers_kernel(target, source):
+    """The same numbers beside tensors of other types, on either side, and zeros of both signs."""
+    whole, half = tl.arange(0, 4), tl.load(source + tl.arange(0, 4))
+    tl.static_assert((whole * 3).dtype == tl.int32)
+    tl.static_assert((half * 3).dtype == tl.float16)
+    tl.static_assert((3.0 * whole).dtype == tl.float32)
+    tl.static_assert((whole.to(tl.int64) * 3).dtype == tl.int64)
+    tl.store(target + tl.arange(0, 4), 10 - whole * 3 + half * 3)
+    tl.store(target + 4 + tl.arange(0, 4), (whole - 10) * 2.0 / 4)
+    tl.store(target + 8 + tl.arange(0, 4), half * 0.0)
+    tl.store(target + 12 + tl.arange(0, 4), half * -0.0)
+
+
+@pytest.mark.parametrize("attempt", range(2))
+def test_numbers_beside_tensors(attempt):
+    source = torch.tensor([0.5, 1.5, 2.5, 3.5], dtype=torch.float16)
+    target = torch.zeros(16)
+    numbers_kernel[(1,)](target, source)
+    whole = torch.arange(4)
+    assert torch.equal(target[:4], 10 - whole * 3 + source.float() * 3)
+    assert torch.equal(target[4:8], (whole - 10) / 2)
+    assert not torch.signbit(target[8:12]).any()
+    assert torch.signbit(target[12:]).all()
+
+
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2), (4, 4)])
 def test_shapes_in_turn(shape):
     rows, columns = shape
@@ -50,7 +76,8 @@ def test_shapes_in_turn(shape):
     assert torch.equal(target, source[None, :] + torch.arange(rows)[:, None])
 
 
-def test_types_of_results():
+@pytest.mark.parametrize("attempt", range(2))
+def test_types_of_results(attempt):
     target = torch.zeros(1)
     types_kernel[(1,)](target, torch.full((1,), 1.5, dtype=torch.float16))
     assert target.item() == 1.5

@@ -121,15 +121,22 @@ def test_windows_of_levels(first_node, window):
     assert_close(batch.run(32, window=window), expected)
 
 
-@pytest.mark.parametrize("processors", [1, 110])
-@pytest.mark.parametrize("window", [None, 20, 300])
+SCORES = [
+    (0.7, False, torch.float32), (0.0, True, torch.float32), (0.7, True, torch.float32),
+    (50.0, True, torch.float16),
+]  # fmt: skip
+WINDOWS = [None, 20, 300]
+
+
 @pytest.mark.parametrize(
-    ("soft_cap", "has_sinks", "dtype"),
+    ("soft_cap", "has_sinks", "dtype", "window", "processors"),
     [
-        (0.7, False, torch.float32), (0.0, True, torch.float32), (0.7, True, torch.float32),
-        (50.0, True, torch.float16),
+        # Without and with splits in turn: either with each of the scores, and with each window.
+        (*scores, window, (1, 110)[(row + column) % 2])
+        for row, scores in enumerate(SCORES)
+        for column, window in enumerate(WINDOWS)
     ],
-)  # fmt: skip
+)
 def test_soft_caps_and_sinks(soft_cap, has_sinks, dtype, window, processors):
     batch = Batch([600, 31, 0], [33, 7, 20], heads=(4, 2), dtype=dtype)
     sinks = torch.tensor([-2.0, 0.0, 3.0, 9.0]).to(dtype) if has_sinks else None

@@ -1,7 +1,8 @@
-"""Imports of vLLM that take less time, in whatever process; nothing is tested by it."""
+"""What vLLM does while it is imported, starts and waits, in less time; nothing is tested by it."""
 
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -81,12 +82,39 @@ def read_models_once(import_utils: ModuleType) -> None:
     )
 
 
+def wait_asleep(shm_broadcast: ModuleType) -> None:
+    """Ranks and their engine look for each other's messages a thousand times a second.
+
+    vLLM looks all the time until there has been none for a second, which takes a core from
+    whoever is at work.
+    """
+    shm_broadcast.sched_yield = lambda: time.sleep(1e-3)  # type: ignore[attr-defined]
+
+
+def register_kernels_once(dispatcher: ModuleType) -> None:
+    """Each engine on a CPU has vLLM look through all modules for the kernels that it replaces.
+
+    From the second one of a process on that finds what the first has put there.
+    """
+    register = dispatcher.register_kernels
+
+    def register_kernels(overrides: Mapping[str, Callable[..., Any]]) -> None:
+        if not overrides.keys() <= dispatcher._registry.keys():
+            register(overrides)
+
+    dispatcher.register_kernels = register_kernels  # type: ignore[attr-defined]
+
+
 LOADERS: dict[str, Callable[[Loader], Loader]] = {
     # vLLM resamples audio with it: half a thousand modules.
     "scipy.signal": LazyLoader,
     # The losses of transformers' detectors import this one.
     "scipy.optimize": lambda loader: LazyLoader(loader, ("linear_sum_assignment",)),
     "transformers.utils.import_utils": lambda loader: ChangingLoader(loader, read_models_once),
+    "vllm.triton_utils.dispatcher": lambda loader: ChangingLoader(loader, register_kernels_once),
+    "vllm.distributed.device_communicators.shm_broadcast": (
+        lambda loader: ChangingLoader(loader, wait_asleep)
+    ),
 }
 
 

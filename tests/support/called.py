@@ -8,8 +8,15 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
+
+
+def call_and_save(module: str, name: str, arguments: dict[str, Any], result: str) -> None:
+    """Writes what the function returns, as JSON, to the file `result`."""
+    answer = getattr(importlib.import_module(module), name)(**arguments)
+    Path(result).write_text(json.dumps(answer))
+
 
 if __name__ == "__main__":
     module, name, arguments, result = sys.argv[1:]
-    answer = getattr(importlib.import_module(module), name)(**json.loads(arguments))
-    Path(result).write_text(json.dumps(answer))
+    call_and_save(module, name, json.loads(arguments), result)

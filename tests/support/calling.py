@@ -43,9 +43,19 @@ def call_in_process(
     except psutil.TimeoutExpired:
         status = f"none after {timeout:.0f} s"
     finally:
-        if not has_ended(process):
-            for one in [*process.children(recursive=True), process]:
-                one.kill()
+        kill_family(process)
+    return checked_answer(function, status, result, log)
+
+
+def kill_family(process: psutil.Process) -> None:
+    """This process with those that it started, unless it has ended."""
+    if not has_ended(process):
+        for one in [*process.children(recursive=True), process]:
+            one.kill()
+
+
+def checked_answer(function: Callable[..., Any], status: int | str, result: Path, log: Path) -> Any:
+    """What the function returned, of a process that ended so: AssertionError if not with 0."""
     if status != 0:
         tail = log.read_text(errors="replace")[-8000:]
         raise AssertionError(f"{function.__name__} ended with status {status}:\n{tail}")

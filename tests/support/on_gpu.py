@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tests import quick_start
-from tests.support.calling import call_in_process
+from tests.support.forking import Forker
 from tests.support.on_v2 import INTERPRETER, ROOT
 
 STAND_IN = ROOT / "tests" / "gpu_rehearsal" / "stand_in"
@@ -31,8 +32,13 @@ def gpu_environment(multiprocessing: bool = False) -> dict[str, str]:
     }
 
 
+@cache
+def _forker() -> Forker:
+    return Forker(gpu_environment(), ROOT)
+
+
 def call_on_gpu(
     function: Callable[..., Any], directory: Path, timeout: float = 580, **arguments: Any
 ) -> Any:
-    """What `function(**arguments)` returns in a process that has a GPU (`call_in_process`)."""
-    return call_in_process(function, directory, gpu_environment(), timeout, ROOT, **arguments)
+    """What `function(**arguments)` returns in a process that has a GPU (`Forker.call`)."""
+    return _forker().call(function, directory, gpu_environment(), timeout, **arguments)

@@ -6,11 +6,12 @@ vLLM as it is installed, so everything on V2 runs in a process of its own.
 
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tests import quick_start
-from tests.support.calling import call_in_process
+from tests.support.forking import Forker
 
 ROOT = Path(__file__).parents[2]
 INTERPRETER = ROOT / "tests" / "v2" / "interpreter"
@@ -33,6 +34,11 @@ def v2_environment(gpu_attention: bool = False) -> dict[str, str]:
     }
 
 
+@cache
+def _forker() -> Forker:
+    return Forker(v2_environment(), ROOT)
+
+
 def call_on_v2(
     function: Callable[..., Any],
     directory: Path,
@@ -40,10 +46,9 @@ def call_on_v2(
     gpu_attention: bool = False,
     **arguments: Any,
 ) -> Any:
-    """What `function(**arguments)` returns in a process of its own, on V2 (`call_in_process`).
+    """What `function(**arguments)` returns in a process of its own, on V2 (`Forker.call`).
 
     For `gpu_attention` see `v2_environment`.
     """
-    return call_in_process(
-        function, directory, v2_environment(gpu_attention), timeout, ROOT, **arguments
-    )
+    environment = v2_environment(gpu_attention)
+    return _forker().call(function, directory, environment, timeout, **arguments)

@@ -16,7 +16,7 @@ def look_past_what_is_imported() -> None:
     objects. It freezes the engine's own, too, and in the end lets all be looked at
     again: neither does anything from now on, but for `unfreeze`.
     """
-    if gc.get_freeze_count():
+    if gc.freeze is _do_nothing:
         gc.collect()  # an engine that has ended, of 150 MB: what is frozen stays forever
     _freeze()
     gc.freeze = gc.unfreeze = _do_nothing

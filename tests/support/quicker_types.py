@@ -12,6 +12,8 @@ from typing import Any
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
+from tests.support.quicker_operands import remember_operands
+
 
 def remember_types() -> None:
     """To be called once."""
@@ -19,6 +21,7 @@ def remember_types() -> None:
     _remember_types_of_results()
     _pass_what_is_as_wanted()
     _call_directly()
+    remember_operands()
     core.dtype.is_int = _is_one_of(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
 
 

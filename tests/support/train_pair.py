@@ -1,10 +1,13 @@
-"""The modules of `examples/train_pair`, for tests that call them."""
+"""`examples/train_pair` for tests: its modules, and its commands without a process of their own."""
 
+import io
+import runpy
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 
 import pytest
@@ -23,3 +26,25 @@ def script_modules() -> Iterator[SimpleNamespace]:
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", None)).startswith(str(SCRIPT)):
             del sys.modules[name]
+
+
+def run_here(*arguments: str | Path) -> CompletedProcess[str]:
+    """What `python examples/train_pair` gives for these arguments; run in this process.
+
+    Importing torch and transformers takes longer than most of its commands on tiny models.
+    """
+    command = [str(SCRIPT), *map(str, arguments), "--threads", "1"]
+    output, errors = io.StringIO(), io.StringIO()
+    with (
+        script_modules(),
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(output),
+        redirect_stderr(errors),
+    ):
+        patch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+    code = end.value.code or 0
+    if isinstance(code, str):  # which Python prints
+        return CompletedProcess(command, 1, output.getvalue(), errors.getvalue() + code)
+    return CompletedProcess(command, int(code), output.getvalue(), errors.getvalue())

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.support.train_pair import script_modules
+from tests.support.train_pair import run_here, script_modules
 from tests.unit.test_example_models import MODELS, run_script
 
 torch = pytest.importorskip("torch")
@@ -346,8 +346,8 @@ def test_no_text_with_a_prompt_is_learnt_from(scripts):
     assert kept == ["the longest of its lines", "nothing"]
 
 
-def call(*arguments):
-    result = run_script(*arguments)
+def call(*arguments, run=run_here):
+    result = run(*arguments)
     assert result.returncode == 0, result.stderr
     return result
 
@@ -361,7 +361,7 @@ def trained(tmp_path_factory):
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     source = ["--folder", stdlib / "email", "--folder", stdlib / "asyncio"]
     call("head-data", "--pair", folder, "--out", folder / "data", *source,
-         "--sequences", "8", "--sequence-length", "32")  # fmt: skip
+         "--sequences", "8", "--sequence-length", "32", run=run_script)  # fmt: skip
     for kind in KINDS:
         call("train-head", kind, "--pair", folder, "--data", folder / "data",
              "--out", folder / kind, "--steps", "2", "--batch-size", "4",
@@ -397,7 +397,7 @@ class TestCommands:
                 assert len(chain["acceptance"]) == int(count)
 
     def test_without_data_says_what_to_run(self, trained, tmp_path):
-        result = run_script("train-head", "eagle3", "--pair", trained, "--data", tmp_path,
-                            "--out", tmp_path / "head")  # fmt: skip
+        result = run_here("train-head", "eagle3", "--pair", trained, "--data", tmp_path,
+                          "--out", tmp_path / "head")  # fmt: skip
         assert result.returncode == 1
         assert "head-data" in result.stderr

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.train_pair import run_here
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
@@ -173,7 +175,7 @@ class TestTrainPair:
         assert metrics["provenance"]["versions"]["torch"] == torch.__version__
 
     def test_evaluate_measures_the_same_again(self, smoke_pair, tmp_path):
-        result = run_script("evaluate", smoke_pair, "--out", tmp_path / "quality.json")
+        result = run_here("evaluate", smoke_pair, "--out", tmp_path / "quality.json")
         assert result.returncode == 0, result.stderr
         again = json.loads((tmp_path / "quality.json").read_text("utf-8"))["quality"]
         first = json.loads((smoke_pair / "metrics.json").read_text("utf-8"))["quality"]
@@ -184,6 +186,6 @@ class TestTrainPair:
     def test_evaluate_refuses_two_tokenizers(self, smoke_pair, tmp_path):
         (tmp_path / "target").symlink_to(MODELS / "target")
         (tmp_path / "draft").symlink_to(smoke_pair / "draft")
-        result = run_script("evaluate", tmp_path, "--prompts", MODELS / "prompts.jsonl")
+        result = run_here("evaluate", tmp_path, "--prompts", MODELS / "prompts.jsonl")
         assert result.returncode == 1
         assert "different tokenizers" in result.stderr

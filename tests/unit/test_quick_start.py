@@ -9,7 +9,13 @@ from types import ModuleType
 import pytest
 import transformers
 
-from tests.quick_start.quick_imports import LOADERS, LazyLoader, read_models_once
+from tests.quick_start.quick_imports import (
+    LOADERS,
+    LazyLoader,
+    read_models_once,
+    register_kernels_once,
+    wait_asleep,
+)
 
 SOURCE = """
 TIMES = []
@@ -69,6 +75,34 @@ def test_transformers_finds_the_same_models():
     found = [quick.define_import_structure(folder) for folder in folders]
     assert found == [plain.define_import_structure(folder) for folder in folders]
     assert sum(len(names) for structure in found for names in structure.values()) > 50
+
+
+def test_kernels_are_registered_once():
+    registered = []
+    dispatcher = ModuleType("dispatcher")
+    dispatcher._registry = {}
+
+    def register(overrides):
+        registered.append(list(overrides))
+        dispatcher._registry.update(overrides)
+
+    dispatcher.register_kernels = register
+    register_kernels_once(dispatcher)
+    for names in ("ab", "ab", "abc", "c"):
+        dispatcher.register_kernels(dict.fromkeys(names))
+    assert registered == [["a", "b"], ["a", "b", "c"]]
+
+
+def test_vllm_waits_as_these_tests_replace_it():
+    """By these names, or nothing would be replaced."""
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.triton_utils import dispatcher
+
+    assert {"sched_yield"} <= set(shm_broadcast.SpinCondition.wait.__code__.co_names)
+    assert {"register_kernels", "_registry"} <= vars(dispatcher).keys()
+    module = ModuleType("shm_broadcast")
+    wait_asleep(module)
+    assert module.sched_yield() is None
 
 
 @pytest.mark.parametrize("name", LOADERS)
