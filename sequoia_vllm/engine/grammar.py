@@ -3,11 +3,18 @@
 vLLM's manager takes a request's drafts for a chain: it drops those after the first that
 the grammar forbids, and fills one mask after another. With trees all drafts are scored, a
 mask for each node; what is forbidden has probability 0 then, and is rejected.
+
+Where the scheduler has the drafts before the target sees them (Model Runner V1), one that is
+forbidden where little is allowed is replaced before (`stand_ins`), and those below it are
+checked after its stand-in: so a path follows what a grammar forces. The verifier knows both
+tokens (`verification.replaced`). Elsewhere the target's forward runs ahead of the
+grammar, with drafts that never left the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,12 +24,14 @@ from numpy.typing import NDArray
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.engine.stand_ins import StandIns, allows
 from sequoia_vllm.tree import TokenTree
 
 BACKENDS = ("xgrammar", "guidance")
 """Whose state goes back as many tokens as it went forward."""
 
-_TREE = "_sequoia_tree"  # set on a manager
+_TREES = "_sequoia_trees"  # set on a manager
+_WALKED = "_sequoia_walked"  # set on a structured output request
 _ALL = -1  # 32 tokens of a mask, all of them allowed
 
 
@@ -32,14 +41,66 @@ def thinks_first(vllm_config: Any) -> bool:
     return bool(config.reasoning_parser) and not config.enable_in_reasoning
 
 
+@dataclass(frozen=True)
+class _Trees:
+    """An engine's.
+
+    Attributes:
+        tree: Every request drafts its first nodes.
+        stand_ins: What replaces forbidden drafts; None: nothing does.
+    """
+
+    tree: TokenTree
+    stand_ins: StandIns | None
+
+    @classmethod
+    def of(cls, manager: Any) -> _Trees:
+        """Those of a manager's engine, made once."""
+        found: _Trees | None = getattr(manager, _TREES, None)
+        if found is None:
+            config = manager.vllm_config
+            tree = SequoiaSettings.of(config).tree
+            drafts_wait = not config.scheduler_config.async_scheduling
+            replaces = drafts_wait and not config.use_v2_model_runner
+            found = cls(tree, StandIns.of(manager) if replaces else None)
+            setattr(manager, _TREES, found)
+        return found
+
+
+@dataclass(frozen=True)
+class _Walked:
+    """A tree that a grammar has gone through, before the step that scores it.
+
+    Attributes:
+        tokens: To be scored at nodes 1, 2, ...
+        masks: int32 ``[1 + len(tokens), V / 32]``.
+    """
+
+    tokens: list[int]
+    masks: NDArray[np.int32]
+
+
 def validate_tokens(
     original: Callable[..., list[int]], self: Any, request: Any, spec_tokens: list[int]
 ) -> list[int]:
-    """As the manager's; a Sequoia engine keeps all drafts, as a tree's other paths may be valid."""
+    """As the manager's; a Sequoia engine keeps all drafts, as a tree's other paths may be valid.
+
+    It may replace some of them.
+    """
     if not request.use_structured_output or not SequoiaSettings.enabled(self.vllm_config):
         return original(self, request, spec_tokens)
     kept: list[int] = strip_speculative_padding(spec_tokens)
-    return kept
+    trees = _Trees.of(self)
+    structured = request.structured_output_request
+    if not kept or trees.stand_ins is None or structured.grammar.is_terminated():
+        return kept
+    masks = self.backend.allocate_token_bitmask(len(kept) + 1).fill_(_ALL).numpy()
+    structured.grammar.fill_bitmask(torch.from_numpy(masks), 0)
+    scored = fill_nodes(
+        structured.grammar, request.request_id, trees.tree, kept, masks, trees.stand_ins
+    )
+    setattr(structured, _WALKED, _Walked(scored, masks))
+    return scored
 
 
 def grammar_bitmask(
@@ -54,28 +115,43 @@ def grammar_bitmask(
     Returns:
         int32 ``[rows, V / 32]``: of each of these requests its root's, then its drafts'.
     """
-    drafted = [scheduled_spec_decode_tokens.get(name, []) for name in structured_output_request_ids]
-    if not any(drafted) or not SequoiaSettings.enabled(self.vllm_config):
-        return original(self, requests, structured_output_request_ids, scheduled_spec_decode_tokens)
-    if not hasattr(self, _TREE):
-        setattr(self, _TREE, SequoiaSettings.of(self.vllm_config).tree)
-    roots = original(self, requests, structured_output_request_ids, {})
-    assert roots is not None
-    ends = np.cumsum([len(tokens) + 1 for tokens in drafted])
-    masks = np.full((ends[-1], roots.shape[1]), _ALL, dtype=np.int32)
-    for index, (name, tokens) in enumerate(
-        zip(structured_output_request_ids, drafted, strict=True)
-    ):
-        own = masks[ends[index] - len(tokens) - 1 : ends[index]]
-        own[0] = roots[index]
-        grammar = requests[name].structured_output_request.grammar
-        fill_nodes(grammar, name, getattr(self, _TREE), tokens, own)
-    return masks
+    names = structured_output_request_ids
+    drafted = {name: scheduled_spec_decode_tokens.get(name, []) for name in names}
+    if not any(drafted.values()) or not SequoiaSettings.enabled(self.vllm_config):
+        return original(self, requests, names, scheduled_spec_decode_tokens)
+    tree = _Trees.of(self).tree
+    structured = {name: requests[name].structured_output_request for name in names}
+    masks: dict[str, NDArray[np.int32]] = {}
+    for name, tokens in drafted.items():
+        if (walked := _take_walked(structured[name], tokens)) is not None:
+            masks[name] = walked
+    others = [name for name in names if name not in masks]
+    roots = original(self, requests, others, {}) if others else None
+    for name, root in zip(others, () if roots is None else roots, strict=True):
+        own = np.full((len(drafted[name]) + 1, len(root)), _ALL, dtype=np.int32)
+        own[0] = root
+        fill_nodes(structured[name].grammar, name, tree, drafted[name], own)
+        masks[name] = own
+    return np.concatenate([masks[name] for name in names])
+
+
+def _take_walked(structured: Any, tokens: Sequence[int]) -> NDArray[np.int32] | None:
+    """The masks that were filled before these tokens were scheduled, which may be fewer by now."""
+    walked: _Walked | None = getattr(structured, _WALKED, None)
+    setattr(structured, _WALKED, None)
+    if walked is None or not tokens or walked.tokens[: len(tokens)] != list(tokens):
+        return None
+    return walked.masks[: len(tokens) + 1]
 
 
 def fill_nodes(
-    grammar: Any, request_id: str, tree: TokenTree, tokens: Sequence[int], masks: NDArray[np.int32]
-) -> None:
+    grammar: Any,
+    request_id: str,
+    tree: TokenTree,
+    tokens: Sequence[int],
+    masks: NDArray[np.int32],
+    stand_ins: StandIns | None = None,
+) -> list[int]:
     """Fills the masks of a tree's nodes, and leaves the grammar's state as it was.
 
     Args:
@@ -86,21 +162,38 @@ def fill_nodes(
         masks: int32 ``[1 + len(tokens), V / 32]``, written but for the root's, which is
             filled. Nodes that the grammar forbids, and whatever is below, keep what is there:
             no path leads to them.
+        stand_ins: What replaces forbidden tokens, if anything.
+
+    Returns:
+        The tokens to score: ``tokens``, some of them replaced.
     """
     filled = torch.from_numpy(masks)
+    scored = list(tokens)
     entered = [0]  # nodes from the root down, whose tokens the grammar has taken
+
+    def replace_children(node: int) -> None:
+        """Before any of them is entered: the choice must not depend on what is below them."""
+        children = [child for child in tree.children[node] if child <= len(tokens)]
+        if stand_ins is not None and children:
+            drawn = [tokens[child - 1] for child in children]
+            for child, token in zip(children, stand_ins(masks[node], drawn), strict=True):
+                scored[child - 1] = token
+
+    replace_children(0)
     for node in _depth_first(tree):
         parent = tree.parents[node]
         if node > len(tokens) or not _leave(grammar, entered, parent):
             continue
-        token = tokens[node - 1]
-        if not _allows(masks[parent], token) or grammar.is_terminated():
+        token = scored[node - 1]
+        if not allows(masks[parent], token) or grammar.is_terminated():
             continue
         if grammar.accept_tokens(request_id, [token]):
             entered.append(node)
             if not grammar.is_terminated():
                 grammar.fill_bitmask(filled, node)
+                replace_children(node)
     _leave(grammar, entered, 0)
+    return scored
 
 
 def _leave(grammar: Any, entered: list[int], node: int) -> bool:
@@ -112,10 +205,6 @@ def _leave(grammar: Any, entered: list[int], node: int) -> bool:
         grammar.rollback(count)
         del entered[-count:]
     return True
-
-
-def _allows(mask: NDArray[np.int32], token: int) -> bool:
-    return token >= 0 and bool(mask[token // 32] >> (token % 32) & 1)
 
 
 @lru_cache(maxsize=8)

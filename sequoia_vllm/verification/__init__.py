@@ -1,6 +1,7 @@
 """Drafting without replacement and tree verification, without vLLM."""
 
 from sequoia_vllm.verification.randomness import Generators
+from sequoia_vllm.verification.replaced import verify_replaced
 from sequoia_vllm.verification.result import Method, VerifyResult
 from sequoia_vllm.verification.sampling import (
     GREEDY_BELOW,
@@ -36,6 +37,7 @@ __all__ = [
     "match_tree",
     "sample_without_replacement",
     "traverse_tree",
+    "verify_replaced",
     "verify_tree",
     "walk_tree",
 ]

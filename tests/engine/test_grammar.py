@@ -1,4 +1,7 @@
-"""Masks of a grammar for each node of a tree, against the grammar asked anew for each path."""
+"""Masks of a grammar for each node of a tree, and what is scored in place of forbidden drafts.
+
+Against the grammar asked anew for each path.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +14,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from sequoia_vllm.engine import grammar, hooks
 from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.engine.stand_ins import MOST_ALLOWED, StandIns
 from sequoia_vllm.tree import TokenTree
 
 VOCABULARY = 64
@@ -27,13 +31,24 @@ class Words:
     """A grammar whose sentences never have the same token twice running, nor a sum of 7k.
 
     It ends with `END`, is strict about how far it is taken back, and refuses what it forbids.
+
+    Attributes:
+        path: Taken so far.
+        strict: A sum must be 9k + 4 instead.
+        filled: How many masks were asked for.
     """
 
     path: list[int] = field(default_factory=list)
+    strict: bool = False
+    filled: int = 0
 
     def allowed(self) -> list[int]:
         last = self.path[-1] if self.path else None
-        fits = [t for t in range(END) if t != last and (sum(self.path) + t) % 7 != 0]
+        sums = [(sum(self.path) + t) for t in range(END)]
+        fits = [
+            t for t in range(END)
+            if t != last and (sums[t] % 9 == 4 if self.strict else sums[t] % 7 != 0)
+        ]  # fmt: skip
         return [*fits, END] if len(self.path) >= 2 else fits
 
     def is_terminated(self) -> bool:
@@ -55,11 +70,14 @@ class Words:
         bits[self.allowed()] = 1
         packed = np.packbits(bits, bitorder="little").view(np.int32)
         bitmask[index] = torch.from_numpy(packed)
+        self.filled += 1
 
 
-def mask_after(path: Sequence[int], before: Sequence[int] = ()) -> list[int] | None:
+def mask_after(
+    path: Sequence[int], before: Sequence[int] = (), strict: bool = False
+) -> list[int] | None:
     """That of a grammar of its own that has taken this path; None: it forbids it, or has ended."""
-    words = Words(list(before))
+    words = Words(list(before), strict)
     for token in path:
         if words.is_terminated() or token not in words.allowed():
             return None
@@ -95,27 +113,99 @@ def test_each_node_has_the_mask_of_its_own_path(seed):
         assert masks[node].tolist() == (expected or [UNTOUCHED] * (VOCABULARY // 32))
 
 
-def manager(enabled: bool):
+# -- what replaces forbidden drafts ----------------------------------------------------------
+
+# The longest token first, which here is the highest.
+STAND_INS = StandIns(VOCABULARY, lambda token: token)
+
+
+def mask_of(allowed: Sequence[int]) -> np.ndarray:
+    bits = np.zeros(VOCABULARY, dtype=np.uint8)
+    bits[list(allowed)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def test_forbidden_drafts_become_the_longest_tokens_that_no_sibling_has():
+    found = STAND_INS(mask_of([3, 9, 40, 41]), [1, 41, 2, 3, 5, 6])
+    assert found == [40, 41, 9, 3, 5, 6]
+    assert STAND_INS(mask_of([3, 9]), [9, 3]) == [9, 3]
+
+
+def test_where_much_is_allowed_forbidden_drafts_stay():
+    few, many = range(20, 20 + MOST_ALLOWED), range(20, 21 + MOST_ALLOWED)
+    assert STAND_INS(mask_of(few), [1, 2]) == [few[-1], few[-2]]
+    assert STAND_INS(mask_of(many), [1, 2]) == [1, 2]
+
+
+def test_no_token_is_taken_that_the_target_does_not_have():
+    assert StandIns(40, lambda token: token)(mask_of([7, 41, 60]), [1, 2]) == [7, 2]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_tree_follows_what_little_its_grammar_allows(seed):
+    rng = np.random.default_rng(seed)
+    drafts = int(rng.integers(1, TREE.size))
+    tokens = rng.choice([1, 4, 9, 13, 18, END], drafts, p=[0.2, 0.3, 0.2, 0.1, 0.1, 0.1]).tolist()
+    before = rng.choice([4, 9], rng.integers(0, 3)).tolist()
+    words = Words(list(before), strict=True)
+    masks = np.full((drafts + 1, VOCABULARY // 32), UNTOUCHED, dtype=np.int32)
+    words.fill_bitmask(torch.from_numpy(masks), 0)
+    scored = grammar.fill_nodes(words, "a", TREE, tokens, masks, STAND_INS)
+    assert words.path == before
+    assert scored == by_brute_force(tokens, before)
+    for node in range(drafts + 1):
+        expected = mask_after(path_to(node, scored), before, strict=True)
+        assert masks[node].tolist() == (expected or [UNTOUCHED] * (VOCABULARY // 32))
+
+
+def by_brute_force(tokens: list[int], before: list[int]) -> list[int]:
+    """Level by level, with a grammar of its own for each node."""
+    scored = list(tokens)
+    for node in range(len(tokens) + 1):
+        mask = mask_after(path_to(node, scored), before, strict=True)
+        children = [child for child in TREE.children[node] if child <= len(tokens)]
+        if mask is None or not children:
+            continue
+        drawn = [tokens[child - 1] for child in children]
+        allowed = [t for t in range(VOCABULARY) if mask[t // 32] >> (t % 32) & 1]
+        left = [t for t in sorted(allowed, reverse=True) if t not in drawn]
+        for child, token in zip(children, drawn, strict=True):
+            if token not in allowed and len(allowed) <= MOST_ALLOWED and left:
+                scored[child - 1] = left.pop(0)
+    return scored
+
+
+# -- within vLLM's manager -------------------------------------------------------------------
+
+
+def manager(enabled: bool, v2: bool = False, ahead: bool = False):
     """vLLM's, as far as masks go."""
     settings = SequoiaSettings(TREE, "given", None, {})
     config = SimpleNamespace(
         additional_config=settings.store({}) if enabled else {},
         num_speculative_tokens=TREE.num_speculative_tokens,
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
-        model_config=SimpleNamespace(is_diffusion=False),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, async_scheduling=ahead),
+        model_config=SimpleNamespace(is_diffusion=False, get_vocab_size=lambda: VOCABULARY),
+        use_v2_model_runner=v2,
     )
     found = StructuredOutputManager.__new__(StructuredOutputManager)
     found.__dict__ |= {
         "vllm_config": config, "enable_in_reasoning": True, "fill_bitmask_parallel_threshold": 9,
         "_grammar_bitmask": torch.zeros(40, VOCABULARY // 32, dtype=torch.int32),
         "_full_mask": torch.tensor(-1, dtype=torch.int32),
+        "tokenizer": SimpleNamespace(convert_ids_to_tokens=lambda ids: ["x" * i for i in ids]),
+        "backend": SimpleNamespace(
+            allocate_token_bitmask=lambda rows: torch.zeros(rows, VOCABULARY // 32).int()
+        ),
     }  # fmt: skip
     return found
 
 
 def request_of(words: Words):
     structured = SimpleNamespace(grammar=words, reasoning_ended=True)
-    return SimpleNamespace(use_structured_output=True, structured_output_request=structured)
+    return SimpleNamespace(
+        use_structured_output=True, structured_output_request=structured, request_id="a"
+    )
 
 
 def test_rows_are_in_the_requests_order_whether_they_have_drafts_or_not():
@@ -135,6 +225,51 @@ def test_drafts_that_a_chain_would_lose_are_kept():
     hooks.install()
     request = request_of(Words())
     assert manager(enabled=True).validate_tokens(request, [7, 2, 3, -1, -1]) == [7, 2, 3]
+
+
+def test_the_next_step_has_the_masks_of_what_replaced_drafts_without_asking_again():
+    hooks.install()
+    words = Words(strict=True)
+    own, request = manager(enabled=True), request_of(words)
+    drafts = [1, 4, 1, 1, 9]
+    scored = own.validate_tokens(request, drafts)
+    assert scored == by_brute_force(drafts, []) != drafts
+    asked = words.filled
+    others = {"a": request, "b": request_of(Words())}
+    for count in (3, 5):  # trimmed; and again, with nothing kept
+        masks = own.grammar_bitmask(others, ["b", "a"], {"a": scored[:count]})
+        paths = [path_to(node, scored) for node in range(count + 1)]
+        expected = [mask_after(path, strict=True) for path in paths]
+        assert masks.tolist() == [mask_after([]), *expected]
+        assert (words.filled == asked) == (count == 3)
+
+
+def test_masks_of_other_tokens_are_not_taken():
+    hooks.install()
+    own, request = manager(enabled=True), request_of(Words(strict=True))
+    own.validate_tokens(request, [1, 4])
+    masks = own.grammar_bitmask({"a": request}, ["a"], {"a": [4, 13]})
+    assert masks.tolist() == [mask_after(path, strict=True) for path in ([], [4], [13])]
+    own.validate_tokens(request, [1, 4])
+    request.structured_output_request.grammar.accept_tokens("a", [4])
+    masks = own.grammar_bitmask({"a": request}, ["a"], {})
+    assert masks.tolist() == [mask_after([4], strict=True)]
+    masks = own.grammar_bitmask({"a": request}, ["a"], {"a": [9]})
+    assert masks.tolist() == [mask_after(path, strict=True) for path in ([4], [4, 9])]
+
+
+@pytest.mark.parametrize(("v2", "ahead"), [(True, True), (True, False), (False, True)])
+def test_nothing_is_replaced_where_the_device_has_the_drafts(v2, ahead):
+    hooks.install()
+    request = request_of(Words(strict=True))
+    drafts = [1, 4, 1, 1, 9]
+    assert manager(enabled=True, v2=v2, ahead=ahead).validate_tokens(request, drafts) == drafts
+
+
+def test_a_grammar_that_has_ended_replaces_nothing():
+    hooks.install()
+    request = request_of(Words([4, END], strict=True))
+    assert manager(enabled=True).validate_tokens(request, [1, 2]) == [1, 2]
 
 
 def test_other_engines_are_served_by_vllm_alone(monkeypatch):

@@ -46,6 +46,7 @@ def trees_of(found: Histories):
         scheduled,
         {name: Draft(grown, index) for index, name in enumerate(names)},
         {name: index for index, name in enumerate(names)},
+        lambda name: False,
         np.cumsum(SIZES),
         np.array(SIZES) + 20,
         CPU,

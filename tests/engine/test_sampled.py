@@ -22,7 +22,7 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from sequoia_vllm.engine.v1 import draft_sampling
+from sequoia_vllm.engine.v1 import draft_sampling, verifier
 from sequoia_vllm.testing.laws import assert_same_law
 from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
 from tests.support.histories import Histories, penalised
@@ -126,8 +126,11 @@ CUT = [{"temperature": 0.6, "top_p": 0.8}, {"temperature": 1.2, "top_k": 4, "min
         (4, PLAIN, False, "traversal"),
     ],
 )
-def test_completions_follow_the_exact_law(tiny_pair, length, mixed, seeded, verification):
+def test_completions_follow_the_exact_law(
+    tiny_pair, length, mixed, seeded, verification, monkeypatch
+):
     target, draft = tiny_pair
+    replaced = accepted_stand_ins(monkeypatch)
     completions = COMPLETIONS[length] * len(mixed)
     params = [
         SamplingParams(
@@ -143,9 +146,28 @@ def test_completions_follow_the_exact_law(tiny_pair, length, mixed, seeded, veri
         outputs = llm.generate(requests, params, use_tqdm=False)
         accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
     assert accepted > completions / 2  # trees were at work, with rejections among them
+    if mixed is GRAMMARS:  # whose forbidden drafts were replaced
+        assert sum(replaced) > completions / 10
+    else:
+        assert replaced == []
     for which, setting in enumerate(mixed):
         counts = count(outputs[which :: len(mixed)], length)
         assert_same_law(counts, exact_law(target, length, setting), FALSE_ALARM, fewest=5)
+
+
+def accepted_stand_ins(monkeypatch) -> list[int]:
+    """How many nodes that replaced drafts each step accepts whose sampled requests have any."""
+    found = []
+    original = verifier.verify_replaced
+
+    def counted(verify, target_at, draft_at, drawn, scored, topology):
+        result = original(verify, target_at, draft_at, drawn, scored, topology)
+        on_path = (drawn != scored).gather(1, result.accepted_nodes.clamp(min=0))
+        found.append(int((on_path & (result.accepted_nodes >= 0)).sum()))
+        return result
+
+    monkeypatch.setattr(verifier, "verify_replaced", counted)
+    return found
 
 
 PARAMS = [

@@ -19,6 +19,15 @@ _DISK = "vLLM offloads weights on CPUs"
 _CPU_KERNEL = "vLLM's CPU kernel takes a tree mask"
 
 CPU_V1: tuple[Expected | Override, ...] = (
+    # grammar.py, stand_ins.py
+    Expected(
+        "vllm.v1.structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask",
+        ("self", "max_num_seqs"),
+    ),
+    Expected(
+        "vllm.tokenizers.protocol:TokenizerLike.convert_ids_to_tokens", ("self", "ids"),
+        may_grow=True,
+    ),
     # worker_cpu.py
     Override(
         f"{_WORKER}.init_device", ("self",),

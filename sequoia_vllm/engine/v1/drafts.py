@@ -1,13 +1,13 @@
 """The trees of a batch: as the proposer grew them, and as the scheduler sends them back.
 
 A step grows trees (`DraftedTrees`) and returns their tokens to vLLM's scheduler, which
-may cut them. The next step lays out what comes back (`ScoringTrees`), scores and
-verifies it.
+may cut them, and where a grammar forbids some replace these (`engine.grammar`). The next step
+lays out what comes back (`ScoringTrees`), scores and verifies it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -46,10 +46,10 @@ class Draft:
     grown: DraftedTrees
     row: int
 
-    def matches(self, scheduled: Sequence[int]) -> bool:
-        """Whether these tokens, which the scheduler sends back, are a prefix of the drafts."""
-        drafted = self.grown.tokens[self.row, 1 : len(scheduled) + 1].tolist()
-        return list(scheduled) == drafted
+    def first(self, count: int) -> list[int]:
+        """Tokens of the first nodes below the root, as they were drawn."""
+        found: list[int] = self.grown.tokens[self.row, 1 : count + 1].tolist()
+        return found
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class ScoringTrees:
         first_row: int64 ``[B]``: row of the root in the batch's flat tokens.
         first_logits_row: int64 ``[B]``: row of the root in the step's logits.
         tokens: int64 ``[B, N]``.
+        drawn: int64 ``[B, N]``: where they were replaced, the tokens as they were drawn.
         parents: int64 ``[B, N]``; -1 for the root, -2 for padding.
         is_node: bool ``[B, N]``: not padding.
         drafts: Each request's draft, or None where the scheduled tokens are
@@ -83,6 +84,7 @@ class ScoringTrees:
     first_row: Tensor
     first_logits_row: Tensor
     tokens: Tensor
+    drawn: Tensor
     parents: Tensor
     is_node: Tensor
     drafts: tuple[Draft | None, ...]
@@ -105,6 +107,7 @@ def schedule_trees(
     scheduled_drafts: dict[str, list[int]],
     drafts: dict[str, Draft],
     request_index: dict[str, int],
+    follows_grammar: Callable[[str], bool],
     query_ends: np.ndarray,
     seq_lens: np.ndarray,
     device: torch.device,
@@ -116,6 +119,7 @@ def schedule_trees(
         scheduled_drafts: Draft tokens to score, by request id, perhaps trimmed.
         drafts: What was grown, by request id.
         request_index: Row of each request id in the batch.
+        follows_grammar: Whether the drafts of a request may have been replaced.
         query_ends: int ``[requests]``: end of each request's rows in the batch.
         seq_lens: int ``[requests]``: tokens of each request after this step.
         device: Where the tensors go.
@@ -139,11 +143,17 @@ def schedule_trees(
     parents = np.full((len(entries), max_nodes), -2, dtype=np.int64)
     parents[:, 0] = -1
     is_node = np.arange(max_nodes) < num_nodes[:, None]
+    drawn = tokens.copy()
     matched: list[Draft | None] = []
     for row, (_, request_id, scheduled) in enumerate(entries):
         draft = drafts.get(request_id)
-        matched.append(draft if draft is not None and draft.matches(scheduled) else None)
+        grown = draft.first(len(scheduled)) if draft is not None else []
+        is_ours = len(grown) == len(scheduled) and (
+            grown == list(scheduled) or follows_grammar(request_id)
+        )
+        matched.append(draft if is_ours else None)
         tokens[row, 1 : len(scheduled) + 1] = scheduled
+        drawn[row, 1 : len(scheduled) + 1] = grown if is_ours else scheduled
     ours = np.array([draft is not None for draft in matched])
     prefix = tree.parents_array[:max_nodes]
     parents[ours] = np.where(is_node[ours], prefix, -2)
@@ -162,6 +172,7 @@ def schedule_trees(
         first_row=tensor(query_ends[requests].astype(np.int64) - num_nodes),
         first_logits_row=tensor(first_logits_row),
         tokens=tensor(tokens),
+        drawn=tensor(drawn),
         parents=tensor(parents),
         is_node=tensor(is_node),
         drafts=tuple(matched),

@@ -159,6 +159,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             scheduler_output.scheduled_spec_decode_tokens,
             self._drafts,
             self.input_batch.req_id_to_index,
+            self._follows_grammar,
             self.query_start_loc.np[1 : num_reqs + 1],
             self.optimistic_seq_lens_cpu[:num_reqs].numpy(),
             self.device,
@@ -388,6 +389,10 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             if not discarded[request] and not never_drafts(state.sampling_params, self._thinks):
                 chosen.append(entry)
         return np.array(chosen, dtype=np.int64)
+
+    def _follows_grammar(self, request_id: str) -> bool:
+        params = self.requests[request_id].sampling_params
+        return params is not None and params.structured_outputs is not None
 
     def _params(self) -> list[Any]:
         """Each request's `SamplingParams`, in batch order."""

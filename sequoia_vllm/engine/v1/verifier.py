@@ -21,6 +21,7 @@ from sequoia_vllm.verification import (
     VerifyResult,
     match_nodes,
     match_tree,
+    verify_replaced,
 )
 from sequoia_vllm.verification.rows import take_rows
 
@@ -36,7 +37,8 @@ class TreeVerifier:
 
     Greedy requests are matched against the target's argmax, seeded ones
     against the token their seed gives (see `seeded`); the others are verified
-    from the stored draft distributions by `method`.
+    from the stored draft distributions by `method`, with a second look where drafts of
+    theirs were replaced (`verify_replaced`).
 
     Attributes:
         greedy_argmax: ``logits [R, V] -> tokens [R]``: the engine's own argmax.
@@ -141,13 +143,11 @@ class TreeVerifier:
         def draft_at(requests: Tensor, nodes: Tensor) -> Tensor:
             return probs[probs_rows[requests, nodes]]
 
-        return METHODS[self.method](
-            target_at,
-            draft_at,
-            trees.tokens[chosen],
-            topology_of(trees.parents[chosen]),
-            generators=None,
-        )
+        verify, topology = METHODS[self.method], topology_of(trees.parents[chosen])
+        drawn, scored = trees.drawn[chosen], trees.tokens[chosen]
+        if torch.equal(drawn, scored):
+            return verify(target_at, draft_at, drawn, topology, generators=None)
+        return verify_replaced(verify, target_at, draft_at, drawn, scored, topology)
 
 
 def topology_of(parents: Tensor) -> Topology:

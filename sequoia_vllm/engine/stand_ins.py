@@ -1,0 +1,68 @@
+"""What is scored in place of drafts that a grammar forbids, where it allows little else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MOST_ALLOWED = 8
+"""Tokens that a grammar may allow where drafts are replaced: where it allows more, a choice without
+any model is hardly ever right, and the grammar would be asked about all that is below it. A
+forced string allows few: those tokens of the vocabulary that it begins with."""
+
+
+def allows(mask: NDArray[np.int32], token: int) -> bool:
+    """Whether a mask, int32 ``[V / 32]``, allows this token; none if it is negative."""
+    return token >= 0 and bool(mask[token // 32] >> (token % 32) & 1)
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """Chooses tokens for the children of a node, by its mask and their drafts alone.
+
+    Attributes:
+        vocabulary: Tokens that the target has; masks may have more.
+        length_of: Of a token's text.
+    """
+
+    vocabulary: int
+    length_of: Callable[[int], int]
+
+    @classmethod
+    def of(cls, manager: Any) -> StandIns:
+        """Those of the engine of vLLM's `StructuredOutputManager`."""
+        tokenizer = manager.tokenizer
+
+        @lru_cache(maxsize=4096)
+        def length_of(token: int) -> int:
+            [text] = tokenizer.convert_ids_to_tokens([token])
+            return len(text or "")  # ids of no token have none
+
+        return cls(manager.vllm_config.model_config.get_vocab_size(), length_of)
+
+    def __call__(self, mask: NDArray[np.int32], drafts: Sequence[int]) -> list[int]:
+        """A token for each child: its draft if it is allowed, else one that no sibling has.
+
+        The longest are first: of a forced string a tokenizer mostly takes as much as it can.
+
+        Args:
+            mask: int32 ``[V / 32]``: what the grammar allows after the node.
+            drafts: Of its children, all different.
+
+        Returns:
+            Different tokens; what is forbidden stays where nothing is left, or too much is.
+        """
+        if all(allows(mask, token) for token in drafts):
+            return list(drafts)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little", count=self.vocabulary)
+        allowed = np.flatnonzero(bits)
+        if len(allowed) > MOST_ALLOWED:
+            return list(drafts)
+        free = set(allowed.tolist()).difference(drafts)
+        best = iter(sorted(free, key=lambda token: (-self.length_of(token), token)))
+        return [token if allows(mask, token) else next(best, token) for token in drafts]

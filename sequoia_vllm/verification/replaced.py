@@ -1,0 +1,190 @@
+"""Verification of trees in which tokens that the target cannot give were replaced before scoring.
+
+A grammar that forbids a drafted token x makes its probability 0: scored as it is, x is
+rejected. So another token y may be scored in its place, if what is decided about x stays as
+it would be. Here x is rejected like any child (R and D lose it), and nothing below it is
+looked at. That ends at some node with a token t of the right law. Should t be the y of one of
+the node's replaced children, then the walk goes on there: the subtree below was drawn from a Q
+that is known, and is verified as a tree of its own, whose root is y. That y stands there
+changes no probability.
+
+Targets whose token is given need none of this: `match_tree` and `match_nodes` take any
+different children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sequoia_vllm.verification.result import DistributionAt, VerifyResult, topology_of
+from sequoia_vllm.verification.rows import true_indices
+from sequoia_vllm.verification.topology import PADDING, ROOT, Topology
+
+
+def verify_replaced(
+    verify: Callable[..., VerifyResult],
+    target_at: DistributionAt,
+    draft_at: DistributionAt,
+    drawn: Tensor,
+    scored: Tensor,
+    parents: Tensor | Topology,
+    generator: torch.Generator | None = None,
+) -> VerifyResult:
+    """Verifies trees whose scored tokens are not all the drawn ones.
+
+    The emitted tokens have the law of `verify`, whatever tokens are chosen, provided that they
+    differ from their siblings' (drawn and scored), that the choice of a node's does not depend
+    on what was drawn below it, and that P at its parent is 0 for the drawn token.
+
+    Args:
+        verify: One of `METHODS`.
+        target_at: P, as of `walk_tree`: after the path of scored tokens.
+        draft_at: Q, as of `walk_tree`: what a node's children were drawn from, after whatever
+            tokens.
+        drawn: int64 ``[B, N+1]``: tokens as they were drawn.
+        scored: int64 ``[B, N+1]``: tokens as the target scored them. Where they differ a node
+            was replaced.
+        parents: As of `walk_tree`.
+        generator: One stream, or None. How much is taken from it does not depend on what is
+            decided: ranks that share a seed stay in step.
+
+    Raises:
+        ValueError: As `walk_tree`.
+    """
+    topology = topology_of(parents, scored)
+    replaced = drawn != scored
+    later = _seeded_from(generator, scored.device)
+    requests = torch.arange(len(scored), device=scored.device)
+    roots = torch.zeros_like(requests)
+    paths = _Paths.none(scored, topology.max_depth)
+    while requests.numel():
+        trees = _Subtrees.below(
+            roots, topology.parents[requests], replaced[requests], topology.max_depth
+        )
+        result = verify(
+            trees.ask(target_at, requests),
+            trees.ask(draft_at, requests),
+            drawn[requests].gather(1, trees.nodes),
+            trees.parents,
+            generator,
+        )
+        ends, last_tokens = paths.extend(requests, trees.nodes, result)
+        children = topology.children[requests, ends]
+        own = requests[:, None]
+        follows = (children >= 0) & replaced[own, children]
+        follows &= scored[own, children] == last_tokens[:, None]
+        going = true_indices(follows.any(dim=1))
+        ranks = follows[going].int().argmax(dim=1)
+        requests, roots = requests[going], children[going, ranks]
+        paths.accept(requests, roots)
+        generator = later
+    return paths.result()
+
+
+def _seeded_from(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+    """A stream of its own, by one number of the other."""
+    seed = torch.randint(2**62, (1,), generator=generator, device=device)
+    return torch.Generator(device).manual_seed(int(seed))
+
+
+@dataclass(frozen=True)
+class _Subtrees:
+    """What is verified at once of A trees: below a root down to replaced nodes.
+
+    Attributes:
+        nodes: int64 ``[A, M]``: each column's node in the whole tree; in padding anything.
+        parents: int64 ``[A, M]``: as of `walk_tree`, in columns.
+    """
+
+    nodes: Tensor
+    parents: Tensor
+
+    @classmethod
+    def below(cls, roots: Tensor, parents: Tensor, replaced: Tensor, depth: int) -> _Subtrees:
+        """The subtrees of these nodes.
+
+        Args:
+            roots: int64 ``[A]``.
+            parents: int64 ``[A, N+1]``, of the whole trees.
+            replaced: bool ``[A, N+1]``: nodes that are leaves, but for the roots.
+            depth: Edges to the deepest node, at least.
+        """
+        nodes = torch.arange(parents.shape[1], device=parents.device)
+        is_root = nodes == roots[:, None]
+        above, opens = parents.clamp(min=0), is_root | ~replaced
+        inside = is_root
+        for _ in range(depth):  # a level further down
+            inside = is_root | ((inside & opens).gather(1, above) & (parents >= 0))
+        columns = inside.cumsum(dim=1) - 1
+        own_parents = columns.gather(1, above).masked_fill(is_root, ROOT)
+        width = int(inside.sum(dim=1).max())
+        # Stable: what belongs to the subtree keeps its order.
+        order = (~inside).byte().argsort(dim=1, stable=True)[:, :width]
+        there = inside.gather(1, order)
+        return cls(order, own_parents.gather(1, order).masked_fill(~there, PADDING))
+
+    def ask(self, distribution_at: DistributionAt, requests: Tensor) -> DistributionAt:
+        """What is asked by column, of which row i is the tree of ``requests[i]``."""
+
+        def at(rows: Tensor, columns: Tensor) -> Tensor:
+            return distribution_at(requests[rows], self.nodes[rows, columns])
+
+        return at
+
+
+@dataclass
+class _Paths:
+    """A `VerifyResult` in the making."""
+
+    accepted_nodes: Tensor
+    output_tokens: Tensor
+    num_accepted: Tensor
+
+    @classmethod
+    def none(cls, tokens: Tensor, depth: int) -> _Paths:
+        """Nothing accepted."""
+        batch = len(tokens)
+        return cls(
+            tokens.new_full((batch, depth), -1),
+            tokens.new_full((batch, depth + 1), -1),
+            tokens.new_zeros(batch),
+        )
+
+    def extend(
+        self, requests: Tensor, nodes: Tensor, result: VerifyResult
+    ) -> tuple[Tensor, Tensor]:
+        """Appends what was found in subtrees whose roots were accepted before.
+
+        Args:
+            requests: int64 ``[A]``.
+            nodes: int64 ``[A, M]``: each column's node in the whole tree.
+            result: In columns, of the A subtrees.
+
+        Returns:
+            int64 ``[A]`` each: the nodes at which paths end now, and the tokens after them.
+        """
+        rows = torch.arange(len(requests), device=requests.device)
+        before, count = self.num_accepted[requests], result.num_accepted
+        for step in range(result.accepted_nodes.shape[1]):
+            there = true_indices(count > step)
+            at = requests[there], before[there] + step
+            self.accepted_nodes[at] = nodes[there, result.accepted_nodes[there, step]]
+            self.output_tokens[at] = result.output_tokens[there, step]
+        last_tokens = result.output_tokens[rows, count]
+        self.output_tokens[requests, before + count] = last_tokens
+        self.num_accepted[requests] = before + count
+        columns = torch.cat([torch.zeros_like(rows)[:, None], result.accepted_nodes], dim=1)
+        return nodes[rows, columns[rows, count]], last_tokens
+
+    def accept(self, requests: Tensor, nodes: Tensor) -> None:
+        """Appends nodes whose tokens were emitted last."""
+        self.accepted_nodes[requests, self.num_accepted[requests]] = nodes
+        self.num_accepted[requests] += 1
+
+    def result(self) -> VerifyResult:
+        """What was accepted and emitted."""
+        return VerifyResult(self.accepted_nodes, self.output_tokens, self.num_accepted)
