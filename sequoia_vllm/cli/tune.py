@@ -68,6 +68,8 @@ class Budget:
     enough_seconds: float | None
 
 
+# Where a pass waits for weights, larger trees pay, and small ones are known to.
+OFFLOADED, OFFLOADED_QUICK = "1,8,16,32,48,64,96,128", "1,16,32,64,128"
 FULL = Budget(0.02, 100_000, 10, 5, 128, "1,2,4,8", "1,2,3,4,5,6,8,12,16,32,64", 512, 32, 3, None)
 QUICK = Budget(0.07, 4_000, 4, 3, 32, "1,4", "1,2,4,8,16,32", 128, 24, 2, 60)
 
@@ -108,7 +110,8 @@ def tune(
     tokens: Annotated[
         str | None,
         typer.Option(
-            help=f"Tree sizes to time; no larger tree is chosen. {_default('tokens')}",
+            help=f"Tree sizes to time; no larger tree is chosen. {_default('tokens')} With "
+            f"--offload-directory {OFFLOADED}, or {OFFLOADED_QUICK}.",
             show_default=False,
         ),
     ] = None,
@@ -158,7 +161,10 @@ def tune(
     note_grown(target, draft)
     budget = QUICK if quick else FULL
     usual_context = context or budget.context
-    sizes = numbers("--tokens", tokens or budget.tokens)
+    usual_sizes = budget.tokens
+    if offload_directory is not None:
+        usual_sizes = OFFLOADED_QUICK if quick else OFFLOADED
+    sizes = numbers("--tokens", tokens or usual_sizes)
     engine = EngineSpec(
         target, draft, dtype=dtype, tensor_parallel_size=tensor_parallel_size,
         enforce_eager=eager, kv_cache_gib=kv_cache_gib,

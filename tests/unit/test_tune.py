@@ -296,6 +296,36 @@ def test_tune_from_files(library, files):
     assert AcceptanceFile.load(kept.acceptance) == vector()
 
 
+def test_larger_trees_are_timed_where_weights_come_from_a_disk(
+    library, files, tmp_path, monkeypatch
+):
+    timed = []
+
+    def measured(path, settings, **unused):
+        timed.append(settings.tokens[-1])
+        return PAYS
+
+    monkeypatch.setattr(tune_command.profile_command, "measure_into", measured)
+    command = ["tune", "--model", TARGET, "--draft-model", DRAFT, "--acceptance", files[0]]
+    for more in ([], ["--offload-directory", str(tmp_path)]):
+        done = CliRunner().invoke(app, [*command, "--quick", *more])
+        assert done.exit_code == 0, done.output
+    assert timed == [32, 128]
+
+
+def test_tune_says_how_well_it_knows(library, files, tmp_path):
+    counted = vector(acceptance=[0.7, 0.1], trials=[1000, 1000])
+    (tmp_path / "counted.json").write_text(json.dumps(counted.to_dict()))
+    found = call(str(tmp_path / "counted.json"), files[1], "--json")
+    known = json.loads(found.stdout)["tokens_margins"]
+    assert all(0 < margin < 0.3 for margin in known)
+    shown = call(str(tmp_path / "counted.json"), files[1]).output
+    assert f" ±{known[0]:.2f}" in shown
+    assert json.loads(call(files[0], files[1], "--json").stdout)["tokens_margins"] == [None] * len(
+        known
+    )
+
+
 def test_tune_says_what_it_expects(library, files):
     shown = " ".join(call(files[0], files[1]).output.split())
     assert "256 tokens of context" in shown
