@@ -8,6 +8,7 @@ import pytest
 
 from sequoia_vllm.engine.request_options import MOST_DRAFTS
 from sequoia_vllm.testing.laws import assert_same_law
+from tests.support.block_heads import save_dflash2, save_dspark
 from tests.support.editing import SIBLINGS_FIRST, edited_params
 from tests.support.engines import running, sequoia
 from tests.support.generating import (
@@ -413,19 +414,26 @@ def test_a_draft_with_another_vocabulary_leaves_the_law(tmp_path):
     assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "dflash2"])
 def test_a_head_leaves_the_law(kind, tmp_path):
-    """One drafts a part of the vocabulary only; all nodes of a level of the other have one Q."""
+    """Two draft a part of the vocabulary only; all nodes of a level of another have one Q.
+
+    The last has two candidates at each level, and nodes have up to three children: those that
+    are left are drawn uniformly.
+    """
     target = str(
         save_llama(
             tmp_path / "target", seed=3, scale=0.6, vocab_size=LAW_VOCAB, num_hidden_layers=2,
             max_position_embeddings=64,
         )
     )  # fmt: skip
-    if kind == "eagle3":
-        head = save_eagle3(tmp_path / "head", target, HEAD_TOKENS, scale=0.3)
-    else:
-        head = save_dflash(tmp_path / "head", target, scale=0.5)
+    path = tmp_path / "head"
+    head = {
+        "eagle3": lambda: save_eagle3(path, target, HEAD_TOKENS, scale=0.3),
+        "dflash": lambda: save_dflash(path, target, scale=0.5),
+        "dspark": lambda: save_dspark(path, target, HEAD_TOKENS, scale=0.3),
+        "dflash2": lambda: save_dflash2(path, target, top_k=2, scale=0.3),
+    }[kind]()
     answer = call_on_gpu(generate_for_law, tmp_path, target=target, draft=head, method="traversal")
-    paths = (target, HEAD_TOKENS if kind == "eagle3" else list(range(LAW_VOCAB)))
+    paths = (target, HEAD_TOKENS if kind in ("eagle3", "dspark") else list(range(LAW_VOCAB)))
     assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)

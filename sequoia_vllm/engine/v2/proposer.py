@@ -66,7 +66,7 @@ class TreeProposer(DraftModelSpeculator):
         self.backend = backend
         self.modes = RequestModes(self.max_num_reqs, thinks_first(vllm_config))
         drafts, fewer = scheduled_drafts(vllm_config), fewer_drafts(vllm_config)
-        self.plan = DraftPlan(tree, drafts, self.max_num_tokens, fewer)
+        self.plan = DraftPlan(tree, drafts, self.max_num_tokens, fewer, self._least_rows())
         steps_ahead = vllm_config.max_concurrent_batches - 1
         self.reading = self._new_reading(steps_ahead)
         self.batch = DraftBatch(self.max_num_reqs, device, self.lag)
@@ -99,6 +99,10 @@ class TreeProposer(DraftModelSpeculator):
     @abstractmethod
     def _reads_without_drafting(self, batch: InputBatch) -> bool:
         """Whether what this step committed must be read although nothing is drafted."""
+
+    def _least_rows(self) -> int:
+        """Rows that every request has in some pass, however small its tree."""
+        return 1
 
     # -- what drafts read besides tokens: here nothing --------------------------------------
 
