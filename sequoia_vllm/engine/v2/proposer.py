@@ -31,9 +31,8 @@ from sequoia_vllm.engine.v2.draft_graphs import DraftGraphs
 from sequoia_vllm.engine.v2.draft_loading import nothing_offloaded
 from sequoia_vllm.engine.v2.draft_model import CachedDraftModel, DraftCache
 from sequoia_vllm.engine.v2.ragged_rows import RaggedRows
-from sequoia_vllm.engine.v2.reading import DraftReading
 from sequoia_vllm.engine.v2.request_modes import RequestModes
-from sequoia_vllm.engine.v2.step_reading import StepReading
+from sequoia_vllm.engine.v2.request_reading import RequestReading
 from sequoia_vllm.engine.v2.tree_memory import allocate_drafted, most_scored, take_logits_memory
 
 
@@ -78,7 +77,7 @@ class TreeProposer(DraftModelSpeculator):
     # -- what kinds of drafts differ in ---------------------------------------------------
 
     @abstractmethod
-    def _new_reading(self, steps_ahead: int) -> DraftReading | StepReading:
+    def _new_reading(self, steps_ahead: int) -> RequestReading:
         """Follows what the draft has read; vLLM schedules so many steps ahead."""
 
     @abstractmethod
