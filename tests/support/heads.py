@@ -100,7 +100,7 @@ _AS_THE_TARGET = (
 )  # fmt: skip
 
 
-def save_mimo(directory: Path, share: float = 0.2, cycle: float = 0.06) -> str:
+def save_mimo(directory: Path, share: float = 0.2, cycle: float = 0.06, vocab: int = 256) -> str:
     """A tiny MiMo target with one layer of multi-token prediction (MTP), with random weights.
 
     Args:
@@ -108,8 +108,9 @@ def save_mimo(directory: Path, share: float = 0.2, cycle: float = 0.06) -> str:
         share: How little the layers add to the token's embedding, from 0 to 1: so much do target
             and MTP layer have in common.
         cycle: How sure both are that after a token comes the next one.
+        vocab: Its tokens.
     """
-    vocab, layers, hidden, width, heads, kv_heads = 256, 2, 64, 128, 2, 1
+    layers, hidden, width, heads, kv_heads = 2, 64, 128, 2, 1
     head_dim = hidden // heads
     generator = torch.Generator().manual_seed(7)
     noise = 1.0 - share

@@ -24,7 +24,7 @@ from tests.support.generating import (
     random_prompts,
     save_related_pair,
 )
-from tests.support.heads import save_dflash, save_eagle3
+from tests.support.heads import save_dflash, save_eagle3, save_mimo
 from tests.support.models import next_probabilities, save_llama, save_word_tokenizer
 from tests.support.on_gpu import call_on_gpu
 from tests.support.on_v2 import call_on_v2
@@ -293,8 +293,11 @@ def law_settings(index: int) -> tuple[float, float, int, float]:
     return LAW_SETTINGS[2 * index // LAW_REQUESTS][index % 2]
 
 
-def generate_for_law(target: str, draft: str, method: str, **more: Any) -> dict[str, Any]:
-    """Unseeded completions of many requests at once, as users' engines make them: from graphs."""
+def generate_for_law(target: str, draft: str | None, method: str, **more: Any) -> dict[str, Any]:
+    """Unseeded completions of many requests at once, as users' engines make them: from graphs.
+
+    Without a draft the target's own layer drafts.
+    """
     from vllm import SamplingParams
 
     params = [
@@ -306,6 +309,8 @@ def generate_for_law(target: str, draft: str, method: str, **more: Any) -> dict[
     ]  # fmt: skip
     requests = random_prompts([4] * LAW_REQUESTS, LAW_VOCAB)
     config = sequoia(size=4, depth=2, draft=draft, verification=method)
+    if draft is None:
+        config = config | {"model": None, "drafter": "mtp"}
     options = {"model": target, "max_model_len": 64, "max_num_seqs": 8, **more}
     with rehearsing(config, **options) as llm, processed_chunks() as chunks:
         return {**rehearse(llm, requests, params), "processed": chunks}
@@ -414,14 +419,13 @@ def test_a_draft_with_another_vocabulary_leaves_the_law(tmp_path):
     assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "dflash2"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "dflash2", "mtp"])
 def test_a_head_leaves_the_law(kind, tmp_path):
     """Two draft a part of the vocabulary only; all nodes of a level of another have one Q.
 
-    The last has two candidates at each level, and nodes have up to three children: those that
-    are left are drawn uniformly.
+    DFlash2 has two candidates at each level, and "mtp" is a layer of the target's checkpoint.
     """
-    target = str(
+    target = save_mimo(tmp_path / "mimo", vocab=LAW_VOCAB) if kind == "mtp" else str(
         save_llama(
             tmp_path / "target", seed=3, scale=0.6, vocab_size=LAW_VOCAB, num_hidden_layers=2,
             max_position_embeddings=64,
@@ -433,6 +437,7 @@ def test_a_head_leaves_the_law(kind, tmp_path):
         "dflash": lambda: save_dflash(path, target, scale=0.5),
         "dspark": lambda: save_dspark(path, target, HEAD_TOKENS, scale=0.3),
         "dflash2": lambda: save_dflash2(path, target, top_k=2, scale=0.3),
+        "mtp": lambda: None,
     }[kind]()
     answer = call_on_gpu(generate_for_law, tmp_path, target=target, draft=head, method="traversal")
     paths = (target, HEAD_TOKENS if kind in ("eagle3", "dspark") else list(range(LAW_VOCAB)))
