@@ -102,9 +102,9 @@ class SequoiaConfig(_Strict):
     )
     drafter: DrafterKind | None = Field(
         default=None,
-        description='What "model" is: a "model" of its own, or an "eagle3" or "dflash" head; or '
-        '"mtp", where none is given, as a layer of the target\'s own checkpoint drafts. None: '
-        "recognised by its configuration.",
+        description='What "model" is: a "model" of its own, or an "eagle3", "dflash" or "dspark" '
+        'head; or "mtp", where none is given, as a layer of the target\'s own checkpoint drafts. '
+        "None: recognised by its configuration.",
     )
     tree: str | TreeSpec | InstanceOf[TokenTree] | None = Field(
         default=None,

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-HeadKind = Literal["eagle3", "dflash", "mtp"]
+HeadKind = Literal["eagle3", "dflash", "dspark", "mtp"]
 """Heads read the target's hidden states, and share its embedding; one of "mtp" is a layer that
 the target's own checkpoint has."""
-DrafterKind = Literal["model", "eagle3", "dflash", "mtp"]
+DrafterKind = Literal["model", "eagle3", "dflash", "dspark", "mtp"]
 """A model of its own, or a head."""
 
 NAMES: dict[DrafterKind, str] = {
     "model": "a draft model",
     "eagle3": "an EAGLE-3 head",
     "dflash": "a DFlash head",
+    "dspark": "a DSpark head",
     "mtp": "a multi-token prediction (MTP) layer",
 }
 

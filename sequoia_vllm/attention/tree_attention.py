@@ -15,20 +15,23 @@ from torch import Tensor
 
 
 def within_window(ancestors: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """How deep query nodes are, and which of their ancestors a window lets them see.
+    """How deep query nodes are, and which of the nodes that they see a window leaves them.
 
     Args:
         ancestors: bool ``[Q, M]``: ``ancestors[q, j]`` says that node j is query q itself or
-            one of its ancestors. Parents come before their children.
-        window: Tokens that a query sees, itself included.
+            one of its ancestors. Parents come before their children. Or ``[Q, Q]``, all of it: a
+            block whose nodes see one another, each a position after the one before it.
+        window: Tokens that a query sees, itself included; of a block as many to both sides.
 
     Returns:
         ``(depths, seen)``: int64 ``[Q]``, 0 for a root; bool ``[Q, M]``.
     """
     # In the order of nodes a query's ancestors lie in the order of their depths.
     depth_of_ancestor = ancestors.long().cumsum(dim=1) - 1
-    depths = depth_of_ancestor[:, -1].contiguous()
-    return depths, ancestors & (depth_of_ancestor > depths[:, None] - window)
+    is_whole = ancestors.shape[0] == ancestors.shape[1]
+    own = depth_of_ancestor.diagonal() if is_whole else depth_of_ancestor[:, -1]
+    depths = own.contiguous()
+    return depths, ancestors & ((depth_of_ancestor - depths[:, None]).abs() < window)
 
 
 def tree_attention_mask(

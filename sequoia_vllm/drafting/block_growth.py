@@ -1,8 +1,12 @@
-"""Growth by a drafter that predicts all levels in one pass (DFlash, arXiv 2602.06036)."""
+"""Growth by a drafter that reads all levels in one pass (DFlash, arXiv 2602.06036).
+
+Some of its kin correct what the pass predicts by the tokens that were drafted meanwhile: then Q at
+a node depends on the node's token, too.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -10,6 +14,35 @@ from torch import Tensor
 
 from sequoia_vllm.drafting.growth import DraftModel, DraftStates, TreeGrowth, chain_width
 from sequoia_vllm.drafting.tree_tables import DraftLevels
+
+
+class BlockLogits(ABC):
+    """Draft logits at the nodes of R requests' trees, by what one pass left of each level."""
+
+    @abstractmethod
+    def at(self, depth: int, tokens: Tensor) -> Tensor:
+        """``[R * m, V]``: at the m nodes of a depth, request after request.
+
+        Args:
+            depth: Of the nodes; 0: the roots.
+            tokens: int ``[R, m]``: theirs.
+        """
+
+
+class IndependentLogits(BlockLogits):
+    """The same at all nodes of a level, whatever tokens lie above.
+
+    Args:
+        logits: ``[R, L, V]``: of each level.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def at(self, depth: int, tokens: Tensor) -> Tensor:
+        """See `BlockLogits.at`."""
+        shape = (*tokens.shape, self._logits.shape[2])
+        return self._logits[:, depth, None].expand(shape).reshape(-1, shape[2])
 
 
 class BlockModel(DraftModel):
@@ -25,31 +58,48 @@ class BlockModel(DraftModel):
             slots: int64 ``[groups, rows]``: where they go; -1: nowhere.
         """
 
+    @abstractmethod
+    def block_logits(self, hidden: Tensor, context: Tensor, roots: Tensor) -> BlockLogits:
+        """Logits at the nodes of R requests' trees.
+
+        Args:
+            hidden: ``[R, L, H]``: states of a pass at the positions that predict a level each.
+            context: ``[R, F]``: what keys and values of the last token before each root were
+                made from.
+            roots: int32 ``[R, 1]``: the roots' tokens.
+        """
+
 
 class BlockGrowth(TreeGrowth):
-    """Grows trees from one forward over a block of each request: its root, and a mask per level.
+    """Grows trees from one forward over a block of each request: its root, then masks.
 
-    All nodes of a level have the same Q, whatever tokens lie above them: that at the level's
-    mask. The children of each are drawn on their own, as verification takes Q at a node for
-    independent of what was drawn at others.
+    Q at a node is what the level's position predicts, in the light of the node's own token if
+    the drafter takes it into account (`BlockLogits`). The children of each are drawn on their
+    own, as verification takes Q at a node for independent of what was drawn at others.
 
     Args:
         mask_token: What stands at positions that are predicted.
+        root_predicts: The root's own position predicts the first level; else the first mask's.
+        levels: Every block's, of trees that are less deep, too; None: each tree's own.
         shared: As of `TreeGrowth`; its model is a `BlockModel`.
     """
 
     _model: BlockModel
 
-    def __init__(self, *, mask_token: int, **shared: Any) -> None:
+    def __init__(
+        self, *, mask_token: int, root_predicts: bool, levels: int | None, **shared: Any
+    ) -> None:
         super().__init__(**shared)
         self._mask_token = mask_token
+        self._before = 0 if root_predicts else 1
+        self._levels = levels
         self._sees_all = torch.ones_like(self._chain)
 
     def read_committed(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> DraftStates:
         """Keeps the context of up to `chain_width` committed tokens of each request.
 
         Returns:
-            What it was made from.
+            What that of each request's last one was made from, R rows.
         """
         batch, width, inputs = self._batch, chain_width(levels), self._inputs
         rows = num_reqs * width
@@ -64,11 +114,11 @@ class BlockGrowth(TreeGrowth):
         assert self._target_states is not None
         states = self._model.feedback_of(self._target_states[:rows])
         self._model.store_context(states, inputs.positions[:rows], inputs.slots[:, :rows])
-        return DraftStates(states)
+        return DraftStates(states).rows(inputs.last_rows[:num_reqs])
 
     def grow(self, num_reqs: int, levels: DraftLevels, roots: DraftStates, max_keys: int) -> None:
         """One forward over every request's block, then the children of each level's nodes."""
-        batch, width = self._batch, chain_width(levels)
+        batch, width = self._batch, (self._levels or levels.tree.depth) + self._before
         self._inputs.read_block(
             requests=batch.slots[:num_reqs],
             roots=batch.roots[:num_reqs],
@@ -79,10 +129,10 @@ class BlockGrowth(TreeGrowth):
             longest=self._draft_max_len,
         )
         states = self._forward(batch.roots[:num_reqs], 0, width, self._sees_all, max_keys, None)
-        # The root's own row predicts nothing.
-        masks = states.hidden.view(num_reqs, width, -1)[:, 1:].flatten(0, 1)
-        logits = self._model.compute_logits(masks).view(num_reqs, width - 1, -1)
+        tokens = self._inputs.token_ids[: num_reqs * width].view(num_reqs, width)[:, :1]
+        predicting = states.hidden.view(num_reqs, width, -1)[:, self._before :]
+        logits = self._model.block_logits(predicting, roots.hidden, tokens)
         for level in levels.levels:
-            shape = (num_reqs, level.width, logits.shape[2])
-            of_level = logits[:, level.depth, None].expand(shape).reshape(-1, shape[2])
-            self._drafted.draw(batch, num_reqs, levels, level, of_level)
+            if level.depth > 0:
+                tokens = self._drafted.tokens[:num_reqs].index_select(1, level.nodes)
+            self._drafted.draw(batch, num_reqs, levels, level, logits.at(level.depth, tokens))

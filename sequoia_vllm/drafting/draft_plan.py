@@ -27,6 +27,7 @@ class DraftPlan:
         drafts_by_batch: Drafts per request of batches of 1, 2, ... requests; 0: none.
         most_rows: Most rows of a pass (vLLM's ``max_num_batched_tokens``).
         fewer: Other numbers of drafts that batches may change over to, from more.
+        least_rows: Rows that every request has in some pass, however small its tree.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class DraftPlan:
         drafts_by_batch: Sequence[int],
         most_rows: int,
         fewer: Sequence[int] = (),
+        least_rows: int = 1,
     ) -> None:
         self._tree = tree
+        self._least_rows = least_rows
         self._most_rows = most_rows
         self._largest_batch = len(drafts_by_batch)
         self._most_requests: dict[int, int] = {}  # asked in every step
@@ -96,7 +99,7 @@ class DraftPlan:
     def rows_per_request(self, drafts: int) -> int:
         """Rows of a request in the widest pass: a level's nodes, or a path that is read."""
         tree = self._trimmed(drafts)
-        return max(tree.depth + 1, *level_widths(tree))
+        return max(self._least_rows, tree.depth + 1, *level_widths(tree))
 
     def graph_sizes(self, drafts: int) -> list[int]:
         """Requests of the CUDA graphs for this number of drafts, ascending.

@@ -11,10 +11,10 @@ from vllm import envs
 from vllm.config.speculative import MTPModelTypes, SpeculativeConfig
 from vllm.platforms import current_platform
 
-from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.config import ConfigError
 from sequoia_vllm.drafters import NAMES, DrafterKind, is_head
-from sequoia_vllm.engine.block_heads import attention_problem, most_levels
-from sequoia_vllm.engine.draft_config import read_draft_config
+from sequoia_vllm.engine.block_heads import block_problem, drafts_blocks, most_levels
+from sequoia_vllm.engine.draft_config import DraftReader
 from sequoia_vllm.engine.head_target import target_differences
 from sequoia_vllm.engine.mtp_layers import check_mtp_layers
 
@@ -37,43 +37,41 @@ class Recognised:
     method: str | None = None
 
 
-def drafter_kind(draft: str, config: SequoiaConfig, target_model_config: Any) -> DrafterKind:
+def drafter_kind(draft: str, reader: DraftReader) -> DrafterKind:
     """The kind of a checkpoint, which its path does not tell.
 
     Args:
         draft: Name or path.
-        config: What the user gave: ``drafter`` is checked, and needed where a head's
-            configuration is that of a model.
-        target_model_config: vLLM's configuration of the target.
+        reader: Of the engine. What the user gave as ``drafter`` is checked, and needed where a
+            head's configuration is that of a model.
 
     Raises:
         ConfigError: Trees do not draft with it, or it is not what ``drafter`` says, or it is
             a head that was made for another target; names what it is, and the fix.
     """
-    if config.drafter == "mtp":
-        check_mtp_layers(target_model_config)
+    given, target = reader.config.drafter, reader.target
+    if given == "mtp":
+        check_mtp_layers(target)
         return "mtp"
     try:
-        head = read_draft_config(target_model_config, draft, config)
+        head = reader.read(draft)
         found = recognise(head)
     except (OSError, ValueError, RuntimeError):
-        return config.drafter or "model"  # vLLM reads it again, and says what is wrong with it
-    kind = _agreed(found, draft, config.drafter)
+        return given or "model"  # vLLM reads it again, and says what is wrong with it
+    kind = _agreed(found, draft, given)
     if is_head(kind):
-        _check_target(head, draft, kind, target_model_config)
+        _check_target(head, draft, kind, target)
     if kind == "dflash":
-        _check_attention(head, draft)
+        _check_block(head, draft)
     return kind
 
 
-def drafted_levels(
-    draft: str, kind: DrafterKind, config: SequoiaConfig, target_model_config: Any
-) -> int | None:
+def drafted_levels(draft: str, kind: DrafterKind, reader: DraftReader) -> int | None:
     """How deep the trees are at most that a checkpoint of this kind drafts; None: any number."""
-    if kind != "dflash":
+    if not drafts_blocks(kind):
         return None
     try:
-        return most_levels(read_draft_config(target_model_config, draft, config))
+        return most_levels(reader.read(draft), kind)
     except (OSError, ValueError, RuntimeError):
         return None  # vLLM reads it again, and says what is wrong with it
 
@@ -144,22 +142,28 @@ def _check_target(head: Any, draft: str, kind: DrafterKind, target: Any) -> None
         )
 
 
-def _check_attention(head: Any, draft: str) -> None:
-    if problem := attention_problem(head):
+def _check_block(head: Any, draft: str) -> None:
+    if problem := block_problem(head):
         raise ConfigError(
-            f"{draft!r} is {NAMES['dflash']} that {problem}, which trees do not draft with: give "
-            '"model" another head or a draft model, or use vLLM\'s own method "dflash" for chains'
+            f"{draft!r} is {NAMES['dflash']} that {problem}, which neither trees nor vLLM's chains "
+            'draft with: give "model" another head or a draft model'
         )
 
 
+_OTHER_DSPARK = Recognised(
+    None, "a DSpark head of another architecture than Qwen3's", None, "dspark"
+)
+_XPRESS = Recognised(None, "an XPress drafter, which refines the tokens of a block together")
 # By whole architecture names, in this order; EAGLE-1 heads and MTP layers come last.
 _ARCHITECTURES = (
     (r"P[Ee]agle.*", Recognised(None, "a P-EAGLE head, which drafts in parallel", None, "eagle3")),
     (r"Eagle3.*|.*Eagle3", Recognised("eagle3", NAMES["eagle3"])),
-    (r".*DSpark.*", Recognised(None, "a DSpark drafter", None, "dspark")),
-    (r"DFlash2.*", Recognised(None, "a DFlash2 drafter", None, "dflash")),
-    (r".*XPress.*", Recognised(None, "an XPress drafter", None, "dflash")),
-    (r"LiLiCorr.*", Recognised(None, "a LiLiCorr drafter", None, "dflash")),
+    (r".*XPress.*", _XPRESS),
+    (r"Qwen3DSparkModel", Recognised("dspark", NAMES["dspark"])),
+    (r".*DSpark.*", _OTHER_DSPARK),
+    (r"DFlash2DraftModel", Recognised("dflash", "a DFlash2 head")),
+    (r"LiLiCorrDraftModel", Recognised("dflash", "a LiLiCorr head")),
+    (r"DFlash2.*", Recognised(None, "a DFlash2 head of another architecture", None, "dflash")),
     (r"DFlashLaguna.*", Recognised(None, "a DFlash head of Laguna", None, "dflash")),
     (r"DFlash.*|.*DFlash|MuseGlimmerAssistantModel", Recognised("dflash", NAMES["dflash"])),
     (r"Eagle.*", Recognised(None, "an EAGLE-1 head", None, "eagle")),
@@ -177,8 +181,8 @@ _TYPES = {
 }
 # Fields that only such drafters have, where the architecture is that of a model; in this order.
 _FIELDS = (
-    ("markov_rank", Recognised(None, "a DSpark drafter", None, "dspark")),
-    ("dspark_block_size", Recognised(None, "a DSpark drafter", None, "dspark")),
+    ("markov_rank", _OTHER_DSPARK),
+    ("dspark_block_size", _OTHER_DSPARK),
     ("dflash_config", Recognised("dflash", NAMES["dflash"])),
     ("draft_vocab_size", Recognised("eagle3", NAMES["eagle3"])),
     ("eagle_config", Recognised("eagle3", NAMES["eagle3"])),
@@ -188,8 +192,8 @@ _FIELDS = (
 _PARALLEL = ("ptd_token_id", "pard_token")
 # In a DFlash configuration: what only drafters have that were made of it, and draft otherwise.
 _OF_SUCCESSORS = {
-    "selector_rank": Recognised(None, "a DFlash2 drafter", None, "dflash"),
-    "projector_type": Recognised(None, "a Domino drafter"),
+    "selector_rank": Recognised(None, "a DFlash2 head under the name of another architecture"),
+    "projector_type": Recognised(None, "a Domino drafter, which vLLM does not run"),
 }
 
 
@@ -197,7 +201,7 @@ def recognise(config: Any) -> Recognised:
     """What a configuration says of its checkpoint, as vLLM reads it (from neither name nor path).
 
     Args:
-        config: As `read_draft_config` returns it.
+        config: As `DraftReader` reads it.
     """
     found = _by_architecture(config) or _by_type(config) or _by_field(config)
     if found is None:
@@ -208,7 +212,7 @@ def recognise(config: Any) -> Recognised:
             None, "a P-EAGLE head, which drafts in parallel", f"it has {token}", "eagle3"
         )
     for key, successor in _OF_SUCCESSORS.items():
-        if found.kind == "dflash" and key in (getattr(config, "dflash_config", None) or {}):
+        if found.name == NAMES["dflash"] and key in (getattr(config, "dflash_config", None) or {}):
             return _with_sign(successor, f"it has {key}")
     return found
 
@@ -219,6 +223,8 @@ def _with_sign(found: Recognised, sign: str) -> Recognised:
 
 def _by_architecture(config: Any) -> Recognised | None:
     for name in getattr(config, "architectures", None) or ():
+        if name == "DSparkDraftModel" and getattr(config, "model_type", None) == "qwen3":
+            return _with_sign(Recognised("dspark", NAMES["dspark"]), f"its architecture is {name}")
         for pattern, found in _ARCHITECTURES:
             if re.fullmatch(pattern, name):
                 return _with_sign(found, f"its architecture is {name}")

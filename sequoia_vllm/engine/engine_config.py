@@ -19,6 +19,7 @@ from sequoia_vllm.engine.command_errors import short_in_commands
 from sequoia_vllm.engine.contract import check_contract
 from sequoia_vllm.engine.device_name import current_device_name
 from sequoia_vllm.engine.draft_checks import draft_problem
+from sequoia_vllm.engine.draft_config import DraftReader
 from sequoia_vllm.engine.drafter_kind import (
     check_method,
     drafted_levels,
@@ -145,9 +146,10 @@ def create_speculative_config(
     device, devices = current_device_name(), target_parallel_config.tensor_parallel_size
     dtype = str(target_model_config.dtype).removeprefix("torch.")
     source = weight_source(self)
+    reader = DraftReader(target_model_config, config)
 
     def read_shapes(draft: str, drafter: DrafterKind) -> PairShapes:
-        shapes = pair_shapes(target_model_config, draft, config, drafter)
+        shapes = pair_shapes(draft, reader, drafter)
         if source is None:
             return shapes
         # A disk is read to know its rate: only where the choice of a tree asks for it.
@@ -161,8 +163,8 @@ def create_speculative_config(
         dtype=dtype,
         tensor_parallel_size=devices,
         kinds=kinds_here(),
-        read_kind=lambda draft: drafter_kind(draft, config, target_model_config),
-        read_levels=lambda draft, kind: drafted_levels(draft, kind, config, target_model_config),
+        read_kind=lambda draft: drafter_kind(draft, reader),
+        read_levels=lambda draft, kind: drafted_levels(draft, kind, reader),
         read_shapes=read_shapes,
         max_model_len=target_model_config.max_model_len,
         runs=how_it_runs(config, self.enforce_eager),

@@ -40,7 +40,7 @@ def target_hidden_size(head: Any) -> int | None:
 
 def hidden_state_layers(head: Any) -> list[int]:
     """Layers of the target whose hidden states a head reads; empty: left to vLLM's defaults."""
-    names = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
+    names = "eagle_aux_hidden_state_layer_ids", "dspark_target_layer_ids", "target_layer_ids"
     places = head, getattr(head, "eagle_config", None), getattr(head, "dflash_config", None)
     for place in places:
         for name in names:

@@ -7,28 +7,23 @@ from typing import Any
 
 from vllm.transformers_utils.config import get_hf_text_config
 
-from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.drafters import DrafterKind, HeadKind
-from sequoia_vllm.engine.draft_config import read_draft_config
+from sequoia_vllm.engine.draft_config import DraftReader
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware.model_config import ShapeError, read_shape
 from sequoia_vllm.hardware.models import ModelShape, PairShapes
 
 
-def pair_shapes(
-    target: Any, draft: str, config: SequoiaConfig, drafter: DrafterKind = "model"
-) -> PairShapes:
+def pair_shapes(draft: str, reader: DraftReader, drafter: DrafterKind = "model") -> PairShapes:
     """What vLLM's configuration of the target, and the draft's own, say of their sizes.
 
     Args:
-        target: vLLM's configuration of the target.
-        draft: Name or path of the draft; vLLM makes its configuration of it only later,
-            when it must know the number of drafts.
-        config: What the user gave; its keys for the draft count.
+        draft: Name or path of the draft.
+        reader: Of the engine.
         drafter: What the draft is.
     """
     problems: list[str] = []
-    quantization = config.draft_keys().get("quantization")
+    target, quantization = reader.target, reader.config.draft_keys().get("quantization")
     head: HeadKind | None = None if drafter == "model" else drafter
 
     def read(shape: Callable[[], ModelShape]) -> ModelShape | None:
@@ -41,7 +36,7 @@ def pair_shapes(
     return PairShapes(
         target=read(lambda: read_shape(target.hf_text_config, target.model, target.quantization)),
         draft=read(
-            lambda: read_shape(_draft_text_config(target, draft, config), draft, quantization, head)
+            lambda: read_shape(_draft_text_config(draft, reader), draft, quantization, head)
         ),
         head=head,
         problem="; ".join(problems) or None,
@@ -57,10 +52,10 @@ def head_shape(vllm_config: Any) -> ModelShape | None:
     return read_shape(draft.hf_text_config, draft.model, draft.quantization, kind)
 
 
-def _draft_text_config(target: Any, draft: str, config: SequoiaConfig) -> Any:
-    """The draft's, as `read_draft_config`."""
+def _draft_text_config(draft: str, reader: DraftReader) -> Any:
+    """The draft's."""
     try:
-        return get_hf_text_config(read_draft_config(target, draft, config))
+        return get_hf_text_config(reader.read(draft))
     except (OSError, ValueError, RuntimeError) as error:
         # vLLM reads it again right after this, and then says what the user should do.
         first = (str(error).splitlines() or [type(error).__name__])[0]

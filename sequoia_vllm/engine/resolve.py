@@ -103,7 +103,7 @@ def resolve(
     shapes = cache(lambda: read_shapes(draft, drafter)) if read_shapes else None
     levels = read_levels(draft, drafter) if read_levels else None
     choice = choose_engine_tree(config, pair, shapes, max_model_len, runs, levels)
-    check_depth(choice.tree, levels, draft)
+    check_depth(choice.tree, levels, draft, drafter)
     to_time = None
     if config.tune_at_start and choice.lacks_times and shapes and runs is not None:
         to_time = _to_time(pair, shapes(), runs)

@@ -93,13 +93,25 @@ def _head_shape(reader: _Reader, kind: HeadKind) -> HeadShape:
         )
     layers = _stated_layers(reader, "dflash_config", "target_layer_ids")
     block = reader.value("block_size")
-    before = 0 if reader.nested("dflash_config", "sample_from_anchor") else 1
+    if kind == "dspark":
+        layers = layers or len(
+            reader.value("dspark_target_layer_ids") or reader.value("target_layer_ids") or ()
+        )
+        block = reader.value("dspark_block_size") if block is None else block
+    before = 0 if _root_predicts(reader, kind) else 1
     return HeadShape(
         kind=kind,
         reads=(layers or reader.count("num_hidden_layers")) * width,
         output_vocab=None if own in (None, vocab) else own,
         levels=None if block is None else block - before,
     )
+
+
+def _root_predicts(reader: _Reader, kind: HeadKind) -> bool:
+    """Whether a block's first position predicts the first level."""
+    if kind == "dspark":
+        return reader.value("sample_from_anchor") is not False
+    return bool(reader.nested("dflash_config", "sample_from_anchor"))
 
 
 def _stated_layers(reader: _Reader, place: str, key: str) -> int:

@@ -136,16 +136,14 @@ class NodeMask:
         """Of a bool ``[N, N]`` as `pack_ancestors` takes it, or of a block: all see all.
 
         Raises:
-            ValueError: See `pack_ancestors`; or a block has a window.
+            ValueError: See `pack_ancestors`.
         """
         nodes = len(ancestors)
+        depths, within = within_window(ancestors, window or nodes)
+        depths = depths.to(torch.int32)
         if nodes > 1 and ancestors.all():
-            if window is not None:
-                raise ValueError("a block whose nodes see one another cannot have a window")
-            depths = torch.arange(nodes, dtype=torch.int32, device=ancestors.device)
-            return cls(_pack(ancestors), depths, ahead=nodes - 1)
-        depths, within = within_window(ancestors, window or len(ancestors))
-        return cls(pack_ancestors(within), depths.to(torch.int32), window)
+            return cls(_pack(within), depths, window, ahead=nodes - 1)
+        return cls(pack_ancestors(within), depths, window)
 
 
 class NodeMasks:

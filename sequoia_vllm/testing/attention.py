@@ -45,7 +45,8 @@ def tree_attention_reference(
         key_scale, value_scale: What stored keys and values are multiplied by.
         elsewhere: What rows hold that are no request's.
         window: Positions that a node sees, its own included; a node's is its depth after the
-            context. None: all.
+            context. Of a block, whose nodes see one another, each lies a position after the one
+            before it, and sees as many to both sides. None: all.
         soft_cap, sinks: As `dense_attention` has them.
 
     Returns:
@@ -64,10 +65,10 @@ def tree_attention_reference(
         hidden = ~ancestors[nodes.start : nodes.stop, : nodes.stop]
         hidden = torch.cat([hidden.new_zeros(len(nodes), context), hidden], dim=1)
         if window is not None:
-            depths = ancestors[: nodes.stop].sum(dim=1) - 1
+            depths = ancestors[: nodes.stop].tril().sum(dim=1) - 1
             positions = torch.cat([torch.arange(context).to(depths), context + depths])
             own = positions[context + nodes.start :]
-            hidden |= own[:, None] - positions[None, :] >= window
+            hidden |= (own[:, None] - positions[None, :]).abs() >= window
         output[first:last], _ = dense_attention(
             query[first:last], keys * key_scale, values * value_scale, scale, hidden, soft_cap,
             sinks,

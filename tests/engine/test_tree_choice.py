@@ -10,6 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine import engine_config, load, tree_choice
+from sequoia_vllm.engine.draft_config import DraftReader
 from sequoia_vllm.engine.model_shapes import pair_shapes
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.tree_choice import choose_engine_tree
@@ -121,15 +122,15 @@ def test_the_embedded_pair_is_known_by_its_files(tmp_path):
 
 def test_shapes_of_both_models(tmp_path):
     target = EngineArgs(model=TARGET).create_model_config()
-    shapes = pair_shapes(target, DRAFT, SequoiaConfig())
+    shapes = pair_shapes(DRAFT, DraftReader(target, SequoiaConfig()))
     assert shapes.problem is None
     assert (shapes.target.layers, shapes.draft.layers) == (4, 2)
     assert shapes.target.hidden == 256
     assert (shapes.draft.hidden, shapes.draft.head_size, shapes.draft.tied) == (192, 32, True)
     assert not shapes.quantized
-    quantized = pair_shapes(target, DRAFT, SequoiaConfig(quantization="fp8"))
+    quantized = pair_shapes(DRAFT, DraftReader(target, SequoiaConfig(quantization="fp8")))
     assert quantized.draft.layer_weight_bytes == 1.0
-    missing = pair_shapes(target, str(tmp_path / "nowhere"), SequoiaConfig())
+    missing = pair_shapes(str(tmp_path / "nowhere"), DraftReader(target, SequoiaConfig()))
     assert missing.target == shapes.target
     assert missing.draft is None
     assert missing.problem.startswith("cannot read the configuration of")

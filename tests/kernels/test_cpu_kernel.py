@@ -73,7 +73,8 @@ def test_long_and_short_contexts_in_one_batch(dtype, heads):
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2)])
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 31, 70, 1000, 5000])
 @pytest.mark.parametrize(("soft_cap", "sunk"), [(0.0, False), (3.0, False), (0.0, True)])
-def test_windows_soft_caps_and_sinks(heads, window, soft_cap, sunk):
+@pytest.mark.parametrize("is_block", [False, True])
+def test_windows_soft_caps_and_sinks(heads, window, soft_cap, sunk, is_block):
     """By hand: what the compiled kernel and the one in torch give is the dense reference's."""
     generator = torch.Generator().manual_seed(window or 0)
     shape = AttentionShape(*heads, 48, BLOCK, 0.5, torch.float32, window, soft_cap)
@@ -83,6 +84,8 @@ def test_windows_soft_caps_and_sinks(heads, window, soft_cap, sunk):
     query = torch.randn(4, 6, heads[0], 48, generator=generator)
     sinks = torch.randn(heads[0], generator=generator) * 3 if sunk else None
     ancestors = TreeTables(TokenTree((-1, 0, 0, 1, 3, 4)), torch.device("cpu")).ancestors
+    if is_block:
+        ancestors = torch.ones_like(ancestors)
     # Blocks before every window belong to nobody: nothing of them may be read.
     for row, context in enumerate(contexts.tolist()):
         gone = 0 if window is None else max(0, context - window + 1) // BLOCK

@@ -10,7 +10,6 @@ from sequoia_vllm.kernels.attention_tiles import (
     choose_tile,
 )
 from sequoia_vllm.kernels.tree_attention import (
-    NodeMask,
     TreeAttentionWorkspace,
     pack_ancestors,
 )
@@ -256,9 +255,14 @@ def test_blocks_whose_nodes_all_see_one_another(size, heads, processors):
     assert_close(batch.run(processors), batch.expected())
 
 
-def test_a_block_has_no_window():
-    with pytest.raises(ValueError, match="window"):
-        NodeMask.of(torch.ones(3, 3, dtype=torch.bool), window=4)
+@pytest.mark.parametrize("window", [2, 9, 20, 5000])
+def test_windows_of_blocks(window):
+    """Each of its nodes lies a position after the one before it."""
+    batch = Batch([0, 37, 300], [9] * 3, heads=(4, 2))
+    batch.ancestors = torch.ones_like(batch.ancestors)
+    expected = batch.expected(window=window)
+    batch.drop_blocks_before(window)
+    assert_close(batch.run(8, window=window), expected)
 
 
 def test_a_wrong_mask_gives_another_answer():

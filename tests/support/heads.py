@@ -32,7 +32,7 @@ def save_eagle3(
         scale: Of its LM head's: how sure it is of what it drafts.
         layers: The target's layers before which the hidden states are taken that it reads.
     """
-    config, random = _as_the_target(target), _random_matrices(seed)
+    config, random = _as_the_target(target), random_matrices(seed)
     hidden = config["hidden_size"]
     weights = {
         "fc.weight": random(hidden, len(layers) * hidden),
@@ -49,36 +49,48 @@ def save_eagle3(
         "eagle_aux_hidden_state_layer_ids": list(layers),
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
     }
-    return _save(directory, {**config, **own}, weights)
+    return save_head(directory, {**config, **own}, weights)
 
 
-def save_dflash(directory: Path, target: str, seed: int = 0, scale: float = 1.0) -> str:
-    """A DFlash head of one layer for this target, with random weights; blocks of 8, mask token 0.
+def save_dflash(
+    directory: Path, target: str, seed: int = 0, scale: float = 1.0, layers: int = 1, **own: Any
+) -> str:
+    """A DFlash head for this target, with random weights; blocks of 8, mask token 0.
 
     Args:
         directory: Where it goes.
         target: Folder of a Llama model, whose embedding and output it shares.
         seed: Of its weights.
         scale: Of its last norm's: how sure it is of what it drafts.
+        layers: Of its own.
+        own: What else its configuration has.
     """
-    config, random = _as_the_target(target), _random_matrices(seed)
-    hidden = config["hidden_size"]
-    head_dim = config["head_dim"]
+    config, weights = dflash_parts(target, seed, scale, layers)
+    return save_head(directory, {**config, **own}, weights)
+
+
+def dflash_parts(
+    target: str, seed: int = 0, scale: float = 1.0, layers: int = 1
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Configuration and weights of a DFlash head, as `save_dflash`."""
+    config, random = _as_the_target(target), random_matrices(seed)
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
     weights = {
         "fc.weight": random(hidden, hidden),
-        **_layer(random, config, "layers.0", read=hidden),
-        "layers.0.self_attn.q_norm.weight": torch.ones(head_dim),
-        "layers.0.self_attn.k_norm.weight": torch.ones(head_dim),
         "hidden_norm.weight": torch.ones(hidden),
         "norm.weight": torch.full((hidden,), scale),
     }
+    for name in (f"layers.{index}" for index in range(layers)):
+        weights |= _layer(random, config, name, read=hidden)
+        weights |= {f"{name}.self_attn.{n}_norm.weight": torch.ones(head_dim) for n in "qk"}
     own = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
+        "num_hidden_layers": layers,
         "block_size": 8,
         "dflash_config": {"mask_token_id": 0, "target_layer_ids": [0]},
     }
-    return _save(directory, {**config, **own}, weights)
+    return {**config, **own}, weights
 
 
 _AS_THE_TARGET = (
@@ -88,7 +100,7 @@ _AS_THE_TARGET = (
 )  # fmt: skip
 
 
-def save_mimo(directory: Path, share: float = 0.2, cycle: float = 0.06) -> str:
+def save_mimo(directory: Path, share: float = 0.2, cycle: float = 0.06, vocab: int = 256) -> str:
     """A tiny MiMo target with one layer of multi-token prediction (MTP), with random weights.
 
     Args:
@@ -96,8 +108,9 @@ def save_mimo(directory: Path, share: float = 0.2, cycle: float = 0.06) -> str:
         share: How little the layers add to the token's embedding, from 0 to 1: so much do target
             and MTP layer have in common.
         cycle: How sure both are that after a token comes the next one.
+        vocab: Its tokens.
     """
-    vocab, layers, hidden, width, heads, kv_heads = 256, 2, 64, 128, 2, 1
+    layers, hidden, width, heads, kv_heads = 2, 64, 128, 2, 1
     head_dim = hidden // heads
     generator = torch.Generator().manual_seed(7)
     noise = 1.0 - share
@@ -163,7 +176,7 @@ def _as_the_target(target: str) -> dict[str, Any]:
     return {**found, "head_dim": head_dim, **own}
 
 
-def _random_matrices(seed: int) -> Callable[[int, int], torch.Tensor]:
+def random_matrices(seed: int) -> Callable[[int, int], torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def random(rows: int, columns: int) -> torch.Tensor:
@@ -193,7 +206,7 @@ def _layer(
     }
 
 
-def _save(directory: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> str:
+def save_head(directory: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> str:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(weights, directory / "model.safetensors")

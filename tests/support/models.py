@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 TARGET = str(MODELS / "target")
@@ -65,7 +65,7 @@ def next_probabilities(
     likeliest that together hold ``top_p``. Before all that ``edit`` changes the logits,
     float64 ``[rows, places, V]``.
     """
-    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = edit(model(torch.tensor(tokens)).logits.double())
     law = torch.softmax(logits / temperature, dim=-1).numpy()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sequoia_vllm.engine.draft_blocks import DraftBlocks
 from sequoia_vllm.engine.v1 import reading as v1_reading
-from sequoia_vllm.engine.v2 import reading
+from sequoia_vllm.engine.v2 import reading, request_reading
 from tests.support.prefix_cache import (
     BLOCK,
     DEPTH,
@@ -199,7 +199,7 @@ READERS = {"V1": V1Reader, "V2": V2Reader}
 @pytest.fixture(autouse=True, scope="module")
 def no_kernels():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "StagedWriteTensor", Staged)
+        patch.setattr(request_reading, "StagedWriteTensor", Staged)
         yield
 
 

@@ -36,6 +36,7 @@ def test_rows_follow_the_widest_level_or_the_longest_path():
     assert plan.rows_per_request(61) == 30
     assert plan.rows_per_request(30) == 2
     assert DraftPlan(TokenTree.chain(5), [5], 100).rows_per_request(5) == 6
+    assert DraftPlan(TokenTree.chain(5), [5], 100, least_rows=9).rows_per_request(5) == 9
 
 
 @pytest.mark.parametrize(("batch", "requests"), [(100, 66), (66, 66), (7, 7)])

@@ -1,7 +1,6 @@
 """What a checkpoint is: a draft model, a head, or something that trees do not draft with."""
 
 import json
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.engine.block_heads import attention_problem
+from sequoia_vllm.engine.draft_config import DraftReader
 from sequoia_vllm.engine.drafter_kind import check_method, drafted_levels, drafter_kind, recognise
 from sequoia_vllm.engine.model_shapes import head_shape, pair_shapes
 from sequoia_vllm.engine.refusals import _drafter_reasons
@@ -39,6 +38,11 @@ DFLASH = {
     "block_size": 16, "num_target_layers": 32,
     "dflash_config": {"mask_token_id": 128002, "target_layer_ids": [1, 8, 15, 22, 29]},
 }  # fmt: skip
+DSPARK = {
+    **LAYER, "model_type": "qwen3", "architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 5,
+    "block_size": 7, "markov_rank": 256, "target_layer_ids": [1, 8, 15, 22, 29],
+    "mask_token_id": 128002,
+}  # fmt: skip
 TRANSFORMER = {key: value for key, value in LAYER.items() if key != "architectures"}
 
 
@@ -65,12 +69,18 @@ def saved(folder: Path, config: dict) -> str:
     return str(folder)
 
 
+def reader(**keys) -> DraftReader:
+    return DraftReader(TARGET, SequoiaConfig(**keys))
+
+
 @pytest.fixture
 def kind_of(tmp_path):
     """The kind of a checkpoint with this configuration."""
 
     def kind(config: dict, name: str = "draft", target=TARGET, **keys):
-        return drafter_kind(saved(tmp_path / name, config), SequoiaConfig(**keys), target)
+        return drafter_kind(
+            saved(tmp_path / name, config), DraftReader(target, SequoiaConfig(**keys))
+        )
 
     return kind
 
@@ -86,6 +96,11 @@ def kind_of(tmp_path):
         (speculators("eagle3"), "eagle3"),
         (DFLASH, "dflash"),
         (speculators("dflash", **BLOCK), "dflash"),
+        (speculators("dflash2", **BLOCK, selector_rank=64), "dflash"),
+        ({**DFLASH, "architectures": ["LiLiCorrDraftModel"]}, "dflash"),
+        (DSPARK, "dspark"),
+        ({**DSPARK, "architectures": ["DSparkDraftModel"]}, "dspark"),
+        (speculators("dspark", **BLOCK), "dspark"),
     ],
 )
 def test_kinds(kind_of, config, kind):
@@ -100,7 +115,7 @@ def test_the_path_says_nothing(kind_of):
 
 def test_the_embedded_draft_is_a_model():
     target = SimpleNamespace(**{**vars(TARGET), "model": "target"})
-    assert drafter_kind(DRAFT, SequoiaConfig(), target) == "model"
+    assert drafter_kind(DRAFT, DraftReader(target, SequoiaConfig())) == "model"
 
 
 @pytest.mark.parametrize(
@@ -110,18 +125,16 @@ def test_the_embedded_draft_is_a_model():
         ({"model_type": "eagle", "model": LAYER}, "an EAGLE-1 head", "eagle"),
         ({**EAGLE_3, "ptd_token_id": 128002}, "a P-EAGLE head", "eagle3"),
         (speculators("peagle", mask_token_id=128002), "a P-EAGLE head", "eagle3"),
-        (speculators("dspark", **BLOCK), "a DSpark drafter", "dspark"),
-        ({**LAYER, "markov_rank": 256}, "a DSpark drafter", "dspark"),
-        (speculators("dflash2", **BLOCK, selector_rank=64), "a DFlash2 drafter", "dflash"),
+        ({**LAYER, "markov_rank": 256}, "a DSpark head of another architecture", "dspark"),
+        ({**LAYER, "architectures": ["DSparkDraftModel"]}, "a DSpark head of another", "dspark"),
         (
             {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "selector_rank": 64}},
-            "a DFlash2 drafter", "dflash",
+            "a DFlash2 head under the name", None,
         ),
         (
             {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "projector_type": "domino"}},
             "a Domino drafter", None,
         ),
-        ({**DFLASH, "architectures": ["LiLiCorrDraftModel"]}, "a LiLiCorr drafter", "dflash"),
         ({"model_type": "medusa", "hidden_size": 4096}, "a set of Medusa heads", None),
         (
             {**LAYER, "model_type": "qwen2", "architectures": ["MiMoForCausalLM"],
@@ -151,8 +164,11 @@ def test_every_drafter_that_vllm_knows_is_recognised(architecture):
     assert found.sign == f"its architecture is {architecture}"
     in_parallel = architecture.lower().startswith("peagle")
     assert (found.kind == "eagle3") == ("eagle3" in implementation and not in_parallel)
-    of_dflash = implementation == "qwen3_dflash"
+    of_dflash = implementation in ("qwen3_dflash", "qwen3_dflash2", "lilicorr")
     assert (found.kind == "dflash") == of_dflash
+    assert (found.kind == "dspark") == (
+        implementation == "qwen3_dspark" and "Omni" not in architecture
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,11 +246,12 @@ def test_narrow_heads_of_the_target(kind_of):
             speculators("dflash", **BLOCK), "dflash",
             HeadShape(kind="dflash", reads=12288, output_vocab=32000),
         ),
+        (DSPARK, "dspark", HeadShape(kind="dspark", reads=20480, levels=7)),
     ],
 )  # fmt: skip
 def test_shapes_of_heads_in_each_format(tmp_path, config, kind, head):
     draft = saved(tmp_path, config)
-    found = pair_shapes(TARGET, draft, SequoiaConfig(), kind)
+    found = pair_shapes(draft, reader(), kind)
     assert found.head == kind
     assert found.draft.head == head
     assert found.draft.name == draft
@@ -243,46 +260,25 @@ def test_shapes_of_heads_in_each_format(tmp_path, config, kind, head):
 
 def test_drafts_that_cannot_be_read_are_vllms_to_refuse(tmp_path):
     missing = str(tmp_path / "nothing")
-    assert drafter_kind(missing, SequoiaConfig(), TARGET) == "model"
-    assert drafter_kind(missing, SequoiaConfig(drafter="eagle3"), TARGET) == "eagle3"
+    assert drafter_kind(missing, reader()) == "model"
+    assert drafter_kind(missing, reader(drafter="eagle3")) == "eagle3"
 
 
-SLIDING = {"layer_types": ["full_attention"] * 4 + ["sliding_attention"], "sliding_window": 128}
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        (SLIDING, "a sliding window"),
-        ({"dflash_config": {**DFLASH["dflash_config"], "use_swa": True}}, "a sliding window"),
-        ({"dflash_config": {**DFLASH["dflash_config"], "causal": True}}, "causal layers"),
-        ({"is_causal": True}, "causal layers"),
-        ({"dflash_config": {**DFLASH["dflash_config"], "sample_from_anchor": True}},
-         "at the root's own position"),
-    ],
-)  # fmt: skip
-def test_dflash_heads_that_attend_otherwise(kind_of, changes, problem):
+def test_a_dflash_head_whose_root_predicts(kind_of):
+    """vLLM refuses it, too: DSpark heads draft so."""
+    of_blocks = {**DFLASH["dflash_config"], "sample_from_anchor": True}
     with pytest.raises(ConfigError) as error:
-        kind_of({**DFLASH, **changes})
-    assert problem in str(error.value)
+        kind_of({**DFLASH, "dflash_config": of_blocks})
+    assert "drafts its first token at the root's own position" in str(error.value)
     assert 'give "model" another head or a draft model' in str(error.value)
 
 
-def test_layers_attend_as_vllm_reads_it():
-    """For every configuration: exactly what vLLM builds no window and no causal mask of passes."""
-    from vllm.model_executor.models.qwen3_dflash import _resolve_layer_attention
-
-    places = product(
-        (None, ["full_attention"], ["sliding_attention"]), (None, False, True),
-        (None, False, True), (None, False, True),
-    )  # fmt: skip
-    for types, is_causal, causal, use_swa in places:
-        of_blocks = {"swa_window_size": 64}
-        of_blocks |= {} if causal is None else {"causal": causal}
-        of_blocks |= {} if use_swa is None else {"use_swa": use_swa}
-        head = SimpleNamespace(layer_types=types, is_causal=is_causal, dflash_config=of_blocks)
-        passes = attention_problem(head) is None
-        assert passes == (_resolve_layer_attention(head, 0) == (None, False)), head
+def test_a_configuration_is_read_once(tmp_path):
+    draft, shared = saved(tmp_path, DFLASH), reader()
+    kind = drafter_kind(draft, shared)
+    (tmp_path / "config.json").unlink()
+    assert drafted_levels(draft, kind, shared) == 15
+    assert pair_shapes(draft, shared, kind).draft.head.levels == 15
 
 
 @pytest.mark.parametrize(
@@ -292,13 +288,18 @@ def test_layers_attend_as_vllm_reads_it():
         ({key: value for key, value in DFLASH.items() if key != "block_size"}, None),
         (speculators("dflash", **BLOCK, block_size=8), 7),
         (speculators("dflash", **BLOCK), None),
+        (DSPARK, 7),
+        ({**DSPARK, "sample_from_anchor": False}, 6),
+        (speculators("dspark", **BLOCK, block_size=8), 7),
+        (speculators("dspark", **BLOCK, block_size=8, sample_from_anchor=True), 8),
     ],
 )
 def test_levels_that_a_block_has(tmp_path, config, levels):
     draft = saved(tmp_path, config)
-    assert drafted_levels(draft, "dflash", SequoiaConfig(), TARGET) == levels
-    assert drafted_levels(draft, "eagle3", SequoiaConfig(), TARGET) is None
-    shape = pair_shapes(TARGET, draft, SequoiaConfig(), "dflash").draft
+    kind = drafter_kind(draft, reader())
+    assert drafted_levels(draft, kind, reader()) == levels
+    assert drafted_levels(draft, "eagle3", reader()) is None
+    shape = pair_shapes(draft, reader(), kind).draft
     assert shape is not None
     assert shape.head is not None
     assert shape.head.levels == levels
@@ -342,6 +343,6 @@ def test_the_shape_of_an_engines_head():
 
 def test_the_key_is_ours_and_strict():
     assert SequoiaConfig(drafter="eagle3").draft_keys() == {}
-    kinds = "'model', 'eagle3', 'dflash' or 'mtp'"
+    kinds = "'model', 'eagle3', 'dflash', 'dspark' or 'mtp'"
     with pytest.raises(ConfigError, match=f"drafter: Input should be {kinds}"):
         SequoiaConfig.parse({"method": "sequoia", "drafter": "eagle"})

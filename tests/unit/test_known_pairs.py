@@ -146,7 +146,7 @@ def test_heads_run_on_model_runner_v2(monkeypatch, is_cuda, chosen, heads):
     platform = SimpleNamespace(is_cuda=lambda: is_cuda)
     monkeypatch.setattr(drafter_kind, "current_platform", platform)
     monkeypatch.setattr(drafter_kind, "envs", SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=chosen))
-    assert kinds_here() == (["model", "eagle3", "dflash", "mtp"] if heads else ["model"])
+    assert kinds_here() == (["model", "eagle3", "dflash", "dspark", "mtp"] if heads else ["model"])
 
 
 def kind_by_name(draft: str) -> DrafterKind:

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.engine.draft_config import DraftReader
 from sequoia_vllm.engine.drafter_kind import check_method, drafter_kind
 from sequoia_vllm.engine.mtp_layers import _DENSE, check_mtp_layers
 from sequoia_vllm.engine.resolve import resolve
@@ -29,7 +30,7 @@ def target(architecture: str = "MiMoForCausalLM", model_type: str = "mimo", **ch
 def test_mimo_drafts_for_itself():
     here = target()
     config = SequoiaConfig(drafter="mtp")
-    assert drafter_kind("a/target", config, here) == "mtp"
+    assert drafter_kind("a/target", DraftReader(here, config)) == "mtp"
     assert here.hf_config.num_hidden_layers == 36  # vLLM's reading of a draft changes its own
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from sequoia_vllm.engine.request_options import MOST_DRAFTS
 from sequoia_vllm.testing.laws import assert_same_law
+from tests.support.block_heads import save_dflash2, save_dspark
 from tests.support.editing import SIBLINGS_FIRST, edited_params
 from tests.support.engines import running, sequoia
 from tests.support.generating import (
@@ -26,7 +27,7 @@ from tests.support.generating import (
     random_prompts,
     save_related_pair,
 )
-from tests.support.heads import save_dflash, save_eagle3
+from tests.support.heads import save_dflash, save_eagle3, save_mimo
 from tests.support.models import next_probabilities, save_llama, save_word_tokenizer
 from tests.support.on_gpu import call_on_gpu
 from tests.support.on_v2 import call_on_v2
@@ -319,8 +320,11 @@ def law_settings(index: int) -> tuple[float, float, int, float]:
     return LAW_SETTINGS[2 * index // LAW_REQUESTS][index % 2]
 
 
-def generate_for_law(target: str, draft: str, method: str, **more: Any) -> dict[str, Any]:
-    """Unseeded completions of many requests at once, as users' engines make them: from graphs."""
+def generate_for_law(target: str, draft: str | None, method: str, **more: Any) -> dict[str, Any]:
+    """Unseeded completions of many requests at once, as users' engines make them: from graphs.
+
+    Without a draft the target's own layer drafts.
+    """
     from vllm import SamplingParams
 
     params = [
@@ -332,6 +336,8 @@ def generate_for_law(target: str, draft: str, method: str, **more: Any) -> dict[
     ]  # fmt: skip
     requests = random_prompts([4] * LAW_REQUESTS, LAW_VOCAB)
     config = sequoia(size=4, depth=2, draft=draft, verification=method)
+    if draft is None:
+        config = config | {"model": None, "drafter": "mtp"}
     options = {"model": target, "max_model_len": 64, "max_num_seqs": 8, **more}
     with rehearsing(config, **options) as llm, processed_chunks() as chunks:
         return {**rehearse(llm, requests, params), "processed": chunks}
@@ -440,19 +446,26 @@ def test_a_draft_with_another_vocabulary_leaves_the_law(tmp_path):
     assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "dflash2", "mtp"])
 def test_a_head_leaves_the_law(kind, tmp_path):
-    """One drafts a part of the vocabulary only; all nodes of a level of the other have one Q."""
-    target = str(
+    """Two draft a part of the vocabulary only; all nodes of a level of another have one Q.
+
+    DFlash2 has two candidates at each level, and "mtp" is a layer of the target's checkpoint.
+    """
+    target = save_mimo(tmp_path / "mimo", vocab=LAW_VOCAB) if kind == "mtp" else str(
         save_llama(
             tmp_path / "target", seed=3, scale=0.6, vocab_size=LAW_VOCAB, num_hidden_layers=2,
             max_position_embeddings=64,
         )
     )  # fmt: skip
-    if kind == "eagle3":
-        head = save_eagle3(tmp_path / "head", target, HEAD_TOKENS, scale=0.3)
-    else:
-        head = save_dflash(tmp_path / "head", target, scale=0.5)
+    path = tmp_path / "head"
+    head = {
+        "eagle3": lambda: save_eagle3(path, target, HEAD_TOKENS, scale=0.3),
+        "dflash": lambda: save_dflash(path, target, scale=0.5),
+        "dspark": lambda: save_dspark(path, target, HEAD_TOKENS, scale=0.3),
+        "dflash2": lambda: save_dflash2(path, target, top_k=2, scale=0.3),
+        "mtp": lambda: None,
+    }[kind]()
     answer = call_on_gpu(generate_for_law, tmp_path, target=target, draft=head, method="traversal")
-    paths = (target, HEAD_TOKENS if kind == "eagle3" else list(range(LAW_VOCAB)))
+    paths = (target, HEAD_TOKENS if kind in ("eagle3", "dspark") else list(range(LAW_VOCAB)))
     assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)

@@ -10,6 +10,10 @@ _MODELS = f"{_DECODE}.standalone_ar.speculator:StandaloneARSpeculator"
 _HEADS = f"{_DECODE}.eagle.speculator:EagleSpeculator"
 _LAYERS = f"{_DECODE}.mtp.speculator:MTPSpeculator"
 _BLOCKS = f"{_DECODE}.dflash.speculator:DFlashSpeculator"
+_MARKOV = f"{_DECODE}.dspark.speculator:DSparkSpeculator"
+_CANDIDATES = f"{_DECODE}.dflash2.speculator:DFlash2Speculator"
+_LATTICES = f"{_DECODE}.lilicorr.speculator:LiLiCorrSpeculator"
+_BLOCK_HEADS = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM"
 _ALL = f"{_DECODE}.speculator:DraftModelSpeculator"
 _BASE = f"{_DECODE}.speculator:BaseSpeculator"
 
@@ -132,24 +136,68 @@ V2_SPECULATORS: tuple[Expected | Override, ...] = (
     Expected(_BLOCKS, ("vllm_config", "device")),
     *_overrides(_BLOCKS),
     _caches(_BLOCKS),
-    Override(
-        f"{_BLOCKS}.num_query_per_req",
-        kind="instance",
-        why="a block has a query per level of a tree, not per node",
-        until=_TREES,
+    *(
+        Override(
+            f"{speculator}.num_query_per_req",
+            kind="instance",
+            why="a block has a query per level of a tree, not per node",
+            until=_TREES,
+        )
+        for speculator in (_BLOCKS, _MARKOV)
     ),
     *(
-        Expected(
-            f"vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM.{method}", parameters
-        )
+        Expected(f"{_BLOCK_HEADS}.{method}", parameters)
         for method, parameters in (
             ("combine_hidden_states", ("self", "hidden_states")),
             ("compute_logits", ("self", "hidden_states")),
             ("forward", ("self", "input_ids", "positions", "inputs_embeds")),
+            ("get_draft_attn_causal", ("self",)),
             ("get_draft_kv_cache_layer_names", ("self",)),
             (
                 "precompute_and_store_context_kv",
                 ("self", "context_states", "context_positions", "context_slot_mapping"),
+            ),
+        )
+    ),
+    # v2/corrected_blocks.py
+    *(
+        Expected(speculator, ("vllm_config", "device"))
+        for speculator in (_MARKOV, _CANDIDATES, _LATTICES)
+    ),
+    *(
+        Override(
+            f"{speculator}.load_draft_model",
+            ("self", "target_model", "target_attn_layer_names"),
+            kind="subclass",
+            why="layers are built for blocks of as many levels as a tree has, not nodes",
+            until=_TREES,
+        )
+        for speculator in (_BLOCKS, _LATTICES)
+    ),
+    *(
+        Expected(f"vllm.model_executor.models.{method}", parameters)
+        for method, parameters in (
+            (
+                "qwen3_dspark:Qwen3DSparkForCausalLM.compute_draft_logits",
+                ("self", "hidden_states"),
+            ),
+            ("qwen3_dspark:Qwen3DSparkForCausalLM.markov_embed", ("self", "token_ids")),
+            ("qwen3_dspark:Qwen3DSparkForCausalLM.markov_bias", ("self", "markov_embed")),
+            (
+                "qwen3_dflash2:DFlash2Qwen3ForCausalLM.compute_candidates",
+                ("self", "hidden_states"),
+            ),
+            (
+                "qwen3_dflash2:CandidateSelector.forward",
+                ("self", "candidate_ids", "unary_logits", "hidden_states", "anchor_token_ids"),
+            ),
+            ("lilicorr:LiLiCorrForCausalLM.compute_candidates", ("self", "hidden_states")),
+            (
+                "lilicorr:LiLiCorrHead.forward",
+                (
+                    "self", "token_embeddings", "candidate_log_probs", "pass_hidden",
+                    "anchor_hidden", "anchor_valid",
+                ),
             ),
         )
     ),

@@ -9,8 +9,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
-from sequoia_vllm.config import ConfigError
-from sequoia_vllm.drafting.block_growth import BlockGrowth
+from sequoia_vllm.drafting.block_growth import BlockGrowth, BlockLogits, IndependentLogits
 from sequoia_vllm.drafting.growth import DraftStates, TreeGrowth
 from sequoia_vllm.engine.v2.draft_model import CachedBlockModel
 from sequoia_vllm.engine.v2.ragged_rows import RaggedRows
@@ -23,32 +22,41 @@ class BlockTreeProposer(StateTreeProposer, DFlashSpeculator):
     Of committed tokens such a head reads nothing but the target's states, which become keys
     and values of its own at their positions. Then the last committed token, and a mask for
     each level below, attend to these and to one another.
+
+    Subclasses run heads that take the tokens into account that were drafted above a node.
     """
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """As vLLM's; a request has as many queries as its tree has levels, the root's included.
-
-        Raises:
-            ConfigError: Layers attend in a way that trees do not have; names the fix.
-        """
+        """As vLLM's; a request has as many queries as its tree has levels, the root's included."""
         super().load_model(target_model)
-        self.num_query_per_req = self.tree.depth + 1
-        layers = [layer.self_attn for layer in self.model.model.layers]
-        if any(layer.causal or layer.sliding_window is not None for layer in layers):
-            raise ConfigError(
-                "the DFlash head has layers that are causal or have a sliding window, which trees "
-                "do not draft with: choose another head, or a draft model"
-            )
+        self.num_query_per_req = self.tree.depth + (0 if self.sample_from_anchor else 1)
+        names = self.model.get_draft_kv_cache_layer_names()
+        causal = zip(names, self.model.get_draft_attn_causal(), strict=True)
+        self._causal_layers = frozenset(name for name, is_causal in causal if is_causal)
 
     def _new_growth(self, **shared: Any) -> TreeGrowth:
+        queries = self.tree.depth + 1
+        sees_all = torch.ones(queries, queries, dtype=torch.bool, device=self.device)
         return BlockGrowth(
             **shared,
             model=CachedBlockModel(
                 self._cache, self.backend, self.run_draft, self.compute_logits, self.feedback_of,
-                self._store_context,
+                self._store_context, self.block_logits, self._causal_layers, sees_all.tril(),
             ),
             mask_token=self.parallel_drafting_token_id,
+            root_predicts=self.sample_from_anchor,
+            levels=self._levels_of_blocks(),
         )  # fmt: skip
+
+    def _levels_of_blocks(self) -> int | None:
+        """See `BlockGrowth`."""
+        return None
+
+    @torch.inference_mode()
+    def block_logits(self, hidden: Tensor, context: Tensor, roots: Tensor) -> BlockLogits:
+        """See `BlockModel.block_logits`."""
+        logits = self.compute_logits(hidden.flatten(0, 1))
+        return IndependentLogits(logits.view(*hidden.shape[:2], -1))
 
     def _forward_ragged(self, batch: InputBatch, rows: RaggedRows) -> DraftStates:
         """Keeps the context; nothing is computed of it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.block_table import BlockTables
 
-from sequoia_vllm.drafting.block_growth import BlockModel
+from sequoia_vllm.drafting.block_growth import BlockLogits, BlockModel
 from sequoia_vllm.drafting.growth import DraftModel, DraftQueries, DraftStates
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
@@ -108,14 +108,20 @@ class CachedDraftModel(DraftModel):
         feedback: Tensor | None = None,
     ) -> DraftStates:
         """See `DraftModel.forward`; layers of a cache group share their attention metadata."""
-        tables, groups = self.cache.block_tables.input_block_tables, self.cache.groups
+        metadata = self._metadata_of(queries, slots, self.cache.groups)
+        return self.run(token_ids, positions, metadata, self.cache.by_layer(slots), feedback)
+
+    def _metadata_of(
+        self, queries: DraftQueries, slots: Tensor, groups: dict[str, int]
+    ) -> dict[str, Any]:
+        """Of layers, whose cache groups these are."""
+        tables = self.cache.block_tables.input_block_tables
         num_reqs = len(queries.context_lens)
         by_group = {
             group: self.backend.draft_metadata(queries, tables[group][:num_reqs], slots[group])
             for group in set(groups.values())
         }
-        metadata = {name: by_group[group] for name, group in groups.items()}
-        return self.run(token_ids, positions, metadata, self.cache.by_layer(slots), feedback)
+        return {name: by_group[group] for name, group in groups.items()}
 
     def feedback_of(self, target_states: Tensor) -> Tensor:
         """See `DraftModel.feedback_of`."""
@@ -132,10 +138,32 @@ class CachedBlockModel(CachedDraftModel, BlockModel):
 
     Attributes:
         store: See `BlockModel.store_context`.
+        logits: See `BlockModel.block_logits`.
+        causal: Layers whose positions see none after their own...
+        chain: ...which bool ``[I, I]`` says of them.
     """
 
     store: Callable[[Tensor, Tensor, Tensor], None]
+    logits: Callable[[Tensor, Tensor, Tensor], BlockLogits]
+    causal: frozenset[str]
+    chain: Tensor
+
+    def _metadata_of(
+        self, queries: DraftQueries, slots: Tensor, groups: dict[str, int]
+    ) -> dict[str, Any]:
+        """Of causal layers the block is a chain."""
+        chain = {name: group for name, group in groups.items() if name in self.causal}
+        block = {name: group for name, group in groups.items() if name not in self.causal}
+        as_chain = replace(queries, ancestors=self.chain)
+        return {
+            **super()._metadata_of(queries, slots, block),
+            **super()._metadata_of(as_chain, slots, chain),
+        }
 
     def store_context(self, states: Tensor, positions: Tensor, slots: Tensor) -> None:
         """See `BlockModel.store_context`."""
         self.store(states, positions, slots)
+
+    def block_logits(self, hidden: Tensor, context: Tensor, roots: Tensor) -> BlockLogits:
+        """See `BlockModel.block_logits`."""
+        return self.logits(hidden, context, roots)

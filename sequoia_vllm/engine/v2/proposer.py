@@ -31,9 +31,8 @@ from sequoia_vllm.engine.v2.draft_graphs import DraftGraphs
 from sequoia_vllm.engine.v2.draft_loading import nothing_offloaded
 from sequoia_vllm.engine.v2.draft_model import CachedDraftModel, DraftCache
 from sequoia_vllm.engine.v2.ragged_rows import RaggedRows
-from sequoia_vllm.engine.v2.reading import DraftReading
 from sequoia_vllm.engine.v2.request_modes import RequestModes
-from sequoia_vllm.engine.v2.step_reading import StepReading
+from sequoia_vllm.engine.v2.request_reading import RequestReading
 from sequoia_vllm.engine.v2.tree_memory import allocate_drafted, most_scored, take_logits_memory
 
 
@@ -66,7 +65,7 @@ class TreeProposer(DraftModelSpeculator):
         self.backend = backend
         self.modes = RequestModes(self.max_num_reqs, thinks_first(vllm_config))
         drafts, fewer = scheduled_drafts(vllm_config), fewer_drafts(vllm_config)
-        self.plan = DraftPlan(tree, drafts, self.max_num_tokens, fewer)
+        self.plan = DraftPlan(tree, drafts, self.max_num_tokens, fewer, self._least_rows())
         steps_ahead = vllm_config.max_concurrent_batches - 1
         self.reading = self._new_reading(steps_ahead)
         self.batch = DraftBatch(self.max_num_reqs, device, self.lag)
@@ -78,7 +77,7 @@ class TreeProposer(DraftModelSpeculator):
     # -- what kinds of drafts differ in ---------------------------------------------------
 
     @abstractmethod
-    def _new_reading(self, steps_ahead: int) -> DraftReading | StepReading:
+    def _new_reading(self, steps_ahead: int) -> RequestReading:
         """Follows what the draft has read; vLLM schedules so many steps ahead."""
 
     @abstractmethod
@@ -99,6 +98,10 @@ class TreeProposer(DraftModelSpeculator):
     @abstractmethod
     def _reads_without_drafting(self, batch: InputBatch) -> bool:
         """Whether what this step committed must be read although nothing is drafted."""
+
+    def _least_rows(self) -> int:
+        """Rows that every request has in some pass, however small its tree."""
+        return 1
 
     # -- what drafts read besides tokens: here nothing --------------------------------------
 

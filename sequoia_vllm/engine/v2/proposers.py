@@ -9,6 +9,11 @@ from vllm.v1.worker.gpu.states import RequestState
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.block_proposer import BlockTreeProposer
+from sequoia_vllm.engine.v2.corrected_blocks import (
+    CandidateTreeProposer,
+    LatticeTreeProposer,
+    MarkovTreeProposer,
+)
 from sequoia_vllm.engine.v2.head_proposer import HeadTreeProposer, LayerTreeProposer
 from sequoia_vllm.engine.v2.model_proposer import ModelTreeProposer
 from sequoia_vllm.engine.v2.proposer import TreeProposer
@@ -17,7 +22,13 @@ _BY_METHOD: dict[str, type[TreeProposer]] = {
     "draft_model": ModelTreeProposer,
     "eagle3": HeadTreeProposer,
     "dflash": BlockTreeProposer,
+    "dspark": MarkovTreeProposer,
     "mtp": LayerTreeProposer,
+}
+# Of vLLM's method "dflash" by the draft's architecture, as vLLM does.
+_BY_ARCHITECTURE: dict[str, type[TreeProposer]] = {
+    "DFlash2DraftModel": CandidateTreeProposer,
+    "LiLiCorrDraftModel": LatticeTreeProposer,
 }
 
 
@@ -29,5 +40,9 @@ def new_proposer(
     backend: TreeBackend,
 ) -> TreeProposer:
     """The proposer of an engine whose trees vLLM knows by the method that it schedules like."""
-    proposer = _BY_METHOD[vllm_config.speculative_config.method]
+    speculative_config = vllm_config.speculative_config
+    proposer = _BY_METHOD[speculative_config.method]
+    if proposer is BlockTreeProposer:
+        for architecture in speculative_config.draft_model_config.architectures:
+            proposer = _BY_ARCHITECTURE.get(architecture, proposer)
     return proposer(vllm_config, device, req_states, tables, backend)

@@ -16,31 +16,22 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from sequoia_vllm.engine.draft_blocks import DraftBlocks
+from sequoia_vllm.engine.v2.request_reading import RequestReading
 
 
-class DraftReading:
+class DraftReading(RequestReading):
     """Follows how many tokens of each request the draft model has read.
-
-    Before the target's forward, the runner calls `start` for requests that begin or resume
-    and `extend` for those that get more cache blocks. After every step the proposer calls
-    `gain`; if drafts are due it then asks `most_unread`, which decides how the draft reads,
-    and calls `take_bounds` for the rows of its pass. That pass adds to `read` on the device
-    what it has really read.
 
     While a schedule asks for no drafts, the draft reads nothing; when it asks for some
     again, the requests catch up. Of the tokens that a request has from the prefix cache,
     the draft reads those that it has not read for another request.
 
     Args:
-        max_num_reqs: How many request slots the engine has.
-        depths: The most drafts that a step can accept if it scores 0, 1, 2, ... of them.
+        max_num_reqs, depths, device: As of `RequestReading`.
         unknown_drafts: The most drafts of a request that the scheduler counts as accepted
             because it does not know yet what became of them.
-        device: The engine's device.
     """
 
     def __init__(
@@ -50,9 +41,8 @@ class DraftReading:
         unknown_drafts: int,
         device: torch.device,
     ) -> None:
-        self._depths = np.array(depths, dtype=np.int32)
+        super().__init__(max_num_reqs, depths, device)
         self._unknown_drafts = unknown_drafts
-        self._read = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)
         self._unread_bound = np.zeros(max_num_reqs, dtype=np.int32)
         # Positions up to which the target, and the draft, have certainly read.
         self._computed_at_least = np.zeros(max_num_reqs, dtype=np.int32)
@@ -61,26 +51,14 @@ class DraftReading:
         self._cached: dict[int, int] = {}
         self._blocks = DraftBlocks({})
 
-    @property
-    def read(self) -> Tensor:
-        """int32 ``[max_num_reqs]``: tokens read, by request slot; written by drafting passes."""
-        return self._read.gpu
-
     def use_cache(self, block_sizes: Mapping[int, int]) -> None:
-        """Called when the KV cache is allocated; for its block sizes see `DraftBlocks`."""
+        """See `RequestReading.use_cache`."""
         self._blocks = DraftBlocks(block_sizes)
 
     def start(
         self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """A request begins, or resumes after preemption.
-
-        Args:
-            slot: Its request slot.
-            num_computed_tokens: How many of its first tokens are in the prefix cache, so
-                that the target does not compute them.
-            block_ids: The ids of its blocks, for each cache group.
-        """
+        """See `RequestReading.start`."""
         self._cached.pop(slot, None)
         self._cached[slot] = num_computed_tokens
         self._blocks.start(slot, block_ids, num_computed_tokens)
@@ -88,7 +66,7 @@ class DraftReading:
         self._computed_at_least[slot] = num_computed_tokens
 
     def extend(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """The request in this slot gets more blocks, whose ids are given for each cache group."""
+        """See `RequestReading.extend`."""
         self._blocks.extend(slot, block_ids)
 
     def gain(
@@ -99,17 +77,7 @@ class DraftReading:
         num_drafts: NDArray[np.int32] | None,
         is_prefilling: NDArray[np.bool_],
     ) -> None:
-        """Notes how many tokens each request of a step may have gained at most.
-
-        Args:
-            slots: ``[R]``: the request slots of the batch.
-            computed: ``[R]``: tokens in the target's cache before the step, as the
-                scheduler counts them.
-            num_scheduled: ``[R]``: tokens in the target's forward, drafts included.
-            num_drafts: ``[R]``: drafts in the target's forward; None if there were none.
-            is_prefilling: ``[R]``: whether the step read a prompt (it may have
-                sampled a token too).
-        """
+        """See `RequestReading.gain`."""
         drafts = np.zeros_like(num_scheduled) if num_drafts is None else num_drafts
         certain = num_scheduled - drafts
         self._unread_bound[slots] += certain + is_prefilling + self._depths[drafts]
@@ -117,14 +85,14 @@ class DraftReading:
         self._computed_at_least[slots] = np.maximum(self._computed_at_least[slots], at_least)
 
     def most_unread(self, slots: NDArray[np.intp]) -> int:
-        """Tokens that the draft may have to read of one of these requests."""
+        """See `RequestReading.most_unread`."""
         bounds = self._unread_bound[slots]
         for slot, row in self._beginning(slots).items():
             bounds[row] += self._unread_cached(slot)
         return int(bounds.max())
 
     def take_bounds(self, slots: NDArray[np.intp], budget: int) -> NDArray[np.int32]:
-        """Rows to read now, int32 ``[R]``: all there may be, up to ``budget`` in sum.
+        """See `RequestReading.take_bounds`.
 
         Requests that begin come last, in the order in which they started: the
         prefix cache gives a request blocks that an earlier one fills in this very

@@ -12,30 +12,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
+
+from sequoia_vllm.engine.v2.request_reading import RequestReading
 
 
-class StepReading:
-    """Follows the requests of an engine whose head reads in every step.
-
-    It is asked as `DraftReading` is, in the same order.
-
-    Args:
-        max_num_reqs: How many request slots the engine has.
-        depths: The most drafts that a step can accept if it scores 0, 1, 2, ... of them.
-        device: The engine's device.
-    """
+class StepReading(RequestReading):
+    """Follows the requests of an engine whose head reads in every step."""
 
     def __init__(self, max_num_reqs: int, depths: Sequence[int], device: torch.device) -> None:
-        self._depths = np.array(depths, dtype=np.int32)
-        self._read = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)
+        super().__init__(max_num_reqs, depths, device)
         self._bounds = np.zeros(max_num_reqs, dtype=np.int32)
-
-    @property
-    def read(self) -> Tensor:
-        """int32 ``[max_num_reqs]``: tokens read, by request slot; written by drafting passes."""
-        return self._read.gpu
 
     def use_cache(self, block_sizes: Mapping[int, int]) -> None:
         """Nothing: blocks have what the head read of them when the target computed them."""
@@ -43,14 +29,10 @@ class StepReading:
     def start(
         self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """A request begins, or resumes after preemption.
+        """See `RequestReading.start`.
 
-        Args:
-            slot: Its request slot.
-            num_computed_tokens: How many of its first tokens are in the prefix cache. vLLM
-                takes one block less from it for a head, whose last entry comes with a token
-                of the next block.
-            block_ids: Not used.
+        Of the prefix cache vLLM takes one block less for a head, whose last entry comes with a
+        token of the next block.
         """
         self._read.stage_write_elem(slot, num_computed_tokens)
 
@@ -65,24 +47,16 @@ class StepReading:
         num_drafts: NDArray[np.int32] | None,
         is_prefilling: NDArray[np.bool_],
     ) -> None:
-        """Notes how many tokens of each request of a step the target may have computed for good.
-
-        Args:
-            slots: ``[R]``: the request slots of the batch.
-            computed: Not used.
-            num_scheduled: ``[R]``: tokens in the target's forward, drafts included.
-            num_drafts: ``[R]``: drafts in the target's forward; None if there were none.
-            is_prefilling: Not used.
-        """
+        """See `RequestReading.gain`: what the target may have computed for good in this step."""
         drafts = np.zeros_like(num_scheduled) if num_drafts is None else num_drafts
         self._bounds[slots] = num_scheduled - drafts + self._depths[drafts]
 
     def most_unread(self, slots: NDArray[np.intp]) -> int:
-        """Tokens that the head may have to read of one of these requests."""
+        """See `RequestReading.most_unread`."""
         return int(self._bounds[slots].max())
 
     def take_bounds(self, slots: NDArray[np.intp], budget: int) -> NDArray[np.int32]:
-        """Rows to read now, int32 ``[R]``: all there may be.
+        """See `RequestReading.take_bounds`.
 
         They are no more than the target's rows of the step, and so within any ``budget``.
         """
