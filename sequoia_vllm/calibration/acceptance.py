@@ -15,7 +15,8 @@ from sequoia_vllm.calibration.counts import TAIL, estimate_acceptance, probing_t
 from sequoia_vllm.calibration.probing import Budget, Checkpoint, Counters, Probe, StoppedBy
 from sequoia_vllm.calibration.workload import Workload
 from sequoia_vllm.config import Verification
-from sequoia_vllm.engine.block_heads import most_levels
+from sequoia_vllm.engine.block_heads import drafts_blocks, most_levels
+from sequoia_vllm.engine.drafter_kind import recognise
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
 from sequoia_vllm.measuring.engines import (
@@ -119,7 +120,7 @@ class AcceptanceTask:
         encoded = encode_prompts(prompts, tokenizer, raw=settings.raw_prompts)
         # Room for a whole tree after the last token: trees are never trimmed.
         # A draft that is not there is refused here, before an engine starts.
-        tail = _tail(settings.depth, most_levels(load_config(engine.draft)))
+        tail = _tail(settings.depth, _drafted_levels(load_config(engine.draft)))
         tree = settings.tree or probing_tree(settings.branch, settings.depth, tail)
         room = longest_context(engine.target) - tree.size
         fitting = [ids for ids in encoded if len(ids) + settings.max_tokens <= room]
@@ -317,6 +318,12 @@ def _workload(task: AcceptanceTask, previous: CalibrationState | None) -> Worklo
             ended=set(previous.ended),
         )
     )
+
+
+def _drafted_levels(draft: Any) -> int | None:
+    """Of the deepest tree that a draft of this configuration drafts; None: any number."""
+    kind = recognise(draft).kind
+    return most_levels(draft, kind) if kind is not None and drafts_blocks(kind) else None
 
 
 def _tail(depth: int, levels: int | None) -> int:
