@@ -222,8 +222,11 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         """The batch's metadata; requests in mid-prefill do not use up their random stream.
 
         vLLM samples a token for them too, discards it and rewinds the
-        generator, which CPU generators cannot do.
+        generator, which CPU generators cannot do. And the sampler is given a row of each
+        request, where thinking budgets would expect one of each draft.
         """
+        if self.input_batch.thinking_budget_state_holder is not None:
+            self.input_batch.thinking_budget_state_holder.in_spec_mode = False
         metadata = self.input_batch.sampling_metadata
         discarded = self.discard_request_mask.np
         generators = {
