@@ -7,6 +7,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.engine.replicas import as_alone
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.block_proposer import BlockTreeProposer
 from sequoia_vllm.engine.v2.head_proposer import HeadTreeProposer, LayerTreeProposer
@@ -30,4 +31,4 @@ def new_proposer(
 ) -> TreeProposer:
     """The proposer of an engine whose trees vLLM knows by the method that it schedules like."""
     proposer = _BY_METHOD[vllm_config.speculative_config.method]
-    return proposer(vllm_config, device, req_states, tables, backend)
+    return proposer(as_alone(vllm_config), device, req_states, tables, backend)
