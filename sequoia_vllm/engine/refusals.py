@@ -155,6 +155,9 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
             "KV sharing for fast prefill is not supported: drop --kv-sharing-fast-prefill": bool(
                 cache.kv_sharing_fast_prefill
             ),
+            "on Model Runner V2 vLLM gives adapters one row of logits per request, and trees have "
+            "one per node: drop --enable-lora": vllm_config.lora_config is not None
+            and vllm_config.use_v2_model_runner,
             "prompt embeddings cannot be read by the draft: drop --enable-prompt-embeds": bool(
                 model.enable_prompt_embeds
             ),

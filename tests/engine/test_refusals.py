@@ -253,6 +253,14 @@ def test_replicas_in_lock_step(monkeypatch):
     assert "the draft has experts, too: run one engine per replica" in reason
 
 
+def test_adapters_on_model_runner_v2(monkeypatch):
+    config = engine_config(enable_lora=True)
+    assert refusals._feature_reasons(config) == []
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    [reason] = refusals._feature_reasons(config)
+    assert reason.endswith("drop --enable-lora")
+
+
 def test_drafts_of_replicas_in_lock_step_run_as_if_alone():
     """vLLM's forward contexts would have them meet in every pass."""
     config = engine_config(data_parallel_size=2)
