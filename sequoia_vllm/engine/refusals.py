@@ -9,6 +9,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.drafters import NAMES, is_head
 from sequoia_vllm.engine.offload.vllms import offloading_backend
+from sequoia_vllm.engine.replicas import fault_of_lock_step
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware.budget import warm_up_length
 
@@ -95,17 +96,15 @@ def _drafter_reasons(vllm_config: Any) -> list[str]:
 
 
 def _parallel_reasons(vllm_config: Any) -> list[str]:
-    parallel = vllm_config.parallel_config
+    parallel, fault = vllm_config.parallel_config, fault_of_lock_step(vllm_config)
+    fix = "run one engine per replica, without --data-parallel-size"
     draft_size = vllm_config.speculative_config.draft_parallel_config.tensor_parallel_size
     pipeline = _PIPELINE_V2 if vllm_config.use_v2_model_runner else _PIPELINE_V1
     return _present(
         {
             f"{pipeline}; use tensor parallelism within an engine, and more engines "
             "(--data-parallel-size)": parallel.pipeline_parallel_size > 1,
-            "replicas of a mixture-of-experts model run in lock step, draft levels included, "
-            "which trees do not: run one engine per replica, without --data-parallel-size": (
-                parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe
-            ),
+            f"replicas of a mixture of experts run in lock step, {fault}: {fix}": fault is not None,
             "context parallelism is not supported: set decode_context_parallel_size to 1": (
                 parallel.decode_context_parallel_size > 1
                 or getattr(parallel, "prefill_context_parallel_size", 1) > 1
@@ -156,6 +155,9 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
             "KV sharing for fast prefill is not supported: drop --kv-sharing-fast-prefill": bool(
                 cache.kv_sharing_fast_prefill
             ),
+            "on Model Runner V2 vLLM gives adapters one row of logits per request, and trees have "
+            "one per node: drop --enable-lora": vllm_config.lora_config is not None
+            and vllm_config.use_v2_model_runner,
             "prompt embeddings cannot be read by the draft: drop --enable-prompt-embeds": bool(
                 model.enable_prompt_embeds
             ),

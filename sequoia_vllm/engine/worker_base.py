@@ -48,6 +48,8 @@ class SequoiaWorker(Worker):
         stats.steps += 1
         with stats.timed("step"):
             output = super().sample_tokens(*args, **kwargs)
+        if self.model_runner.draft_has_failed:
+            self._draft_limit = 0
         if self._draft_limit is not None:
             attach_limit(output, self._draft_limit)
         return attach_paths(output, stats.take_paths())

@@ -4,6 +4,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
+from tests.support.conversing import converse, turns
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.models import TARGET, prompts
 from tests.support.quantised import QUANTISED, save_quantised
@@ -152,55 +153,6 @@ def test_quantised_targets(how, tmp_path):
     assert stats["tokens"] > 1.3 * stats["tree_steps"] > 0
 
 
-class Session:
-    """A request whose prompt comes in pieces, each answered before the next is read."""
-
-    def __init__(self, llm, name: str, pieces: list[list[int]], params: SamplingParams) -> None:
-        self._llm, self.name, self._params = llm, name, params
-        self._pieces = list(pieces)
-        self.answers: list[list[int]] = [[] for _ in pieces]
-        self.ended = 0
-
-    def send(self) -> None:
-        """The next piece; after the last, that there are no more."""
-        more = bool(self._pieces)
-        engine = self._llm.llm_engine
-        request = engine.input_processor.process_inputs(
-            self.name,
-            {"prompt_token_ids": self._pieces.pop(0) if more else [0]},
-            self._params,
-            supported_tasks=("generate",),
-            resumable=more,
-        )
-        engine.engine_core.add_request(request)
-
-
-def converse(llm, pieces, params, at_once: bool) -> list[list[list[int]]]:
-    """What each of some sessions answers to each of its pieces.
-
-    Args:
-        llm: An engine without other requests.
-        pieces: Of each session.
-        params: Of each session.
-        at_once: All pieces are there from the start, else each comes after the last answer.
-    """
-    sessions = {
-        str(place): Session(llm, str(place), own, params[place]) for place, own in enumerate(pieces)
-    }
-    for session in sessions.values():
-        for _ in range(len(session.answers) + 1 if at_once else 1):
-            session.send()
-    while any(session.ended < len(session.answers) for session in sessions.values()):
-        for output in llm.llm_engine.engine_core.get_output().outputs:
-            session = sessions[output.request_id]
-            session.answers[session.ended] += output.new_token_ids
-            if output.finish_reason is not None:
-                session.ended += 1
-                if not at_once:
-                    session.send()
-    return [session.answers for session in sessions.values()]
-
-
 @pytest.mark.parametrize("at_once", [False, True])
 def test_streamed_prompts(at_once):
     """A turn that ends amid an accepted path keeps of it what was emitted, but for the last."""
@@ -213,8 +165,7 @@ def test_streamed_prompts(at_once):
     found = []
     for config in (None, sequoia()):
         with running(config, block_size=32) as llm:
-            encoded = [llm.get_tokenizer().encode(text) for text in PROMPTS[:6]]
-            pieces = [[ids[:20], ids[20:33], ids[33:50]] for ids in encoded]
+            pieces = turns(PROMPTS[:6], llm.get_tokenizer())
             found.append(converse(llm, pieces, params, at_once))
             if config:
                 stats = counted(llm)

@@ -3,7 +3,7 @@
 import pytest
 from vllm import SamplingParams
 
-from sequoia_vllm.engine.v1 import runner
+from sequoia_vllm.engine import draft_failure
 from sequoia_vllm.engine.v1.proposer import TreeProposer
 from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
 from tests.support.models import TARGET, prompts
@@ -182,7 +182,7 @@ def test_a_draft_that_fails_ends_speculation_only(plain_outputs, monkeypatch, fa
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(TreeProposer, fails_in, failing)
-    monkeypatch.setattr(runner.logger, "exception", said.append)
+    monkeypatch.setattr(draft_failure.logger, "exception", said.append)
     with running(sequoia()) as llm:
         assert tokens_of(llm.generate(prompts(8), GREEDY, use_tqdm=False)) == expected
         assert 0 < metric(llm, "sequoia:trees") < 12 * 8

@@ -9,6 +9,7 @@ import torch
 import transformers
 from vllm import LLM, SamplingParams
 from vllm.config import ModelConfig
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -23,6 +24,7 @@ from sequoia_vllm.engine import (
     worker_base,
 )
 from sequoia_vllm.engine.cluster import current_versions
+from sequoia_vllm.engine.replicas import as_alone
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.tree_choice import TreeChoice
 from sequoia_vllm.engine.v2 import attention_gpu
@@ -238,8 +240,35 @@ def test_gpu_engines_have_room_for_vllms_warm_up(length, is_refused, monkeypatch
 def test_replicas_in_lock_step(monkeypatch):
     """Dense models' replicas are independent; those of mixtures of experts are not."""
     assert engine_config(data_parallel_size=2).parallel_config.data_parallel_size == 2
+    monkeypatch.setattr(ModelConfig, "is_moe", property(lambda model: model.model == TARGET))
+    refused("which vLLM cannot do on CPUs", data_parallel_size=2)
+    monkeypatch.setattr(CpuCommunicator, "all_gatherv", None, raising=False)
+    config = engine_config(data_parallel_size=2)
+    assert config.parallel_config.data_parallel_size == 2
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    [reason] = refusals._parallel_reasons(config)
+    assert reason.endswith("V2: run one engine per replica, without --data-parallel-size")
     monkeypatch.setattr(ModelConfig, "is_moe", True)
-    refused("run one engine per replica", data_parallel_size=2)
+    [reason] = refusals._parallel_reasons(config)
+    assert "the draft has experts, too: run one engine per replica" in reason
+
+
+def test_adapters_on_model_runner_v2(monkeypatch):
+    config = engine_config(enable_lora=True)
+    assert refusals._feature_reasons(config) == []
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    [reason] = refusals._feature_reasons(config)
+    assert reason.endswith("drop --enable-lora")
+
+
+def test_drafts_of_replicas_in_lock_step_run_as_if_alone():
+    """vLLM's forward contexts would have them meet in every pass."""
+    config = engine_config(data_parallel_size=2)
+    alone = as_alone(config)
+    assert alone.parallel_config.data_parallel_size == 1
+    assert config.parallel_config.data_parallel_size == 2
+    assert alone.compilation_config is config.compilation_config  # where layers are found
+    assert as_alone(alone) is alone
 
 
 def test_replicas_keep_the_schedule():

@@ -43,7 +43,12 @@ STRUCTURED = {
     },
 }
 NO_DRAFTS = {MOST_DRAFTS: 0}
-WITHOUT_DRAFTS = {"none asked for": {"extra_args": NO_DRAFTS}}
+WITHOUT_DRAFTS = {
+    "none asked for": {"extra_args": NO_DRAFTS},
+    "thinking budget": {"thinking_token_budget": 5},
+}
+# All prompts have a bracket, and hardly any answer this word.
+THINKING = {"reasoning_config": {"reasoning_start_str": "(", "reasoning_end_str": "return"}}
 
 
 def greedy_and_seeded(keys: dict) -> list[SamplingParams]:
@@ -60,14 +65,14 @@ def special():
     params = {name: greedy_and_seeded(keys) for name, keys in kinds.items()}
     mixed = [one for pair in params.values() for one in pair]
     params["all"] = [*mixed, *(SamplingParams(temperature=0, max_tokens=40) for _ in range(8))]
-    with running() as llm:
+    with running(**THINKING) as llm:
         plain = {
             name: tokens_of(llm.generate(prompts(len(own)), own, use_tqdm=False))
             for name, own in params.items()
         }
     found = {}
     config = {**sequoia(), "tree": {"parents": SIBLINGS_FIRST}}
-    with running(config) as llm:
+    with running(config, **THINKING) as llm:
         for name, own in params.items():
             outputs = llm.generate(prompts(len(own)), own, use_tqdm=False)
             [stats] = llm.collective_rpc("sequoia_stats", args=(True,))
@@ -109,7 +114,15 @@ def test_others_have_none(name, special):
 def test_requests_without_drafts_are_counted_by_reason(special):
     """Two of each kind alone, and two among all."""
     _, _, stats = special["all"]
-    assert stats["undrafted"] == {"asked": 4 * len(WITHOUT_DRAFTS)}
+    assert stats["undrafted"] == {"asked": 4, "thinking_token_budget": 4}
+
+
+def test_a_thinking_budget_is_kept(special):
+    """Else the test above would see nothing."""
+    (thinking, *_), (free, *_) = special["thinking budget"], special["none asked for"]
+    for ours, without in zip(thinking, free, strict=True):
+        assert 1491 in ours[:6]  # the word "return"
+        assert ours != without
 
 
 def test_a_request_may_cap_its_tree(special):

@@ -14,7 +14,8 @@ import pytest
 
 from sequoia_vllm.adaptation import DraftController, Step
 from sequoia_vllm.engine.request_options import MOST_DRAFTS
-from tests.support.engines import metric, running, sequoia, tokens_of
+from tests.support.conversing import converse, turns
+from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
 from tests.support.generating import (
     TINY,
     check_logprobs,
@@ -61,9 +62,10 @@ def generate_greedy() -> dict[str, Any]:
         answers["trees"] = generate_on(llm, texts, params)
         alone = llm.generate(texts[:1], params[:1], use_tqdm=False)
         answers["alone"] = {"tokens": completions(alone)}
-    answers["synchronous"] = generate_with_trees(
-        DRAFT, texts[2:], params[2:], async_scheduling=False
-    )
+    with running(whole_trees(size=8, depth=3), async_scheduling=False) as llm:
+        answers["synchronous"] = generate_on(llm, texts[2:], params[2:])
+        with failing_draft(at=4) as said:
+            answers["failed, synchronous"] = generate_on(llm, texts, params) | {"said": said}
     return answers
 
 
@@ -124,6 +126,7 @@ def special_params() -> list[Any]:
         SamplingParams(**length, bad_words=["self", " in"], logit_bias={300: 4.0}),
         SamplingParams(**length, prompt_logprobs=1),
         SamplingParams(**length, logprob_token_ids=[300, 7, 512], logprobs=None),
+        SamplingParams(**length, thinking_token_budget=4),
     ]
 
 
@@ -146,9 +149,10 @@ def generate_special() -> dict[str, Any]:
     """Tokens and logprobs of plain V2 and of trees."""
     params = special_params()
     texts = prompts(len(params))
+    thinking = {"reasoning_start_str": "(", "reasoning_end_str": "return"}
     answers: dict[str, Any] = {}
     for name, config in (("plain", None), ("trees", sequoia(size=8, depth=3))):
-        with running(config) as llm:
+        with running(config, reasoning_config=thinking) as llm:
             outputs = llm.generate(texts, params, use_tqdm=False)
             answers[name] = {
                 "tokens": tokens_of(outputs),
@@ -161,6 +165,9 @@ def generate_special() -> dict[str, Any]:
             answers[name]["grammar"] = tokens_of(outputs)
             if config:
                 answers[name]["grammar counts"] = counted(llm)
+            answers[name]["sessions"] = generate_in_turns(llm, texts[:3])
+            if config:
+                answers[name]["session counts"] = counted(llm)
                 chosen = [texts[place] for place in PADDED], [params[place] for place in PADDED]
                 with counting_rows() as rows:
                     outputs = llm.generate(*chosen, use_tqdm=False)
@@ -170,7 +177,28 @@ def generate_special() -> dict[str, Any]:
                     "rows": rows,
                     "counts": counted(llm),
                 }
+                # Amid the second step's trees, while the third is scheduled with drafts.
+                with failing_draft(at=4) as said, counting_rows() as rows:
+                    failed = tokens_of(llm.generate(texts, params, use_tqdm=False))
+                    grammars = llm.generate(texts[:3], grammar_params(), use_tqdm=False)
+                answers["failed"] = {
+                    "tokens": failed, "grammar": tokens_of(grammars), "said": said, "rows": rows,
+                    "counts": counted(llm),
+                }  # fmt: skip
     return answers
+
+
+def generate_in_turns(llm: Any, texts: list[str]) -> list[list[list[int]]]:
+    """Greedy and seeded requests whose prompts come in pieces, each after an answer."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(
+            temperature=0.8 * (place % 2), seed=place, max_tokens=7 + place, ignore_eos=True
+        )
+        for place in range(len(texts))
+    ]
+    return converse(llm, turns(texts, llm.get_tokenizer()), params, at_once=False)
 
 
 # One that asks for no drafts between two requests that draft: one of few, it carries placeholders.
@@ -194,6 +222,27 @@ def counting_rows() -> Iterator[list[list[int]]]:
         yield found
 
 
+@contextmanager
+def failing_draft(at: int) -> Iterator[list[str]]:
+    """What the engine says as its draft fails, in the pass of this number within the block."""
+    from sequoia_vllm.drafting.growth import TreeGrowth
+    from sequoia_vllm.engine import draft_failure
+    from sequoia_vllm.engine.swap import swapped
+
+    grow_level, said, passes = TreeGrowth.grow_level, [], itertools.count(1)
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(passes) >= at:
+            raise RuntimeError("no kernel image is available")
+        return grow_level(self, *args, **kwargs)
+
+    with (
+        swapped(TreeGrowth, "grow_level", failing),
+        swapped(draft_failure.logger, "exception", said.append),
+    ):
+        yield said
+
+
 @pytest.fixture(scope="module")
 def special(embedded) -> dict[str, Any]:
     return embedded["special"]
@@ -209,6 +258,11 @@ def test_a_grammar_is_followed_along_each_path(special):
     assert special["trees"]["grammar counts"]["tokens_per_tree"] > 1.1
 
 
+def test_prompts_that_come_in_pieces_are_answered_as_by_plain_vllm(special):
+    assert special["trees"]["sessions"] == special["plain"]["sessions"]
+    assert special["trees"]["session counts"]["tokens_per_tree"] > 1.2
+
+
 def test_one_request_without_drafts_is_scored_like_the_others(special):
     """Steps are uniform, as full CUDA graphs have to be; its tokens and logprobs are plain's."""
     padded, plain = special["padded"], special["plain"]
@@ -218,6 +272,25 @@ def test_one_request_without_drafts_is_scored_like_the_others(special):
     check_logprobs(padded["logprobs"], [plain["logprobs"][place] for place in PADDED])
     # The tree that nobody drew is not counted, and no token of it was accepted.
     assert padded["counts"]["tokens_per_tree"] > 1.2
+
+
+def test_a_draft_that_fails_ends_speculation_only(special, greedy):
+    """Trees of the step before are verified, and drafts that are scheduled already come to nothing.
+
+    Of requests with edits, grammars and seeds among them; without asynchronous scheduling, too.
+    """
+    said = ["Sequoia: the draft model failed; this engine goes on without speculation"]
+    found, plain = special["failed"], special["plain"]
+    assert found["said"] == said
+    assert found["tokens"] == plain["tokens"]
+    assert found["grammar"] == plain["grammar"]
+    assert 0 < found["counts"]["tree_steps"] <= 2 * len(special_params())
+    with_drafts = [place for place, rows in enumerate(found["rows"]) if 8 in rows[:-1]]
+    assert len(found["rows"]) - max(with_drafts) > 20  # none of the last ones
+    found = greedy["failed, synchronous"]
+    assert found["said"] == said
+    assert found["tokens"] == greedy["plain"]["tokens"]
+    assert found["counts"]["drafts"] > greedy["synchronous"]["counts"]["drafts"]
 
 
 @pytest.mark.parametrize("kind", ["logprobs", "prompt_logprobs"])

@@ -167,6 +167,13 @@ CPU_V1: tuple[Expected | Override, ...] = (
         until="see _bookkeeping_sync",
     ),
     Override(
+        f"{_RUNNER}.input_batch.thinking_budget_state_holder.in_spec_mode",
+        kind="instance",
+        why="requests with a budget have no drafts, and in a step without any the holder counts "
+        "no rows for them: it forces the first request's tokens",
+        until="vLLM counts the rows that its sampler is given",
+    ),
+    Override(
         f"{_RUNNER}._input_fits_in_drafter", ("self", "common_attn_metadata"),
         kind="subclass",
         why="stops drafting for the whole batch when one request is near the end",

@@ -16,6 +16,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from sequoia_vllm.engine.load import fewer_drafts, scheduled_drafts
 from sequoia_vllm.engine.recording import recording_of
+from sequoia_vllm.engine.replicas import in_lock_step
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.start.dummy_requests import DummyRequests, Layout
 from sequoia_vllm.engine.start.points import Point, points_to_time
@@ -53,13 +54,14 @@ def time_at_start(worker: Any) -> None:
     """Times steps and keeps the times, where the front end asked for it; else does nothing.
 
     On every rank of a tensor-parallel group, in lock step: what is run is decided on rank 0,
-    which also writes. Whatever fails is logged, and the engine starts.
+    which also writes. Whatever fails is logged, and the engine starts. Replicas that are in
+    lock step time nothing: each would run as many steps as it has time for.
 
     Args:
         worker: A Sequoia worker that has warmed up, before it serves.
     """
     wanted = SequoiaSettings.of(worker.vllm_config).to_time
-    if wanted is None:
+    if wanted is None or in_lock_step(worker.vllm_config):
         return
     started = time.perf_counter()
     try:

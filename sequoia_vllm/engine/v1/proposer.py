@@ -18,6 +18,7 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from sequoia_vllm.drafting.tree_tables import DraftLevels, Level
 from sequoia_vllm.engine.attention_layers import freed_behind
 from sequoia_vllm.engine.cpu_attention import CPUTreeAttentionMetadata, TreeQueries
+from sequoia_vllm.engine.replicas import as_alone
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
 from sequoia_vllm.engine.v1.drafts import DraftedTrees
 from sequoia_vllm.engine.v1.reading import CommittedTokens
@@ -62,7 +63,7 @@ class TreeProposer(DraftModelProposer):
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any) -> None:
-        super().__init__(vllm_config=vllm_config, device=device, runner=runner)
+        super().__init__(vllm_config=as_alone(vllm_config), device=device, runner=runner)
         self.runner = runner
         self.draft_max_len = self.draft_model_config.max_model_len
         self._vocabulary = draft_vocabulary(vllm_config, device)

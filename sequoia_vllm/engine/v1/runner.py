@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -24,6 +23,7 @@ from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.attention_layers import replaced_backends, supported_layers
 from sequoia_vllm.engine.cpu_attention import CPU_BACKENDS, TreeQueries, unsupported_attention
 from sequoia_vllm.engine.draft_blocks import DraftBlocks
+from sequoia_vllm.engine.draft_failure import survive_draft
 from sequoia_vllm.engine.eligibility import never_drafts
 from sequoia_vllm.engine.grammar import thinks_first
 from sequoia_vllm.engine.kv_commit import TargetCaches, accepted_moves
@@ -42,8 +42,6 @@ from sequoia_vllm.engine.v1.seeded import SessionSeeds
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution, truncation_of
 from sequoia_vllm.engine.v1.verifier import TreeVerifier
 from sequoia_vllm.verification import VerifyResult, load_traversal
-
-logger = logging.getLogger("vllm.sequoia")
 
 
 def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
@@ -70,6 +68,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         settings = SequoiaSettings.of(vllm_config)
         self.tree = settings.tree
         self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
+        self.draft_has_failed = False
         self.drafter = TreeProposer(vllm_config, device, self)
         self.tree_verifier = TreeVerifier(
             greedy_argmax=self.sampler.greedy_sample,
@@ -223,8 +222,11 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         """The batch's metadata; requests in mid-prefill do not use up their random stream.
 
         vLLM samples a token for them too, discards it and rewinds the
-        generator, which CPU generators cannot do.
+        generator, which CPU generators cannot do. And the sampler is given a row of each
+        request, where thinking budgets would expect one of each draft.
         """
+        if self.input_batch.thinking_budget_state_holder is not None:
+            self.input_batch.thinking_budget_state_holder.in_spec_mode = False
         metadata = self.input_batch.sampling_metadata
         discarded = self.discard_request_mask.np
         generators = {
@@ -301,23 +303,19 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     ) -> list[list[int]]:
         """Replaces vLLM's: the draft reads what was committed and grows trees.
 
-        A draft that fails is not asked again: requests do not need it. With several ranks
-        the error goes on, as the others wait for this one.
+        A draft that fails is not asked again: see `survive_draft`.
 
         Returns:
             Draft tokens in stored tree order for each request of the batch;
             empty for those that get none.
         """
-        try:
-            return self._grow_trees(scheduler_output, sampled_token_ids, sampling_metadata)
-        except Exception:
-            if self.parallel_config.tensor_parallel_size > 1:
-                raise
-            logger.exception(
-                "Sequoia: the draft model failed; this engine goes on without speculation"
-            )
-            self.max_drafts = 0
-            return [[] for _ in range(self.input_batch.num_reqs)]
+        if not self.draft_has_failed:
+            try:
+                return self._grow_trees(scheduler_output, sampled_token_ids, sampling_metadata)
+            except Exception:
+                survive_draft(self.vllm_config)
+                self.draft_has_failed = True
+        return [[] for _ in range(self.input_batch.num_reqs)]
 
     def _grow_trees(
         self,

@@ -24,6 +24,7 @@ from sequoia_vllm.drafting.draft_plan import DraftPlan
 from sequoia_vllm.drafting.growth import DraftStates, TreeGrowth, chain_width
 from sequoia_vllm.drafting.tree_tables import DraftLevels, TreeTables
 from sequoia_vllm.engine.attention_layers import freed_behind
+from sequoia_vllm.engine.draft_failure import survive_draft
 from sequoia_vllm.engine.grammar import thinks_first
 from sequoia_vllm.engine.load import fewer_drafts, scheduled_drafts
 from sequoia_vllm.engine.v2.backend import TreeBackend
@@ -45,9 +46,12 @@ class TreeProposer(DraftModelSpeculator):
 
     Attributes:
         lag: See `kernels.begin_drafting`.
+        has_failed: Whether the draft has; then it is not asked again.
     """
 
     lag: ClassVar[int] = 0
+    has_failed = False
+    _serves = False
 
     def __init__(
         self,
@@ -231,6 +235,10 @@ class TreeProposer(DraftModelSpeculator):
         """
         self.accepted = accepted
 
+    def begin_to_serve(self) -> None:
+        """From now on requests are users', who do not need the draft: it may fail."""
+        self._serves = True
+
     # -- one drafting pass ---------------------------------------------------------------
 
     @torch.inference_mode()
@@ -266,25 +274,56 @@ class TreeProposer(DraftModelSpeculator):
             if is_profile:
                 self._dummy_logits()
             return self.draft_tokens[: input_batch.num_reqs]
-        self.reading.gain(
-            input_batch.idx_mapping_np,
-            input_batch.num_computed_tokens_np,
-            input_batch.num_scheduled_tokens,
-            input_batch.num_draft_tokens_per_req,
-            input_batch.is_prefilling_np,
-        )
         self._last_grown = None
         drafts = min(self.num_speculative_steps, self.max_drafts)
         if num_speculative_tokens is not None:
             drafts = min(drafts, num_speculative_tokens)
-        if drafts > 0:
-            self._draft(input_batch, num_sampled, temperature, seeds, drafts)
-        elif self._reads_without_drafting(input_batch):
-            self._only_read(input_batch, num_sampled, temperature, seeds)
+        if not self.has_failed:
+            try:
+                self._advance(input_batch, num_sampled, temperature, seeds, drafts)
+            except Exception:
+                self._survive()
+        if self.has_failed:
+            drafts = 0
         tokens = self.drafted.tokens[: input_batch.num_reqs, 1:]
         # What vLLM did not ask for it overwrites with -1, in place. A request that gets no
         # tree later is scored with what is in its row: ids that the target can embed.
         return tokens.clone() if drafts < self.num_speculative_steps else tokens
+
+    def _advance(
+        self,
+        batch: InputBatch,
+        num_sampled: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        drafts: int,
+    ) -> None:
+        """Reads what the step committed, as far as it has to be read, and grows the trees."""
+        self.reading.gain(
+            batch.idx_mapping_np,
+            batch.num_computed_tokens_np,
+            batch.num_scheduled_tokens,
+            batch.num_draft_tokens_per_req,
+            batch.is_prefilling_np,
+        )
+        if drafts > 0:
+            self._draft(batch, num_sampled, temperature, seeds, drafts)
+        elif self._reads_without_drafting(batch):
+            self._only_read(batch, num_sampled, temperature, seeds)
+
+    def _survive(self) -> None:
+        """The draft has failed: no request has a tree, and placeholders count for nothing.
+
+        Raises:
+            Exception: The draft's, at start-up and on several ranks; or what a device says
+                that does nothing more after it.
+        """
+        if not self._serves:
+            raise
+        survive_draft(self.vllm_config)
+        self.has_failed = True
+        self._last_grown = None
+        self.drafted.nodes.zero_()
 
     def _draft(
         self,

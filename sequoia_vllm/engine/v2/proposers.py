@@ -7,6 +7,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.engine.replicas import as_alone
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.block_proposer import BlockTreeProposer
 from sequoia_vllm.engine.v2.corrected_blocks import (
@@ -45,4 +46,4 @@ def new_proposer(
     if proposer is BlockTreeProposer:
         for architecture in speculative_config.draft_model_config.architectures:
             proposer = _BY_ARCHITECTURE.get(architecture, proposer)
-    return proposer(vllm_config, device, req_states, tables, backend)
+    return proposer(as_alone(vllm_config), device, req_states, tables, backend)

@@ -71,6 +71,11 @@ class TreeRunner(GPUModelRunner):
     def max_drafts(self, drafts: int) -> None:
         self.speculator.max_drafts = drafts
 
+    @property
+    def draft_has_failed(self) -> bool:
+        """Whether nothing is drafted any more."""
+        return self.speculator.has_failed
+
     # -- model and cache -----------------------------------------------------------
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -98,7 +103,8 @@ class TreeRunner(GPUModelRunner):
         self.model_state.prepare_attn = self._attention_metadata
 
     def forget_steps(self) -> None:
-        """Counts nothing of the steps so far: they were nobody's."""
+        """Counts nothing of the steps so far: they were nobody's. Those that follow are users'."""
+        self.speculator.begin_to_serve()
         self._paths.drop()
         self.stats.take_paths()
         self.stats.reset()

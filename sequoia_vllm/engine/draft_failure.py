@@ -1,0 +1,19 @@
+"""A draft that fails while requests run: they do not need it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+logger = logging.getLogger("vllm.sequoia")
+
+
+def survive_draft(vllm_config: Any) -> None:
+    """Says that an engine goes on without speculation; called where a draft's error is caught.
+
+    Raises:
+        Exception: That error, where several ranks draft: the others wait for this one.
+    """
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        raise
+    logger.exception("Sequoia: the draft model failed; this engine goes on without speculation")

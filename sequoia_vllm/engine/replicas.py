@@ -1,0 +1,50 @@
+"""Replicas of a mixture of experts, which run in lock step, and drafts, which do not."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.platforms import current_platform
+
+
+def in_lock_step(vllm_config: Any) -> bool:
+    """Whether the engine's replicas meet in every forward pass of the target."""
+    parallel = vllm_config.parallel_config
+    return parallel.data_parallel_size > 1 and bool(vllm_config.model_config.is_moe)
+
+
+def fault_of_lock_step(vllm_config: Any) -> str | None:
+    """Why the engine's replicas must not run in lock step; None: they do not, or may.
+
+    vLLM's communicator for CPUs has no `all_gatherv` of its own in 0.32 and 0.33: plain vLLM
+    starts two replicas of Mixtral there, and both end in the first request with
+    NotImplementedError. With one of torch's operations in its place, two of plain vLLM and two
+    with trees of a dense draft gave one engine's tokens.
+    """
+    if not in_lock_step(vllm_config):
+        return None
+    if vllm_config.speculative_config.draft_model_config.is_moe:
+        return "which drafting passes do not, and the draft has experts, too"
+    if vllm_config.use_v2_model_runner:
+        return "which nobody tried with trees on Model Runner V2"
+    if current_platform.is_cpu() and "all_gatherv" not in vars(CpuCommunicator):
+        return "which vLLM cannot do on CPUs (plain vLLM ends in the first request)"
+    return None
+
+
+def as_alone(vllm_config: Any) -> Any:
+    """The configuration that a draft runs with: as if its engine had no other replicas.
+
+    Replicas in lock step agree on a batch's size whenever a forward context is entered, be it
+    of a model without experts. A dense draft exchanges nothing with others, and has as many
+    passes as its own replica's trees need: another one may be idle meanwhile, or draft less.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size == 1:
+        return vllm_config
+    alone = copy(vllm_config)
+    alone.parallel_config = copy(parallel)
+    alone.parallel_config.reconfigure_for_independent_dp_rank()
+    return alone
