@@ -10,7 +10,7 @@ import pytest
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware.step_profile import Profile
 from tests.support.engines import metric, running, tokens_of
-from tests.support.models import DRAFT, prompts
+from tests.support.generating import TINY, random_prompts, save_related_pair
 from tests.support.on_v2 import call_on_v2
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -24,23 +24,25 @@ def start_twice(folder: str) -> dict[str, Any]:
 
     timing.SECONDS, timing._MOST_SPREAD = 30.0, math.inf  # whatever else the machine does
     timing._LEAST_SHARE = 0.0
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with running(None) as llm:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    target, draft = save_related_pair(Path(folder))
+    requests, options = random_prompts([9, 18, 13]), {"model": target, **TINY}
+    with running(None, **options) as llm:
         answers: dict[str, Any] = {
-            "plain": tokens_of(llm.generate(prompts(3), params, use_tqdm=False))
+            "plain": tokens_of(llm.generate(requests, params, use_tqdm=False))
         }
     for name, is_ahead in (("ahead", True), ("behind", False)):
         trees = Path(folder) / name
         os.environ["SEQUOIA_VLLM_TREES"] = str(trees)
-        config = {"method": "sequoia", "model": DRAFT, "adapt": False}
-        with running(config, async_scheduling=is_ahead) as llm:
+        config = {"method": "sequoia", "model": draft, "adapt": False}
+        with running(config, async_scheduling=is_ahead, **options) as llm:
             before = metric(llm, "vllm:spec_decode_num_drafts")
             [stats] = llm.collective_rpc("sequoia_stats")
-            found = tokens_of(llm.generate(prompts(3), params, use_tqdm=False))
+            found = tokens_of(llm.generate(requests, params, use_tqdm=False))
             after = metric(llm, "vllm:spec_decode_num_drafts")
             [counted] = llm.collective_rpc("sequoia_stats")
         [path] = (trees / "timed_at_start").glob("*.json")
-        with running(config, async_scheduling=is_ahead) as llm:
+        with running(config, async_scheduling=is_ahead, **options) as llm:
             source = SequoiaSettings.of(llm.llm_engine.vllm_config).tree_source
         answers[name] = {
             "profile": path.read_text(),
@@ -79,4 +81,6 @@ def test_nothing_of_it_is_left_in_the_engine(started, name):
     assert found["tokens"] == started["plain"]
     assert found["before"] == [0, 0, 0]
     trees, counted = found["after"]
-    assert trees == counted > 0
+    # vLLM leaves out what it had scheduled before it saw that a request was at its end.
+    late = len(started["plain"]) if name == "ahead" else 0
+    assert 0 <= counted - trees <= late < trees
