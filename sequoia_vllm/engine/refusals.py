@@ -87,12 +87,16 @@ def _platform_reasons(vllm_config: Any) -> list[str]:
 
 def _drafter_reasons(vllm_config: Any) -> list[str]:
     kind = SequoiaSettings.of(vllm_config).drafter
-    if not is_head(kind) or vllm_config.use_v2_model_runner:
+    if not is_head(kind):
         return []
-    return [
-        f"heads and MTP layers need vLLM's Model Runner V2, which GPUs use, and the draft is "
-        f'{NAMES[kind]}: give "model" a draft model here'
-    ]
+    return _present(
+        {
+            f"heads and MTP layers need vLLM's Model Runner V2, which GPUs use, and the draft is "
+            f'{NAMES[kind]}: give "model" a draft model here': not vllm_config.use_v2_model_runner,
+            f"adapters change the LM head that {NAMES[kind]} shares with the target: drop "
+            '--enable-lora, or give "model" a draft model': vllm_config.lora_config is not None,
+        }
+    )
 
 
 def _parallel_reasons(vllm_config: Any) -> list[str]:
@@ -155,9 +159,6 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
             "KV sharing for fast prefill is not supported: drop --kv-sharing-fast-prefill": bool(
                 cache.kv_sharing_fast_prefill
             ),
-            "on Model Runner V2 vLLM gives adapters one row of logits per request, and trees have "
-            "one per node: drop --enable-lora": vllm_config.lora_config is not None
-            and vllm_config.use_v2_model_runner,
             "prompt embeddings cannot be read by the draft: drop --enable-prompt-embeds": bool(
                 model.enable_prompt_embeds
             ),

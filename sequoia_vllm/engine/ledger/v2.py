@@ -16,10 +16,20 @@ _OFFLOADER = "vllm.model_executor.offloader.base"
 _TREES = "vLLM's V2 runner drafts, scores and verifies token trees itself"
 _SPECULATOR_CLASS = "a speculative method of V2 brings its speculator and verifier"
 _WHO_DRAFTS = "vLLM asks the speculative method which requests it drafts for"
+_ADAPTERS = "vLLM's V2 runner maps all rows of logits to adapters"
 _DRAFT_GRAPHS = "vLLM captures draft models' steps"
 
 V2: tuple[Expected | Override, ...] = (
     *V2_SPECULATORS,
+    # v2/adapters.py
+    Expected(f"{_V2}.lora_utils:LoraState", ("max_num_reqs",)),
+    Override(
+        f"{_V2}.lora_utils:LoraState.make_lora_inputs",
+        ("self", "req_ids", "idx_mapping", "num_scheduled_tokens"),
+        kind="subclass",
+        why="maps one row of logits of each request to its adapter; a tree has one for each node",
+        until=_ADAPTERS,
+    ),
     # v2/scheduler.py
     Override(
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
@@ -49,6 +59,16 @@ V2: tuple[Expected | Override, ...] = (
         kind="subclass",
         why="notes what the draft has read of new requests, and how they sample",
         until=_SPECULATOR_CLASS,
+    ),
+    Override(
+        f"{_RUNNER}.prepare_inputs",
+        kind="subclass",
+        why="tells the runner's adapters how many rows of logits each request has",
+        until=_ADAPTERS,
+    ),
+    Override(
+        f"{_RUNNER}.lora_state",
+        kind="instance", why="maps adapters to requests; ours to nodes", until=_ADAPTERS,
     ),
     Override(
         f"{_RUNNER}.prepare_attn", ("self", "input_batch"),

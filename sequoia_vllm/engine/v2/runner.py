@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
@@ -19,6 +20,7 @@ from sequoia_vllm.engine.attention_layers import supported_layers
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.step_stats import StepStats
 from sequoia_vllm.engine.swap import swapped
+from sequoia_vllm.engine.v2.adapters import AdaptersOfNodes
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.path_copies import PathCopies
 from sequoia_vllm.engine.v2.path_edits import along_paths
@@ -32,11 +34,11 @@ class TreeRunner(GPUModelRunner):
     """Grows, scores, verifies and commits token trees within vLLM's V2 step.
 
     vLLM's step calls, in this order: `add_requests` (requests begin, resume, get blocks)
-    -> `prepare_attn` (positions by depth) -> the model state's `prepare_attn`, which is
-    `_attention_metadata` (tree masks) -> the target's forward -> `sample` (the verifier in
-    the rejection sampler's place, then the commit) -> the proposer's `propose` (the draft
-    reads what was committed and grows the next trees) -> `take_draft_token_ids`, where the
-    scheduler asks for them. Nothing waits for the device.
+    -> `prepare_inputs` -> `prepare_attn` (positions by depth) -> the model state's
+    `prepare_attn`, which is `_attention_metadata` (tree masks) -> the target's forward ->
+    `sample` (the verifier in the rejection sampler's place, then the commit) -> the
+    proposer's `propose` (the draft reads what was committed and grows the next trees) ->
+    `take_draft_token_ids`, where the scheduler asks for them. Nothing waits for the device.
 
     Attributes:
         backend_class: Tree attention and commit of the device.
@@ -56,6 +58,7 @@ class TreeRunner(GPUModelRunner):
 
         with swapped(model_runner, "init_speculator", init_speculator):
             super().__init__(vllm_config, device)
+        self.lora_state = AdaptersOfNodes(self.max_num_reqs)
         self.stats = StepStats(self.tree)
         self._paths = PathCopies(device)
         self._scoring = TreeScoring(self.tree, self.max_num_reqs, device)
@@ -126,6 +129,12 @@ class TreeRunner(GPUModelRunner):
                 self.speculator.reading.extend(slot, blocks)
 
     # -- before the target's forward -----------------------------------------------
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
+        """As vLLM's; adapters need each request's rows of logits."""
+        batch = super().prepare_inputs(*args, **kwargs)
+        self.lora_state.expect_rows(np.diff(batch.cu_num_logits_np))
+        return batch
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[Tensor, ...], Tensor]:
         """As vLLM's, whose slots follow from positions; then positions by depth."""
