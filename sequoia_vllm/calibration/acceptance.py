@@ -15,8 +15,6 @@ from sequoia_vllm.calibration.counts import TAIL, estimate_acceptance, probing_t
 from sequoia_vllm.calibration.probing import Budget, Checkpoint, Counters, Probe, StoppedBy
 from sequoia_vllm.calibration.workload import Workload
 from sequoia_vllm.config import Verification
-from sequoia_vllm.engine.block_heads import drafts_blocks, most_levels
-from sequoia_vllm.engine.drafter_kind import recognise
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
 from sequoia_vllm.measuring.engines import (
@@ -322,6 +320,9 @@ def _workload(task: AcceptanceTask, previous: CalibrationState | None) -> Worklo
 
 def _drafted_levels(draft: Any) -> int | None:
     """Of the deepest tree that a draft of this configuration drafts; None: any number."""
+    from sequoia_vllm.engine.block_heads import drafts_blocks, most_levels
+    from sequoia_vllm.engine.drafter_kind import recognise
+
     kind = recognise(draft).kind
     return most_levels(draft, kind) if kind is not None and drafts_blocks(kind) else None
 

@@ -9,8 +9,8 @@ from tests.support.models import prompts
 
 pytestmark = pytest.mark.engine
 
-REQUESTS = random_requests(prompts(32), 500, seed=14, vocabulary=4096)
-OF_VERIFICATION = {"sequoia": REQUESTS[:270], "traversal": REQUESTS[270:]}
+REQUESTS = random_requests(prompts(32), 550, seed=14, vocabulary=4096)
+OF_VERIFICATION = {"sequoia": REQUESTS[:300], "traversal": REQUESTS[300:]}
 OPTIONS = {
     "kv_cache_memory_bytes": 12 << 20,
     "block_size": 32,

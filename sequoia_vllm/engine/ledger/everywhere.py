@@ -57,8 +57,7 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     Expected(f"{_ARGS}.offload_num_in_group"),
     Expected(f"{_ARGS}.offload_prefetch_step"),
     Expected(f"{_ARGS}.offload_params"),
-    # replicas.py: vLLM on CPUs has no `all_gatherv`, which replicas in lock step need.
-    Expected("vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator"),
+    # replicas.py
     Expected("vllm.config:ParallelConfig.reconfigure_for_independent_dp_rank", ("self",)),
     # grammar.py
     Override(
