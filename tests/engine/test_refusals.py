@@ -253,16 +253,6 @@ def test_replicas_in_lock_step(monkeypatch):
     assert "the draft has experts, too: run one engine per replica" in reason
 
 
-def test_adapters_and_heads(monkeypatch):
-    config = engine_config(enable_lora=True)
-    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
-    assert refusals._drafter_reasons(config) == []
-    settings = SimpleNamespace(drafter="eagle3")
-    monkeypatch.setattr(SequoiaSettings, "of", lambda _: settings)
-    [reason] = refusals._drafter_reasons(config)
-    assert reason.startswith("adapters change the LM head that an EAGLE-3 head shares")
-
-
 def test_drafts_of_replicas_in_lock_step_run_as_if_alone():
     """vLLM's forward contexts would have them meet in every pass."""
     config = engine_config(data_parallel_size=2)

@@ -315,7 +315,9 @@ def test_what_vllm_takes_by_its_name():
 
 def engine(drafter: str, use_v2: bool) -> SimpleNamespace:
     settings = SequoiaSettings(TokenTree.chain(2), "a test", None, {}, drafter=drafter)
-    return SimpleNamespace(additional_config=settings.store(None), use_v2_model_runner=use_v2)
+    return SimpleNamespace(
+        additional_config=settings.store(None), lora_config=None, use_v2_model_runner=use_v2
+    )
 
 
 def test_heads_need_model_runner_v2():
@@ -325,6 +327,16 @@ def test_heads_need_model_runner_v2():
     assert "Model Runner V2, which GPUs use" in reason
     assert "the draft is an EAGLE-3 head" in reason
     assert 'give "model" a draft model' in reason
+
+
+def test_adapters_change_what_heads_share():
+    config = engine("eagle3", use_v2=True)
+    config.lora_config = SimpleNamespace()
+    [reason] = _drafter_reasons(config)
+    assert reason.startswith("adapters change the LM head that an EAGLE-3 head shares")
+    config = engine("model", use_v2=True)
+    config.lora_config = SimpleNamespace()
+    assert _drafter_reasons(config) == []
 
 
 def test_the_workers_know_the_kind():
