@@ -7,12 +7,11 @@ of 16 nodes, float32. "Without" is every forbidden draft scored as it is, and re
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from typing import Any
 
-TARGET, DRAFT = "examples/models/target", "examples/models/draft"
-PROMPTS = "examples/models/prompts.jsonl"
+from benchmarks.embedded_pair import running
+
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -48,33 +47,15 @@ def main() -> None:
     parser.add_argument("--whitespace", action="store_true", help="allow any in JSON, as vLLM does")
     parser.add_argument("--most-allowed", type=int, nargs="*", help="bounds to compare")
     options = parser.parse_args()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is changed in between
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from pathlib import Path
-
     from sequoia_vllm.engine import stand_ins
-    from sequoia_vllm.measuring.engines import EngineSpec, open_engine
-    from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
-    prompts = load_prompts(Path(PROMPTS), options.prompts)
-    encoded = encode_prompts(prompts, load_tokenizer(TARGET))
-    requests = [{"prompt_token_ids": tokens} for tokens in encoded]
-    speculative = {
-        "method": "sequoia",
-        "model": DRAFT,
-        "tree": {"size": 16, "depth": 6},
-        "num_speculative_tokens_per_batch_size": [[1, 1, 15]],
-        "verification": options.verification,
-    }
-    engine = EngineSpec(TARGET, DRAFT, dtype="float32", enforce_eager=True, kv_cache_gib=0.5)
     bounds = options.most_allowed or [0, stand_ins.MOST_ALLOWED]  # a grammar always allows one
-    with open_engine(
-        engine, speculative_config=speculative, max_model_len=512, max_num_seqs=16,
-        enable_prefix_caching=False,
-        structured_outputs_config={
-            "backend": "xgrammar", "disable_any_whitespace": not options.whitespace,
-        },
-    ) as llm:  # fmt: skip
+    grammars = {"backend": "xgrammar", "disable_any_whitespace": not options.whitespace}
+    with running(
+        options.prompts,
+        {"verification": options.verification},
+        structured_outputs_config=grammars,
+    ) as (llm, requests):
         print(
             "setting      temperature  tokens per step (seconds) by tokens allowed at most:", bounds
         )

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from typing import Any
 
-TARGET, DRAFT = "examples/models/target", "examples/models/draft"
-PROMPTS = "examples/models/prompts.jsonl"
+from benchmarks.embedded_pair import running
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "top-k 20": {"top_k": 20},
     "top-p 0.8": {"top_p": 0.8},
     "top-p 0.9": {"top_p": 0.9},
 }
 TEMPERATURES = (1.0, 0.6)
-DEPTH = 6
 
 
 def main() -> None:
@@ -28,29 +26,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200, help="of each row, 200 at most")
     parser.add_argument("--max-tokens", type=int, default=96, help="of each completion")
     options = parser.parse_args()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is changed in between
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from pathlib import Path
-
-    from sequoia_vllm.measuring.engines import EngineSpec, open_engine
-    from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
     from sequoia_vllm.verification import truncation
 
-    prompts = load_prompts(Path(PROMPTS), options.prompts)
-    encoded = encode_prompts(prompts, load_tokenizer(TARGET))
-    requests = [{"prompt_token_ids": tokens} for tokens in encoded]
-    speculative = {
-        "method": "sequoia",
-        "model": DRAFT,
-        "tree": {"size": 16, "depth": DEPTH},
-        "num_speculative_tokens_per_batch_size": [[1, 1, 15]],
-    }
-    engine = EngineSpec(TARGET, DRAFT, dtype="float32", enforce_eager=True, kv_cache_gib=0.5)
     leaning = truncation.LOWERED_BY
-    with open_engine(
-        engine, speculative_config=speculative, max_model_len=512, max_num_seqs=16,
-        enable_prefix_caching=False,
-    ) as llm:  # fmt: skip
+    with running(options.prompts) as (llm, requests):
         print("temperature  setting       without       with")
         for temperature in TEMPERATURES:
             for name, setting in SETTINGS.items():

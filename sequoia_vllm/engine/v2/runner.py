@@ -133,7 +133,8 @@ class TreeRunner(GPUModelRunner):
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
         """As vLLM's; adapters need each request's rows of logits."""
         batch = super().prepare_inputs(*args, **kwargs)
-        self.lora_state.expect_rows(np.diff(batch.cu_num_logits_np))
+        if self.lora_config is not None:
+            self.lora_state.expect_rows(np.diff(batch.cu_num_logits_np))
         return batch
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[Tensor, ...], Tensor]:
