@@ -12,7 +12,7 @@ pytestmark = pytest.mark.engine
 REQUESTS = random_requests(prompts(32), 550, seed=14, vocabulary=4096)
 OF_VERIFICATION = {"sequoia": REQUESTS[:300], "traversal": REQUESTS[300:]}
 OPTIONS = {
-    "kv_cache_memory_bytes": 12 << 20,
+    "kv_cache_memory_bytes": 8 << 20,  # some 50 and 100 preemptions
     "block_size": 32,
     "max_num_batched_tokens": 96,  # prompts are read in chunks
     "enable_prefix_caching": True,
