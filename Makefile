@@ -48,7 +48,7 @@ compiled: setup
 	$(BIN)/python -m benchmarks.compiled.record .triton
 
 rehearse: setup
-	$(BIN)/python -m tests.gpu_rehearsal.other_versions $(CONTRACT_DIR) $(VERSION) -n 2 --dist loadfile
+	$(BIN)/python -m tests.gpu_rehearsal.other_versions $(CONTRACT_DIR) $(VERSION) -m '' -n 2 --dist loadfile
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -60,6 +60,8 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     `propose_draft_token_ids` (the draft reads what was committed and grows the next trees).
     """
 
+    attn_groups: list[list[Any]]
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         # vLLM drops logits processors when it speculates; requests that need
         # them are served here, without drafts.
@@ -116,6 +118,15 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             self.drafter.draft_max_len, self.max_num_tokens, DraftBlocks({group: spec.block_size})
         )
 
+    @cached_property
+    def _groups_of_target(self) -> list[list[Any]]:
+        """vLLM's attention groups, by cache group, without those of draft layers only."""
+        target = set(self._target_layers)
+        return [
+            [group for group in groups if not target.isdisjoint(group.layer_names)]
+            for groups in self.attn_groups
+        ]
+
     def forget_steps(self) -> None:
         """Counts nothing of the steps so far: they were nobody's."""
         self.stats.take_paths()
@@ -170,8 +181,15 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         return prepared
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's; then adds the trees' rows and masks for the target's layers."""
-        metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        """As vLLM's, for the target's layers only; then adds the trees' rows and masks.
+
+        The draft makes its own for each of its passes.
+        """
+        all_groups, self.attn_groups = self.attn_groups, self._groups_of_target
+        try:
+            metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        finally:
+            self.attn_groups = all_groups
         if (trees := self._trees) is not None:
             self._target_metadata = metadata
             own = (metadata[name] for name in self._target_layers)
