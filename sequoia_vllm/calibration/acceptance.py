@@ -118,7 +118,7 @@ class AcceptanceTask:
         encoded = encode_prompts(prompts, tokenizer, raw=settings.raw_prompts)
         # Room for a whole tree after the last token: trees are never trimmed.
         # A draft that is not there is refused here, before an engine starts.
-        tail = _tail(settings.depth, _drafted_levels(load_config(engine.draft)))
+        tail = _tail(settings.depth, load_config(engine.draft))
         tree = settings.tree or probing_tree(settings.branch, settings.depth, tail)
         room = longest_context(engine.target) - tree.size
         fitting = [ids for ids in encoded if len(ids) + settings.max_tokens <= room]
@@ -318,17 +318,11 @@ def _workload(task: AcceptanceTask, previous: CalibrationState | None) -> Worklo
     )
 
 
-def _drafted_levels(draft: Any) -> int | None:
-    """Of the deepest tree that a draft of this configuration drafts; None: any number."""
-    from sequoia_vllm.engine.block_heads import drafts_blocks, most_levels
-    from sequoia_vllm.engine.drafter_kind import recognise
+def _tail(depth: int, draft: Any) -> int:
+    """Levels below those that are counted, as far as a draft of this configuration drafts them."""
+    from sequoia_vllm.engine.drafter_kind import drafted_levels, recognise
 
-    kind = recognise(draft).kind
-    return most_levels(draft, kind) if kind is not None and drafts_blocks(kind) else None
-
-
-def _tail(depth: int, levels: int | None) -> int:
-    """Levels below those that are counted, of a draft that drafts so many at most."""
+    levels = drafted_levels(recognise(draft).kind, lambda: draft)
     return TAIL if levels is None else max(0, min(TAIL, levels - depth))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -66,12 +67,20 @@ def drafter_kind(draft: str, reader: DraftReader) -> DrafterKind:
     return kind
 
 
-def drafted_levels(draft: str, kind: DrafterKind, reader: DraftReader) -> int | None:
-    """How deep the trees are at most that a checkpoint of this kind drafts; None: any number."""
-    if not drafts_blocks(kind):
+def drafted_levels(kind: DrafterKind | None, read: Callable[[], Any]) -> int | None:
+    """How deep the trees are at most that a checkpoint of this kind drafts.
+
+    Args:
+        kind: None: trees do not draft with it.
+        read: Its configuration, as `DraftReader` reads it; called only where that tells.
+
+    Returns:
+        None: any number, or it is not for us to say.
+    """
+    if kind is None or not drafts_blocks(kind):
         return None
     try:
-        return most_levels(reader.read(draft), kind)
+        return most_levels(read(), kind)
     except (OSError, ValueError, RuntimeError):
         return None  # vLLM reads it again, and says what is wrong with it
 

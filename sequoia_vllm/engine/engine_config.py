@@ -164,7 +164,7 @@ def create_speculative_config(
         tensor_parallel_size=devices,
         kinds=kinds_here(),
         read_kind=lambda draft: drafter_kind(draft, reader),
-        read_levels=lambda draft, kind: drafted_levels(draft, kind, reader),
+        read_levels=lambda draft, kind: drafted_levels(kind, lambda: reader.read(draft)),
         read_shapes=read_shapes,
         max_model_len=target_model_config.max_model_len,
         runs=how_it_runs(config, self.enforce_eager),

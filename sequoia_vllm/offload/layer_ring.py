@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -53,7 +52,6 @@ class LayerRing:
         self._under_way = 0
         self._left: dict[int, int] = {}  # chunks that a number still lacks
         self._unchecked = {(layer, k) for layer, n in enumerate(self._chunks) for k in range(n)}
-        self.seconds_waited = 0.0
         self.bytes_read = 0
 
     def bytes_of(self, layer: int) -> torch.Tensor:
@@ -87,7 +85,6 @@ class LayerRing:
         Raises:
             OffloadError: They could not be read.
         """
-        started = time.perf_counter()
         with self._state:
             if self._computed % len(self._regions) != layer:
                 self._begin_anew(layer)
@@ -97,7 +94,6 @@ class LayerRing:
                 raise OffloadError(str(self._error)) from self._error
             if self._ends:
                 raise OffloadError("offloaded weights were asked for after the engine had ended")
-        self.seconds_waited += time.perf_counter() - started
 
     def release(self, layer: int) -> None:
         """A layer was computed: its buffer may be read into."""

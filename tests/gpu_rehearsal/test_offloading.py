@@ -54,10 +54,10 @@ def start_and_generate(models: str) -> dict[str, Any]:
 def with_the_draft_offloaded(config: dict, options: dict) -> Any:
     """What the draft has offloaded, or how the engine fails to start."""
     from sequoia_vllm.engine.swap import swapped
-    from sequoia_vllm.engine.v2 import proposer
+    from sequoia_vllm.engine.v2 import tree_speculator
 
     options = {**options, "enforce_eager": True}
-    with swapped(proposer, "nothing_offloaded", nullcontext):
+    with swapped(tree_speculator, "nothing_offloaded", nullcontext):
         try:
             with rehearsing(config, **options) as llm:
                 return offloaded(llm)["draft"]

@@ -277,7 +277,7 @@ def test_a_configuration_is_read_once(tmp_path):
     draft, shared = saved(tmp_path, DFLASH), reader()
     kind = drafter_kind(draft, shared)
     (tmp_path / "config.json").unlink()
-    assert drafted_levels(draft, kind, shared) == 15
+    assert drafted_levels(kind, lambda: shared.read(draft)) == 15
     assert pair_shapes(draft, shared, kind).draft.head.levels == 15
 
 
@@ -297,8 +297,8 @@ def test_a_configuration_is_read_once(tmp_path):
 def test_levels_that_a_block_has(tmp_path, config, levels):
     draft = saved(tmp_path, config)
     kind = drafter_kind(draft, reader())
-    assert drafted_levels(draft, kind, reader()) == levels
-    assert drafted_levels(draft, "eagle3", reader()) is None
+    assert drafted_levels(kind, lambda: reader().read(draft)) == levels
+    assert drafted_levels("eagle3", lambda: reader().read(draft)) is None
     shape = pair_shapes(draft, reader(), kind).draft
     assert shape is not None
     assert shape.head is not None

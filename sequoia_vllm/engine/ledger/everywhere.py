@@ -308,7 +308,7 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     # worker_cpu.py, v2/backend_cpu.py, v2/backend_gpu.py
     Expected("vllm.v1.attention.selector:_cached_get_attn_backend.cache_clear"),
     Expected(f"{_REGISTRY}:register_backend", ("backend", "class_path"), may_grow=True),
-    # v1/runner.py, v2/runner.py, v2/proposer.py
+    # v1/runner.py, v2/runner.py, v2/tree_speculator.py
     *(Expected(f"{_OUTPUT}:SchedulerOutput.{field}") for field in (
         "scheduled_new_reqs", "scheduled_cached_reqs",
     )),

@@ -108,7 +108,7 @@ V2: tuple[Expected | Override, ...] = (
     Expected("vllm.v1.outputs:DraftTokenIds.req_ids"),
     Expected("vllm.v1.outputs:DraftTokenIds.draft_token_ids"),
     Expected("vllm.v1.core.sched.output:NewRequestData.sampling_params"),
-    # the batch that v2/proposer.py and others of v2/ read
+    # the batch that v2/proposer.py, v2/tree_speculator.py and others of v2/ read
     Expected("vllm.config:VllmConfig.max_concurrent_batches"),
     Expected("vllm.utils.torch_utils:async_tensor_h2d", ("data", "device"), may_grow=True),
     Expected(f"{_V2}.states:RequestState"),

@@ -72,7 +72,7 @@ def _caches(speculator: str) -> Override:
 
 
 V2_SPECULATORS: tuple[Expected | Override, ...] = (
-    # v2/proposer.py
+    # v2/tree_speculator.py, v2/proposer.py
     Expected(_ALL, ("vllm_config", "device")),
     *_overrides(_BASE),
     _loading(_ALL),

@@ -83,7 +83,7 @@ class BlockTreeProposer(StateTreeProposer, DFlashSpeculator):
         slots: dict[str, Tensor] | None,
         feedback: Tensor | None,
     ) -> DraftStates:
-        """See `TreeProposer.run_draft`; the states of the target only where nothing is kept."""
+        """See `TreeSpeculator.run_draft`; the states of the target only where nothing is kept."""
         if metadata is None and feedback is not None:
             self.model.precompute_and_store_context_kv(feedback, positions)
         return DraftStates(self._run_head(token_ids, positions, metadata, slots))

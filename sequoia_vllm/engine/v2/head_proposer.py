@@ -30,7 +30,7 @@ class _LevelTreeProposer(StateTreeProposer):
         slots: dict[str, Tensor] | None,
         feedback: Tensor | None,
     ) -> DraftStates:
-        """See `TreeProposer.run_draft`."""
+        """See `TreeSpeculator.run_draft`."""
         states = self._run_head(token_ids, positions, metadata, slots, hidden_states=feedback)
         hidden, fed_back = states if isinstance(states, tuple) else (states, states)
         return DraftStates(hidden, fed_back)

@@ -50,10 +50,10 @@ class ModelTreeProposer(TreeProposer, StandaloneARSpeculator):
         slots: dict[str, Tensor] | None,
         feedback: Tensor | None,
     ) -> DraftStates:
-        """See `TreeProposer.run_draft`."""
+        """See `TreeSpeculator.run_draft`."""
         own_ids = self._vocabulary.read(token_ids)
         return DraftStates(self._run_model(own_ids, positions, metadata, slots, None))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See `TreeProposer.compute_logits`."""
+        """See `TreeSpeculator.compute_logits`."""
         return self._vocabulary.target_logits(self.model.compute_logits(hidden))
