@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 from typing import Any
 
 from vllm.platforms import current_platform
-
-from sequoia_vllm.engine.settings import SequoiaSettings
 
 
 def in_lock_step(vllm_config: Any) -> bool:
@@ -59,14 +56,3 @@ def as_alone(vllm_config: Any) -> Any:
     alone.parallel_config = copy(parallel)
     alone.parallel_config.reconfigure_for_independent_dp_rank()
     return alone
-
-
-def keep_schedule(original: Callable[..., None], self: Any) -> None:
-    """As vLLM's, which takes schedules from data-parallel engines, but not from those with trees.
-
-    With unequal schedules vLLM's replicas would have unequal numbers of drafting passes, in each
-    of which they meet. vLLM asks again where a configuration is copied for a draft, and at the
-    end of an engine core's start, when all has been derived from the schedule.
-    """
-    if not SequoiaSettings.enabled(self):
-        original(self)

@@ -93,15 +93,9 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         f"{_CONFIG}._maybe_disable_dynamic_sd_for_data_parallel", ("self",),
         kind="patch",
         why="takes schedules from data-parallel engines, lest replicas meet in unequal numbers of "
-        "drafting passes; replicas with trees meet in none",
-        until="vLLM asks whether the replicas draft in lock step",
-    ),
-    Override(
-        f"{_CONFIG}._maybe_disable_dynamic_sd_for_data_parallel", ("self",),
-        kind="swap",
-        why="see above. Ours fits schedule and CUDA graph sizes to the engine's limits, known by "
-        "then",
-        until="vLLM asks whether the replicas run in lock step, and speculative methods for a "
+        "drafting passes; replicas with trees meet in none. Ours fits schedule and CUDA graph "
+        "sizes to the engine's limits, known by then",
+        until="vLLM asks whether the replicas draft in lock step, and speculative methods for a "
         "schedule",
     ),
     Override(
