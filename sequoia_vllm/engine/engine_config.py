@@ -27,7 +27,7 @@ from sequoia_vllm.engine.drafter_kind import (
     kinds_here,
     vllm_method,
 )
-from sequoia_vllm.engine.load import plan_load
+from sequoia_vllm.engine.load import planning_load
 from sequoia_vllm.engine.mark import mark, to_be_marked
 from sequoia_vllm.engine.model_shapes import pair_shapes
 from sequoia_vllm.engine.offload.choice import choose_offloading
@@ -76,17 +76,8 @@ def _sequoia_engine_config(
     self.speculative_config = request
     self.spec_method = self.spec_model = self.spec_tokens = None
     is_users = request.get("num_speculative_tokens_per_batch_size") is not None
-
-    def plan(vllm_config: VllmConfig) -> None:
-        """Replaces a check that takes schedules from all data-parallel engines.
-
-        It is for replicas in lock step; those of dense models are not, and others
-        are refused (`refuse_unsupported`).
-        """
-        plan_load(vllm_config, keep_schedule=is_users)
-
     with (
-        swapped(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", plan),
+        planning_load(keep_schedule=is_users),
         swapped(VllmConfig, "_limit_max_model_len_to_draft", _keep_length, required=False),
     ):
         vllm_config = original(self, *args, **kwargs)

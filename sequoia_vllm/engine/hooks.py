@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vllm.config import SpeculativeConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -22,6 +22,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from sequoia_vllm.engine import (
     engine_config,
     grammar,
+    load,
     request,
     sessions,
     shown,
@@ -47,6 +48,7 @@ def install() -> None:
     _wrap(StatLoggerManager, "__init__", tree_reports.init_stat_logger_manager)
     _wrap(SpeculativeConfig, "__repr__", shown.describe)
     _wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _verify_vocabulary_size)
+    _wrap(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", load.check_schedule)
     _wrap(Scheduler, "make_stats", shown.make_stats)
     _wrap(SpecDecodingProm, "__init__", shown.init_acceptance_counters)
     _wrap(LLMEngine, "get_metrics", tree_reports.get_metrics)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from sequoia_vllm.engine.offload.settings import offload_of
@@ -12,6 +15,9 @@ from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_
 from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, capture_sizes, first_beyond
 
 logger = logging.getLogger("vllm.sequoia")
+
+# While an engine is configured: whether its schedule is the user's.
+_is_users: ContextVar[bool | None] = ContextVar("is_users", default=None)
 
 
 def token_budget(scheduler_config: Any) -> int:
@@ -39,6 +45,29 @@ def fewer_drafts(vllm_config: Any) -> list[int]:
     return rungs(scheduled_drafts(vllm_config))
 
 
+@contextmanager
+def planning_load(keep_schedule: bool) -> Iterator[None]:
+    """Within it vLLM's check of a configuration calls `plan_load`."""
+    token = _is_users.set(keep_schedule)
+    try:
+        yield
+    finally:
+        _is_users.reset(token)
+
+
+def check_schedule(original: Callable[..., None], self: Any) -> None:
+    """As vLLM's, which takes schedules from data-parallel engines, but not from those with trees.
+
+    With unequal numbers of drafts vLLM's replicas would have unequal numbers of drafting passes,
+    in each of which they meet; ours meet in none. vLLM checks again where a configuration is
+    copied for a draft, and at the end of an engine core's start: all is planned by then.
+    """
+    if not SequoiaSettings.enabled(self):
+        original(self)
+    elif (is_users := _is_users.get()) is not None:
+        plan_load(self, keep_schedule=is_users)
+
+
 def plan_load(vllm_config: Any, keep_schedule: bool) -> None:
     """Fits the schedule of a Sequoia engine to its token budget, and CUDA graphs to the schedule.
 
@@ -46,11 +75,9 @@ def plan_load(vllm_config: Any, keep_schedule: bool) -> None:
     nothing has been derived from the schedule yet.
 
     Args:
-        vllm_config: vLLM's, changed in place.
+        vllm_config: vLLM's of a Sequoia engine, changed in place.
         keep_schedule: It is the user's: only warn where it does not fit.
     """
-    if not SequoiaSettings.enabled(vllm_config):
-        return
     speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
     schedule = [tuple(entry) for entry in speculative.num_speculative_tokens_per_batch_size]
     budget = token_budget(scheduler)

@@ -9,7 +9,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.drafters import NAMES, is_head
 from sequoia_vllm.engine.offload.vllms import offloading_backend
-from sequoia_vllm.engine.replicas import fault_of_lock_step
+from sequoia_vllm.engine.replicas import fault_of_lock_step, in_lock_step
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware.budget import warm_up_length
 
@@ -109,6 +109,9 @@ def _parallel_reasons(vllm_config: Any) -> list[str]:
             f"{pipeline}; use tensor parallelism within an engine, and more engines "
             "(--data-parallel-size)": parallel.pipeline_parallel_size > 1,
             f"replicas of a mixture of experts run in lock step, {fault}: {fix}": fault is not None,
+            "micro-batches would cut trees in two: drop --enable-dbo and --ubatch-size": (
+                in_lock_step(vllm_config) and parallel.use_ubatching
+            ),
             "context parallelism is not supported: set decode_context_parallel_size to 1": (
                 parallel.decode_context_parallel_size > 1
                 or getattr(parallel, "prefill_context_parallel_size", 1) > 1

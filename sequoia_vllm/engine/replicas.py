@@ -17,6 +17,10 @@ def in_lock_step(vllm_config: Any) -> bool:
 def fault_of_lock_step(vllm_config: Any) -> str | None:
     """Why the engine's replicas must not run in lock step; None: they do not, or may.
 
+    They exchange rows of the target's layers, and before each of its passes how many rows they
+    have and which graph they want: all take the largest, and no graph where one has none. A
+    replica without requests runs a pass of padding. Drafting is each one's own (`as_alone`).
+
     vLLM's communicator for CPUs has no `all_gatherv` of its own in 0.32 and 0.33: plain vLLM
     starts two replicas of Mixtral there, and both end in the first request with
     NotImplementedError. With one of torch's operations in its place, two of plain vLLM and two
@@ -26,8 +30,6 @@ def fault_of_lock_step(vllm_config: Any) -> str | None:
         return None
     if vllm_config.speculative_config.draft_model_config.is_moe:
         return "which drafting passes do not, and the draft has experts, too"
-    if vllm_config.use_v2_model_runner:
-        return "which nobody tried with trees on Model Runner V2"
     if current_platform.is_cpu() and not _cpus_can_gather():
         return "which vLLM cannot do on CPUs (plain vLLM ends in the first request)"
     return None

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import get_args
 
-from vllm.config import SpeculativeConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -26,7 +26,7 @@ from sequoia_vllm.engine.ledger.override import Kind
 
 PATCHED = (
     EngineArgs, SamplingParams, StructuredOutputManager, Scheduler, StatLoggerManager, LLMEngine,
-    SpeculativeConfig, SpecDecodingProm,
+    SpeculativeConfig, SpecDecodingProm, VllmConfig,
 )  # fmt: skip
 
 

@@ -246,8 +246,11 @@ def test_replicas_in_lock_step(monkeypatch):
     config = engine_config(data_parallel_size=2)
     assert config.parallel_config.data_parallel_size == 2
     monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    assert refusals._parallel_reasons(config) == []
+    config.parallel_config.enable_dbo = True
     [reason] = refusals._parallel_reasons(config)
-    assert reason.endswith("V2: run one engine per replica, without --data-parallel-size")
+    assert "drop --enable-dbo" in reason
+    config.parallel_config.enable_dbo = False
     monkeypatch.setattr(ModelConfig, "is_moe", True)
     [reason] = refusals._parallel_reasons(config)
     assert "the draft has experts, too: run one engine per replica" in reason
@@ -269,8 +272,13 @@ def test_replicas_keep_the_schedule():
         data_parallel_size=2,
         speculative_config=sequoia(num_speculative_tokens_per_batch_size=schedule),
     )
-    kept = config.speculative_config.num_speculative_tokens_per_batch_size
-    assert [list(entry) for entry in kept] == schedule
+    speculative = config.speculative_config
+    assert [list(entry) for entry in speculative.num_speculative_tokens_per_batch_size] == schedule
+    config._maybe_disable_dynamic_sd_for_data_parallel()  # engine cores ask again
+    assert speculative.num_speculative_tokens_per_batch_size is not None
+    config.additional_config = {}  # as of an engine without trees
+    config._maybe_disable_dynamic_sd_for_data_parallel()
+    assert speculative.num_speculative_tokens_per_batch_size is None
 
 
 def test_several_reasons_are_reported_together():

@@ -229,15 +229,15 @@ def test_trees_may_be_larger_where_steps_wait_for_weights(monkeypatch):
 def test_cuda_graphs_reach_as_far_as_the_schedule(monkeypatch, caplog):
     """Of Model Runner V2. Here vLLM takes the sizes away after that: CPUs have no graphs."""
     caplog.set_level(logging.INFO, "vllm.sequoia")
-    planned = []
+    planned, plan_load = [], load.plan_load
 
     def plan(vllm_config, keep_schedule):
         with monkeypatch.context() as within:
             within.setattr(VllmConfig, "use_v2_model_runner", True)
-            load.plan_load(vllm_config, keep_schedule)
+            plan_load(vllm_config, keep_schedule)
         planned.append(vllm_config.compilation_config.cudagraph_capture_sizes)
 
-    monkeypatch.setattr(engine_config, "plan_load", plan)
+    monkeypatch.setattr(load, "plan_load", plan)
     limited(max_num_seqs=16)
     limited(max_num_seqs=2)
     limited(max_num_seqs=16, cudagraph_capture_sizes=[1, 2, 64])

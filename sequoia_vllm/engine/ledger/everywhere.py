@@ -59,6 +59,8 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     Expected(f"{_ARGS}.offload_params"),
     # replicas.py
     Expected("vllm.config:ParallelConfig.reconfigure_for_independent_dp_rank", ("self",)),
+    # refusals.py: vLLM does so only where replicas run in lock step.
+    Expected("vllm.config:ParallelConfig.use_ubatching"),
     # grammar.py
     Override(
         f"{_MANAGER}.validate_tokens", ("self", "request", "spec_tokens"),
@@ -89,10 +91,11 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     Expected(f"{_CONFIG}.use_v2_model_runner"),
     Override(
         f"{_CONFIG}._maybe_disable_dynamic_sd_for_data_parallel", ("self",),
-        kind="swap",
-        why="takes schedules from data-parallel engines; replicas of dense models do not need "
-        "that. Ours fits schedule and CUDA graph sizes to the engine's limits, known by then",
-        until="vLLM asks whether the replicas run in lock step, and speculative methods for a "
+        kind="patch",
+        why="takes schedules from data-parallel engines, lest replicas meet in unequal numbers of "
+        "drafting passes; replicas with trees meet in none. Ours fits schedule and CUDA graph "
+        "sizes to the engine's limits, known by then",
+        until="vLLM asks whether the replicas draft in lock step, and speculative methods for a "
         "schedule",
     ),
     Override(

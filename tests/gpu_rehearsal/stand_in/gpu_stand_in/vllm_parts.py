@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import textwrap
 import types
@@ -10,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from gpu_stand_in import flash_attention, graphs, runtime
+from gpu_stand_in import experts, flash_attention, graphs, runtime
 
 _installed = False
 
@@ -64,7 +66,8 @@ def install() -> None:
     _installed = True
     _replace_copies()
     _import_passes_as_on_cpus()
-    _replace_cache_update()
+    _replace_operators()
+    _count_on_the_host()
     _change_the_worker()
     _embed_without_the_fused_operator()
     _loosen_attention()
@@ -98,10 +101,30 @@ def _import_passes_as_on_cpus() -> None:
         del Platform.is_cuda_alike, Platform.is_cuda
 
 
-def _replace_cache_update() -> None:
+def _replace_operators() -> None:
     import vllm._custom_ops as operators
 
     operators.reshape_and_cache_flash = flash_attention.reshape_and_cache_flash
+    operators.topk_softmax = experts.topk_softmax
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+    TritonExperts.apply = experts.apply
+
+
+def _count_on_the_host() -> None:
+    """Replicas' numbers of tokens are the host's, which no graph holds, and nothing waits for."""
+    from vllm import forward_context
+
+    def of_host(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+
+        return call
+
+    forward_context.DPMetadata.make = staticmethod(of_host(forward_context.DPMetadata.make))
+    forward_context._compute_sp_num_tokens = of_host(forward_context._compute_sp_num_tokens)
 
 
 def _change_the_worker() -> None:
