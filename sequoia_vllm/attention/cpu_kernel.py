@@ -10,7 +10,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -45,9 +45,9 @@ class _TreeBatch(ctypes.Structure):
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionShape:
-    """What the kernel must know of the layers it serves.
+    """What the kernel must know of the layers it serves; layers that agree share one object.
 
     Attributes:
         heads, key_heads: Query heads, and key heads that they share.
@@ -68,7 +68,7 @@ class AttentionShape:
     window: int | None = None
     soft_cap: float = 0.0
 
-    @property
+    @cached_property
     def supported(self) -> bool:
         """Whether the kernel takes these sizes."""
         sizes = (self.head_size, self.block_size)
@@ -115,13 +115,13 @@ class TreeAttentionBatch:
             rows.contiguous(), block_table, context_lens.contiguous(), num_nodes.contiguous(),
             ancestors.contiguous(), depths, partials,
         )  # fmt: skip
-        self._batch = _TreeBatch(
+        self._batch = ctypes.byref(_TreeBatch(
             *(tensor.data_ptr() for tensor in self._tensors),
             batch, queries, shape.heads, shape.key_heads, shape.head_size, shape.block_size,
             block_table.stride(0), self._tensors[4].stride(0), splits, threads,
             _DTYPES[shape.dtype], shape.window or 0, shape.scale * math.log2(math.e),
             shape.soft_cap * math.log2(math.e),
-        )  # fmt: skip
+        ))  # fmt: skip
 
     def attend(
         self,
@@ -141,7 +141,7 @@ class TreeAttentionBatch:
             sinks: float32 ``[heads]``, contiguous: see `tree_attention`.
         """
         kernels.attend(
-            ctypes.byref(self._batch),
+            self._batch,
             query.data_ptr(), query.stride(0), output.data_ptr(), output.stride(0),
             kv_cache.data_ptr(), None if sinks is None else sinks.data_ptr(),
         )  # fmt: skip

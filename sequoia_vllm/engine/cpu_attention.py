@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -18,7 +18,12 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from sequoia_vllm.attention.cpu_cache import SUPPORTED_ISA, gather_context
-from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernels
+from sequoia_vllm.attention.cpu_kernel import (
+    AttentionShape,
+    Kernels,
+    TreeAttentionBatch,
+    load_kernels,
+)
 from sequoia_vllm.attention.tree_attention import tree_attention, tree_attention_mask
 from sequoia_vllm.engine.attention_layers import (
     TreeForward,
@@ -26,6 +31,8 @@ from sequoia_vllm.engine.attention_layers import (
     unmaskable_features,
     window_of,
 )
+
+_shape_of_layers = cache(AttentionShape)
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,13 @@ class TreeQueries:
 
     def for_kernel(self, shape: AttentionShape) -> TreeAttentionBatch:
         """These queries for the compiled kernel; made once for all layers of a shape."""
-        if shape not in self._batches:
-            self._batches[shape] = TreeAttentionBatch(
+        batch = self._batches.get(shape)
+        if batch is None:
+            batch = self._batches[shape] = TreeAttentionBatch(
                 shape, self.rows, self.block_table, self.context_lens, self.num_nodes,
                 self.ancestors, self.max_keys,
             )  # fmt: skip
-        return self._batches[shape]
+        return batch
 
     def blocks_in_use(self, block_size: int) -> Tensor:
         """The block table, cut to the longest request."""
@@ -112,19 +120,27 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 class CPUTreeAttentionImpl(TreeForward, CPUAttentionBackendImpl):
     """vLLM's CPU kernel for chains of tokens; masked attention for tree nodes."""
 
+    _shape: AttentionShape | None = None
+
     @cached_property
     def _sinks(self) -> Tensor | None:
         """Read when the weights are loaded."""
         return None if self.sinks is None else self.sinks.detach().float().contiguous()
 
+    @cached_property
+    def _kernels(self) -> Kernels | None:
+        return load_kernels()
+
     def _forward_trees(
         self, layer: Any, query: Tensor, kv_cache: Tensor, tree: TreeQueries, output: Tensor
     ) -> None:
-        shape = AttentionShape(
-            self.num_heads, self.num_kv_heads, self.head_size, kv_cache.shape[2], self.scale,
-            kv_cache.dtype, window_of(self), self.logits_soft_cap,
-        )  # fmt: skip
-        kernels = load_kernels()
+        # Once: a step waits for what Python does between a layer's operations.
+        if (shape := self._shape) is None:
+            shape = self._shape = _shape_of_layers(
+                self.num_heads, self.num_kv_heads, self.head_size, kv_cache.shape[2], self.scale,
+                kv_cache.dtype, window_of(self), self.logits_soft_cap,
+            )  # fmt: skip
+        kernels = self._kernels
         if kernels is not None and shape.supported:
             tree.for_kernel(shape).attend(kernels, query, kv_cache, output, self._sinks)
         else:
