@@ -1,11 +1,13 @@
 """The real ``vllm serve`` as a process, and the openai client to call it with."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
@@ -51,10 +53,11 @@ def environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Of this machine, at the moment."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """Of this machine, and not one that it gives to others until a server listens there."""
+    while True:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
+            return free.getsockname()[1]
 
 
 def http_client(url: str = "", timeout: float = 5) -> httpx.Client:
