@@ -18,12 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from sequoia_vllm.attention.cpu_cache import SUPPORTED_ISA, gather_context
-from sequoia_vllm.attention.cpu_kernel import (
-    AttentionShape,
-    Kernels,
-    TreeAttentionBatch,
-    load_kernels,
-)
+from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernels
 from sequoia_vllm.attention.tree_attention import tree_attention, tree_attention_mask
 from sequoia_vllm.engine.attention_layers import (
     TreeForward,
@@ -127,10 +122,6 @@ class CPUTreeAttentionImpl(TreeForward, CPUAttentionBackendImpl):
         """Read when the weights are loaded."""
         return None if self.sinks is None else self.sinks.detach().float().contiguous()
 
-    @cached_property
-    def _kernels(self) -> Kernels | None:
-        return load_kernels()
-
     def _forward_trees(
         self, layer: Any, query: Tensor, kv_cache: Tensor, tree: TreeQueries, output: Tensor
     ) -> None:
@@ -140,7 +131,7 @@ class CPUTreeAttentionImpl(TreeForward, CPUAttentionBackendImpl):
                 self.num_heads, self.num_kv_heads, self.head_size, kv_cache.shape[2], self.scale,
                 kv_cache.dtype, window_of(self), self.logits_soft_cap,
             )  # fmt: skip
-        kernels = self._kernels
+        kernels = load_kernels()
         if kernels is not None and shape.supported:
             tree.for_kernel(shape).attend(kernels, query, kv_cache, output, self._sinks)
         else:

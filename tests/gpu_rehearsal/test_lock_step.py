@@ -18,6 +18,7 @@ from tests.support.generating import completions, counted, random_prompts
 from tests.support.mixtures import save_mixture_pair
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import rehearsing
+from tests.support.serving import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -72,10 +73,8 @@ def generate_on_replica(rank: int, port: int, target: str, draft: str) -> dict[s
 
 
 def generate_on_both(target: str, draft: str) -> list[dict[str, Any]]:
-    from vllm.utils.network_utils import get_open_port
-
     with ProcessPoolExecutor(2, get_context("fork")) as pool:
-        port = get_open_port()
+        port = free_port()
         replicas = [
             pool.submit(generate_on_replica, rank, port, target, draft) for rank in range(2)
         ]

@@ -37,11 +37,6 @@ def refusal(config: dict[str, Any], target: str) -> str:
     return str(error.value)
 
 
-def refusal_of_trees(target: str, draft: str) -> str:
-    """Called in a process of its own."""
-    return refusal(sequoia(draft=draft), target)
-
-
 def generate_in_stages(target: str, draft: str) -> dict[str, Any]:
     """On one stage and on two, plainly; on two with a chain."""
     chain = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
@@ -54,7 +49,7 @@ def generate_in_stages(target: str, draft: str) -> dict[str, Any]:
 
 def test_trees_are_refused_with_the_fix(tmp_path: Path) -> None:
     target, draft = save_related_pair(tmp_path, **MODEL)
-    message = call_on_gpu(refusal_of_trees, tmp_path, target=target, draft=draft)
+    message = call_on_gpu(refusal, tmp_path, config=sequoia(draft=draft), target=target)
     assert "builds a draft model as a stage of the target's pipeline" in message
     assert "use tensor parallelism" in message
 
