@@ -42,9 +42,6 @@ from sequoia_vllm.tree.token_tree import TokenTree
 
 Save = Callable[[AcceptanceFile], None]
 
-# A small model's greedy text soon repeats itself, and repetition is easy to draft.
-_MOST_GREEDY_PASSES = 4
-
 
 @dataclass(frozen=True)
 class AcceptanceSettings:
@@ -55,7 +52,9 @@ class AcceptanceSettings:
         prompts: File with prompts (`load_prompts`); None: the built-in set.
         num_prompts: Prompts to use; None: all.
         raw_prompts: Give bare prompts to the target without its chat template.
-        max_tokens: Tokens per completion; it may end earlier by itself.
+        max_tokens: Tokens per completion; it may end earlier by itself. Greedy completions go
+            no further to be more: a model's long greedy text repeats itself, and repetition is
+            easy to draft.
         temperature, top_p: Sampling of every request; temperature 0 is greedy.
         branch: Children offered at a node: entries of a row.
         depth: Rows of the vector at most. They differ: a tree starts where
@@ -92,7 +91,6 @@ class AcceptanceTask:
     Attributes:
         settings: What to measure.
         prompts: Token ids of each prompt.
-        most_tokens: Longest completion over all passes.
         tree: Whose children are counted, or the first levels of them.
         measures: What makes two measurements the same one; plain data.
         name: Draft strength class of the result.
@@ -100,7 +98,6 @@ class AcceptanceTask:
 
     settings: AcceptanceSettings
     prompts: list[list[int]]
-    most_tokens: int
     tree: TokenTree
     measures: dict[str, Any]
     name: str
@@ -127,8 +124,6 @@ class AcceptanceTask:
                 f"no prompt leaves room for {settings.max_tokens} tokens in the target's context: "
                 "give shorter prompts, or a smaller --max-tokens"
             )
-        passes = _MOST_GREEDY_PASSES if settings.temperature == 0 else 1
-        most = min(passes * settings.max_tokens, room - max(map(len, fitting)))
         measures = {
             "target": engine.target,
             "draft": engine.draft,
@@ -151,7 +146,7 @@ class AcceptanceTask:
             measures |= {
                 "tree": list(settings.tree.parents), "verification": settings.verification
             }  # fmt: skip
-        return cls(settings, fitting, most, tree, measures, name)
+        return cls(settings, fitting, tree, measures, name)
 
     def differences(self, state: CalibrationState) -> list[str]:
         """What an earlier measurement measured otherwise; empty: it is this same one."""
@@ -304,7 +299,6 @@ def _workload(task: AcceptanceTask, previous: CalibrationState | None) -> Worklo
         prompts=task.prompts,
         greedy=settings.temperature == 0,
         max_tokens=settings.max_tokens,
-        most_tokens=task.most_tokens,
     )
     return (
         workload
@@ -329,7 +323,7 @@ def _tail(depth: int, draft: Any) -> int:
 @contextmanager
 def _engine(task: AcceptanceTask, seed: int) -> Iterator[Any]:
     settings, tree = task.settings, task.tree
-    longest = max(map(len, task.prompts)) + task.most_tokens + tree.size
+    longest = max(map(len, task.prompts)) + settings.max_tokens + tree.size
     longest = max(longest, warm_up_length(tree.size))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tree.json"

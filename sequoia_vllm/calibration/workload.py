@@ -26,17 +26,15 @@ class Completion:
 
 @dataclass
 class Workload:
-    """Passes over the prompts: new samples each time, or longer greedy completions.
+    """Passes over the prompts with new samples each time, or each greedy completion once.
 
-    A greedy completion repeated would be the same one, and counting it twice
-    would make intervals look narrower than they are; so later passes continue
-    where earlier ones stopped.
+    A greedy completion repeated would be the same one, and counting it twice would make
+    intervals look narrower than they are. One that an earlier run began is continued.
 
     Attributes:
         prompts: Token ids of each prompt.
         greedy: Whether completions are greedy.
-        max_tokens: Tokens that one pass adds to a completion.
-        most_tokens: Tokens of a greedy completion over all passes.
+        max_tokens: Tokens of a completion.
         started: Completions started so far, those of earlier runs included.
         completions: Greedy: tokens generated so far, by prompt.
         ended: Greedy: prompts whose completion came to its own end.
@@ -45,15 +43,12 @@ class Workload:
     prompts: Sequence[list[int]]
     greedy: bool
     max_tokens: int
-    most_tokens: int
     started: int = 0
     completions: dict[int, list[int]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        # Least far first: an interrupted pass is finished before another begins.
-        waiting = sorted(range(len(self.prompts)), key=lambda i: len(self.completions.get(i, ())))
-        self._waiting = deque(prompt for prompt in waiting if self._goes_on(prompt))
+        self._waiting = deque(filter(self._goes_on, range(len(self.prompts))))
 
     def next(self) -> Completion | None:
         """The next request; None: greedy completions are all done, or all running."""
@@ -79,16 +74,12 @@ class Workload:
 
     def finish(self, completion: Completion, ended: bool) -> None:
         """Notes that the request is done; ``ended``: by itself, not at its limit."""
-        if not self.greedy:
-            return
-        if ended:
+        if self.greedy and ended:
             self.ended.add(completion.prompt)
-        if self._goes_on(completion.prompt):
-            self._waiting.append(completion.prompt)
 
     def tokens_left(self, completion: Completion) -> int:
         """Tokens that this request may generate."""
-        return min(self.max_tokens, self.most_tokens - completion.generated)
+        return self.max_tokens - completion.generated
 
     def state(self) -> dict[str, Any]:
         """`CalibrationState`'s fields of the same names."""
@@ -100,5 +91,5 @@ class Workload:
 
     def _goes_on(self, prompt: int) -> bool:
         return prompt not in self.ended and (
-            len(self.completions.get(prompt, ())) < self.most_tokens
+            len(self.completions.get(prompt, ())) < self.max_tokens
         )

@@ -156,7 +156,8 @@ def finish(measured: AcceptanceFile, path: Path) -> None:
     reason = {
         "precision": "the precision asked for was reached",
         "tokens": f"--max-tokens-total was reached before ±{state.wanted_precision:g} was",
-        "prompts": "all greedy completions are at their end: more prompts would say more",
+        "prompts": "all greedy completions are at their end: more prompts, or a larger "
+        "--max-tokens, would say more",
     }[str(state.stopped_by)]
     note(f"written to {path}: {covered(state)}; {reason}")
 
