@@ -19,6 +19,8 @@ WORKLOADS: tuple[Workload, ...] = get_args(Workload)
 
 # Times of a few dozen steps are known to about a percent: less is not clearly faster.
 GAIN = 0.03
+# Drafts that gain less than this are not worth their memory: fewer are as fast.
+_WORTH_KEEPING = 0.01
 _DECIDE_EVERY = 64  # steps
 _COUNT_EVERY = 32  # steps: counting many trees takes as long as counting those of one step
 _FIRST_TRIAL, _BETWEEN_FIRST_TRIALS = 24, 40  # steps; all sizes within the first 200
@@ -231,14 +233,15 @@ class DraftController:
     # -- decisions ---------------------------------------------------------------------------
 
     def _decide(self, octave: _Octave, step: Step) -> None:
-        """Goes over to what is clearly faster at this batch size, if anything is."""
+        """Goes over to more drafts that are clearly faster, or to fewer that are as fast."""
         octave.decided_for = step.workload
         batch_size, current = step.batch_size, self.lookup[step.batch_size]
         rates = self._rates(batch_size, step.workload)
         if current not in rates:
             return
-        best = max(rates, key=lambda drafts: rates[drafts].speed)
-        if rates[best].speed <= rates[current].speed * (1 + GAIN):
+        fastest = max(rate.speed for rate in rates.values())
+        best = min(n for n, rate in rates.items() if rate.speed * (1 + _WORTH_KEEPING) >= fastest)
+        if best >= current and rates[best].speed <= rates[current].speed * (1 + GAIN):
             return
         self._set(batch_size, best)
         self.decisions += 1
@@ -257,12 +260,10 @@ class DraftController:
         if acceptance.trees < _FEWEST_TREES:
             return {}
         tokens = 1 + self._with_trees * (acceptance.expected_tokens() - 1)
-        rates = {}
-        for drafts in {*self._sizes_of(batch_size), self.lookup[batch_size]}:
-            seconds = self._times.known(drafts, batch_size)
-            if seconds is not None and drafts <= self._most[batch_size]:
-                rates[drafts] = _Rate(float(tokens[drafts]), seconds)
-        return rates
+        sizes = {*self._sizes_of(batch_size), self.lookup[batch_size]}
+        possible = [drafts for drafts in sizes if drafts <= self._most[batch_size]]
+        times = self._times.known_growing(possible, batch_size)
+        return {drafts: _Rate(float(tokens[drafts]), times[drafts]) for drafts in times}
 
     def _sizes_of(self, batch_size: int) -> list[int]:
         """Numbers of drafts to choose among at this batch size, ascending."""

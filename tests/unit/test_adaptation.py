@@ -209,6 +209,21 @@ def test_a_trial_that_never_runs_is_given_up():
     assert controlled.lookup.count(15) >= BATCHES - 4
 
 
+def test_drafts_that_are_never_accepted_end_though_steps_without_them_seemed_slower():
+    """The machine was disturbed while no drafts were tried."""
+    controlled = controller()
+    last = 15
+    for _ in range(300):
+        drafts = controlled.lookup[1]
+        paths = paths_of(TREE, np.full((1, TREE.depth), -1), np.full(1, drafts + 1)).tobytes()
+        seconds = 1.4 if drafts == 0 else 1.3
+        controlled.observe(
+            Step(1, drafts if drafts == last else None, seconds, "greedy", paths if drafts else b"")
+        )
+        last = drafts
+    assert controlled.lookup[1] == 0
+
+
 # -- across restarts ----------------------------------------------------------------------------
 
 
@@ -303,3 +318,11 @@ def test_times_are_those_of_like_batches():
     assert times.known(7, 8) is None
     times.forget(15, 9)
     assert times.known(15, 8) is None
+
+
+def test_steps_with_fewer_drafts_take_no_longer():
+    times = StepTimes()
+    for drafts, seconds in [(0, 2.5), (3, 1.0), (7, 3.0), (15, 2.0)]:
+        for _ in range(6):
+            times.add(drafts, 8, seconds)
+    assert times.known_growing([0, 1, 3, 7, 15], 8) == {0: 1.0, 3: 1.0, 7: 2.0, 15: 2.0}
