@@ -239,8 +239,8 @@ class DraftController:
         rates = self._rates(batch_size, step.workload)
         if current not in rates:
             return
-        fastest = max(rate.speed for rate in rates.values())
-        best = min(n for n, rate in rates.items() if rate.speed * (1 + _WORTH_KEEPING) >= fastest)
+        enough = max(rate.speed for rate in rates.values()) / (1 + _WORTH_KEEPING)
+        best = min(drafts for drafts in rates if rates[drafts].speed >= enough)
         if best >= current and rates[best].speed <= rates[current].speed * (1 + GAIN):
             return
         self._set(batch_size, best)
