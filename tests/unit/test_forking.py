@@ -67,8 +67,12 @@ def test_failures_are_shown(forker, environment, tmp_path):
 
 def test_what_takes_too_long_is_killed_with_what_it_started(forker, environment, tmp_path):
     path = tmp_path / "processes"
-    with pytest.raises(AssertionError, match="start_and_wait ended with status none after 4 s"):
-        forker.call(start_and_wait, tmp_path, environment, 4, path=str(path))
+    for seconds in (4, 20, 100):  # a busy machine may not come to start anything in the first
+        message = f"start_and_wait ended with status none after {seconds} s"
+        with pytest.raises(AssertionError, match=message):
+            forker.call(start_and_wait, tmp_path, environment, seconds, path=str(path))
+        if path.exists():
+            break
     started = [int(number) for number in path.read_text().split()]
     left = [psutil.Process(number) for number in started if psutil.pid_exists(number)]
     assert len(started) == 2
