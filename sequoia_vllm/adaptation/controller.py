@@ -189,7 +189,8 @@ class DraftController:
             first = _FIRST_TRIAL if current > 0 else _SHORTEST_WAIT
             due = {drafts: first + place * wait for place, drafts in enumerate(others)}
             for drafts in others:
-                if self._times.known(drafts, batch_size) is not None:  # by an earlier engine
+                # What an earlier engine measured can wait; but not whether to draft at all.
+                if drafts > 0 and self._times.known(drafts, batch_size) is not None:
                     due[drafts] += _SHORTEST_WAIT
             self._octaves[key] = _Octave(due)
         return self._octaves[key]

@@ -238,6 +238,17 @@ def test_an_engine_goes_on_where_the_last_one_ended(tmp_path):
     assert set(Engine(second, NONE).run(300).history) == {0}  # nothing is tried anew at once
 
 
+def test_what_a_slow_machine_measured_does_not_keep_drafts_that_do_not_pay():
+    """There, steps without drafts took as long as those with drafts take here."""
+    state = Engine(controller(), PROSE).run(500).controlled.state()
+    assert state.lookup[1] > 0
+    slow = [(drafts, size, 8 * seconds) for drafts, size, seconds in state.times]
+    second = controller()
+    assert second.restore(state.model_copy(update={"times": slow}))
+    Engine(second, PROSE, draft=2.0).run(200)
+    assert second.lookup[1] == 0
+
+
 def test_a_state_is_saved_as_before_a_trial():
     engine = Engine(controller(), CODE)
     while len(set(engine.controlled.lookup)) == 1:
