@@ -129,6 +129,21 @@ CPU_V1: tuple[Expected | Override, ...] = (
         until=_TREE_HOOKS,
     ),
     Override(
+        f"{_RUNNER}._calc_spec_decode_metadata",
+        ("self", "num_draft_tokens", "cu_num_scheduled_tokens"),
+        kind="subclass",
+        why="only the rows of logits are read: the rest of it takes longer than a step without "
+        "drafts has to spare",
+        until=_TREE_HOOKS,
+    ),
+    Expected(
+        "vllm.v1.spec_decode.metadata:SpecDecodeMetadata",
+        (
+            "draft_token_ids", "num_draft_tokens", "cu_num_draft_tokens", "cu_num_sampled_tokens",
+            "target_logits_indices", "bonus_logits_indices", "logits_indices",
+        ),
+    ),
+    Override(
         f"{_RUNNER}._build_attention_metadata",
         (
             "self", "num_tokens", "num_reqs", "max_query_len", "num_tokens_padded",

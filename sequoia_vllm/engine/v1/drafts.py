@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from sequoia_vllm.tree import TokenTree
 
@@ -177,4 +178,32 @@ def schedule_trees(
         is_node=tensor(is_node),
         drafts=tuple(matched),
         is_all=bool(len(requests) == len(query_ends) and is_node.all()),
+    )
+
+
+def logits_rows(
+    num_draft_tokens: np.ndarray, query_ends: np.ndarray, device: torch.device
+) -> SpecDecodeMetadata:
+    """Which rows of a batch the target computes logits of: each request's last ones.
+
+    Args:
+        num_draft_tokens: int ``[requests]``: drafts that are scored.
+        query_ends: int ``[requests]``: end of each request's rows in the batch.
+        device: Where the rows go.
+
+    Returns:
+        vLLM's metadata with nothing else in it: no more is read where Sequoia verifies.
+    """
+    counts = num_draft_tokens + 1
+    skipped = query_ends - counts.cumsum()  # rows without logits, up to each request's
+    rows = np.repeat(skipped, counts) + np.arange(counts.sum())
+    nothing = torch.empty(0, dtype=torch.int32, device=device)
+    return SpecDecodeMetadata(
+        draft_token_ids=nothing,
+        num_draft_tokens=num_draft_tokens.tolist(),
+        cu_num_draft_tokens=nothing,
+        cu_num_sampled_tokens=nothing,
+        target_logits_indices=nothing,
+        bonus_logits_indices=nothing,
+        logits_indices=torch.from_numpy(rows).to(device),
     )

@@ -16,6 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, build_logitsprocs
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -33,7 +34,7 @@ from sequoia_vllm.engine.step_stats import StepStats
 from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.tensor_parallel import broadcast_from_rank0
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
-from sequoia_vllm.engine.v1.drafts import Draft, ScoringTrees, schedule_trees
+from sequoia_vllm.engine.v1.drafts import Draft, ScoringTrees, logits_rows, schedule_trees
 from sequoia_vllm.engine.v1.path_edits import PathEdits
 from sequoia_vllm.engine.v1.proposer import TreeProposer
 from sequoia_vllm.engine.v1.reading import CommittedTokens, DraftReading
@@ -179,6 +180,12 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             positions = trees.context_lens[:, None] + depths
             self.positions[trees.rows[trees.is_node]] = positions[trees.is_node]
         return prepared
+
+    def _calc_spec_decode_metadata(
+        self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
+    ) -> SpecDecodeMetadata:
+        """Replaces vLLM's: the rows to compute logits of, all that is read where we verify."""
+        return logits_rows(num_draft_tokens, cu_num_scheduled_tokens, self.device)
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, for the target's layers only; then adds the trees' rows and masks.
