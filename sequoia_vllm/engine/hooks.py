@@ -14,6 +14,7 @@ from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.spec_decode.metrics import SpecDecodingProm
@@ -23,6 +24,7 @@ from sequoia_vllm.engine import (
     engine_config,
     grammar,
     load,
+    messages,
     request,
     sessions,
     shown,
@@ -44,6 +46,7 @@ def install() -> None:
     _wrap(StructuredOutputManager, "grammar_bitmask", grammar.grammar_bitmask)
     tree_reports.add_report_field()
     _wrap(Scheduler, "update_from_output", tree_reports.update_from_output)
+    _wrap(EngineCore, "post_step", messages.post_step)
     _wrap(Scheduler, "_handle_stopped_request", sessions.handle_stopped_request)
     _wrap(StatLoggerManager, "__init__", tree_reports.init_stat_logger_manager)
     _wrap(SpeculativeConfig, "__repr__", shown.describe)

@@ -24,6 +24,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from sequoia_vllm.engine.adapting import follow, freeze, measured_speedup
 from sequoia_vllm.engine.eligibility import has_custom_processors, reason_without_drafts
 from sequoia_vllm.engine.grammar import thinks_first
+from sequoia_vllm.engine.messages import keep_drafts
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.metrics import Reason, TreeCounts, TreeMetrics, interval_line
 from sequoia_vllm.tree import TokenTree
@@ -112,6 +113,7 @@ def update_from_output(
     """As the scheduler's; adds the step's report to its statistics, if it makes any."""
     started = time.perf_counter()
     outputs = original(self, scheduler_output, model_runner_output)
+    keep_drafts(self, model_runner_output)
     _limit_drafts(self, getattr(model_runner_output, _LIMIT, None))
     follow(self, scheduler_output, getattr(model_runner_output, _PATHS, b""), started)
     if not self.log_stats or not SequoiaSettings.enabled(self.vllm_config):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker.gpu_worker import Worker
 
 from sequoia_vllm.engine.cluster import check_group, check_worker
 from sequoia_vllm.engine.device_name import current_device_name
+from sequoia_vllm.engine.messages import attach_drafts, takes_single_steps
 from sequoia_vllm.engine.start.timing import time_at_start
 from sequoia_vllm.engine.tree_reports import attach_limit, attach_paths
 
@@ -37,17 +40,30 @@ class SequoiaWorker(Worker):
         self.model_runner.forget_steps()  # of this, and of vLLM's own requests
         return warmed_up
 
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, timed as part of the step."""
-        with self.model_runner.stats.timed("step"):
-            return super().execute_model(*args, **kwargs)
+    @cached_property
+    def _takes_single_steps(self) -> bool:
+        return takes_single_steps(self.vllm_config)
 
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, timed as part of the step; its output says what became of its trees."""
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """As vLLM's, timed as part of the step; samples at once where it can."""
+        with self.model_runner.stats.timed("step"):
+            output = super().execute_model(scheduler_output)
+        has_masks = scheduler_output.has_structured_output_requests
+        if output is None and self._takes_single_steps and not has_masks:
+            return self.sample_tokens(None)
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As vLLM's, timed as part of the step.
+
+        Its output says what became of its trees, and which are next.
+        """
         stats = self.model_runner.stats
         stats.steps += 1
         with stats.timed("step"):
-            output = super().sample_tokens(*args, **kwargs)
+            output = super().sample_tokens(grammar_output)
+            if self._takes_single_steps and output is not EMPTY_MODEL_RUNNER_OUTPUT:
+                attach_drafts(output, self.take_draft_token_ids())
         if self.model_runner.draft_has_failed:
             self._draft_limit = 0
         if self._draft_limit is not None:

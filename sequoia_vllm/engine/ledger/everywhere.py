@@ -16,6 +16,7 @@ _MANAGER = "vllm.v1.structured_output:StructuredOutputManager"
 _TREE_GRAMMAR = "vLLM's manager is told the topology of drafts"
 _NEW_METHOD = "vLLM lets plugins register a speculative method"
 _METRICS = "vLLM carries a speculative method's own statistics from the worker to its loggers"
+_ONE_MESSAGE = "vLLM's engine core sends workers one message per step"
 _TIMES = "vLLM tells plugins how long the parts of a step take"
 
 EVERYWHERE: tuple[Expected | Override, ...] = (
@@ -190,6 +191,18 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         "and having one turns statistics on in every engine",
         until=_METRICS,
     ),
+    # messages.py
+    Override(
+        "vllm.v1.engine.core:EngineCore.post_step", ("self", "model_executed"),
+        kind="patch",
+        why="asks the workers for drafts, which the step's output has brought",
+        until=_ONE_MESSAGE,
+    ),
+    Expected(
+        "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids",
+        ("self", "draft_token_ids"),
+    ),
+    Expected("vllm.config:SchedulerConfig.async_scheduling"),
     # sessions.py
     Override(
         "vllm.v1.core.sched.scheduler:Scheduler._handle_stopped_request", ("self", "request"),
@@ -276,8 +289,13 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     ),
     Override(
         f"{_WORKER}.execute_model", ("self", "scheduler_output"),
-        kind="subclass", why="timed for sequoia_stats", until=_TIMES,
+        kind="subclass",
+        why="timed for sequoia_stats; samples at once, where vLLM's engine core would send a "
+        "second message for it",
+        until=f"{_TIMES}; {_ONE_MESSAGE}",
     ),
+    Expected(f"{_OUTPUT}:SchedulerOutput.has_structured_output_requests"),
+    Expected("vllm.v1.outputs:EMPTY_MODEL_RUNNER_OUTPUT"),
     Override(
         f"{_WORKER}.sample_tokens", ("self", "grammar_output"),
         kind="subclass",

@@ -1,0 +1,55 @@
+"""Fewer messages between the engine core and its workers, where it takes one step at a time.
+
+vLLM's engine core then sends three per step, and waits for each answer: run the target, sample,
+and say which tokens were drafted. Here the first samples at once, where the engine core has
+nothing to add (it has the masks of grammars), and the drafts come with the sampled tokens.
+
+Where it works a step ahead ("asynchronous scheduling") nobody waits, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.outputs import DraftTokenIds
+
+_DRAFTS = "sequoia_drafts"  # set on the ModelRunnerOutput of a step
+_BROUGHT = "_sequoia_drafts_brought"  # set on a scheduler until the step's end
+
+
+def takes_single_steps(vllm_config: VllmConfig) -> bool:
+    """Whether the engine core waits for a step's outcome before it schedules the next.
+
+    Stages of a pipeline, which have several steps under way, are refused at start-up.
+    """
+    return not vllm_config.scheduler_config.async_scheduling
+
+
+# -- in the worker -----------------------------------------------------------------------
+
+
+def attach_drafts(output: Any, drafts: DraftTokenIds | None) -> Any:
+    """``output`` of a model runner's step, carrying what was drafted in it."""
+    setattr(output, _DRAFTS, drafts or DraftTokenIds(req_ids=[], draft_token_ids=[]))
+    return output
+
+
+# -- in the engine core --------------------------------------------------------------------
+
+
+def keep_drafts(scheduler: Any, model_runner_output: Any) -> None:
+    """Keeps what the step's output brought, for `post_step`."""
+    setattr(scheduler, _BROUGHT, getattr(model_runner_output, _DRAFTS, None))
+
+
+def post_step(original: Callable[..., None], self: Any, model_executed: bool) -> None:
+    """As the engine core's, which asks the workers for drafts: not if the output brought them."""
+    scheduler = self.scheduler
+    drafts: DraftTokenIds | None = getattr(scheduler, _BROUGHT, None)
+    if drafts is None:
+        original(self, model_executed)
+        return
+    setattr(scheduler, _BROUGHT, None)
+    scheduler.update_draft_token_ids(drafts)
