@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sequoia_vllm.adaptation.acceptance import FadingAcceptance
 from sequoia_vllm.adaptation.state import AdaptationState, Workload
 from sequoia_vllm.adaptation.step_times import FEWEST, StepTimes
@@ -141,7 +144,7 @@ class DraftController:
         if octave.trial is not None:
             self._go_on(octave, octave.trial, step, trees)
         elif due := [drafts for drafts, at in octave.due.items() if at <= octave.steps]:
-            self._try(octave, min(due, key=octave.due.__getitem__), step.batch_size)
+            self._try(octave, min(due, key=octave.due.__getitem__), step)
         elif octave.steps % _DECIDE_EVERY == 0 or step.workload != octave.decided_for:
             self._decide(octave, step)
 
@@ -195,10 +198,13 @@ class DraftController:
             self._octaves[key] = _Octave(due)
         return self._octaves[key]
 
-    def _try(self, octave: _Octave, drafts: int, batch_size: int) -> None:
-        current = self.lookup[batch_size]
-        if drafts == current or drafts > self._most[batch_size]:
+    def _try(self, octave: _Octave, drafts: int, step: Step) -> None:
+        batch_size = step.batch_size
+        if drafts == self.lookup[batch_size] or drafts > self._most[batch_size]:
             octave.due[drafts] = octave.steps + _LONGEST_WAIT
+            return
+        if not self._could_pay(drafts, step):
+            octave.due[drafts] = octave.steps + _SHORTEST_WAIT
             return
         self._times.forget(drafts, batch_size)
         octave.trial = _Trial(drafts, before=self.lookup[self._batch_sizes(batch_size)])
@@ -223,11 +229,21 @@ class DraftController:
             if current == 0:
                 self._try_only_the_best(octave, step)
 
+    def _could_pay(self, drafts: int, step: Step) -> bool:
+        """Whether so many drafts would be faster if they took no longer than fewer, as measured."""
+        rates = self._rates(step.batch_size, step.workload)
+        current = rates.get(self.lookup[step.batch_size])
+        fewer = [rate.seconds for tried, rate in rates.items() if tried < drafts]
+        if current is None or not fewer:
+            return True
+        return self._tokens(step.workload)[drafts] / max(fewer) > current.speed
+
     def _try_only_the_best(self, octave: _Octave, step: Step) -> None:
         """Where nothing pays, all that trials could find is that something pays again."""
         rates = self._rates(step.batch_size, step.workload)
         rivals = [drafts for drafts in rates if drafts > 0]
-        if rivals and octave.due.keys() <= {0, *rivals}:
+        open_ones = octave.due.keys() - {0, *rivals}
+        if rivals and not any(self._could_pay(drafts, step) for drafts in open_ones):
             best = max(rivals, key=lambda drafts: rates[drafts].speed)
             octave.due = {best: octave.steps + octave.wait.get(best, _SHORTEST_WAIT)}
 
@@ -260,11 +276,16 @@ class DraftController:
         acceptance = self._acceptance[workload]
         if acceptance.trees < _FEWEST_TREES:
             return {}
-        tokens = 1 + self._with_trees * (acceptance.expected_tokens() - 1)
+        tokens = self._tokens(workload)
         sizes = {*self._sizes_of(batch_size), self.lookup[batch_size]}
         possible = [drafts for drafts in sizes if drafts <= self._most[batch_size]]
         times = self._times.known_growing(possible, batch_size)
         return {drafts: _Rate(float(tokens[drafts]), times[drafts]) for drafts in times}
+
+    def _tokens(self, workload: Workload) -> NDArray[np.float64]:
+        """Tokens that a request is expected to gain per step with 0, 1, 2, ... drafts."""
+        expected = self._acceptance[workload].expected_tokens()
+        return 1 + self._with_trees * (expected - 1)
 
     def _sizes_of(self, batch_size: int) -> list[int]:
         """Numbers of drafts to choose among at this batch size, ascending."""

@@ -14,6 +14,7 @@ from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.spec_decode.metrics import SpecDecodingProm
@@ -26,7 +27,7 @@ from sequoia_vllm.engine.ledger.override import Kind
 
 PATCHED = (
     EngineArgs, SamplingParams, StructuredOutputManager, Scheduler, StatLoggerManager, LLMEngine,
-    SpeculativeConfig, SpecDecodingProm, VllmConfig,
+    SpeculativeConfig, SpecDecodingProm, VllmConfig, EngineCore,
 )  # fmt: skip
 
 

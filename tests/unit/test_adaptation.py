@@ -134,6 +134,16 @@ def test_the_speedup_is_known_once_no_drafts_were_seen(batch_size):
     assert engine.controlled.speedup(batch_size, "sampled") is None
 
 
+def test_what_could_not_pay_if_it_took_no_longer_than_fewer_drafts_is_not_tried():
+    acceptance = [0.3, 0.05, 0.02]
+    engine = Engine(controller(), acceptance, draft=1.0).run(3000)
+    assert engine.controlled.lookup[1] == 0
+    assert 1 in engine.history  # whose time says that 3 and 7 are not worth a trial
+    assert not {3, 7} & set(engine.history)
+    # But where they would take a draft's own time only, they are.
+    assert {1, 3, 7} < set(Engine(controller(), acceptance, draft=0.05).run(3000).history)
+
+
 def test_it_comes_back_when_speculation_pays():
     engine = Engine(controller(), NONE).run(300)
     assert engine.controlled.lookup[1] == 0

@@ -1,0 +1,117 @@
+"""What the engine core sends to its workers in a step, and that nothing is lost with the rest."""
+
+from types import SimpleNamespace
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
+
+from sequoia_vllm.engine import messages
+from tests.support.engines import metric, running, sequoia, tokens_of
+from tests.support.models import DRAFT, prompts
+
+PROMPTS = prompts(3)
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+CHOICE = SamplingParams(
+    temperature=0, max_tokens=12, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])
+)
+
+
+def sent_by(llm, run) -> list[str]:
+    """The methods of workers that are called while ``run`` runs, in order."""
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    original, sent = executor.collective_rpc, []
+
+    def collective_rpc(method, *args, **kwargs):
+        sent.append(method)
+        return original(method, *args, **kwargs)
+
+    executor.collective_rpc = collective_rpc
+    try:
+        run()
+    finally:
+        executor.collective_rpc = original
+    return sent
+
+
+@pytest.mark.engine
+def test_a_step_is_one_message(plain_outputs):
+    plain = plain_outputs(PROMPTS, GREEDY)
+    found = []
+    with running(sequoia()) as llm:
+        sent = sent_by(
+            llm, lambda: found.extend(tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)))
+        )
+        drafts = metric(llm, "vllm:spec_decode_num_draft_tokens")
+        accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
+    assert set(sent) == {"execute_model"}
+    assert found == plain
+    assert drafts >= 15 * 3
+    assert accepted > 0
+    assert len(sent) < 40
+
+
+@pytest.mark.engine
+def test_grammars_still_mask_what_is_sampled():
+    with running(sequoia()) as llm:
+        texts = []
+        sent = sent_by(
+            llm,
+            lambda: texts.extend(
+                out.outputs[0].text for out in llm.generate(PROMPTS, CHOICE, use_tqdm=False)
+            ),
+        )
+    assert set(texts) <= {"yes", "no"}
+    # The masks come with the second message; the drafts never need one.
+    assert set(sent) == {"execute_model", "sample_tokens"}
+
+
+@pytest.mark.engine
+def test_vllms_own_engines_ask_as_before():
+    config = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": 2}
+    with running(config) as llm:
+        sent = sent_by(llm, lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
+    assert set(sent) == {"execute_model", "sample_tokens", "take_draft_token_ids"}
+
+
+def engine_core() -> SimpleNamespace:
+    """An engine core that notes what its scheduler is told, and whether it asked."""
+    told, asked = [], []
+    scheduler = SimpleNamespace(update_draft_token_ids=told.append)
+    return SimpleNamespace(scheduler=scheduler, told=told, asked=asked)
+
+
+def asks(core: SimpleNamespace, model_executed: bool) -> None:
+    core.asked.append(model_executed)
+
+
+def test_drafts_are_told_once_and_asked_for_where_the_output_had_none():
+    core = engine_core()
+    drafts = DraftTokenIds(["a"], [[1, 2]])
+    output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+    messages.keep_drafts(core.scheduler, messages.attach_drafts(output, drafts))
+    messages.post_step(asks, core, True)
+    assert core.told == [drafts]
+    messages.post_step(asks, core, True)
+    messages.keep_drafts(core.scheduler, EMPTY_MODEL_RUNNER_OUTPUT)
+    messages.post_step(asks, core, False)
+    assert core.told == [drafts]
+    assert core.asked == [True, False]
+
+
+def test_a_step_without_drafts_asks_for_none():
+    core = engine_core()
+    output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+    messages.keep_drafts(core.scheduler, messages.attach_drafts(output, None))
+    messages.post_step(asks, core, True)
+    assert core.asked == []
+    [told] = core.told
+    assert told.req_ids == []
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_engines_that_work_a_step_ahead_are_left_alone(ahead):
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead))
+    assert messages.takes_single_steps(config) is not ahead
