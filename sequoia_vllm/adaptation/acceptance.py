@@ -42,6 +42,13 @@ class FadingAcceptance:
         self._offered = kept * self._offered + counts.offered
         self._accepted = kept * self._accepted + counts.accepted
 
+    def fade(self, trees: float) -> None:
+        """Lets what was counted so far weigh as so many trees at most: it may be out of date."""
+        self._expected = None
+        kept = min(1.0, trees / max(self.trees, 1.0))
+        self.trees *= kept
+        self._offered, self._accepted = kept * self._offered, kept * self._accepted
+
     def estimate(self) -> Acceptance:
         """The vector ``[depth][child]``; positions that were seldom offered lean on other depths.
 
@@ -81,10 +88,9 @@ class FadingAcceptance:
         counts = np.array([state.offered, state.accepted])
         if counts.shape[1:] != self._offered.shape:
             raise ValueError(f"counts of shape {counts.shape[1:]} are of a tree of another shape")
-        self._expected = None
-        weight = min(1.0, HALF_LIFE / 4 / max(state.trees, 1.0))
-        self.trees = weight * state.trees
-        self._offered, self._accepted = weight * counts
+        self.trees = state.trees
+        self._offered, self._accepted = counts
+        self.fade(HALF_LIFE / 4)
 
 
 def _padded(table: NDArray[np.float64], shape: NDArray[np.int64]) -> NDArray[np.float64]:

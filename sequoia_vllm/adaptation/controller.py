@@ -29,10 +29,14 @@ _COUNT_EVERY = 32  # steps: counting many trees takes as long as counting those 
 _FIRST_TRIAL, _BETWEEN_FIRST_TRIALS = 24, 40  # steps; all sizes within the first 200
 # Steps from one trial of a size to its next; doubled by every trial that is lost.
 _SHORTEST_WAIT, _LONGEST_WAIT = 400, 6400
+# Share of the time that lost trials of a size may take; the next waits until they do not.
+_MOST_LOST = 0.005
 # A trial has so many trees, or steps; and is given up after so many steps of other kinds.
 _TRIAL_TREES, _TRIAL_STEPS, _GIVE_UP = 24, 24, 96
 # What is expected of so few trees is noise.
 _FEWEST_TREES = 16
+# So many weigh as much as two trials: after a pause these find it out if drafts are accepted.
+_OLD_TREES = 48
 # Share of requests that have trees: how much one step moves it.
 _SHARE_FADES = 0.02
 
@@ -59,13 +63,26 @@ class Step:
 
 @dataclass
 class _Trial:
-    """A few steps with another number of drafts; ``before``: those of the octave."""
+    """A few steps with another number of drafts; ``before``: those of the octave.
+
+    Where nothing was drafted before, the draft first reads the requests' tokens, perhaps for
+    some steps. ``all_steps`` and ``seconds`` count these, too.
+    """
 
     drafts: int
     before: list[int]
     steps: int = 0
     seen: int = 0
     trees: int = 0
+    most_trees: int = 0  # of one step
+    all_steps: int = 0
+    seconds: float = 0.0
+
+    def has_more_trees(self, trees: int) -> bool:
+        """Whether more requests draft than in any step before: some had still to be read."""
+        more = trees > self.most_trees
+        self.most_trees = max(trees, self.most_trees)
+        return more
 
     @property
     def is_over(self) -> bool:
@@ -137,6 +154,10 @@ class DraftController:
     def observe(self, step: Step) -> None:
         """Takes one step, and changes `lookup` where that is clearly faster, or for a trial."""
         trees = self._note(step)
+        known = self._octaves.get(step.batch_size.bit_length())
+        if known is not None and known.trial is not None:
+            known.trial.all_steps += 1
+            known.trial.seconds += step.seconds or 0.0
         if step.drafts is None:
             return
         octave = self._octave(step.batch_size)
@@ -206,6 +227,9 @@ class DraftController:
         if not self._could_pay(drafts, step):
             octave.due[drafts] = octave.steps + _SHORTEST_WAIT
             return
+        if self.lookup[batch_size] == 0 and self._times.known(drafts, batch_size) is not None:
+            self._count_pending()
+            self._acceptance[step.workload].fade(_OLD_TREES)  # from before the pause
         self._times.forget(drafts, batch_size)
         octave.trial = _Trial(drafts, before=self.lookup[self._batch_sizes(batch_size)])
         self._set(batch_size, drafts)
@@ -213,6 +237,9 @@ class DraftController:
     def _go_on(self, octave: _Octave, trial: _Trial, step: Step, trees: int) -> None:
         trial.steps += 1
         if step.drafts == trial.drafts:
+            if trial.has_more_trees(trees):
+                self._times.forget(trial.drafts, step.batch_size)
+                trial.seen = 0
             trial.seen += 1
             trial.trees += trees
         if not trial.is_over:
@@ -224,10 +251,21 @@ class DraftController:
         current = self.lookup[step.batch_size]
         if current != trial.drafts:
             wait = octave.wait.get(trial.drafts, _SHORTEST_WAIT)
+            wait = min(max(wait, self._steps_to_make_up(trial, step)), _LONGEST_WAIT)
             octave.wait[trial.drafts] = min(2 * wait, _LONGEST_WAIT)
             octave.due[trial.drafts] = octave.steps + wait
             if current == 0:
                 self._try_only_the_best(octave, step)
+
+    def _steps_to_make_up(self, trial: _Trial, step: Step) -> int:
+        """After so many steps what the trial lost is no more than `_MOST_LOST` of their time."""
+        rates = self._rates(step.batch_size, step.workload)
+        tried, current = rates.get(trial.drafts), rates.get(self.lookup[step.batch_size])
+        if tried is None or current is None:
+            return 0
+        tokens = trial.all_steps + trial.seen * (tried.tokens - 1)
+        lost = trial.seconds - tokens / current.speed
+        return int(lost / (_MOST_LOST * current.seconds))
 
     def _could_pay(self, drafts: int, step: Step) -> bool:
         """Whether so many drafts would be faster if they took no longer than fewer, as measured."""
@@ -264,8 +302,11 @@ class DraftController:
         self.decisions += 1
         octave.wait.clear()
         others = [drafts for drafts in self._sizes_of(batch_size) if drafts != best]
+        # First trials come early, of few drafts first: their time may say that more cannot pay.
+        others.sort(key=rates.__contains__)
         for place, drafts in enumerate(others):
-            octave.due[drafts] = octave.steps + _SHORTEST_WAIT + place * _BETWEEN_FIRST_TRIALS
+            wait = _SHORTEST_WAIT if drafts in rates else _FIRST_TRIAL
+            octave.due[drafts] = octave.steps + wait + place * _BETWEEN_FIRST_TRIALS
         logger.info(
             "Sequoia: %d drafts instead of %d at batch size %d: %s instead of %s per request (%s)",
             best, current, batch_size, rates[best], rates[current], step.workload,

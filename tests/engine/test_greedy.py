@@ -5,6 +5,7 @@ from vllm import SamplingParams
 
 from sequoia_vllm.engine import draft_failure
 from sequoia_vllm.engine.v1.proposer import TreeProposer
+from sequoia_vllm.engine.v1.runner import SequoiaCPUModelRunner
 from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
 from tests.support.models import TARGET, prompts
 
@@ -23,6 +24,28 @@ def test_same_tokens_at_any_batch_size(batch, plain_outputs):
         drafts = metric(llm, "vllm:spec_decode_num_drafts")
     assert found == expected
     assert accepted / drafts > 1  # the trees do something: 1.7 measured
+
+
+@pytest.mark.parametrize("drafts", [4, 5])
+def test_chains_are_scored_by_vllms_own_attention(drafts, plain_outputs, monkeypatch):
+    """The tree is one of four, and a second child of the root at its end."""
+    branching = []
+    add_trees = SequoiaCPUModelRunner._add_trees
+    monkeypatch.setattr(
+        SequoiaCPUModelRunner, "_add_trees",
+        lambda *args: (branching.append(True), add_trees(*args)),
+    )  # fmt: skip
+    expected = plain_outputs(PROMPTS[:16], GREEDY)[:8]
+    schedule = [[1, 8, drafts]]
+    tree = {"parents": [-1, 0, 1, 2, 3, 0]}
+    config = sequoia(tree=tree, num_speculative_tokens_per_batch_size=schedule)
+    with running(config, max_num_batched_tokens=64) as llm:
+        found = tokens_of(llm.generate(PROMPTS[:8], GREEDY, use_tqdm=False))
+        accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
+        drafted = metric(llm, "vllm:spec_decode_num_drafts")
+    assert found == expected
+    assert accepted / drafted > 1
+    assert bool(branching) == (drafts == 5)
 
 
 def test_same_tokens_with_prefix_caching(plain_outputs):

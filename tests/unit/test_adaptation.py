@@ -55,6 +55,8 @@ class Engine:
     noise: float = 0.05
     workload: str = "greedy"
     with_trees: float = 1.0  # share of the requests
+    reading: int = 0  # steps that take five times as long, before the first drafts of a while
+    unread: int = 0
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     last: int = -1
     history: list = field(default_factory=list)
@@ -86,12 +88,16 @@ class Engine:
         for _ in range(steps):
             drafts = self.controlled.lookup[self.batch_size]
             seconds = self.time_of(drafts) * self.rng.lognormal(0, self.noise)
+            if drafts > 0 and self.last == 0:
+                self.unread = self.reading
+            paths = b"" if self.unread > 0 else self.paths(drafts)
+            if self.unread > 0:
+                self.unread -= 1
+                seconds *= 5
             self.tokens += self.batch_size
             self.seconds += seconds
             same = drafts if drafts == self.last else None
-            self.controlled.observe(
-                Step(self.batch_size, same, seconds, self.workload, self.paths(drafts))
-            )
+            self.controlled.observe(Step(self.batch_size, same, seconds, self.workload, paths))
             self.last = drafts
             self.history.append(drafts)
         return self
@@ -142,6 +148,27 @@ def test_what_could_not_pay_if_it_took_no_longer_than_fewer_drafts_is_not_tried(
     assert not {3, 7} & set(engine.history)
     # But where they would take a draft's own time only, they are.
     assert {1, 3, 7} < set(Engine(controller(), acceptance, draft=0.05).run(3000).history)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_first_trials_are_early_and_later_ones_cost_next_to_nothing(batch_size):
+    """Drafts double a step's time, and could each pay until they are tried."""
+    engine = Engine(controller(), PROSE, batch_size, slope=0.12, draft=0.7).run(300)
+    assert engine.controlled.lookup[batch_size] == 0
+    engine.run(2000)
+    assert engine.speed > 0.99 * engine.fastest()
+    assert engine.history[300:].count(0) < 2000  # something is tried again
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_what_the_draft_reads_first_is_not_the_time_of_its_drafts_but_lost(batch_size):
+    engine = Engine(controller(), NONE, batch_size, reading=15).run(300)
+    assert engine.controlled.lookup[batch_size] == 0
+    engine.run(6000)
+    assert engine.speed > 0.98 * engine.fastest()
+    engine.acceptance = CODE
+    engine.run(15_000)
+    assert engine.controlled.lookup[batch_size] > 0
 
 
 def test_it_comes_back_when_speculation_pays():

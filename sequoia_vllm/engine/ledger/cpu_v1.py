@@ -129,6 +129,13 @@ CPU_V1: tuple[Expected | Override, ...] = (
         until=_TREE_HOOKS,
     ),
     Override(
+        f"{_RUNNER}.speculative_config",
+        kind="instance",
+        why="none while inputs without drafts are prepared: what vLLM prepares of drafts that are "
+        "not there takes longer than such a step has to spare",
+        until="vLLM prepares no drafts where none are scheduled",
+    ),
+    Override(
         f"{_RUNNER}._calc_spec_decode_metadata",
         ("self", "num_draft_tokens", "cu_num_scheduled_tokens"),
         kind="subclass",

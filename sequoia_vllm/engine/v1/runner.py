@@ -90,6 +90,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self._target_metadata: dict[str, Any] = {}
         self._target_caches: TargetCaches | None = None
         self._depths = torch.from_numpy(self.tree.depths.copy()).to(device)
+        self._chain_nodes = self.tree.chain_nodes
         self._has_custom_processors = any(
             type(processor) not in BUILTIN_LOGITS_PROCESSORS
             for processor in self.input_batch.logitsprocs.all
@@ -161,9 +162,13 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     ) -> Any:
         """As vLLM's; then gives tree nodes the position of their depth.
 
-        vLLM computed slots from consecutive positions, and slots stay so.
+        vLLM computed slots from consecutive positions, and slots stay so. A step without
+        drafts is prepared as without speculation.
         """
-        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        has_drafts = bool(scheduler_output.scheduled_spec_decode_tokens)
+        speculative = self.speculative_config if has_drafts else None
+        with swapped(self, "speculative_config", speculative):
+            prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         num_reqs = self.input_batch.num_reqs
         self._trees = schedule_trees(
             self.tree,
@@ -175,11 +180,17 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             self.optimistic_seq_lens_cpu[:num_reqs].numpy(),
             self.device,
         )
-        if (trees := self._trees) is not None:
+        if (trees := self._branching_trees) is not None:
             depths = self._depths[: trees.tokens.shape[1]]
             positions = trees.context_lens[:, None] + depths
             self.positions[trees.rows[trees.is_node]] = positions[trees.is_node]
         return prepared
+
+    @property
+    def _branching_trees(self) -> ScoringTrees | None:
+        """This step's trees; None if they are chains, whose positions and masks are vLLM's."""
+        trees = self._trees
+        return None if trees is None or trees.tokens.shape[1] <= self._chain_nodes else trees
 
     def _calc_spec_decode_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
@@ -197,8 +208,8 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             metadata, common = super()._build_attention_metadata(*args, **kwargs)
         finally:
             self.attn_groups = all_groups
-        if (trees := self._trees) is not None:
-            self._target_metadata = metadata
+        self._target_metadata = metadata
+        if (trees := self._branching_trees) is not None:
             own = (metadata[name] for name in self._target_layers)
             for layer_metadata in {id(m): m for m in own}.values():
                 self._add_trees(layer_metadata, trees)
@@ -232,14 +243,15 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         speculation.
         """
         assert logits is not None
-        trees, self._trees = self._trees, None
+        trees, branching, self._trees = self._trees, self._branching_trees, None
         metadata = self._sampling_metadata()
         if trees is None:
             return self.sampler(logits=logits, sampling_metadata=metadata)
         target = self._target_of(trees, logits, metadata)
         result = self._verify(trees, target, metadata)
         output = self._combine(trees, result, logits, target, metadata)
-        self._commit(trees, result)
+        if branching is not None:  # what chains accept is in place
+            self._commit(branching, result)
         self.stats.observe(result.accepted_nodes.cpu().numpy(), trees.num_nodes.cpu().numpy())
         return output
 

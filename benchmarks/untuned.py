@@ -1,0 +1,105 @@
+"""What a new user gets: an engine that nobody tuned, after a while, against plain vLLM and chains.
+
+``python -m benchmarks.untuned`` runs the pair in ``examples/models``; ``--model`` takes a grown
+target. All engines first complete so many tokens of every request (``--warm-up``); then they take
+turns, and every one completes the same prompts. Trees and what engines learned are kept in a
+directory of this run, which is empty at first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.embedded_pair import DRAFT, PROMPTS, TARGET
+
+
+def main() -> None:
+    """Prints throughput over plain vLLM's: the median of all rounds, and the extremes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=TARGET)
+    parser.add_argument("--draft-model", default=DRAFT)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--chain", default="2,4", help="lengths of vLLM's chains")
+    parser.add_argument("--batch-sizes", default="1,4")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--warm-up", type=int, default=300, help="tokens of every request")
+    parser.add_argument("--max-tokens", type=int, default=160, help="of every request and round")
+    parser.add_argument("--rounds", type=int, default=8)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as learned:
+        os.environ["SEQUOIA_VLLM_TREES"] = learned
+        _compare(options)
+
+
+def _compare(options: Any) -> None:
+    from sequoia_vllm.bench.engines import Limits, open_engines
+    from sequoia_vllm.bench.methods import Kind, Method, chain, plain
+    from sequoia_vllm.measuring.engines import EngineSpec
+
+    config = {"method": "sequoia", "model": options.draft_model}
+    untuned = Method("as it is", Kind.SEQUOIA, config, 15)
+    chains = [chain(options.draft_model, int(length)) for length in options.chain.split(",")]
+    methods = [plain(), *chains, untuned]
+    batch_sizes = [int(size) for size in options.batch_sizes.split(",")]
+    longest = max(options.warm_up, options.max_tokens)
+    limits = Limits(max_model_len=longest + 128, max_num_seqs=max(batch_sizes), most_drafts=16)
+    spec = EngineSpec(options.model, options.draft_model, dtype=options.dtype, kv_cache_gib=0.25)
+    with open_engines(methods, spec, limits, lambda *_: None) as engines:
+        for batch_size in batch_sizes:
+            _compare_at(engines, batch_size, options)
+
+
+def _compare_at(engines: dict[str, Any], batch_size: int, options: Any) -> None:
+    prompts = _prompts(batch_size, 1 + options.rounds)
+    for engine in engines.values():
+        _milliseconds(engine, prompts[0], options.temperature, options.warm_up)
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    outputs: dict[str, list[Any]] = {name: [] for name in engines}
+    for round_prompts in prompts[1:]:
+        for name, engine in engines.items():
+            milliseconds, tokens = _milliseconds(
+                engine, round_prompts, options.temperature, options.max_tokens
+            )
+            times[name].append(milliseconds)
+            outputs[name].append(tokens)
+    plain = next(iter(engines))
+    print(f"batch size {batch_size}, temperature {options.temperature}")
+    for name, own in times.items():
+        ratios = [theirs / ours for theirs, ours in zip(times[plain], own, strict=True)]
+        same = "" if options.temperature > 0 else f", as plain: {outputs[name] == outputs[plain]}"
+        print(
+            f"  {name}: {median(own):.2f} ms per token, {median(times[plain]) / median(own):.3f}x "
+            f"(rounds {min(ratios):.2f} to {max(ratios):.2f}){same}",
+            flush=True,
+        )
+
+
+def _milliseconds(
+    engine: Any, prompts: list[list[int]], temperature: float, max_tokens: int
+) -> tuple[float, list[list[int]]]:
+    """Per token and request while all of them decode; and their tokens."""
+    from sequoia_vllm.bench.decode_rate import steady_part
+    from sequoia_vllm.measuring.engines import wait_for_quiet
+
+    wait_for_quiet()
+    found = engine.generate(prompts, temperature, max_tokens)
+    rate = steady_part(found.arrivals).tokens_per_second / len(prompts)
+    return 1e3 / rate, found.token_ids
+
+
+def _prompts(batch_size: int, rounds: int) -> list[list[list[int]]]:
+    """Token ids of the batch of each round: other prompts every time."""
+    from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
+
+    prompts = load_prompts(Path(PROMPTS), batch_size * rounds)
+    encoded = [ids[:64] for ids in encode_prompts(prompts, load_tokenizer(TARGET))]
+    return [encoded[start : start + batch_size] for start in range(0, len(encoded), batch_size)]
+
+
+if __name__ == "__main__":
+    main()
