@@ -67,7 +67,7 @@ def _compare_at(engines: dict[str, Any], batch_size: int, options: Any) -> None:
             )
             times[name].append(milliseconds)
             outputs[name].append(tokens)
-    plain = next(iter(engines))
+    plain = "plain vLLM"
     print(f"batch size {batch_size}, temperature {options.temperature}")
     for name, own in times.items():
         ratios = [theirs / ours for theirs, ours in zip(times[plain], own, strict=True)]

@@ -1,14 +1,17 @@
-"""An attribute replaced for the length of one call."""
+"""A name of a module or class replaced for the length of one call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 
 @contextmanager
-def swapped(owner: Any, name: str, value: Any, required: bool = True) -> Iterator[None]:
+def swapped(
+    owner: ModuleType | type, name: str, value: Any, required: bool = True
+) -> Iterator[None]:
     """Within the block, ``owner.name`` is ``value``.
 
     If it is not ``required``, and is not there, nothing happens: only some versions have it.

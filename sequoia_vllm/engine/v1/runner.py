@@ -62,6 +62,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     """
 
     attn_groups: list[list[Any]]
+    speculative_config: Any
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         # vLLM drops logits processors when it speculates; requests that need
@@ -165,10 +166,13 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         vLLM computed slots from consecutive positions, and slots stay so. A step without
         drafts is prepared as without speculation.
         """
-        has_drafts = bool(scheduler_output.scheduled_spec_decode_tokens)
-        speculative = self.speculative_config if has_drafts else None
-        with swapped(self, "speculative_config", speculative):
+        speculative = self.speculative_config
+        if not scheduler_output.scheduled_spec_decode_tokens:
+            self.speculative_config = None
+        try:
             prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        finally:
+            self.speculative_config = speculative
         num_reqs = self.input_batch.num_reqs
         self._trees = schedule_trees(
             self.tree,
