@@ -214,9 +214,7 @@ def batch_curves(times: BatchTimes, first_pass: int = 1) -> BatchCurves:
             **place,
             plain_seconds=round(step[1] - forward[1], _DIGITS),
             tree_seconds=round(tree_seconds, _DIGITS),
-            commit_seconds=round(
-                _median(timed.step.commit for steps in middle.values() for timed in steps), _DIGITS
-            ),
+            commit_seconds=round(_commit_seconds(middle), _DIGITS),
         ),
         step_seconds={size: round(value, _DIGITS) for size, value in step.items()},
         forward_seconds={size: round(value, _DIGITS) for size, value in forward.items()},
@@ -278,6 +276,12 @@ def _medians(
     by_size: Mapping[int, list[TimedStep]], value: Callable[[TimedStep], float]
 ) -> dict[int, float]:
     return {size: _median(map(value, steps)) for size, steps in by_size.items()}
+
+
+def _commit_seconds(by_size: Mapping[int, list[TimedStep]]) -> float:
+    """Of trees that move anything; what chains accept is in place."""
+    commits = [timed.step.commit for steps in by_size.values() for timed in steps]
+    return _median([seconds for seconds in commits if seconds > 0] or [0.0])
 
 
 def _positive(seconds: float) -> float:

@@ -86,7 +86,10 @@ class Overhead(FileModel):
         "belongs to the draft level).",
     )
     commit_seconds: float | None = Field(
-        default=None, ge=0, le=1e5, description="Of tree_seconds: moving accepted keys and values."
+        default=None,
+        ge=0,
+        le=1e5,
+        description="Moving accepted keys and values, of trees that are no chains.",
     )
 
 

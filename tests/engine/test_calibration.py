@@ -248,16 +248,16 @@ def _finish_engine() -> None:
 def test_profile_of_the_embedded_pair(tmp_path):
     progress = []
     settings = ProfileSettings(
-        EngineSpec(TARGET, DRAFT, **QUICK), prompts=PROMPTS, batch_sizes=(2, 1), tokens=(2, 4),
+        EngineSpec(TARGET, DRAFT, **QUICK), prompts=PROMPTS, batch_sizes=(2, 1), tokens=(2, 8),
         contexts=(96, 64), max_tokens=16, rounds=2,
     )  # fmt: skip
     found = measure_profile(settings, lambda *report: progress.append(report))
     places = [(1, 64), (1, 96), (2, 64), (2, 96)]
     for curves in (found.target_forward, found.draft_level, found.verification, found.overhead):
         assert [(curve.batch_size, curve.context_length) for curve in curves] == places
-    assert [curve.tokens for curve in found.target_forward] == [[1, 2, 4]] * 4
-    assert [curve.tokens for curve in found.verification] == [[2, 4]] * 4
-    assert [curve.tokens for curve in found.draft_level] == [[1]] * 4
+    assert [curve.tokens for curve in found.target_forward] == [[1, 2, 8]] * 4
+    assert [curve.tokens for curve in found.verification] == [[2, 8]] * 4
+    assert [curve.tokens for curve in found.draft_level] == [[1, 2]] * 4
     assert found.dtype == "float32"
     assert (found.target_parameters, found.draft_parameters) == (4_163_840, 1_672_128)
     assert progress[-1][1:] == (23, 24)

@@ -114,7 +114,7 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         "copied; ours are mapped, where vLLM's use_heterogeneous_vocab is greedy and for V1",
         until="vLLM's heterogeneous vocabularies draw at any temperature, on V2 too",
     ),
-    Expected("vllm.config:SchedulerConfig.async_scheduling"),
+    Expected("vllm.config:SchedulerConfig.async_scheduling"),  # of messages.py, too
     Expected("vllm.config:SchedulerConfig.scheduler_cls"),
     # draft_config.py, model_shapes.py
     Expected("vllm.transformers_utils.configs.speculators:SpeculatorsConfig", ("kwargs",)),
@@ -202,7 +202,6 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids",
         ("self", "draft_token_ids"),
     ),
-    Expected("vllm.config:SchedulerConfig.async_scheduling"),
     # sessions.py
     Override(
         "vllm.v1.core.sched.scheduler:Scheduler._handle_stopped_request", ("self", "request"),
