@@ -83,13 +83,11 @@ def _milliseconds(
     engine: Any, prompts: list[list[int]], temperature: float, max_tokens: int
 ) -> tuple[float, list[list[int]]]:
     """Per token and request while all of them decode; and their tokens."""
-    from sequoia_vllm.bench.decode_rate import steady_part
-    from sequoia_vllm.measuring.engines import wait_for_quiet
+    from sequoia_vllm.bench.rounds import Case, run_round
 
-    wait_for_quiet()
-    found = engine.generate(prompts, temperature, max_tokens)
-    rate = steady_part(found.arrivals).tokens_per_second / len(prompts)
-    return 1e3 / rate, found.token_ids
+    batch_size = len(prompts)
+    found = run_round(engine, prompts, Case(batch_size, temperature), max_tokens)
+    return 1e3 * batch_size / found.steady.tokens_per_second, found.token_ids
 
 
 def _prompts(batch_size: int, rounds: int) -> list[list[list[int]]]:

@@ -91,7 +91,6 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self._target_metadata: dict[str, Any] = {}
         self._target_caches: TargetCaches | None = None
         self._depths = torch.from_numpy(self.tree.depths.copy()).to(device)
-        self._chain_nodes = self.tree.chain_nodes
         self._has_custom_processors = any(
             type(processor) not in BUILTIN_LOGITS_PROCESSORS
             for processor in self.input_batch.logitsprocs.all
@@ -194,7 +193,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     def _branching_trees(self) -> ScoringTrees | None:
         """This step's trees; None if they are chains, whose positions and masks are vLLM's."""
         trees = self._trees
-        return None if trees is None or trees.tokens.shape[1] <= self._chain_nodes else trees
+        return None if trees is None or trees.tokens.shape[1] <= self.tree.chain_nodes else trees
 
     def _calc_spec_decode_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
@@ -212,8 +211,8 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             metadata, common = super()._build_attention_metadata(*args, **kwargs)
         finally:
             self.attn_groups = all_groups
-        self._target_metadata = metadata
         if (trees := self._branching_trees) is not None:
+            self._target_metadata = metadata
             own = (metadata[name] for name in self._target_layers)
             for layer_metadata in {id(m): m for m in own}.values():
                 self._add_trees(layer_metadata, trees)
