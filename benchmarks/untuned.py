@@ -4,6 +4,10 @@
 target. All engines first complete so many tokens of every request (``--warm-up``); then they take
 turns, and every one completes the same prompts. Trees and what engines learned are kept in a
 directory of this run, which is empty at first.
+
+Above temperature 0 vLLM's chain samples wrongly on CPUs, so its tokens and its speed tell nothing.
+The same chain then runs as a tree of ours, frozen, with Algorithm 2, which for a chain is vLLM's
+own test.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ def main() -> None:
     parser.add_argument("--model", default=TARGET)
     parser.add_argument("--draft-model", default=DRAFT)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--chain", default="2,4", help="lengths of vLLM's chains")
+    parser.add_argument("--chain", default="2,4", help="lengths of chains")
     parser.add_argument("--batch-sizes", default="1,4")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--warm-up", type=int, default=300, help="tokens of every request")
@@ -38,12 +42,13 @@ def main() -> None:
 
 def _compare(options: Any) -> None:
     from sequoia_vllm.bench.engines import Limits, open_engines
-    from sequoia_vllm.bench.methods import Kind, Method, chain, plain
+    from sequoia_vllm.bench.methods import Kind, Method, plain
     from sequoia_vllm.measuring.engines import EngineSpec
 
     config = {"method": "sequoia", "model": options.draft_model}
     untuned = Method("as it is", Kind.SEQUOIA, config, 15)
-    chains = [chain(options.draft_model, int(length)) for length in options.chain.split(",")]
+    lengths = [int(length) for length in options.chain.split(",")]
+    chains = [_chain(options.draft_model, length, options.temperature) for length in lengths]
     methods = [plain(), *chains, untuned]
     batch_sizes = [int(size) for size in options.batch_sizes.split(",")]
     longest = max(options.warm_up, options.max_tokens)
@@ -52,6 +57,20 @@ def _compare(options: Any) -> None:
     with open_engines(methods, spec, limits, lambda *_: None) as engines:
         for batch_size in batch_sizes:
             _compare_at(engines, batch_size, options)
+
+
+def _chain(draft: str, length: int, temperature: float) -> Any:
+    from sequoia_vllm.bench.methods import Kind, Method, chain
+
+    if temperature == 0:
+        return chain(draft, length)
+    config = {
+        "method": "sequoia",
+        "model": draft,
+        "tree": {"parents": list(range(-1, length))},
+        "adapt": False,
+    }
+    return Method(f"chain of {length}, as a tree", Kind.SEQUOIA, config, length)
 
 
 def _compare_at(engines: dict[str, Any], batch_size: int, options: Any) -> None:

@@ -22,15 +22,19 @@ class FadingAcceptance:
     Args:
         tree: The engine's tree; engines may draft a prefix of it.
         prior: Of positions that were never offered, such as those of an earlier, wider tree.
+        prior_trees: Weight of the verified trees that it was counted from.
 
     Attributes:
         trees: Weight of the verified trees that are remembered.
     """
 
-    def __init__(self, tree: TokenTree, prior: Acceptance | None = None) -> None:
+    def __init__(
+        self, tree: TokenTree, prior: Acceptance | None = None, prior_trees: float = 0.0
+    ) -> None:
         self._tree = tree
         self._prior = prior or Acceptance.of([0.0])
         self.trees = 0.0
+        self._vector_trees = prior_trees
         self._expected: NDArray[np.float64] | None = None  # of the counts as they are
         self._offered, self._accepted = np.zeros((2, tree.depth, tree.max_branch))
 
@@ -39,6 +43,7 @@ class FadingAcceptance:
         self._expected = None
         kept = 0.5 ** (counts.trees / HALF_LIFE)
         self.trees = kept * self.trees + counts.trees
+        self._vector_trees = kept * self._vector_trees + counts.trees
         self._offered = kept * self._offered + counts.offered
         self._accepted = kept * self._accepted + counts.accepted
 
@@ -74,6 +79,7 @@ class FadingAcceptance:
         """What `restore` takes."""
         return FadedCounts(
             trees=round(self.trees, 3),
+            vector_trees=round(self._vector_trees, 3),
             offered=self._offered.round(3).tolist(),
             accepted=self._accepted.round(3).tolist(),
             vector=self.estimate().table.round(6).tolist(),

@@ -366,8 +366,9 @@ class DraftController:
             this one has no such children.
         """
         for workload in WORKLOADS:
-            prior = Acceptance.of(state.acceptance[workload].vector)
-            self._acceptance[workload] = FadingAcceptance(self._tree, prior)
+            known = state.acceptance[workload]
+            prior = Acceptance.of(known.vector)
+            self._acceptance[workload] = FadingAcceptance(self._tree, prior, known.vector_trees)
         if tuple(state.parents) != self._tree.parents:
             return False
         for workload in WORKLOADS:

@@ -32,6 +32,9 @@ class FadedCounts(FileModel):
     vector: list[list[float]] = Field(
         description="p[depth][child] by these counts, and where there are none by earlier ones."
     )
+    vector_trees: float = Field(
+        default=0.0, ge=0, description="As trees, with those that restarts and pauses made lighter."
+    )
 
 
 class AdaptationState(FileModel):
@@ -46,9 +49,9 @@ class AdaptationState(FileModel):
 
     def usual_acceptance(self) -> tuple[Workload, Acceptance] | None:
         """The vector of the workload with the most trees; None: too few were verified."""
-        workload = max(self.acceptance, key=lambda name: self.acceptance[name].trees)
+        workload = max(self.acceptance, key=lambda name: self.acceptance[name].vector_trees)
         counted = self.acceptance[workload]
-        if counted.trees < _FEWEST_TREES:
+        if counted.vector_trees < _FEWEST_TREES:
             return None
         return workload, Acceptance.of(counted.vector)
 

@@ -308,12 +308,26 @@ def test_another_tree_keeps_what_is_known_of_children_it_does_not_have():
     chain = TokenTree.chain(7)
     second = DraftController(chain, [7] * BATCHES, [7] * BATCHES, [7])
     assert not second.restore(state)
-    found = second.state()
-    many = found.acceptance["greedy"].model_copy(update={"trees": 1e4})
-    found = found.model_copy(update={"acceptance": {**found.acceptance, "greedy": many}})
-    workload, acceptance = found.usual_acceptance()
+    workload, acceptance = second.state().usual_acceptance()
     assert workload == "greedy"
     assert acceptance.probability(1) == pytest.approx(PROSE[1], abs=0.04)
+
+
+def test_restarts_and_pauses_do_not_forget_what_the_next_tree_is_made_from():
+    """An engine that served a few requests only must not undo what many taught."""
+    first = Engine(controller(), CODE, 4).run(500).controlled
+    vector = first.state().usual_acceptance()
+    assert vector is not None
+    second = controller()
+    assert second.restore(first.state())
+    second._acceptance["greedy"].fade(10.0)
+    third = controller()
+    third.restore(second.state())
+    state = third.state()
+    assert state.acceptance["greedy"].trees <= 10.0
+    workload, acceptance = state.usual_acceptance()
+    assert workload == vector[0]
+    assert acceptance.probability(1) == pytest.approx(vector[1].probability(1), abs=0.05)
 
 
 def test_too_few_trees_say_nothing():

@@ -170,7 +170,7 @@ def test_acceptance_measured_on_the_pair_is_taken(library):
 def learned(vector: list[list[float]], greedy_trees: float) -> AdaptationState:
     """What an engine with a chain of one draft would have left behind."""
     nothing = FadedCounts(trees=0, offered=[[0.0]], accepted=[[0.0]], vector=[[0.0]])
-    greedy = nothing.model_copy(update={"trees": greedy_trees, "vector": vector})
+    greedy = nothing.model_copy(update={"vector_trees": greedy_trees, "vector": vector})
     return AdaptationState(
         parents=[-1, 0],
         schedule=[0, 1],
