@@ -16,14 +16,18 @@ import argparse
 import os
 import tempfile
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from benchmarks.embedded_pair import DRAFT, PROMPTS, TARGET
 
 
 def main() -> None:
-    """Prints throughput over plain vLLM's: the median of all rounds, and the extremes."""
+    """Prints throughput over plain vLLM's: the median of all rounds, and the extremes.
+
+    Above temperature 0 every engine draws other tokens, so tokens per step come with twice their
+    standard error over steps.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=TARGET)
     parser.add_argument("--draft-model", default=DRAFT)
@@ -74,39 +78,41 @@ def _chain(draft: str, length: int, temperature: float) -> Any:
 
 
 def _compare_at(engines: dict[str, Any], batch_size: int, options: Any) -> None:
-    prompts = _prompts(batch_size, 1 + options.rounds)
-    for engine in engines.values():
-        _milliseconds(engine, prompts[0], options.temperature, options.warm_up)
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    outputs: dict[str, list[Any]] = {name: [] for name in engines}
-    for round_prompts in prompts[1:]:
-        for name, engine in engines.items():
-            milliseconds, tokens = _milliseconds(
-                engine, round_prompts, options.temperature, options.max_tokens
-            )
-            times[name].append(milliseconds)
-            outputs[name].append(tokens)
-    plain = "plain vLLM"
-    print(f"batch size {batch_size}, temperature {options.temperature}")
-    for name, own in times.items():
-        ratios = [theirs / ours for theirs, ours in zip(times[plain], own, strict=True)]
-        same = "" if options.temperature > 0 else f", as plain: {outputs[name] == outputs[plain]}"
-        print(
-            f"  {name}: {median(own):.2f} ms per token, {median(times[plain]) / median(own):.3f}x "
-            f"(rounds {min(ratios):.2f} to {max(ratios):.2f}){same}",
-            flush=True,
-        )
-
-
-def _milliseconds(
-    engine: Any, prompts: list[list[int]], temperature: float, max_tokens: int
-) -> tuple[float, list[list[int]]]:
-    """Per token and request while all of them decode; and their tokens."""
     from sequoia_vllm.bench.rounds import Case, run_round
 
-    batch_size = len(prompts)
-    found = run_round(engine, prompts, Case(batch_size, temperature), max_tokens)
-    return 1e3 * batch_size / found.steady.tokens_per_second, found.token_ids
+    prompts = _prompts(batch_size, 1 + options.rounds)
+    case = Case(batch_size, options.temperature)
+    for engine in engines.values():
+        run_round(engine, prompts[0], case, options.warm_up)
+    runs: dict[str, list[Any]] = {name: [] for name in engines}
+    for round_prompts in prompts[1:]:
+        for name, engine in engines.items():
+            runs[name].append(run_round(engine, round_prompts, case, options.max_tokens))
+    print(f"batch size {batch_size}, temperature {options.temperature}")
+    plain = runs["plain vLLM"]
+    for name, own in runs.items():
+        print(f"  {name}: {_summary(own, plain, options.temperature)}", flush=True)
+
+
+def _summary(own: list[Any], plain: list[Any], temperature: float) -> str:
+    """Of the rounds of one engine, beside plain vLLM's."""
+    ours, theirs = ([_milliseconds(run) for run in runs] for runs in (own, plain))
+    ratios = [base / time for base, time in zip(theirs, ours, strict=True)]
+    speed = (
+        f"{median(ours):.2f} ms per token, {median(theirs) / median(ours):.3f}x "
+        f"(rounds {min(ratios):.2f} to {max(ratios):.2f})"
+    )
+    if temperature == 0:
+        same = all(a.token_ids == b.token_ids for a, b in zip(own, plain, strict=True))
+        return f"{speed}, as plain: {same}"
+    tokens = [number for run in own for number in run.step_tokens]
+    error = 2 * stdev(tokens) / len(tokens) ** 0.5
+    return f"{speed}, {fmean(tokens):.2f} +- {error:.2f} tokens per step"
+
+
+def _milliseconds(run: Any) -> float:
+    """Per token and request while all requests of a round decode."""
+    return float(1e3 * run.steady.batch_size / run.steady.tokens_per_second)
 
 
 def _prompts(batch_size: int, rounds: int) -> list[list[list[int]]]:
