@@ -1,4 +1,4 @@
-"""The pair in ``examples/models`` on a V1 engine of this process, with trees of 16 nodes."""
+"""The pair in ``examples/models``: its prompts, and a V1 engine with trees of 16 nodes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from typing import Any
 
 TARGET, DRAFT = "examples/models/target", "examples/models/draft"
 PROMPTS = "examples/models/prompts.jsonl"
+
+
+def encoded_prompts(count: int) -> list[list[int]]:
+    """Token ids of its first prompts; 200 at most. A grown target's are the same."""
+    from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
+
+    return encode_prompts(load_prompts(Path(PROMPTS), count), load_tokenizer(TARGET))
 
 
 @contextmanager
@@ -26,10 +33,8 @@ def running(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from sequoia_vllm.measuring.engines import EngineSpec, open_engine
-    from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
-    prompts = load_prompts(Path(PROMPTS), num_prompts)
-    encoded = encode_prompts(prompts, load_tokenizer(TARGET))
+    encoded = encoded_prompts(num_prompts)
     config = {
         "method": "sequoia",
         "model": DRAFT,

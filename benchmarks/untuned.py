@@ -15,11 +15,11 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import median
 from typing import Any
 
-from benchmarks.embedded_pair import DRAFT, PROMPTS, TARGET
+from benchmarks.embedded_pair import DRAFT, TARGET, encoded_prompts
+from benchmarks.tokens_per_step import tokens_per_step
 
 
 def main() -> None:
@@ -65,15 +65,12 @@ def _compare(options: Any) -> None:
 
 def _chain(draft: str, length: int, temperature: float) -> Any:
     from sequoia_vllm.bench.methods import Kind, Method, chain
+    from sequoia_vllm.tree import TokenTree
 
     if temperature == 0:
         return chain(draft, length)
-    config = {
-        "method": "sequoia",
-        "model": draft,
-        "tree": {"parents": list(range(-1, length))},
-        "adapt": False,
-    }
+    tree = {"parents": list(TokenTree.chain(length).parents)}
+    config = {"method": "sequoia", "model": draft, "tree": tree, "adapt": False}
     return Method(f"chain of {length}, as a tree", Kind.SEQUOIA, config, length)
 
 
@@ -105,9 +102,7 @@ def _summary(own: list[Any], plain: list[Any], temperature: float) -> str:
     if temperature == 0:
         same = all(a.token_ids == b.token_ids for a, b in zip(own, plain, strict=True))
         return f"{speed}, as plain: {same}"
-    tokens = [number for run in own for number in run.step_tokens]
-    error = 2 * stdev(tokens) / len(tokens) ** 0.5
-    return f"{speed}, {fmean(tokens):.2f} +- {error:.2f} tokens per step"
+    return f"{speed}, {tokens_per_step(own)}"
 
 
 def _milliseconds(run: Any) -> float:
@@ -117,10 +112,7 @@ def _milliseconds(run: Any) -> float:
 
 def _prompts(batch_size: int, rounds: int) -> list[list[list[int]]]:
     """Token ids of the batch of each round: other prompts every time."""
-    from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
-
-    prompts = load_prompts(Path(PROMPTS), batch_size * rounds)
-    encoded = [ids[:64] for ids in encode_prompts(prompts, load_tokenizer(TARGET))]
+    encoded = [ids[:64] for ids in encoded_prompts(batch_size * rounds)]
     return [encoded[start : start + batch_size] for start in range(0, len(encoded), batch_size)]
 
 

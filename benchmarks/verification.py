@@ -8,11 +8,13 @@ get the same tree and the same prompts, at batch size 1.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import median
 from typing import Any
 
-from benchmarks.embedded_pair import DRAFT, PROMPTS, TARGET
+from benchmarks.embedded_pair import DRAFT, TARGET, encoded_prompts
+from benchmarks.tokens_per_step import tokens_per_step
 
 METHODS = {"Algorithm 2": "sequoia", "traversal": "traversal"}
 
@@ -23,18 +25,17 @@ def main() -> None:
     parser.add_argument("--model", default=TARGET)
     parser.add_argument("--draft-model", default=DRAFT)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--tree", type=Path, help="file of a tree; none: 16 nodes, 6 deep")
+    parser.add_argument("--tree", default="16x6", help="as bench's --trees")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--prompts", type=int, default=8, help="of each round")
     parser.add_argument("--max-tokens", type=int, default=96, help="of every request")
-    parser.add_argument("--rounds", type=int, default=3, help="each with prompts of its own")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--offload-directory", type=Path)
     _compare(parser.parse_args())
 
 
 def _compare(options: Any) -> None:
-    from sequoia_vllm.bench.engines import Limits, open_engines
-    from sequoia_vllm.bench.rounds import Case, run_round
+    from sequoia_vllm.bench.measure import BenchSettings, measure
     from sequoia_vllm.config import OffloadSpec
     from sequoia_vllm.measuring.engines import EngineSpec
 
@@ -46,60 +47,46 @@ def _compare(options: Any) -> None:
         kv_cache_gib=0.25,
         offload=None if directory is None else OffloadSpec(directory=directory),
     )
-    methods = _methods(options)
-    limits = Limits(64 + options.max_tokens, max_num_seqs=1, most_drafts=methods[-1].most_drafts)
-    case = Case(1, options.temperature)
-    warm_up, *rounds = _prompts(options.prompts, 1 + options.rounds)
-    with open_engines(methods, spec, limits, lambda *_: None) as engines:
-        for engine in engines.values():
-            run_round(engine, warm_up[:1], case, options.max_tokens)
-        runs: dict[str, list[Any]] = {name: [] for name in engines}
-        for prompts in rounds:
-            for name, engine in engines.items():
-                runs[name].append(run_round(engine, prompts, case, options.max_tokens))
-    _print(runs)
+    settings = BenchSettings(
+        spec,
+        methods=tuple(_methods(options)),
+        prompts=tuple(ids[:64] for ids in encoded_prompts(options.prompts)),
+        temperatures=(options.temperature,),
+        max_tokens=options.max_tokens,
+        rounds=options.rounds,
+    )
+    [runs] = measure(settings).runs.values()
+    _print({method.method.name: method.rounds for method in runs})
 
 
 def _methods(options: Any) -> list[Any]:
     """Plain vLLM, then the tree with each method."""
-    from sequoia_vllm.bench.methods import Kind, Method, plain
-    from sequoia_vllm.library.tree_reference import find_tree
+    from sequoia_vllm.bench.methods import plain, sequoia
 
-    tree: Any = {"size": 16, "depth": 6}
-    drafts = 15
-    if options.tree is not None:
-        found = find_tree(str(options.tree)).tree
-        tree, drafts = {"parents": list(found.parents)}, found.num_speculative_tokens
-    config = {"method": "sequoia", "model": options.draft_model, "tree": tree, "adapt": False}
+    one = sequoia(options.draft_model, options.tree)
+    config = one.speculative_config
+    assert config is not None
     return [
         plain(),
         *(
-            Method(name, Kind.SEQUOIA, {**config, "verification": key}, drafts)
+            replace(one, name=name, speculative_config={**config, "verification": key})
             for name, key in METHODS.items()
         ),
     ]
 
 
-def _prompts(count: int, rounds: int) -> list[list[list[int]]]:
-    from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
-
-    prompts = load_prompts(Path(PROMPTS), count * rounds)
-    encoded = [ids[:64] for ids in encode_prompts(prompts, load_tokenizer(TARGET))]
-    return [encoded[start : start + count] for start in range(0, len(encoded), count)]
-
-
 def _print(runs: dict[str, list[Any]]) -> None:
-    """Tokens per step with twice the standard error over steps, and medians over rounds."""
+    """Speeds are medians over rounds."""
+    from sequoia_vllm.bench.decode_rate import pooled
+
     speeds = {
         name: median(run.steady.tokens_per_second for run in own) for name, own in runs.items()
     }
     for name, own in runs.items():
-        tokens = [number for run in own for number in run.step_tokens]
-        error = 2 * stdev(tokens) / len(tokens) ** 0.5
-        step = 1e3 * sum(run.steady.seconds for run in own) / sum(run.steady.steps for run in own)
+        step = pooled([run.steady for run in own])
         print(
-            f"{name}: {fmean(tokens):.3f} +- {error:.3f} tokens per step of {step:.1f} ms, "
-            f"{len(tokens)} steps; {speeds[name] / speeds['plain vLLM']:.3f}x",
+            f"{name}: {tokens_per_step(own)} of {1e3 * step.step_seconds:.1f} ms, "
+            f"{step.steps} steps; {speeds[name] / speeds['plain vLLM']:.3f}x",
             flush=True,
         )
 
