@@ -22,6 +22,7 @@ from tests.support.models import DRAFT, TARGET
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BUSY = "ray::Replica.answer"  # title of an actor that answers, its engine being ready
+LINES = 3 * PROMPTS  # seconds of work, so that a run can be killed before its end
 TOO_LONG = {"prompt": "x = 1\n" * 600}
 
 
@@ -33,7 +34,7 @@ class Run:
         self.folder = folder
         self.prompts = folder / "prompts.jsonl"
         self.answers = folder / "answers.jsonl"
-        lines = [{"prompt": prompt} for prompt in PROMPTS]
+        lines = [{"prompt": prompt} for prompt in LINES]
         lines += [{"messages": [{"role": "user", "content": "Write a loop."}]}, TOO_LONG]
         self.prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -108,14 +109,16 @@ def test_killed_runs_are_completed_without_loss_or_repetition(cluster, tmp_path,
             "an answer of a new replica",
             lambda: len(run.lines()) > before or session.check_running(),
             START_DEADLINE,
+            pause=0.02,
         )
+        session.process.suspend()  # at once: a dozen answers take the new replicas half a second
         old = {first.pid, second.pid, *(engine.pid for engine in engines)}
         left = [p for p in cluster.named("ray::Replica") + cluster.named(ENGINE) if p.pid in old]
         assert left == []
         session.end(signal.SIGKILL)
         wait_for("the end of the killed run's replicas", run.gone, STOP_DEADLINE)
         kept = run.lines()
-        assert before < len(kept) < len(PROMPTS)
+        assert before < len(kept) < len(LINES)
     finally:
         session.kill()
     with run.answers.open("a") as file:
@@ -127,15 +130,15 @@ def test_killed_runs_are_completed_without_loss_or_repetition(cluster, tmp_path,
         wait_for("the end of the replicas", run.gone, STOP_DEADLINE)
     finally:
         session.kill()
-    assert f"{len(kept)} of {len(PROMPTS) + 2} prompts have their answers" in session.log
+    assert f"{len(kept)} of {len(LINES) + 2} prompts have their answers" in session.log
     assert "tree of 16 nodes" in session.log
     assert run.lines()[: len(kept)] == kept
     answers = [json.loads(line) for line in run.answers.read_text().splitlines()]
     by_index = {answer["index"]: answer for answer in answers}
-    assert sorted(answer["index"] for answer in answers) == list(range(len(PROMPTS) + 2))
-    assert [by_index[index]["text"] for index in range(len(PROMPTS))] == plain_texts
-    assert "has no chat template" in by_index[len(PROMPTS)]["error"]
-    assert "tokens; the engine takes 511" in by_index[len(PROMPTS) + 1]["error"]
+    assert sorted(answer["index"] for answer in answers) == list(range(len(LINES) + 2))
+    assert [by_index[index]["text"] for index in range(len(LINES))] == 3 * plain_texts
+    assert "has no chat template" in by_index[len(LINES)]["error"]
+    assert "tokens; the engine takes 511" in by_index[len(LINES) + 1]["error"]
 
     for options, refusal in (
         ((), ""),
