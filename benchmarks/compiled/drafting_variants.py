@@ -27,7 +27,7 @@ def begin_drafting_variants() -> list[Variant]:
     )  # fmt: skip
     floats = ("all_temperatures", "temperatures", "all_top_p", "top_p", "all_min_p", "min_p")
     numbers = (
-        "num_requests", "max_requests", "tree_size", "inner_nodes", "longest", "max_trees", "lag",
+        "num_requests", "max_requests", "tree_size", "rows_per_tree", "longest", "max_trees", "lag",
     )  # fmt: skip
     signature = {
         **dict.fromkeys(int32, "*i32"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sequoia_vllm.drafting.tree_tables import DraftLevels
 from sequoia_vllm.kernels.begin_drafting import begin_drafting
 from sequoia_vllm.kernels.modes import SKIP
 
@@ -73,8 +74,7 @@ class DraftBatch:
         seeds: Tensor,
         drafted_nodes: Tensor,
         drafted_rows: Tensor,
-        tree_size: int,
-        inner_nodes: int,
+        levels: DraftLevels,
         longest: int,
         max_trees: int,
     ) -> None:
@@ -89,7 +89,8 @@ class DraftBatch:
                 ``[slots]``; ``read`` and the last two are written.
             temperature, seeds: float32 and int64 ``[slots]``.
             top_k, top_p, min_p: int32, float32 and float32 ``[slots]``, as vLLM keeps them.
-            tree_size, inner_nodes, longest, max_trees: What the trees may be.
+            levels: The trees.
+            longest, max_trees: What they may be.
         """
         begin_drafting(
             requests=requests,
@@ -106,8 +107,8 @@ class DraftBatch:
             read=read,
             num_nodes=drafted_nodes,
             rows=drafted_rows,
-            tree_size=tree_size,
-            inner_nodes=inner_nodes,
+            tree_size=levels.tree.size,
+            rows_per_tree=levels.rows_per_tree,
             longest=longest,
             max_trees=max_trees,
             lag=self.lag,

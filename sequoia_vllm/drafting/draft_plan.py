@@ -39,6 +39,7 @@ class DraftPlan:
         least_rows: int = 1,
     ) -> None:
         self._tree = tree
+        self._inner_rows = inner_rows(tree)
         self._least_rows = least_rows
         self._most_rows = most_rows
         self._largest_batch = len(drafts_by_batch)
@@ -58,9 +59,9 @@ class DraftPlan:
 
     @cached_property
     def logits_rows(self) -> int:
-        """Rows of draft logits to keep: one per node with children of every tree of a batch."""
+        """Rows of draft logits to keep, for all trees of a batch."""
         return max(
-            (self._fitting(drafts) * inner_nodes(self._trimmed(drafts)) for drafts in self.drafts),
+            (self._fitting(drafts) * self._rows_per_tree(drafts) for drafts in self.drafts),
             default=inner_nodes(self._tree),
         )
 
@@ -70,7 +71,7 @@ class DraftPlan:
         Also for numbers that the schedule does not have: tools that measure limit drafts.
         """
         if drafts not in self._most_requests:
-            keepable = self.logits_rows // inner_nodes(self._trimmed(drafts))
+            keepable = self.logits_rows // self._rows_per_tree(drafts)
             self._most_requests[drafts] = min(self._fitting(drafts), keepable)
         return self._most_requests[drafts]
 
@@ -114,6 +115,9 @@ class DraftPlan:
         _, largest = self._batches.get(drafts, (1, self._largest_batch))
         return min(largest, max(1, self._most_rows // self.rows_per_request(drafts)))
 
+    def _rows_per_tree(self, drafts: int) -> int:
+        return rows_per_tree(self._trimmed(drafts), self._inner_rows)
+
     def _trimmed(self, drafts: int) -> TokenTree:
         return self._tree.trim(drafts + 1)
 
@@ -128,6 +132,29 @@ def level_widths(tree: TokenTree) -> list[int]:
 def inner_nodes(tree: TokenTree) -> int:
     """Nodes with children."""
     return sum(level_widths(tree))
+
+
+def inner_rows(tree: TokenTree) -> list[int]:
+    """For each node, its place among the nodes with children, in stored order; leaves: -1."""
+    rows, count = [], 0
+    for children in tree.children:
+        rows.append(count if children else -1)
+        count += bool(children)
+    return rows
+
+
+def rows_per_tree(prefix: TokenTree, rows: Sequence[int]) -> int:
+    """Rows of draft logits that a request needs which drafts a prefix of the engine's tree.
+
+    As many as end with that of the prefix's last node with children. Some of them may be for
+    nodes before it that have lost theirs: no request may begin there.
+
+    Args:
+        prefix: The prefix.
+        rows: `inner_rows` of the whole tree.
+    """
+    inner = (rows[node] for node, children in enumerate(prefix.children) if children)
+    return max(inner, default=-1) + 1
 
 
 def depths_by_drafts(tree: TokenTree) -> list[int]:

@@ -21,7 +21,7 @@ class DraftedTrees:
         rows: int32 ``[slots]``: the request's first row of the two tensors below.
         logits: ``[rows, I, V]``: draft logits of the nodes with children. Row r has its
             node i where row r + i has its first: trees of a batch follow one another,
-            each with as many rows as it has such nodes.
+            each with `DraftLevels.rows_per_tree` rows.
         stats: float32 ``[rows, I, 2]``: maximum and sum that make them Q, likewise.
         tokens: int64 ``[max_num_reqs, N]``: drafted tokens of the batch's requests, in
             stored order; column 0 is the root's, and is not written here.
@@ -88,7 +88,7 @@ class DraftedTrees:
             tokens=self.tokens[:num_reqs],
             draft_logits=self.logits,
             draft_stats=self.stats,
-            state_rows=batch.multiples(levels.num_inner)[:num_reqs],
+            state_rows=batch.multiples(levels.rows_per_tree)[:num_reqs],
             inner_rows=level.rows,
             workspace=self._workspace,
         )

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sequoia_vllm.drafting.draft_plan import inner_rows, rows_per_tree
 from sequoia_vllm.kernels.traversal import TraversalOrder
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification import Topology
@@ -53,6 +54,7 @@ class DraftLevels:
         levels: From the root down.
         depths: int64 ``[I]``: depth of each inner node in draft order, the root first.
         ancestors: bool ``[I, I]``: which inner nodes each sees, itself included.
+        rows_per_tree: Rows from one request's first Q to the next one's.
     """
 
     def __init__(self, tree: TokenTree, rows: Sequence[int], device: torch.device) -> None:
@@ -64,6 +66,7 @@ class DraftLevels:
             device: Where they go.
         """
         self.tree = tree
+        self.rows_per_tree = rows_per_tree(tree, rows)
         by_depth: list[list[int]] = [[] for _ in range(tree.depth)]
         for node, children in enumerate(tree.children):
             if children:
@@ -122,7 +125,7 @@ class TreeTables:
         self.tree = tree
         parents = torch.from_numpy(tree.parents_array.copy())[None]
         self.children = Topology.from_parents(parents).children[0].to(device, torch.int32)
-        self._inner_rows = _inner_rows(tree)
+        self._inner_rows = inner_rows(tree)
         self.inner_rows = torch.tensor(self._inner_rows, dtype=torch.int32, device=device)
         self.ancestors = torch.from_numpy(tree.ancestor_mask.copy()).to(device)
         self._levels: dict[int, DraftLevels] = {}
@@ -143,12 +146,3 @@ class TreeTables:
     def levels(self) -> DraftLevels:
         """The whole tree, as the draft grows it."""
         return self.levels_of(self.tree.num_speculative_tokens)
-
-
-def _inner_rows(tree: TokenTree) -> list[int]:
-    """For each node, its place among the nodes with children, in stored order; leaves: -1."""
-    rows, count = [], 0
-    for children in tree.children:
-        rows.append(count if children else -1)
-        count += bool(children)
-    return rows

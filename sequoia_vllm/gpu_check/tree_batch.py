@@ -39,7 +39,7 @@ class TreeBatch:
         self, tables: TreeTables, requests: int, vocabulary: int, dtype: torch.dtype, mode: int
     ) -> None:
         device, tree = tables.children.device, tables.tree
-        inner = tables.levels.num_inner
+        inner = tables.levels.rows_per_tree
         self.tables = tables
         self.drafted = DraftedTrees.empty(
             requests, requests * inner, inner, tree.size, vocabulary, dtype, device
@@ -62,12 +62,12 @@ class TreeBatch:
     @property
     def draft_logits(self) -> Tensor:
         """``[R, I, V]``: what the drafts were drawn from, a view."""
-        return self.drafted.logits[:: self.tables.levels.num_inner]
+        return self.drafted.logits[:: self.tables.levels.rows_per_tree]
 
     @property
     def draft_stats(self) -> Tensor:
         """float32 ``[R, I, 2]``: maximum and sum that make them Q, a view."""
-        return self.drafted.stats[:: self.tables.levels.num_inner]
+        return self.drafted.stats[:: self.tables.levels.rows_per_tree]
 
     def draw(self, level: Level, logits: Tensor) -> None:
         """Draws the children of one level's nodes; ``logits`` are ``[R * m, V]``."""
@@ -89,7 +89,7 @@ class TreeBatch:
             inner_index=self.tables.inner_rows,
             draft_logits=drafted.logits,
             draft_stats=drafted.stats,
-            state_rows=requests.multiples(self.tables.levels.num_inner)[: self.num_reqs],
+            state_rows=requests.multiples(self.tables.levels.rows_per_tree)[: self.num_reqs],
             draft_temperatures=requests.temperature,
             sampled_tokens=self.sampled,
             num_sampled=self.num_sampled,

@@ -30,7 +30,7 @@ def begin_drafting(
     num_nodes: Tensor,
     rows: Tensor,
     tree_size: int,
-    inner_nodes: int,
+    rows_per_tree: int,
     longest: int,
     max_trees: int,
     lag: int,
@@ -72,7 +72,7 @@ def begin_drafting(
         rows: int32 ``[S]``, written for the requests of the batch: the first of the rows
             in which its draft logits are kept.
         tree_size: Nodes of the trees.
-        inner_nodes: Of them, those with children: so many rows of logits each tree has.
+        rows_per_tree: Of draft logits.
         longest: No tree where the root's position reaches it.
         max_trees: Nor in rows from this one on.
         lag: 0 or 1: the draft reads a token at its position less this; with 1 the first token
@@ -89,7 +89,7 @@ def begin_drafting(
     begin_drafting_kernel[(triton.cdiv(len(slots), _BLOCK),)](
         requests, computed, num_sampled, bounds, all_modes, most_nodes, all_temperatures,
         all_top_k, all_top_p, all_min_p, all_seeds, read, num_nodes, rows, len(requests),
-        len(slots), tree_size, inner_nodes, longest, max_trees, lag, slots, starts, counts, roots,
+        len(slots), tree_size, rows_per_tree, longest, max_trees, lag, slots, starts, counts, roots,
         contexts, modes, temperatures, top_k, top_p, min_p, seeds, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
 
@@ -99,7 +99,7 @@ def begin_drafting(
         "num_requests",
         "max_requests",
         "tree_size",
-        "inner_nodes",
+        "rows_per_tree",
         "longest",
         "max_trees",
         "lag",
@@ -108,7 +108,7 @@ def begin_drafting(
 def begin_drafting_kernel(
     requests, computed, num_sampled, bounds, all_modes, most_nodes, all_temperatures, all_top_k,
     all_top_p, all_min_p, all_seeds, read, num_nodes, rows, num_requests, max_requests, tree_size,
-    inner_nodes, longest, max_trees, lag, slots, starts, counts, roots, contexts, modes,
+    rows_per_tree, longest, max_trees, lag, slots, starts, counts, roots, contexts, modes,
     temperatures, top_k, top_p, min_p, seeds, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row of the batch per lane. Arguments as in `begin_drafting`."""
@@ -143,4 +143,4 @@ def begin_drafting_kernel(
     drafts = drafts & (root < longest) & (row < max_trees)
     nodes = tl.minimum(tl.load(most_nodes + slot, mask=is_request, other=0), tree_size)
     tl.store(num_nodes + slot, tl.where(drafts, nodes, 0), mask=is_request)
-    tl.store(rows + slot, row * inner_nodes, mask=is_request)
+    tl.store(rows + slot, row * rows_per_tree, mask=is_request)

@@ -59,8 +59,7 @@ def take_and_fill():
             bounds=buffers.async_tensor_h2d(bounds, device=DEVICE), read=reading.read,
             modes=modes, most_nodes=most, temperature=temperature, top_k=top_k, top_p=top_p,
             min_p=min_p, seeds=seeds, drafted_nodes=drafted.nodes,
-            drafted_rows=drafted.rows, tree_size=tree.size, inner_nodes=levels.num_inner,
-            longest=99, max_trees=4,
+            drafted_rows=drafted.rows, levels=levels, longest=99, max_trees=4,
         )  # fmt: skip
         drafted.draw(batch, 2, levels, levels.levels[0], logits)
         refused = []

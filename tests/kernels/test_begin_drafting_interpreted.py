@@ -68,7 +68,7 @@ def check(batch, slots, rows, most_nodes=None, lag=0):
         **arguments,
         **out,
         tree_size=TREE_SIZE,
-        inner_nodes=INNER_NODES,
+        rows_per_tree=INNER_NODES,
         longest=LONGEST,
         max_trees=MAX_TREES,
         lag=lag,

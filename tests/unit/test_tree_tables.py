@@ -52,6 +52,18 @@ def test_a_prefix_keeps_the_rows_of_the_whole_tree():
     prefix = tables.levels_of(3)  # 1 and 3 have lost their children
     assert [level.nodes.tolist() for level in prefix.levels] == [[0], [2]]
     assert [level.rows.tolist() for level in prefix.levels] == [[0], [2]]
+    assert prefix.num_inner == 2
+    assert prefix.rows_per_tree == 3  # the next request's begin after it
+
+
+@given(trees(), st.data())
+def test_no_two_nodes_of_a_batch_share_a_row(tree, data):
+    tables = TreeTables(tree, CPU)
+    levels = tables.levels_of(data.draw(st.integers(1, tree.size - 1), "drafts"))
+    rows = [row for level in levels.levels for row in level.rows.tolist()]
+    of_batch = [request * levels.rows_per_tree + row for request in range(3) for row in rows]
+    assert len(set(of_batch)) == len(of_batch) == 3 * levels.num_inner
+    assert levels.rows_per_tree <= tables.levels.rows_per_tree == tables.levels.num_inner
 
 
 def test_tables_for_scoring_and_verifying():

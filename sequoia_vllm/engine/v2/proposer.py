@@ -206,8 +206,7 @@ class TreeProposer(TreeSpeculator):
             seeds=seeds,
             drafted_nodes=self.drafted.nodes,
             drafted_rows=self.drafted.rows,
-            tree_size=levels.tree.size,
-            inner_nodes=levels.num_inner,
+            levels=levels,
             longest=min(self.draft_model_config.max_model_len, self.max_model_len) - 1,
             max_trees=num_trees,
         )
