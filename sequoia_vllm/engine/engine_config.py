@@ -28,7 +28,7 @@ from sequoia_vllm.engine.drafter_kind import (
     vllm_method,
 )
 from sequoia_vllm.engine.load import planning_load
-from sequoia_vllm.engine.mark import mark, to_be_marked
+from sequoia_vllm.engine.mark import to_be_marked
 from sequoia_vllm.engine.model_shapes import pair_shapes
 from sequoia_vllm.engine.offload.choice import choose_offloading
 from sequoia_vllm.engine.offload.settings import with_offload
@@ -164,7 +164,7 @@ def create_speculative_config(
     tree, tree_source = resolved.choice.tree, resolved.choice.source
     if not resolved.speculates:
         logger.warning("Sequoia: not speculating, as plain decoding is faster (%s)", tree_source)
-        self.additional_config = {**(self.additional_config or {}), DECLINED: tree_source}
+        self.additional_config = {**(self.additional_config or {}), DECLINED: True}
         return None
     level, line = outlook_line(
         resolved.choice.outlook, resolved.draft, tree.size, tree.depth, drafter=resolved.drafter,
@@ -185,9 +185,7 @@ def create_speculative_config(
     maps = is_model and _other_vocabulary(
         target_model_config, speculative_config.draft_model_config
     )
-    settings = replace(resolved.settings, maps_vocabulary=maps)
-    self.additional_config = settings.store(self.additional_config)
-    mark(speculative_config, tree.depth)
+    replace(resolved.settings, maps_vocabulary=maps).store(speculative_config)
     return speculative_config
 
 

@@ -26,9 +26,14 @@ def is_or_will_be_marked(speculative_config: Any) -> bool:
     return is_marked(speculative_config) or _to_be_marked.get()
 
 
-def mark(speculative_config: Any, depth: int) -> None:
-    """Marks vLLM's speculative configuration as Sequoia's, with a tree so deep."""
-    setattr(speculative_config, _ATTRIBUTE, _Mark(depth))
+def mark(speculative_config: Any, depth: int, settings: dict[str, Any]) -> None:
+    """Marks vLLM's speculative configuration as Sequoia's, with a tree so deep.
+
+    Args:
+        settings: What `SequoiaSettings` reads; plain data, so that engines of other versions
+            of the plugin can be told from ours.
+    """
+    setattr(speculative_config, _ATTRIBUTE, _Mark(depth, settings))
 
 
 def is_marked(speculative_config: Any) -> bool:
@@ -42,6 +47,12 @@ def marked_depth(speculative_config: Any) -> int:
     return found.depth
 
 
+def marked_settings(speculative_config: Any) -> dict[str, Any]:
+    """What `mark` was given with a marked configuration."""
+    found: _Mark = getattr(speculative_config, _ATTRIBUTE)
+    return found.settings
+
+
 class _Mark:
     """Patches vLLM in each process that unpickles the configuration.
 
@@ -50,15 +61,16 @@ class _Mark:
     requests that Sequoia serves, and would count no trees.
     """
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, settings: dict[str, Any]) -> None:
         self.depth = depth
+        self.settings = settings
 
-    def __reduce__(self) -> tuple[Callable[[int], _Mark], tuple[int]]:
-        return _received_mark, (self.depth,)
+    def __reduce__(self) -> tuple[Callable[..., _Mark], tuple[Any, ...]]:
+        return _received_mark, (self.depth, self.settings)
 
 
-def _received_mark(depth: int) -> _Mark:
+def _received_mark(depth: int, settings: dict[str, Any]) -> _Mark:
     from sequoia_vllm.engine.hooks import install  # which needs this module
 
     install()
-    return _Mark(depth)
+    return _Mark(depth, settings)

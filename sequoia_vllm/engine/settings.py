@@ -1,4 +1,8 @@
-"""What the front end decides and the workers read: carried in vLLM's ``additional_config``."""
+"""What the front end decides and the workers read: carried by the mark of `engine.mark`.
+
+Not in vLLM's ``additional_config``, all of which is part of what vLLM keys its compiled code by:
+the tree and what is known of it differ from start to start, and nothing compiled depends on them.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,10 @@ from typing import Any
 
 from sequoia_vllm.config import ContextAttention, Verification
 from sequoia_vllm.drafters import DrafterKind
+from sequoia_vllm.engine.mark import is_marked, mark, marked_settings
 from sequoia_vllm.library.start_times import ToTime
 from sequoia_vllm.tree import TokenTree
 
-KEY = "sequoia"
 DECLINED = "sequoia_declined"
 
 
@@ -44,11 +48,10 @@ class SequoiaSettings:
     drafter: DrafterKind = "model"
     maps_vocabulary: bool = False
 
-    @classmethod
-    def enabled(cls, vllm_config: Any) -> bool:
+    @staticmethod
+    def enabled(vllm_config: Any) -> bool:
         """Whether this engine runs Sequoia."""
-        additional = vllm_config.additional_config
-        return isinstance(additional, dict) and KEY in additional
+        return is_marked(vllm_config.speculative_config)
 
     @staticmethod
     def declined(vllm_config: Any) -> bool:
@@ -59,7 +62,7 @@ class SequoiaSettings:
     @classmethod
     def of(cls, vllm_config: Any) -> SequoiaSettings:
         """Reads what `store` wrote."""
-        data = vllm_config.additional_config[KEY]
+        data = marked_settings(vllm_config.speculative_config)
         tree = TokenTree.from_dict(data["tree"])
         return cls(
             tree,
@@ -75,8 +78,8 @@ class SequoiaSettings:
             data["maps_vocabulary"],
         )
 
-    def store(self, additional_config: dict[str, Any] | None) -> dict[str, Any]:
-        """``additional_config`` with these settings added; plain JSON data."""
+    def store(self, speculative_config: Any) -> None:
+        """Marks vLLM's speculative configuration as Sequoia's, with these settings."""
         own = {
             "tree": self.tree.to_dict(),
             "tree_source": self.tree_source,
@@ -90,4 +93,4 @@ class SequoiaSettings:
             "drafter": self.drafter,
             "maps_vocabulary": self.maps_vocabulary,
         }
-        return {**(additional_config or {}), KEY: own}
+        mark(speculative_config, self.tree.depth, own)

@@ -19,7 +19,9 @@ from sequoia_vllm.calibration.acceptance import (
 )
 from sequoia_vllm.calibration.profiling import ProfileSettings, measure_profile
 from sequoia_vllm.cli import app
-from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
+from sequoia_vllm.config import SequoiaConfig
+from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.engine.tree_choice import choose_engine_tree
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile
@@ -308,4 +310,6 @@ def test_tune_then_auto(tmp_path, monkeypatch):
     if report["speculates"]:
         assert SequoiaSettings.of(config).tree == entry.tree.tree
     else:
-        assert "tuned here" in config.additional_config[DECLINED]
+        assert SequoiaSettings.declined(config)
+        pair = PairKey(report["device"], TARGET, DRAFT, "float32")
+        assert "tuned here" in choose_engine_tree(SequoiaConfig.parse(auto), pair).source

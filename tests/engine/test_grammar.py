@@ -180,9 +180,11 @@ def by_brute_force(tokens: list[int], before: list[int]) -> list[int]:
 
 def manager(enabled: bool, v2: bool = False, ahead: bool = False):
     """vLLM's, as far as masks go."""
-    settings = SequoiaSettings(TREE, "given", None, {})
+    speculative_config = SimpleNamespace()
+    if enabled:
+        SequoiaSettings(TREE, "given", None, {}).store(speculative_config)
     config = SimpleNamespace(
-        additional_config=settings.store({}) if enabled else {},
+        speculative_config=speculative_config,
         num_speculative_tokens=TREE.num_speculative_tokens,
         scheduler_config=SimpleNamespace(max_num_seqs=4, async_scheduling=ahead),
         model_config=SimpleNamespace(is_diffusion=False, get_vocab_size=lambda: VOCABULARY),

@@ -276,7 +276,7 @@ def test_replicas_keep_the_schedule():
     assert [list(entry) for entry in speculative.num_speculative_tokens_per_batch_size] == schedule
     config._maybe_disable_dynamic_sd_for_data_parallel()  # engine cores ask again
     assert speculative.num_speculative_tokens_per_batch_size is not None
-    config.additional_config = {}  # as of an engine without trees
+    del speculative._sequoia  # as of an engine without trees
     config._maybe_disable_dynamic_sd_for_data_parallel()
     assert speculative.num_speculative_tokens_per_batch_size is None
 

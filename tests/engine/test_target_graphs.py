@@ -46,7 +46,6 @@ def manager_of(
         TokenTree.chain(drafts), "given", None, {}, adapts_as="pair" if adapts else None
     )
     config = SimpleNamespace(
-        additional_config=settings.store({}),
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
         compilation_config=SimpleNamespace(
             cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1]
@@ -60,6 +59,7 @@ def manager_of(
             uses_dynamic_speculative_decoding=lambda: True,
         ),
     )
+    settings.store(config.speculative_config)
     manager = kind(
         config, torch.device("cpu"), mode, decode_query_len=drafts + 1,
         lora_capture_cases=lora_cases,

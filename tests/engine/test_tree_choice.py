@@ -82,6 +82,19 @@ def test_wrong_settings_say_what_is_wrong(keys, error, message):
     assert message in str(raised.value)
 
 
+def test_compiled_code_is_kept_whatever_the_tree():
+    """vLLM keys it by a hash of the configuration; plain decoding's serves trees, too."""
+
+    def compiled_as(speculative_config) -> str:
+        args = EngineArgs(model=TARGET, speculative_config=speculative_config, max_model_len=256)
+        return args.create_engine_config().compute_hash()
+
+    trees = [{"size": 16, "depth": 4}, {"size": 8, "depth": 2}, {"parents": [-1, 0, 0]}]
+    chain = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 4}
+    [key] = {compiled_as(sequoia(tree=tree)) for tree in trees}
+    assert key == compiled_as(chain)
+
+
 def test_bounds_apply_to_any_tree():
     assert choose(tree="auto", num_speculative_tokens=5).tree.size == 6
     schedule = [(1, 8, 3), (9, 64, 0)]

@@ -1,5 +1,7 @@
 """Versions and devices that must be alike wherever an engine runs."""
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -55,7 +57,8 @@ def test_a_tree_chosen_for_another_device_is_refused():
 class _Config:
     def __init__(self, chosen_for: str | None) -> None:
         settings = SequoiaSettings(TokenTree.chain(2), "a test", chosen_for, current_versions())
-        self.additional_config = settings.store(None)
+        self.speculative_config = SimpleNamespace()
+        settings.store(self.speculative_config)
 
 
 def _rank(rank: int, groups: dict[str, list[str]], store: str, errors) -> None:

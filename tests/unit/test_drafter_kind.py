@@ -315,8 +315,10 @@ def test_what_vllm_takes_by_its_name():
 
 def engine(drafter: str, use_v2: bool) -> SimpleNamespace:
     settings = SequoiaSettings(TokenTree.chain(2), "a test", None, {}, drafter=drafter)
+    speculative_config = SimpleNamespace()
+    settings.store(speculative_config)
     return SimpleNamespace(
-        additional_config=settings.store(None), lora_config=None, use_v2_model_runner=use_v2
+        speculative_config=speculative_config, lora_config=None, use_v2_model_runner=use_v2
     )
 
 
@@ -348,7 +350,7 @@ def test_the_shape_of_an_engines_head():
     draft = SimpleNamespace(
         hf_text_config=SimpleNamespace(**EAGLE_3), model="a/head", quantization=None
     )
-    config.speculative_config = SimpleNamespace(draft_model_config=draft)
+    config.speculative_config.draft_model_config = draft
     assert head_shape(config).parameters == 374_341_632 + 50_331_648
     assert head_shape(engine("model", use_v2=True)) is None
 

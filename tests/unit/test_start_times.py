@@ -1,13 +1,13 @@
 """What engines time when they start: which steps, where it is kept, and whose tree is by it."""
 
-import json
+import pickle
 from types import SimpleNamespace
 
 import pytest
 
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.resolve import resolve
-from sequoia_vllm.engine.settings import KEY, SequoiaSettings
+from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.start.dummy_requests import Layout
 from sequoia_vllm.engine.start.points import Point, points_to_time
 from sequoia_vllm.engine.start.timing import is_sound, is_steady, profile_of
@@ -274,9 +274,10 @@ def told(library, monkeypatch):
 def test_engines_time_what_nobody_did(told):
     found = told()
     assert found.to_time == to_time(key())
-    stored = json.loads(json.dumps(found.store(None)))
-    assert SequoiaSettings.of(type("Config", (), {"additional_config": stored})) == found
-    assert stored[KEY]["to_time"]["runs"] == RUNS
+    config = SimpleNamespace(speculative_config=SimpleNamespace())
+    found.store(config.speculative_config)
+    assert SequoiaSettings.of(pickle.loads(pickle.dumps(config))) == found
+    assert found.to_time.runs == RUNS
 
 
 @pytest.mark.parametrize(
