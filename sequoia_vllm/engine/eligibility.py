@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
+
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from sequoia_vllm.engine import grammar
 from sequoia_vllm.engine.request_options import most_drafts
@@ -39,9 +43,15 @@ def reason_without_drafts(sampling_params: Any, thinks_first: bool) -> Reason | 
 def has_custom_processors(vllm_config: Any) -> bool:
     """Whether an engine has logits processors of its user's: then no request of it drafts.
 
-    They may look at the tokens of a path.
+    They may look at the tokens of a path. vLLM loads those that it is given, and all that
+    installed packages register.
     """
-    return bool(vllm_config.model_config.logits_processors)
+    return bool(vllm_config.model_config.logits_processors) or _has_installed_processors()
+
+
+@cache  # asked in every step
+def _has_installed_processors() -> bool:
+    return bool(entry_points(group=LOGITSPROCS_GROUP))
 
 
 def never_drafts(sampling_params: Any, thinks_first: bool) -> bool:

@@ -39,7 +39,6 @@ from sequoia_vllm.engine.request import sequoia_request
 from sequoia_vllm.engine.resolve import Resolved, resolve
 from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.engine.start.runs import how_it_runs
-from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.vocabulary import TokensOf, compare_vocabularies
 from sequoia_vllm.hardware.models import PairShapes
 
@@ -76,10 +75,7 @@ def _sequoia_engine_config(
     self.speculative_config = request
     self.spec_method = self.spec_model = self.spec_tokens = None
     is_users = request.get("num_speculative_tokens_per_batch_size") is not None
-    with (
-        planning_load(keep_schedule=is_users),
-        swapped(VllmConfig, "_limit_max_model_len_to_draft", _keep_length, required=False),
-    ):
+    with planning_load(keep_schedule=is_users):
         vllm_config = original(self, *args, **kwargs)
     if SequoiaSettings.declined(vllm_config):
         return vllm_config
@@ -94,11 +90,13 @@ def _sequoia_engine_config(
     return vllm_config
 
 
-def _keep_length(vllm_config: VllmConfig) -> None:
-    """Replaces what cuts ``max_model_len`` to the draft's, since requests beyond it get no drafts.
+def limit_length(original: Callable[..., None], self: VllmConfig) -> None:
+    """As vLLM's, which cuts ``max_model_len`` to the draft's, also as an engine core starts.
 
-    From 0.33 on, as vLLM's own V2 drafts cannot be skipped there; ours are.
+    From 0.33 on, as vLLM's own V2 drafts cannot be skipped beyond it; ours are.
     """
+    if not SequoiaSettings.enabled(self):
+        original(self)
 
 
 def _choose_scheduler(vllm_config: Any) -> None:
@@ -186,6 +184,10 @@ def create_speculative_config(
         target_model_config, speculative_config.draft_model_config
     )
     replace(resolved.settings, maps_vocabulary=maps).store(speculative_config)
+    if self.enable_lora:
+        # vLLM wants a token budget for the whole tree at all loads then: it knows no schedule.
+        # `plan_load` puts the number back.
+        speculative_config.num_speculative_tokens = 1
     return speculative_config
 
 

@@ -52,6 +52,8 @@ def install() -> None:
     _wrap(SpeculativeConfig, "__repr__", shown.describe)
     _wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _verify_vocabulary_size)
     _wrap(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", load.check_schedule)
+    if hasattr(VllmConfig, "_limit_max_model_len_to_draft"):  # from 0.33 on
+        _wrap(VllmConfig, "_limit_max_model_len_to_draft", engine_config.limit_length)
     _wrap(Scheduler, "make_stats", shown.make_stats)
     _wrap(SpecDecodingProm, "__init__", shown.init_acceptance_counters)
     _wrap(LLMEngine, "get_metrics", tree_reports.get_metrics)

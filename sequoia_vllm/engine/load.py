@@ -79,6 +79,7 @@ def plan_load(vllm_config: Any, keep_schedule: bool) -> None:
         keep_schedule: It is the user's: only warn where it does not fit.
     """
     speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
+    speculative.num_speculative_tokens = SequoiaSettings.of(vllm_config).tree.num_speculative_tokens
     schedule = [tuple(entry) for entry in speculative.num_speculative_tokens_per_batch_size]
     budget = token_budget(scheduler)
     limits = speculative.num_speculative_tokens, scheduler.max_num_seqs

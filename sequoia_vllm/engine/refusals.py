@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm import envs
 from vllm.platforms import CpuArchEnum, current_platform
 
 from sequoia_vllm.config import ConfigError
@@ -77,6 +78,8 @@ def _platform_reasons(vllm_config: Any) -> list[str]:
         {
             "on GPUs it needs vLLM's Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER, and see "
             "in vLLM's log which option turned it off": not vllm_config.use_v2_model_runner,
+            "outputs depend on what is batched together, as how much is drafted does: unset "
+            "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
             "batch-sharded sampling hides other ranks' trees: drop "
             "--enable-batch-sharded-sampling": bool(
                 getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False)
@@ -150,15 +153,19 @@ def _model_reasons(model: Any, role: str) -> list[str]:
 
 def _feature_reasons(vllm_config: Any) -> list[str]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    draft = vllm_config.speculative_config.draft_model_config
     return _present(
         {
             "KV transfer connectors would ship uncommitted tree nodes: drop "
-            "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
+            f"{_asks_for_transfer(cache)}": vllm_config.kv_transfer_config is not None,
             "encoder-cache transfer is not supported: drop --ec-transfer-config": (
                 vllm_config.ec_transfer_config is not None
             ),
             f"the KV cache dtype {cache.cache_dtype!r} is not supported: use "
-            "--kv-cache-dtype auto": cache.cache_dtype not in ("auto", "bfloat16", "float16"),
+            f"{_plain_cache(model)}": cache.cache_dtype not in ("auto", "bfloat16", "float16"),
+            "a checkpoint asks for a quantized KV cache, which is not supported: use "
+            f"{_plain_cache(model)}": cache.cache_dtype == "auto"
+            and any(_asks_for_quantized_cache(which) for which in (model, draft)),
             "KV sharing for fast prefill is not supported: drop --kv-sharing-fast-prefill": bool(
                 cache.kv_sharing_fast_prefill
             ),
@@ -174,11 +181,33 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
             "trace replay is not supported: drop --enable-trace-replay": bool(
                 getattr(model, "enable_trace_replay", False)
             ),
+            "routed experts are those of the first rows, which in a tree are not the accepted "
+            "ones: drop --enable-return-routed-experts": vllm_config.aux_output_config.enabled,
             "watermarking changes the sampler: drop --watermark-config": (
                 getattr(vllm_config, "watermark_config", None) is not None
             ),
         }
     )
+
+
+def _asks_for_transfer(cache: Any) -> str:
+    # vLLM makes a connector's configuration of the second one.
+    return "--kv-transfer-config" if cache.kv_offloading_size is None else "--kv-offloading-size"
+
+
+def _plain_cache(model: Any) -> str:
+    """The option; "auto" takes a quantized one where the checkpoint asks for it."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"--kv-cache-dtype {dtype if dtype in ('bfloat16', 'float16') else 'auto'}"
+
+
+def _asks_for_quantized_cache(model: Any) -> bool:
+    """Whether vLLM quantizes the cache unasked, as it finds when it makes the layers.
+
+    For compressed-tensors; what other formats ask for is in the cache's dtype already.
+    """
+    config = getattr(model.hf_config, "quantization_config", None) or {}
+    return isinstance(config, dict) and config.get("kv_cache_scheme") is not None
 
 
 def _size_reasons(vllm_config: Any) -> list[str]:

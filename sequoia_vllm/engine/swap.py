@@ -9,16 +9,8 @@ from typing import Any
 
 
 @contextmanager
-def swapped(
-    owner: ModuleType | type, name: str, value: Any, required: bool = True
-) -> Iterator[None]:
-    """Within the block, ``owner.name`` is ``value``.
-
-    If it is not ``required``, and is not there, nothing happens: only some versions have it.
-    """
-    if not required and not hasattr(owner, name):
-        yield
-        return
+def swapped(owner: ModuleType | type, name: str, value: Any) -> Iterator[None]:
+    """Within the block, ``owner.name`` is ``value``."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -156,8 +156,8 @@ def test_ledger_lists_every_patch():
         if hasattr(inspect.getattr_static(owner, name), hooks._ORIGINAL)
         or hasattr(getattr(owner, name, None), hooks._ORIGINAL)
     }
-    assert patched == places("patch")
-    assert inspect.getsource(hooks).count("    _wrap(") == len(patched)
+    assert patched == {place for place in places("patch") if hasattr(*place)}
+    assert inspect.getsource(hooks).count("    _wrap(") == len(listed("patch"))
 
 
 def test_ledger_lists_every_swap():

@@ -5,6 +5,7 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from sequoia_vllm.engine import hooks
 from sequoia_vllm.engine.v1.proposer import TreeProposer
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.models import TARGET, save_llama
@@ -77,9 +78,12 @@ def test_the_engine_keeps_its_length(pair, monkeypatch):
 
     def length(**options) -> int:
         args = EngineArgs(model=target, skip_tokenizer_init=True, max_model_len=512, **options)
-        return args.create_engine_config().model_config.max_model_len
+        config = args.create_engine_config()
+        config._limit_max_model_len_to_draft()  # as engine cores do
+        return config.model_config.max_model_len
 
     monkeypatch.setattr(VllmConfig, "_limit_max_model_len_to_draft", limit, raising=False)
+    hooks.install()
     post_init = VllmConfig.__post_init__
 
     def limiting(vllm_config):
@@ -89,9 +93,9 @@ def test_the_engine_keeps_its_length(pair, monkeypatch):
     monkeypatch.setattr(VllmConfig, "__post_init__", limiting)
     chain = {"method": "draft_model", "model": draft, "num_speculative_tokens": 2}
     assert length(speculative_config=chain) == SHORT
-    assert len(cut) == 1
+    assert len(cut) == 2
     assert length(speculative_config=sequoia(size=8, draft=draft)) == 512
-    assert len(cut) == 1
+    assert len(cut) == 2
     assert length(speculative_config=chain) == SHORT  # it is there again
 
 

@@ -1,8 +1,9 @@
 """Set-ups that would run and be wrong are refused at start-up, with the reason and the fix."""
 
 import shutil
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from vllm.config import ModelConfig
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from sequoia_vllm import plugin
 from sequoia_vllm.config import ConfigError
@@ -194,7 +196,8 @@ def test_draft_longer_than_allowed():
                 "tensor_parallel_size": 2,
             },
         ),
-        ("use --kv-cache-dtype auto", {"kv_cache_dtype": "fp8"}),
+        ("use --kv-cache-dtype auto", {"kv_cache_dtype": "fp8", "dtype": "float32"}),
+        ("use --kv-cache-dtype bfloat16", {"kv_cache_dtype": "fp8", "dtype": "bfloat16"}),
         (
             "context_attention is for GPUs",
             {"speculative_config": sequoia(context_attention="flash")},
@@ -202,6 +205,7 @@ def test_draft_longer_than_allowed():
         ("drop --cpu-offload-gb and --offload-group-size", {"cpu_offload_gb": 1}),
         ("drop --cpu-offload-gb and --offload-group-size", {"offload_group_size": 2}),
         ("drop --kv-transfer-config", {"kv_transfer_config": "kv"}),
+        ("drop --kv-offloading-size", {"kv_offloading_size": 1}),
         ("drop --enable-prompt-embeds", {"enable_prompt_embeds": True}),
         ("drop --use-fp64-gumbel", {"use_fp64_gumbel": True}),
         ("leave it at 'auto'", {"worker_cls": "some.Worker"}),
@@ -225,6 +229,48 @@ def test_engine_options(message, options):
             )
         }
     refused(message, **options)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_checkpoints_that_ask_for_a_quantized_cache(role, monkeypatch):
+    config = engine_config(dtype="bfloat16")
+    models = {
+        "target": config.model_config,
+        "draft": config.speculative_config.draft_model_config,
+    }
+    scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    monkeypatch.setattr(models[role].hf_config, "quantization_config", scheme, raising=False)
+    [reason] = refusals._feature_reasons(config)
+    assert "use --kv-cache-dtype bfloat16" in reason
+    config.cache_config.cache_dtype = "bfloat16"
+    assert refusals._feature_reasons(config) == []
+
+
+def test_routed_experts_of_rows_that_are_not_a_path():
+    config = engine_config()
+    config.aux_output_config.enable_return_routed_experts = True
+    [reason] = refusals._feature_reasons(config)
+    assert "drop --enable-return-routed-experts" in reason
+
+
+def test_batch_invariance(monkeypatch):
+    config = engine_config()
+    for name, value in (("is_cpu", False), ("is_cuda", True)):
+        monkeypatch.setattr(type(refusals.current_platform), name, lambda self, value=value: value)
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    assert refusals._platform_reasons(config) == []
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    [reason] = refusals._platform_reasons(config)
+    assert "unset VLLM_BATCH_INVARIANT" in reason
+
+
+def test_adapters_need_no_budget_for_whole_trees_at_all_loads():
+    """As with default limits on GPUs; vLLM asks for 256 * 16 tokens, and knows no schedule."""
+    config = engine_config(enable_lora=True, max_num_seqs=256, max_num_batched_tokens=2048)
+    assert config.speculative_config.num_speculative_tokens == 15
+    assert config.num_speculative_tokens == 15
+    by_batch = config.speculative_config.num_speculative_tokens_per_batch_size
+    assert max((last * (drafts + 1) for _, last, drafts in by_batch if drafts), default=0) <= 2048
 
 
 @pytest.mark.parametrize(("length", "is_refused"), [(34, True), (35, False)])
@@ -285,7 +331,7 @@ def test_several_reasons_are_reported_together():
     with pytest.raises(ConfigError) as error:
         engine_config(pipeline_parallel_size=2, kv_cache_dtype="fp8")
     assert "pipeline" in str(error.value)
-    assert "--kv-cache-dtype auto" in str(error.value)
+    assert "use --kv-cache-dtype" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -304,6 +350,24 @@ def test_attention_that_cannot_leave_contexts_to_flash_attention(kind, version, 
     reason = GPUTreeBackend(ancestors, "flash").unsupported_attention("a", impl)
     assert reason is None if wrong is None else reason.startswith(wrong)
     assert GPUTreeBackend(ancestors, "triton").unsupported_attention("a", impl) is None
+
+
+def test_flashinfer_is_passed_over_and_refused_by_name(monkeypatch):
+    """Where vLLM prefers it, as on B200; there it was found out once all weights were loaded."""
+    monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("of the GPU build"))
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    monkeypatch.setattr(
+        CudaPlatformBase, "get_device_capability", lambda device_id=0: DeviceCapability(10, 0)
+    )
+    layer = AttentionSelectorConfig(64, torch.bfloat16, "auto", 16)
+    ask = CudaPlatformBase.get_attn_backend_cls
+    with GPUTreeBackend(torch.ones(1, 1, dtype=torch.bool), "triton").replace_attention():
+        assert "FlashTreeBackend" in ask(None, layer) or "TritonTreeBackend" in ask(None, layer)
+        with pytest.raises(ValueError, match="trees cannot use it: leave --attention-backend out"):
+            ask(AttentionBackendEnum.FLASHINFER, layer)
 
 
 @pytest.mark.parametrize(

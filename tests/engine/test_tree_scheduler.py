@@ -7,6 +7,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from sequoia_vllm.engine import eligibility
 from sequoia_vllm.engine.eligibility import never_drafts
 from sequoia_vllm.engine.grammar import thinks_first
 from sequoia_vllm.engine.request_options import MOST_DRAFTS
@@ -124,6 +125,11 @@ def test_engines_that_think_first(parser, in_reasoning, expected):
     assert thinks_first(SimpleNamespace(structured_outputs_config=config)) == expected
 
 
-def test_nobody_drafts_beside_custom_processors(scheduler):
-    ours = TreeScheduler(processors=["some.Processor"])
+@pytest.mark.parametrize("how", ["given", "installed"])
+def test_nobody_drafts_beside_custom_processors(how, scheduler, monkeypatch):
+    if how == "installed":  # vLLM's workers take what packages register
+        monkeypatch.setattr(eligibility, "entry_points", lambda group: [group])
+        eligibility._has_installed_processors.cache_clear()
+    ours = TreeScheduler(processors=["some.Processor"] if how == "given" else None)
+    eligibility._has_installed_processors.cache_clear()
     assert step(ours, {"a": GREEDY, "b": UNDRAFTED}) == {"a": 0, "b": 0}

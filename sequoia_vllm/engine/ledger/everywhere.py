@@ -101,7 +101,7 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     ),
     Override(
         f"{_CONFIG}._limit_max_model_len_to_draft", ("self",),
-        kind="swap",
+        kind="patch",
         why="cuts the engine's length to the draft's, from 0.33 on; requests beyond get no drafts "
         "here",
         until="vLLM asks the speculative method whether it can stop drafting for a request",
@@ -159,6 +159,10 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     )),
     # refusals.py
     Expected("vllm.platforms:CpuArchEnum.X86"),
+    Expected("vllm.config.aux_output:AuxOutputConfig.enabled"),
+    Expected("vllm.config:CacheConfig.kv_offloading_size"),
+    # eligibility.py
+    Expected("vllm.v1.sample.logits_processor:LOGITSPROCS_GROUP"),
     # offload/vllms.py, for refusals.py and v2/runner_gpu.py
     *(Expected(f"vllm.config.offload:{field}") for field in (
         "OffloadConfig.offload_backend", "PrefetchOffloadConfig.offload_group_size",

@@ -119,4 +119,5 @@ GPU: tuple[Expected | Override, ...] = (
     # v2/backend_gpu.py
     Expected(f"{_REGISTRY}.FLASH_ATTN.clear_override", ()),
     Expected(f"{_REGISTRY}.TRITON_ATTN.clear_override", ()),
+    Expected(f"{_REGISTRY}.FLASHINFER.clear_override", ()),
 )  # fmt: skip

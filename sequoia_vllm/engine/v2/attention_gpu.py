@@ -186,6 +186,18 @@ class FlashTreeBackend(FlashAttentionBackend):
         return FlashTreeBuilder
 
 
+class NoTreesBackend:
+    """Registered for FLASHINFER there: where vLLM prefers it (Blackwell), it takes the next one.
+
+    Asked of each backend before anything is loaded; of this one it is all that is asked.
+    """
+
+    @staticmethod
+    def validate_configuration(**_selected: Any) -> list[str]:
+        """Why vLLM must not take it, whatever the layer is."""
+        return ["trees cannot use it: leave --attention-backend out, or name FLASH_ATTN"]
+
+
 class TritonTreeBackend(TritonAttentionBackend):
     """Registered for TRITON_ATTN in the workers of a Sequoia engine only."""
 

@@ -35,6 +35,7 @@ _MODULE = "sequoia_vllm.engine.v2.attention_gpu"
 _CLASSES = {
     AttentionBackendEnum.FLASH_ATTN: f"{_MODULE}.FlashTreeBackend",
     AttentionBackendEnum.TRITON_ATTN: f"{_MODULE}.TritonTreeBackend",
+    AttentionBackendEnum.FLASHINFER: f"{_MODULE}.NoTreesBackend",
 }
 _LARGEST_HEAD = 256
 
@@ -51,7 +52,7 @@ class GPUTreeBackend(TreeBackend):
         self._layers: list[tuple[str, CacheLayers]] = []
 
     def replace_attention(self) -> AbstractContextManager[None]:
-        """Our classes under the names of those that they extend."""
+        """Our classes under the names of those that they extend, or that trees cannot use."""
         return replaced_backends(_CLASSES)
 
     def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
