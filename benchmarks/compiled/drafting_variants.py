@@ -72,11 +72,12 @@ def draft_input_variants() -> list[Variant]:
 def target_state_variants() -> list[Variant]:
     """Three layers' states, as EAGLE-3 heads read them, and eight."""
     layers = [f"layer_{number}" for number in range(target_states._MOST_LAYERS)]
-    int32 = ("query_start_loc", "accepted", "requests", "offsets")
+    int32 = ("query_start_loc", "accepted", "offsets")
     numbers = ("num_requests", "accepted_stride", "trees", "depth")
     signature = {
         **dict.fromkeys((*layers, "states"), "*bf16"),
         **dict.fromkeys(int32, "*i32"),
+        "requests": "*i64",
         **dict.fromkeys(numbers, "i32"),
         **dict.fromkeys(("layer_stride", "states_stride", "hidden"), "i32:16"),
     }

@@ -28,14 +28,16 @@ def scoring_input_variants() -> list[Variant]:
         **dict.fromkeys(int32, "*i32"),
         **dict.fromkeys(int64, "*i64"),
         **dict.fromkeys(("temperatures", "temperatures_out"), "*fp32"),
-        **dict.fromkeys(("max_nodes", "num_rows", "num_requests", "scored_stride"), "i32"),
+        **dict.fromkeys(
+            ("max_nodes", "num_invalid", "num_rows", "num_requests", "scored_stride"), "i32"
+        ),
         "invalid": "*i1",
     }
     place, gather = (
         scoring_inputs.place_nodes_kernel,
         scoring_inputs.gather_for_verification_kernel,
     )
-    constants = {"HAS_INVALID": True, "BLOCK": scoring_inputs._BLOCK}
+    constants = {"BLOCK": scoring_inputs._BLOCK}
     return [
         Variant("place nodes", place, signature, {"BLOCK": 64}, num_warps=1),
         Variant("gather for verification", gather, signature, constants, num_warps=4),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -155,22 +156,29 @@ def gather_for_verification(
     num_rows, requests = len(rows), len(slots)
     inputs = VerifierInputs.empty(num_rows, requests, rows.device)
     gather_for_verification_kernel[(triton.cdiv(max(num_rows, requests), _BLOCK),)](
-        rows, row_slots, row_nodes, invalid, input_ids, positions, slots, cu_rows,
+        rows, row_slots, row_nodes, _nothing(rows.device) if invalid is None else invalid,
+        0 if invalid is None else num_rows, input_ids, positions, slots, cu_rows,
         num_nodes, state_rows, modes, temperatures, seeds, num_rows, requests,
         inputs.tokens, inputs.token_ids, inputs.positions,
         inputs.modes, inputs.root_positions, inputs.state_rows, inputs.temperatures, inputs.seeds,
-        scored, scored.stride(0), HAS_INVALID=invalid is not None, BLOCK=_BLOCK, num_warps=4,
+        scored, scored.stride(0), BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     return inputs
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_requests", "scored_stride"])
+@cache
+def _nothing(device: torch.device) -> Tensor:
+    """In the place of a mask that is not there; not read."""
+    return torch.zeros(1, dtype=torch.bool, device=device)
+
+
+@triton.jit(do_not_specialize=["num_invalid", "num_rows", "num_requests", "scored_stride"])
 def gather_for_verification_kernel(
-    rows, row_slots, row_nodes, invalid, input_ids, positions, slots, cu_rows,
+    rows, row_slots, row_nodes, invalid, num_invalid, input_ids, positions, slots, cu_rows,
     num_nodes, state_rows, modes, temperatures, seeds, num_rows, num_requests,
     tokens_out, token_ids_out, positions_out,
     modes_out, root_positions_out, state_rows_out, temperatures_out, seeds_out,
-    scored, scored_stride, HAS_INVALID: tl.constexpr, BLOCK: tl.constexpr,
+    scored, scored_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row and a request per lane. Arguments as in `gather_for_verification`."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -180,8 +188,8 @@ def gather_for_verification_kernel(
     token = tl.load(input_ids + row, mask=exists, other=0)
     drafted = tl.load(num_nodes + tl.load(row_slots + index, mask=exists, other=0), mask=exists)
     is_draft = exists & (tl.load(row_nodes + index, mask=exists, other=0) < drafted)
-    if HAS_INVALID:
-        is_draft = is_draft & (tl.load(invalid + index, mask=exists, other=1) == 0)
+    excluded = tl.load(invalid + index, mask=index < num_invalid, other=0)
+    is_draft = is_draft & (excluded == 0)
     tl.store(tokens_out + index, tl.where(is_draft, token, -1).to(tl.int64), mask=exists)
     tl.store(token_ids_out + index, token, mask=exists)
     tl.store(positions_out + index, tl.load(positions + row, mask=exists, other=0), mask=exists)

@@ -39,7 +39,7 @@ def gather_target_states(
         query_start_loc: int32 ``[R + 1]``: first row of each request.
         accepted: int32 ``[R', D]``, contiguous in its rows: accepted nodes of the first R'
             requests, which have trees, by depth, then -1. None: none has.
-        requests: int32 ``[rows]``: each row's request, as a place in the batch; one that is
+        requests: int64 ``[rows]``: each row's request, as a place in the batch; one that is
             not there has row 0's.
         offsets: int32 ``[rows]``.
         states: ``[rows, L * H]``, written.
@@ -67,7 +67,11 @@ def gather_target_states(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_requests", "trees", "depth"])
+# Paths begin after a column of counts; where nobody has a tree there are none.
+@triton.jit(
+    do_not_specialize=["num_requests", "accepted_stride", "trees", "depth"],
+    do_not_specialize_on_alignment=["accepted"],
+)
 def gather_target_states_kernel(
     layer_0, layer_1, layer_2, layer_3, layer_4, layer_5, layer_6, layer_7, layer_stride,
     query_start_loc, num_requests, accepted, accepted_stride, trees, depth,

@@ -49,7 +49,7 @@ def verify_trees(
         any_sampled, any_matched: False saves launches, where no request is in mode SAMPLED,
             or all are.
         traversal: Of the tree, to verify those in mode SAMPLED by traversal.
-        most_nodes: What no request has more rows than; saves traversal launches.
+        most_nodes: What no request has more rows than; saves programs and launches.
 
     Raises:
         ValueError: See `TreesToVerify.check`.
@@ -58,24 +58,25 @@ def verify_trees(
     requests, all_nodes = len(trees.num_sampled), len(trees.children)
     if requests == 0:
         return
+    most = min(most_nodes or all_nodes, all_nodes)
     constants = _constants(trees.vocabulary, trees.sampled_tokens.shape[1])
     if any_matched or traversal is None:
-        _walk(trees, constants, any_sampled=any_sampled, walks_sampled=traversal is None)
+        _walk(trees, constants, most, any_sampled=any_sampled, walks_sampled=traversal is None)
     if any_sampled and traversal is not None:
         lanes = {**constants, "num_warps": _NUM_WARPS}
-        traverse_trees(trees, traversal, min(most_nodes or all_nodes, all_nodes), lanes)
+        traverse_trees(trees, traversal, most, lanes)
 
 
 def _walk(
-    trees: TreesToVerify, constants: dict[str, int], any_sampled: bool, walks_sampled: bool
-) -> None:
+    trees: TreesToVerify, constants: dict[str, int], most_nodes: int, any_sampled: bool,
+    walks_sampled: bool,
+) -> None:  # fmt: skip
     rows, device = len(trees.logits), trees.logits.device
     few = any_sampled and walks_sampled and statistics.pays_off(rows, device)
     found = trees.draft_stats  # not read
     if few:
         found = statistics.target_statistics(
-            trees.logits, trees.target_temperatures, trees.modes, trees.cu_num_logits,
-            len(trees.children),
+            trees.logits, trees.target_temperatures, trees.modes, trees.cu_num_logits, most_nodes
         )  # fmt: skip
     verify_kernel[(len(trees.num_sampled),)](
         trees.logits, trees.target_temperatures, found, int(few), int(walks_sampled),

@@ -17,6 +17,8 @@ from triton.runtime.jit import create_function_from_signature  # noqa: E402
 from sequoia_vllm.kernels import (  # noqa: E402
     children,
     commit,
+    scoring_inputs,
+    target_states,
     target_statistics,
     traversal,
     tree_attention,
@@ -211,6 +213,44 @@ def test_draws_have_a_version_per_branching(record):
                 )
     # 5, 7 and 8 children are all held in 8 places.
     assert [kernel.versions() for kernel in kernels] == [1] * 5
+
+
+def test_target_states_have_one_version(record):
+    """With trees and without, of uniform rows and ragged ones, which are made otherwise."""
+    kernel = record(target_states, "gather_target_states_kernel")
+    layers, most = [torch.zeros(64, 32)] * 3, max(BATCHES)
+    starts = torch.zeros(most + 1, dtype=torch.int32)
+    for requests in BATCHES:
+        paths = torch.zeros(requests, 6, dtype=torch.int32)[:, 1:]
+        for accepted in (None, paths, paths[:, :1]):
+            target_states.gather_target_states(
+                layers,
+                query_start_loc=starts[: requests + 1],
+                accepted=accepted,
+                requests=torch.zeros(requests, dtype=torch.int64),
+                offsets=torch.zeros(requests, dtype=torch.int32),
+                states=torch.zeros(requests, 96),
+            )
+    assert kernel.versions() == 1
+
+
+def test_inputs_of_the_verifier_have_one_version(record):
+    """Also where a grammar excludes drafts."""
+    kernel = record(scoring_inputs, "gather_for_verification_kernel")
+    numbers = torch.zeros(max(BATCHES) * 4 + 1, dtype=torch.int32)
+    for requests in BATCHES:
+        rows = requests * 4
+        for invalid in (None, torch.zeros(rows, dtype=torch.bool)):
+            for columns in (2, 7):
+                scoring_inputs.gather_for_verification(
+                    rows=numbers[:rows].long(), row_slots=numbers[:rows], row_nodes=numbers[:rows],
+                    invalid=invalid, input_ids=numbers, positions=numbers.long(),
+                    slots=numbers[:requests], cu_rows=numbers[: requests + 1], num_nodes=numbers,
+                    state_rows=numbers, modes=numbers, temperatures=numbers.float(),
+                    seeds=numbers.long(),
+                    scored=torch.zeros(requests, columns, dtype=torch.int32)[:, 0],
+                )  # fmt: skip
+    assert kernel.versions() == 1
 
 
 def test_commits_have_one_version(record):

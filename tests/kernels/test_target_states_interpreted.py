@@ -60,7 +60,7 @@ def test_no_rows():
         [torch.ones(2, 4)],
         query_start_loc=torch.tensor([0, 2], dtype=torch.int32),
         accepted=None,
-        requests=torch.tensor([], dtype=torch.int32),
+        requests=torch.tensor([], dtype=torch.int64),
         offsets=torch.tensor([], dtype=torch.int32),
         states=torch.empty(0, 4),
     )

@@ -179,6 +179,9 @@ V2: tuple[Expected | Override, ...] = (
     Expected(f"{_V2}.buffer_utils:UvaBackedTensor.copy_to_uva", ("self",), may_grow=True),
     # v2/verifier.py, v2/logits_needs.py, v2/path_edits.py
     Expected(
+        "vllm.model_executor.layers.vocab_parallel_embedding:DEFAULT_VOCAB_PADDING_SIZE"
+    ),
+    Expected(
         f"{_VERIFIER}.__call__",
         ("self", "logits", "input_batch", "draft_logits", "invalid_drafts"),
     ),

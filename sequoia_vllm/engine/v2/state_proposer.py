@@ -144,5 +144,6 @@ class StateTreeProposer(TreeProposer):
         """Request and offset of each row of passes that read ``width`` tokens of each request."""
         if width not in self._rows_of:
             rows = torch.arange(len(self._gathered), dtype=torch.int32, device=self.device)
-            self._rows_of[width] = rows // width, rows % width
+            # The dtypes of ragged rows: the kernel is compiled once.
+            self._rows_of[width] = (rows // width).long(), rows % width
         return self._rows_of[width]
