@@ -159,12 +159,18 @@ def test_the_comparison_with_the_paper_is_the_commands():
     made = [entry for entry in entries if entry["published"]["tokens"] is not None]
     moved = [100 * entry["predicted"]["tokens_deviation"] for entry in made]
     assert f"moves tokens by {min(moved):+.0f} % to {max(moved):+.0f} %" in said
-    plain = {}
+    plain, ratios = {}, []
+    in_paper, by_model = [], []  # ms that a tree's step takes more than a plain one
     for entry in made:
         published, predicted = entry["published"], entry["predicted"]
         speedup = predicted["speedup_at_its_tokens"]
         if published["draft"] == "JF68M":
-            assert abs(speedup / published["speedup"] - 1) < 0.05
+            ratios.append(speedup / published["speedup"])
+            if published["plain_seconds"] and predicted["acceptance"] == "shipped":
+                theirs = published["tokens"] / published["speedup"] - 1
+                ours = published["tokens"] / speedup - 1
+                in_paper.append(f"{1e3 * theirs * published['plain_seconds']:.1f}")
+                by_model.append(f"{1e3 * ours * predicted['plain_seconds']:.1f}")
         elif published["draft"] == "SL1.3B" and published["temperature"] == 0:
             assert f"comes out at {speedup:.2f}x and not {published['speedup']}x" in said
             level = (published["tokens"] / published["speedup"] - 1) / published["depth"]
@@ -173,6 +179,12 @@ def test_the_comparison_with_the_paper_is_the_commands():
             words = "is near our {} for" if predicted["offloading"] == "in turns" else "make {} of"
             assert words.format(f"{speedup:.2f}x") in said
         plain[published["target"], predicted["offloading"]] = predicted["plain_seconds"]
+    less = f"{100 * (1 - max(ratios)):.0f} to {100 * (1 - min(ratios)):.0f} % less"
+    assert f"is {less} than the paper's where JF68M drafts" in said
+    greedy, sampled = in_paper
+    assert f"takes {greedy} (T = 0.6: {sampled}) more than a plain one in the paper" in said
+    greedy, sampled = by_model
+    assert f"and {greedy} ({sampled}) by our model" in said
     assert f"ours plain vLLM at {1e3 * plain['Llama-2-7B', None]:.1f} ms" in said
     assert f"and {plain['Llama-2-70B', 'overlapping']:.1f} s in the model" in said
 

@@ -164,7 +164,7 @@ class TestShow:
 
     def test_library_name(self):
         output = run("tree", "show", "h200/8b-1b/shipped", "--nodes", 10).stdout
-        assert "less valuable nodes (--nodes 128)" in output
+        assert "less valuable nodes (--nodes 63)" in output
         assert "by batch size (roofline, not measured)" in output
 
     def test_json(self, tree_file):
@@ -673,4 +673,4 @@ class TestCommand:
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
         )
         assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["size"] == 128
+        assert json.loads(done.stdout)["size"] == 63
