@@ -134,6 +134,9 @@ class TreeProposer(TreeSpeculator):
             self._draft(batch, num_sampled, temperature, seeds, drafts)
         elif self._reads_without_drafting(batch):
             self._only_read(batch, num_sampled, temperature, seeds)
+        elif self.max_drafts == 0:
+            # Placeholders may be scheduled from before it was said: they find no tree a second time.
+            self.drafted.nodes.zero_()
 
     def _draft(
         self,
