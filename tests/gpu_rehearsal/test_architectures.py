@@ -17,6 +17,7 @@ pytestmark = pytest.mark.engine
 LENGTHS = [9, 60]
 TOKENS = 11
 SIZE, DEPTH = 8, 4
+BUDGET = 40  # the second prompt ends beside the first one's trees
 NAMES = ("mistral", "gemma2")
 
 
@@ -31,7 +32,10 @@ def start_and_generate(models: str, names: list[str]) -> dict[str, Any]:
         model = str(save_architecture(Path(models) / name, name, layers=2))
         with rehearsing(None, model=model, max_num_seqs=2) as llm:
             plain = generate(llm, requests, params)
-        with rehearsing(sequoia(SIZE, DEPTH, draft=model), model=model, max_num_seqs=2) as llm:
+        with rehearsing(
+            sequoia(SIZE, DEPTH, draft=model), model=model, max_num_seqs=2,
+            max_num_batched_tokens=BUDGET,
+        ) as llm:  # fmt: skip
             trees = generate_with_trees(llm, requests, params)
             kinds = sorted(cache_kinds(llm))
             backend = runner_of(llm).attn_groups[0][0].backend.__name__

@@ -1,12 +1,16 @@
 """Requests that join, end, are aborted and preempted, on the GPU engine under its graphs."""
 
 import itertools
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sequoia_vllm.engine.adapting import freeze
+from sequoia_vllm.engine.swap import swapped
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import (
     completions,
@@ -74,9 +78,32 @@ def run(models: str) -> dict[str, Any]:
         wide, model=target, max_model_len=80, num_gpu_blocks_override=8,
         max_num_batched_tokens=26, max_num_seqs=4,
     ) as llm:  # fmt: skip
-        answers["pressed"] = generate_with_trees(llm, requests, params())
+        flash_attention.causal_rows.clear()
+        with counting_rows(llm) as rows:
+            answers["pressed"] = generate_with_trees(llm, requests, params())
+        (cache,) = runner_of(llm)._target_caches.values()
+        answers["pressed"] |= {
+            "rows": dict(rows), "attended rows": flash_attention.causal_rows[cache.data_ptr()]
+        }  # fmt: skip
     answers["pressed"]["over contexts"] = flash_attention.attended[False]
     return answers
+
+
+@contextmanager
+def counting_rows(llm: Any) -> Iterator[Counter[str]]:
+    """Rows that are scheduled within the block: of trees, and others in steps with trees or not."""
+    original, rows = scheduler_of(llm).schedule, Counter()
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        drafts = output.scheduled_spec_decode_tokens
+        for request, scheduled in output.num_scheduled_tokens.items():
+            beside = "beside trees" if drafts else "alone"
+            rows["of trees" if drafts.get(request) else beside] += scheduled
+        return output
+
+    with swapped(scheduler_of(llm), "schedule", schedule):
+        yield rows
 
 
 def scheduler_of(llm: Any) -> Any:
@@ -167,6 +194,13 @@ def test_preemption_and_prompts_in_chunks_beside_trees_at_the_end_of_the_budget(
     assert found["tokens"] == answers["plain"]["tokens"]
     assert found["counts"]["preemptions"] > 0
     assert found["counts"]["tokens_per_tree"] > 1.3
+
+
+def test_vllms_attention_reads_no_rows_of_trees(answers):
+    """Not in steps that read prompts beside them, either (the target has one layer)."""
+    rows = answers["pressed"]["rows"]
+    assert rows["beside trees"] > 50
+    assert answers["pressed"]["attended rows"] == rows["beside trees"] + rows["alone"]
 
 
 def test_flash_attention_reads_contexts_where_it_is_told_to(answers):

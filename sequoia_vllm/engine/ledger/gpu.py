@@ -18,8 +18,27 @@ _TREE_MASK = "vLLM's metadata carries a tree mask"
 _RANGES = "vLLM captures for each range of a schedule its own batches"
 
 
-def _attention(prefix: str) -> Iterator[Expected | Override]:
-    """Of one of vLLM's attention backends, whose four classes begin with ``prefix``."""
+# The rows after the trees get metadata of their own: what a field says of requests or rows is cut.
+_METADATA = (
+    "num_actual_tokens", "max_query_len", "query_start_loc", "max_seq_len", "seq_lens",
+    "block_table", "slot_mapping",
+)  # fmt: skip
+_FLASH_METADATA = (
+    *_METADATA, "max_dcp_context_kv_len", "dcp_context_kv_lens", "num_decode_reqs",
+    "num_prefill_reqs", "num_decode_tokens", "num_prefill_tokens", "scheduler_metadata",
+    "max_num_splits", "causal", "mm_prefix_query_range_tensor", "rswa_prefix_lens", "rswa_window",
+    "rswa_window_tensor",
+)  # fmt: skip
+_TRITON_METADATA = (
+    *_METADATA, "seq_threshold_3D", "num_par_softmax_segments", "softmax_segm_output",
+    "softmax_segm_max", "softmax_segm_expsum", "causal", "scheduler_metadata", "mm_prefix_range",
+    "mm_prefix_range_tensor", "rswa_prefix_lens", "rswa_window",
+)  # fmt: skip
+
+
+def _attention(prefix: str, metadata: tuple[str, ...]) -> Iterator[Expected | Override]:
+    """Of one of vLLM's attention backends, whose five classes begin with ``prefix``."""
+    yield Expected(f"{prefix}Metadata", metadata)
     yield Override(
         f"{prefix}Impl.forward",
         (
@@ -101,8 +120,8 @@ GPU: tuple[Expected | Override, ...] = (
     )),
     Expected("vllm.config.compilation:CUDAGraphMode.separate_routine", ("self",)),
     # v2/attention_gpu.py
-    *_attention(f"{_BACKENDS}.flash_attn:FlashAttention"),
-    *_attention(f"{_BACKENDS}.triton_attn:TritonAttention"),
+    *_attention(f"{_BACKENDS}.flash_attn:FlashAttention", _FLASH_METADATA),
+    *_attention(f"{_BACKENDS}.triton_attn:TritonAttention", _TRITON_METADATA),
     Expected("vllm.v1.attention.backend:AttentionCGSupport.UNIFORM_BATCH"),
     Expected("vllm.utils.torch_utils:canonicalize_singleton_dim_strides", ("t",)),
     Expected(

@@ -119,6 +119,11 @@ V2: tuple[Expected | Override, ...] = (
         "seq_lens_cpu_upper_bound", "num_computed_tokens_np", "is_prefilling_np", "input_ids",
         "positions", "logits_indices", "cu_num_logits", "cu_num_logits_np",
     )),
+    # It is sorted: requests with drafts come first.
+    Expected(
+        f"{_V2}.model_runner:sort_batch_req_ids",
+        ("num_tokens_per_req", "draft_tokens", "decode_query_len"),
+    ),
     # v2/draft_loading.py
     Expected(f"{_OFFLOADER}:get_offloader", ()),
     Expected(f"{_OFFLOADER}:NoopOffloader"),

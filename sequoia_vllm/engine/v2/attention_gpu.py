@@ -1,12 +1,12 @@
 """GPU attention backends: vLLM's own, plus tree attention where a batch has trees.
 
 Prompts and plain decoding go through the class that vLLM chose. Only tree nodes
-go through our kernel, which reads the same cache.
+go through our kernel, which reads the same cache. No row goes through both.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -25,12 +25,48 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from sequoia_vllm.engine.attention_layers import TreeForward, window_of
+from sequoia_vllm.engine.v2.scoring import ScoringTrees
 from sequoia_vllm.kernels.context_attention import attend_to_contexts
 from sequoia_vllm.kernels.tree_attention import (
     NodeMasks,
     TreeAttentionWorkspace,
     tree_attention,
 )
+
+
+@dataclass(frozen=True)
+class OtherChains:
+    """Rows that are no tree nodes, after all that are: chains of tokens, as vLLM knows them.
+
+    Attributes:
+        first: The first of them.
+        metadata: vLLM's, as if theirs were all requests of the batch.
+    """
+
+    first: int
+    metadata: Any
+
+
+def other_chains(trees: ScoringTrees, metadata: Any) -> OtherChains | None:
+    """What is not of these trees in vLLM's metadata of the batch; None: nothing.
+
+    What begins in the middle of a buffer is copied: vLLM's Triton kernel is compiled for how
+    pointers are aligned, and would be once more while requests wait.
+    """
+    if (rows := trees.others) is None:
+        return None
+    begin = trees.num_requests
+    alone = replace(
+        metadata,
+        num_actual_tokens=metadata.num_actual_tokens - rows.first,
+        max_query_len=rows.max_rows,
+        query_start_loc=metadata.query_start_loc[begin:] - rows.first,
+        max_seq_len=rows.max_keys,
+        seq_lens=metadata.seq_lens[begin:].clone(),
+        block_table=metadata.block_table[begin:].clone(),
+        scheduler_metadata=None,  # FlashAttention 3 planned for all; now each layer plans
+    )
+    return OtherChains(rows.first, alone)
 
 
 @dataclass(frozen=True)
@@ -46,7 +82,7 @@ class GPUTreeQueries:
         first_node: The node that the first row of each request is.
         max_queries: The most nodes of any request.
         workspace: The buffers that the kernel works in.
-        only_trees: No row of the batch is anything but a tree node.
+        others: The batch's other rows; None: it has none.
         flash_max_context: FlashAttention reads the contexts, none of which is longer;
             None: our kernel does.
     """
@@ -59,8 +95,13 @@ class GPUTreeQueries:
     first_node: int
     max_queries: int
     workspace: TreeAttentionWorkspace
-    only_trees: bool
+    others: OtherChains | None = None
     flash_max_context: int | None = None
+
+    @property
+    def only_trees(self) -> bool:
+        """No row of the batch is anything but a tree node."""
+        return self.others is None
 
 
 @dataclass(frozen=True)
@@ -83,6 +124,36 @@ class GPUTreeForward(TreeForward):
     scale: float
     logits_soft_cap: float | None
     sinks: Tensor | None
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """As `TreeForward`'s, but vLLM's kernels are given no rows of tree nodes.
+
+        They read keys and values from the cache, where all rows' are.
+        """
+        tree = getattr(attn_metadata, "tree", None)
+        if tree is None or tree.others is None:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output,
+                output_scale, output_block_scale,
+            )  # fmt: skip
+        first = tree.others.first
+        super().forward(
+            layer, query[first:], key, value, kv_cache, tree.others.metadata, output[first:],
+            output_scale, output_block_scale,
+        )  # fmt: skip
+        self._forward_trees(layer, query, kv_cache, tree, output)
+        return output
 
     def _forward_trees(
         self, layer: Any, query: Tensor, kv_cache: Tensor, tree: GPUTreeQueries, output: Tensor

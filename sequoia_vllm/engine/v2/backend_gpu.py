@@ -22,6 +22,7 @@ from sequoia_vllm.engine.v2.attention_gpu import (
     FlashTreeImpl,
     GPUTreeForward,
     GPUTreeQueries,
+    other_chains,
 )
 from sequoia_vllm.engine.v2.backend import TreeBackend
 from sequoia_vllm.engine.v2.scoring import ScoringTrees
@@ -84,7 +85,7 @@ class GPUTreeBackend(TreeBackend):
             first_node=0,
             max_queries=trees.max_nodes,
             workspace=self._workspace,
-            only_trees=trees.only_trees,
+            others=other_chains(trees, metadata),
             flash_max_context=trees.max_keys if self._context_attention == "flash" else None,
         )
 
@@ -102,7 +103,6 @@ class GPUTreeBackend(TreeBackend):
                 first_node=queries.first,
                 max_queries=queries.width,
                 workspace=self._workspace,
-                only_trees=True,
             ),
             slot_mapping=slots,
         )

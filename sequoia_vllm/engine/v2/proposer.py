@@ -135,7 +135,7 @@ class TreeProposer(TreeSpeculator):
         elif self._reads_without_drafting(batch):
             self._only_read(batch, num_sampled, temperature, seeds)
         elif self.max_drafts == 0:
-            # Placeholders may be scheduled from before it was said: they find no tree a second time.
+            # Placeholders that were scheduled before find no tree a second time.
             self.drafted.nodes.zero_()
 
     def _draft(

@@ -14,8 +14,23 @@ from sequoia_vllm.tree import TokenTree
 
 
 @dataclass(frozen=True)
+class OtherRows:
+    """Rows after those of all trees: of prompts, and of requests that decode without drafts.
+
+    Attributes:
+        first: The first of them.
+        max_rows: The most of any request.
+        max_keys: No such request has more tokens than this.
+    """
+
+    first: int
+    max_rows: int
+    max_keys: int
+
+
+@dataclass(frozen=True)
 class ScoringTrees:
-    """The trees of a batch, whose requests come first in it.
+    """The trees of a batch, whose requests come first in it (vLLM sorts them so).
 
     Made before the target's forward. The backend makes the attention's queries of it, and
     reads it again to commit the accepted paths.
@@ -26,7 +41,7 @@ class ScoringTrees:
         query_start_loc: int32 ``[R + 1]``: the rows of each request's nodes.
         context_lens: int32 ``[R]``: committed tokens before each root.
         max_keys: No request has more tokens than this, nodes included.
-        only_trees: No row of the batch is anything but a tree node.
+        others: The rows that are no tree nodes; None: there are none.
     """
 
     num_requests: int
@@ -34,7 +49,12 @@ class ScoringTrees:
     query_start_loc: Tensor
     context_lens: Tensor
     max_keys: int
-    only_trees: bool
+    others: OtherRows | None = None
+
+    @property
+    def only_trees(self) -> bool:
+        """No row of the batch is anything but a tree node."""
+        return self.others is None
 
 
 class TreeScoring:
@@ -78,14 +98,21 @@ class TreeScoring:
         if batch.num_draft_tokens == 0 or drafts is None:
             return None
         num_requests = int((drafts > 0).sum())
-        num_tokens = int(batch.query_start_loc_np[num_requests])
+        lengths = batch.seq_lens_cpu_upper_bound.numpy()
+        others = None
+        if num_requests < batch.num_reqs:
+            others = OtherRows(
+                first=int(batch.query_start_loc_np[num_requests]),
+                max_rows=int(batch.num_scheduled_tokens[num_requests:].max()),
+                max_keys=int(lengths[num_requests:].max()),
+            )
         return ScoringTrees(
             num_requests=num_requests,
             max_nodes=int(drafts.max()) + 1,
             query_start_loc=batch.query_start_loc[: num_requests + 1],
             context_lens=self.context_lens[:num_requests],
-            max_keys=int(batch.seq_lens_cpu_upper_bound.numpy()[:num_requests].max()),
-            only_trees=num_tokens == batch.num_tokens,
+            max_keys=int(lengths[:num_requests].max()),
+            others=others,
         )
 
     def trees_to_capture(self, batch: InputBatch, nodes: int, max_keys: int) -> ScoringTrees:
@@ -99,5 +126,4 @@ class TreeScoring:
             query_start_loc=batch.query_start_loc[: batch.num_reqs + 1],
             context_lens=self.context_lens[: batch.num_reqs],
             max_keys=max_keys,
-            only_trees=True,
         )

@@ -20,6 +20,8 @@ _VERSIONS = (2, 3)
 
 attended: Counter[bool] = Counter()
 """Passes that ran, by whether they were causal."""
+causal_rows: Counter[int] = Counter()
+"""Rows of causal ones, by the address of the layer's cache."""
 
 
 def flash_attn_varlen_func(
@@ -66,6 +68,8 @@ def _attend(
 ) -> None:  # fmt: skip
     attended[causal] += 1
     starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
+    if causal:
+        causal_rows[k.data_ptr()] += starts[-1] - starts[0]
     if scheduler_metadata is not None:
         planned = scheduler_metadata.tolist()
         assert planned[:2] == [len(lengths), int(max_seqlen_q)], "planned for another batch"
