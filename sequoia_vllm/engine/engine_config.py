@@ -42,10 +42,9 @@ from sequoia_vllm.engine.resolve import Resolved, resolve
 from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.engine.start.runs import how_it_runs
 from sequoia_vllm.engine.swap import swapped
-from sequoia_vllm.engine.tree_choice import AUTO
 from sequoia_vllm.engine.vocabulary import TokensOf, compare_vocabularies
 from sequoia_vllm.hardware.models import PairShapes
-from sequoia_vllm.library.tree_library import USER_DIRECTORY_VARIABLE
+from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE
 
 logger = logging.getLogger("vllm.sequoia")
 
@@ -170,7 +169,7 @@ def create_speculative_config(
     )
     tree, tree_source = resolved.choice.tree, resolved.choice.source
     is_apart = are_started_apart(target_parallel_config, target_model_config.is_moe)
-    if is_apart and _is_left_to_us(config) and USER_DIRECTORY_VARIABLE not in os.environ:
+    if is_apart and config.is_tree_chosen and USER_DIRECTORY_VARIABLE not in os.environ:
         logger.warning(
             "Sequoia: each node of this engine chooses a tree by what lies in a directory of its "
             "own, and only the first one keeps anything there: a later start will be refused, as "
@@ -207,11 +206,6 @@ def create_speculative_config(
     self.additional_config = settings.store(self.additional_config)
     mark(speculative_config, tree.depth)
     return speculative_config
-
-
-def _is_left_to_us(config: SequoiaConfig) -> bool:
-    """Whether the tree depends on what is known of the pair and the device."""
-    return config.tree in (None, AUTO) and config.acceptance is None
 
 
 def _as_chain(config: SequoiaConfig, resolved: Resolved) -> dict[str, Any]:

@@ -30,6 +30,7 @@ class SequoiaSettings:
         expected_speedup: Against plain decoding at batch size 1; None: not known.
         drafter: What trees are grown with.
         maps_vocabulary: Whether the draft has other tokens than the target.
+        keeps: Whether it can write in the user's directory for its next start.
     """
 
     tree: TokenTree
@@ -43,6 +44,7 @@ class SequoiaSettings:
     expected_speedup: float | None = None
     drafter: DrafterKind = "model"
     maps_vocabulary: bool = False
+    keeps: bool = True
 
     @classmethod
     def enabled(cls, vllm_config: Any) -> bool:
@@ -73,6 +75,7 @@ class SequoiaSettings:
             data["expected_speedup"],
             data["drafter"],
             data["maps_vocabulary"],
+            data["keeps"],
         )
 
     def store(self, additional_config: dict[str, Any] | None) -> dict[str, Any]:
@@ -89,5 +92,6 @@ class SequoiaSettings:
             "expected_speedup": self.expected_speedup,
             "drafter": self.drafter,
             "maps_vocabulary": self.maps_vocabulary,
+            "keeps": self.keeps,
         }
         return {**(additional_config or {}), KEY: own}
