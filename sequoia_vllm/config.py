@@ -23,6 +23,7 @@ from sequoia_vllm.json_input import MOST_PROBLEMS, key_name, shortened
 from sequoia_vllm.tree.token_tree import MOST_NODES, TokenTree
 
 METHOD = "sequoia"
+AUTO = "auto"
 ContextAttention = Literal["triton", "flash"]
 # As `sequoia_vllm.verification.Method`, which comes with torch.
 Verification = Literal["sequoia", "traversal"]
@@ -189,6 +190,11 @@ class SequoiaConfig(_Strict):
         if self.adapt is None:
             return self.num_speculative_tokens_per_batch_size is None
         return self.adapt
+
+    @property
+    def is_tree_chosen(self) -> bool:
+        """Whether the tree is left to us: it then depends on what is known of pair and device."""
+        return self.tree in (None, AUTO) and self.acceptance is None
 
     @classmethod
     def parse(cls, request: str | dict[str, Any]) -> SequoiaConfig:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from sequoia_vllm.hardware.cost import Estimate
     from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
     from sequoia_vllm.library.pair_key import PairKey
-    from sequoia_vllm.library.tree_library import Measurements
+    from sequoia_vllm.library.user_files import Measurements
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,7 @@ def tune(
     )
     from sequoia_vllm.calibration.tune import tuned_entry as choose
     from sequoia_vllm.library.tree_library import TreeLibrary
+    from sequoia_vllm.library.user_files import make_writable
     from sequoia_vllm.measuring.engines import EngineSpec
 
     quiet_engines()
@@ -188,7 +189,7 @@ def tune(
         library = TreeLibrary()
         pair = pair_here(engine)
         files = library.measurements(pair)
-        files.directory.mkdir(parents=True, exist_ok=True)
+        make_writable(files.directory)  # not after all the measuring
         vector, times = _given(pair, acceptance, profile)
         stages = _stages(("acceptance", vector), ("profile", times))
         if vector is None:

@@ -14,7 +14,12 @@ from sequoia_vllm.adaptation import AdaptationState, DraftController, StateError
 from sequoia_vllm.engine.load import fewer_drafts, token_budget
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
-from sequoia_vllm.library.tree_library import adaptation_path, user_directory
+from sequoia_vllm.library.user_files import (
+    USER_DIRECTORY_VARIABLE,
+    adaptation_path,
+    is_there,
+    readable_directory,
+)
 from sequoia_vllm.verification.sampling import GREEDY_BELOW
 
 logger = logging.getLogger("vllm.sequoia")
@@ -64,7 +69,7 @@ def _adapter_of(scheduler: Any) -> SchedulerAdapter | None:
     most = schedule if config.use_v2_model_runner else _most_drafts(config)
     controller = DraftController(settings.tree, schedule, list(most), sizes)
     scheduler.dynamic_sd_lookup = controller.lookup  # changed in place
-    return SchedulerAdapter(controller, settings.adapts_as)
+    return SchedulerAdapter(controller, settings.adapts_as, keeps=settings.keeps)
 
 
 def _most_drafts(config: Any) -> list[int]:
@@ -80,14 +85,18 @@ class SchedulerAdapter:
     Args:
         controller: Its table is the scheduler's.
         name: Of the file that keeps what was learned, in the user's directory.
+        keeps: Whether it can be written; where not, the front end has said so.
 
     Attributes:
         speedup: Against no drafts, at the load of late, as far as was measured; None: not known.
     """
 
-    def __init__(self, controller: DraftController, name: str) -> None:
+    def __init__(self, controller: DraftController, name: str, keeps: bool = True) -> None:
         self._controller = controller
-        self._path = adaptation_path(user_directory(), name)
+        directory = readable_directory()
+        self._path = None if directory is None else adaptation_path(directory, name)
+        self._keeps = keeps
+        self._has_failed_to_keep = False
         self._sampled: set[str] = set()  # unfinished requests that are not greedy
         self._greedy: set[str] = set()
         self.speedup: float | None = None
@@ -123,7 +132,7 @@ class SchedulerAdapter:
                 self.speedup = self._controller.speedup(requests, self._workload())
         self._before = now if is_busy else None
         has_decided = self._controller.decisions != self._saved_decisions
-        if now - self._saved > (_SAVE_DECISIONS if has_decided else _SAVE_EVERY):
+        if self._keeps and now - self._saved > (_SAVE_DECISIONS if has_decided else _SAVE_EVERY):
             self._saved, self._saved_decisions = now, self._controller.decisions
             state = self._controller.state()
             threading.Thread(target=self._save, args=(state,), daemon=True).start()
@@ -143,9 +152,9 @@ class SchedulerAdapter:
         return "sampled" if self._sampled else "greedy"
 
     def _restore(self) -> None:
+        if self._path is None or not is_there(self._path):
+            return
         try:
-            if not self._path.is_file():
-                return
             if self._controller.restore(AdaptationState.load(self._path)):
                 logger.info("Sequoia: going on with what was learned of drafts (%s)", self._path)
         except (StateError, ValueError, LookupError, OSError) as error:
@@ -153,6 +162,14 @@ class SchedulerAdapter:
 
     def _save(self, state: AdaptationState) -> None:
         try:
+            if self._path is None:
+                raise OSError("this user has no home directory")
             state.save(self._path)
         except OSError as error:
-            logger.warning("Sequoia: what was learned of drafts is not kept: %s", error)
+            if not self._has_failed_to_keep:  # it will be tried again, again and again
+                logger.warning(
+                    "Sequoia: what was learned of drafts is not kept: %s (set %s to a directory "
+                    "that can be written to)",
+                    error, USER_DIRECTORY_VARIABLE,
+                )  # fmt: skip
+            self._has_failed_to_keep = True

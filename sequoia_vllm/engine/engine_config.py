@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
@@ -35,17 +36,22 @@ from sequoia_vllm.engine.offload.settings import with_offload
 from sequoia_vllm.engine.offload.weight_source import weight_source, with_streamed
 from sequoia_vllm.engine.outlook import outlook_line
 from sequoia_vllm.engine.refusals import refuse_unsupported
+from sequoia_vllm.engine.replicas import are_started_apart
 from sequoia_vllm.engine.request import sequoia_request
 from sequoia_vllm.engine.resolve import Resolved, resolve
 from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.engine.start.runs import how_it_runs
 from sequoia_vllm.engine.vocabulary import TokensOf, compare_vocabularies
 from sequoia_vllm.hardware.models import PairShapes
+from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE
 
 logger = logging.getLogger("vllm.sequoia")
 
 CPU_WORKER = "sequoia_vllm.engine.worker_cpu.SequoiaCPUWorker"
 GPU_WORKER = "sequoia_vllm.engine.worker_gpu.SequoiaGPUWorker"
+# Of engines that had better not speculate, where other nodes of theirs may find otherwise.
+PLAIN_CPU_WORKER = "sequoia_vllm.engine.worker_cpu.PlainCPUWorker"
+PLAIN_GPU_WORKER = "sequoia_vllm.engine.worker_gpu.PlainGPUWorker"
 TREE_SCHEDULER = "sequoia_vllm.engine.v2.scheduler.TreeScheduler"
 
 
@@ -160,9 +166,20 @@ def create_speculative_config(
         offloading=source.name if source else None,
     )
     tree, tree_source = resolved.choice.tree, resolved.choice.source
+    is_apart = are_started_apart(target_parallel_config, target_model_config.is_moe)
+    if is_apart and config.is_tree_chosen and USER_DIRECTORY_VARIABLE not in os.environ:
+        logger.warning(
+            "Sequoia: each node of this engine chooses a tree by what lies in a directory of its "
+            "own, and only the first one keeps anything there: a later start will be refused, as "
+            'nodes choose unlike trees. Give all of them the same "tree", or one directory (%s)',
+            USER_DIRECTORY_VARIABLE,
+        )
     if not resolved.speculates:
         logger.warning("Sequoia: not speculating, as plain decoding is faster (%s)", tree_source)
         self.additional_config = {**(self.additional_config or {}), DECLINED: True}
+        if is_apart and target_parallel_config.worker_cls == "auto":
+            on_cpu = current_platform.is_cpu()
+            target_parallel_config.worker_cls = PLAIN_CPU_WORKER if on_cpu else PLAIN_GPU_WORKER
         return None
     level, line = outlook_line(
         resolved.choice.outlook, resolved.draft, tree.size, tree.depth, drafter=resolved.drafter,

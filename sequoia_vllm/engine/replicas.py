@@ -14,6 +14,16 @@ def in_lock_step(vllm_config: Any) -> bool:
     return parallel.data_parallel_size > 1 and bool(vllm_config.model_config.is_moe)
 
 
+def are_started_apart(parallel_config: Any, is_moe: bool) -> bool:
+    """Whether ranks that run steps together may be started by several commands.
+
+    Each then chooses a tree of its own. (Ray starts all of an engine from one.)
+    """
+    parallel = parallel_config
+    replicas_apart = parallel.data_parallel_size > parallel.data_parallel_size_local
+    return parallel.nnodes_within_dp > 1 or (is_moe and replicas_apart)
+
+
 def fault_of_lock_step(vllm_config: Any) -> str | None:
     """Why the engine's replicas must not run in lock step; None: they do not, or may.
 

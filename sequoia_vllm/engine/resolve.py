@@ -18,6 +18,7 @@ from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.known_pairs import known_drafts
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.start_times import Runs, ToTime
+from sequoia_vllm.library.user_files import reason_not_to_keep
 
 logger = logging.getLogger("vllm.sequoia")
 
@@ -104,8 +105,8 @@ def resolve(
     levels = read_levels(draft, drafter) if read_levels else None
     choice = choose_engine_tree(config, pair, shapes, max_model_len, runs, levels)
     check_depth(choice.tree, levels, draft, drafter)
-    to_time = None
-    if config.tune_at_start and choice.lacks_times and shapes and runs is not None:
+    to_time, keeps = None, _can_keep(config)
+    if keeps and config.tune_at_start and choice.lacks_times and shapes and runs is not None:
         to_time = _to_time(pair, shapes(), runs)
     settings = SequoiaSettings(
         tree=choice.tree,
@@ -118,8 +119,21 @@ def resolve(
         to_time=to_time,
         expected_speedup=choice.outlook.speedup,
         drafter=drafter,
+        keeps=keeps,
     )
     return Resolved(draft, drafter, choice, settings)
+
+
+def _can_keep(config: SequoiaConfig) -> bool:
+    """Whether anything can be kept for the next start; says so where not, if it would be."""
+    reason = reason_not_to_keep()
+    if reason is not None and (config.adapts or config.is_tree_chosen):
+        logger.warning(
+            "Sequoia: nothing that this engine learns is kept for its next start, and what was "
+            "tuned or kept before is used only where it can be read: %s",
+            reason,
+        )
+    return reason is None
 
 
 def _known_draft(

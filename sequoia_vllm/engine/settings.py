@@ -34,6 +34,7 @@ class SequoiaSettings:
         expected_speedup: Against plain decoding at batch size 1; None: not known.
         drafter: What trees are grown with.
         maps_vocabulary: Whether the draft has other tokens than the target.
+        keeps: Whether it can write in the user's directory for its next start.
     """
 
     tree: TokenTree
@@ -47,6 +48,7 @@ class SequoiaSettings:
     expected_speedup: float | None = None
     drafter: DrafterKind = "model"
     maps_vocabulary: bool = False
+    keeps: bool = True
 
     @staticmethod
     def enabled(vllm_config: Any) -> bool:
@@ -76,6 +78,7 @@ class SequoiaSettings:
             data["expected_speedup"],
             data["drafter"],
             data["maps_vocabulary"],
+            data["keeps"],
         )
 
     def store(self, speculative_config: Any) -> None:
@@ -92,5 +95,6 @@ class SequoiaSettings:
             "expected_speedup": self.expected_speedup,
             "drafter": self.drafter,
             "maps_vocabulary": self.maps_vocabulary,
+            "keeps": self.keeps,
         }
         mark(speculative_config, self.tree.depth, own)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from sequoia_vllm.config import ConfigError, Schedule, SequoiaConfig, TreeSpec, Verification
+from sequoia_vllm.config import AUTO, ConfigError, Schedule, SequoiaConfig, TreeSpec, Verification
 from sequoia_vllm.engine.outlook import Outlook
 from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import PairShapes
@@ -20,7 +20,6 @@ from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vecto
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
-AUTO = "auto"
 USER = "user"  # what names of trees begin with that were tuned here
 DEFAULT_TREE = TreeSpec(size=16, depth=4)
 # Requests draft less where they near their longest length: trees must be small beside it.

@@ -34,6 +34,7 @@ logger = logging.getLogger("vllm.sequoia")
 REPORT = "sequoia_report"  # field that is added to SchedulerStats
 _PATHS = "sequoia_paths"  # set on the ModelRunnerOutput of a step that verified trees
 _LIMIT = "sequoia_draft_limit"  # likewise, while a measuring tool limits drafts
+_CHECKSUM = "_sequoia_checksum"  # set on a scheduler
 _FLUSH_SECONDS = 1.0
 
 _shown: TreeMetrics | None = None  # in vLLM's registry, which has one engine's metrics at a time
@@ -48,12 +49,14 @@ class StepReport:
         paths: Its verified trees, for `TreeCounts.from_bytes`; empty: there was none.
         undrafted: Of each request that began with it and has no drafts, the reason.
         speedup: Against no drafts, as measured while serving; None: not known.
+        tree: `TokenTree.checksum` of the tree that they are of; 0 without paths.
     """
 
     drafts: int | None
     paths: bytes
     undrafted: list[Reason] = dataclasses.field(default_factory=list)
     speedup: float | None = None
+    tree: int = 0
 
 
 def add_report_field() -> None:
@@ -124,10 +127,19 @@ def update_from_output(
             drafts = scheduler_output.num_spec_tokens_to_schedule if scheduled else None
             paths = getattr(model_runner_output, _PATHS, b"")
             undrafted = _undrafted(self, scheduler_output)
-            report = StepReport(drafts, paths, undrafted, measured_speedup(self))
+            tree = _checksum(self) if paths else 0
+            report = StepReport(drafts, paths, undrafted, measured_speedup(self), tree)
             setattr(output.scheduler_stats, REPORT, report)
             break
     return outputs
+
+
+def _checksum(scheduler: Any) -> int:
+    """Of the engine's tree, which the configuration has as JSON data."""
+    if not hasattr(scheduler, _CHECKSUM):
+        setattr(scheduler, _CHECKSUM, SequoiaSettings.of(scheduler.vllm_config).tree.checksum)
+    checksum: int = getattr(scheduler, _CHECKSUM)
+    return checksum
 
 
 def _undrafted(scheduler: Any, scheduler_output: Any) -> list[Reason]:
@@ -239,6 +251,7 @@ class TreeStatLogger(AggregateStatLoggerBase):
         self._interval = {engine: TreeCounts.zeros(tree) for engine in engine_indexes}
         self._drafts: dict[int, int] = {}
         self._flushed = dict.fromkeys(engine_indexes, 0.0)
+        self._others: set[int] = set()  # engines that draft another tree
 
     def record(
         self,
@@ -252,7 +265,7 @@ class TreeStatLogger(AggregateStatLoggerBase):
         if report is None or engine_idx not in self._interval:
             return
         assert scheduler_stats is not None
-        counts = TreeCounts.from_bytes(self._tree, report.paths) if report.paths else None
+        counts = self._counts_of(report, engine_idx) if report.paths else None
         if counts is not None:
             self._interval[engine_idx].add(counts)
         if report.drafts is not None:
@@ -263,6 +276,24 @@ class TreeStatLogger(AggregateStatLoggerBase):
         if idle or now - self._flushed[engine_idx] >= _FLUSH_SECONDS:
             self._flushed[engine_idx] = now
             self._metrics.flush(engine_idx)
+
+    def _counts_of(self, report: StepReport, engine: int) -> TreeCounts | None:
+        """Of its paths; None if they are of another tree than this front end's.
+
+        Data-parallel engines on other nodes have configurations of their own (``--headless``).
+        What is raised here would end all requests.
+        """
+        if report.tree == self._tree.checksum:
+            return TreeCounts.from_bytes(self._tree, report.paths)
+        if engine not in self._others:
+            self._others.add(engine)
+            logger.warning(
+                "Sequoia: engine %d drafts another tree than the one configured here, and is not "
+                'counted in metrics of trees: give "tree" alike wherever engines are started, or '
+                "one directory of trees ($SEQUOIA_VLLM_TREES)",
+                engine,
+            )
+        return None
 
     def log(self) -> None:
         """Writes the line of the interval that ends now."""

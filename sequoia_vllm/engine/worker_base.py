@@ -5,24 +5,39 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_tp_group, get_world_group
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker.gpu_worker import Worker
 
-from sequoia_vllm.engine.cluster import check_group, check_worker
+from sequoia_vllm.engine.cluster import check_group, check_ranks, check_worker
 from sequoia_vllm.engine.device_name import current_device_name
 from sequoia_vllm.engine.messages import attach_drafts, takes_single_steps
+from sequoia_vllm.engine.replicas import in_lock_step
 from sequoia_vllm.engine.start.timing import time_at_start
 from sequoia_vllm.engine.tree_reports import attach_limit, attach_paths
 
 
-class SequoiaWorker(Worker):
+class AgreeingWorker(Worker):
+    """A worker that starts only where the same was decided for all ranks that run with it."""
+
+    def init_device(self) -> None:
+        """As vLLM's; then compares.
+
+        Raises:
+            ConfigError: Naming what differs, and the fix.
+        """
+        super().init_device()
+        group = get_world_group() if in_lock_step(self.vllm_config) else get_tp_group()
+        check_ranks(self.vllm_config, group.cpu_group)
+
+
+class SequoiaWorker(AgreeingWorker):
     """Steps that are timed and report what became of their trees."""
 
     _draft_limit: int | None = None
 
     def init_device(self) -> None:
-        """As vLLM's, where versions and devices fit the engine's.
+        """As vLLM's, where versions, decisions and devices fit the engine's.
 
         Raises:
             ConfigError: Naming what differs, and the fix.

@@ -8,7 +8,11 @@ from vllm.v1.worker.cpu import model_runner as cpu_model_runner_v2
 from sequoia_vllm.engine.contract import check_contract
 from sequoia_vllm.engine.offload.worker import OffloadingCPUWorker
 from sequoia_vllm.engine.swap import swapped
-from sequoia_vllm.engine.worker_base import SequoiaWorker
+from sequoia_vllm.engine.worker_base import AgreeingWorker, SequoiaWorker
+
+
+class PlainCPUWorker(AgreeingWorker, OffloadingCPUWorker):
+    """Of an engine that had better not speculate, as long as all of its nodes find so."""
 
 
 class SequoiaCPUWorker(SequoiaWorker, OffloadingCPUWorker):

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from sequoia_vllm.engine.contract import check_contract
-from sequoia_vllm.engine.worker_base import SequoiaWorker
+from sequoia_vllm.engine.worker_base import AgreeingWorker, SequoiaWorker
+
+
+class PlainGPUWorker(AgreeingWorker):
+    """Of an engine that had better not speculate, as long as all of its nodes find so."""
 
 
 class SequoiaGPUWorker(SequoiaWorker):

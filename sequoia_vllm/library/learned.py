@@ -9,6 +9,7 @@ from pathlib import Path
 from sequoia_vllm.adaptation import AdaptationState, StateError
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.user_files import is_there
 
 logger = logging.getLogger("vllm.sequoia.library")  # shown by vLLM's own handler
 
@@ -16,7 +17,7 @@ logger = logging.getLogger("vllm.sequoia.library")  # shown by vLLM's own handle
 def learned_acceptance(path: Path, pair: PairKey) -> AcceptanceFile | None:
     """What the file of a pair says; None: it is not there, or too little was counted."""
     try:
-        found = AdaptationState.load(path).usual_acceptance() if path.is_file() else None
+        found = AdaptationState.load(path).usual_acceptance() if is_there(path) else None
     except (StateError, ValueError, LookupError, OSError) as error:
         logger.warning("Sequoia: what was learned while serving is not used: %s", error)
         return None

@@ -13,6 +13,7 @@ from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.hardware.step_profile import Profile, ProfileError
 from sequoia_vllm.json_file import save_whole
 from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.user_files import is_there
 
 logger = logging.getLogger("vllm.sequoia.library")  # shown by vLLM's own handler
 
@@ -71,7 +72,7 @@ def load_start_times(
     """
     path = start_times_path(user, pair, runs)
     try:
-        if not path.is_file():
+        if not is_there(path):
             return None
         profile = Profile.load(path)
     except (ProfileError, OSError) as error:

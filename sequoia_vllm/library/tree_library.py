@@ -7,13 +7,8 @@ in `user_directory` and take precedence.
 
 from __future__ import annotations
 
-import logging
-import os
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-import platformdirs
 
 from sequoia_vllm.hardware.device import X86_CPU, Device, DeviceHints, identify, nearest
 from sequoia_vllm.hardware.models import PairShapes
@@ -46,28 +41,16 @@ from sequoia_vllm.library.selection import (
     timed_here,
 )
 from sequoia_vllm.library.start_times import Runs, load_start_times
+from sequoia_vllm.library.user_files import (
+    Measurements,
+    adaptation_path,
+    files_in,
+    is_there,
+    make_writable,
+    readable_directory,
+    user_directory,
+)
 from sequoia_vllm.tree.token_tree import TokenTree
-
-logger = logging.getLogger("vllm.sequoia.library")  # shown by vLLM's own handler
-
-USER_DIRECTORY_VARIABLE = "SEQUOIA_VLLM_TREES"
-
-
-def user_directory() -> Path:
-    """Where the user's own trees lie.
-
-    ``$SEQUOIA_VLLM_TREES``, or ``trees`` in the user's data directory of
-    ``sequoia-vllm`` (``~/.local/share/sequoia-vllm/trees`` on Linux).
-    """
-    override = os.environ.get(USER_DIRECTORY_VARIABLE)
-    if override:
-        return Path(override).expanduser()
-    return Path(platformdirs.user_data_dir("sequoia-vllm", appauthor=False)) / "trees"
-
-
-def adaptation_path(user: Path, name: str) -> Path:
-    """What engines learned of a pair (`PairKey.file_name`) while they served it."""
-    return user / "adaptation" / f"{name}.json"
 
 
 def shipped_directory() -> Path:
@@ -84,31 +67,6 @@ def shipped_directory() -> Path:
         f"the tree library is missing: neither {package / 'trees'} nor "
         f"{package.parent / 'trees'} is there; reinstall sequoia-vllm"
     )
-
-
-@dataclass(frozen=True)
-class Measurements:
-    """What a user's own tree was made from.
-
-    Attributes:
-        directory: Where both files lie; it may not exist.
-    """
-
-    directory: Path
-
-    @property
-    def acceptance(self) -> Path:
-        """`AcceptanceFile`: how often drafts are accepted."""
-        return self.directory / "acceptance.json"
-
-    @property
-    def profile(self) -> Path:
-        """`Profile`: how long each part of a step takes."""
-        return self.directory / "profile.json"
-
-    def exist(self) -> bool:
-        """Whether both files are there."""
-        return self.acceptance.is_file() and self.profile.is_file()
 
 
 class TreeLibrary:
@@ -131,8 +89,17 @@ class TreeLibrary:
 
     @property
     def user(self) -> Path:
-        """Directory of the user's own trees."""
+        """Directory of the user's own trees.
+
+        Raises:
+            LibraryError: If this user has none.
+        """
         return self._user or user_directory()
+
+    @property
+    def readable(self) -> Path | None:
+        """`user`, or None: reading needs no such directory, nor one that can be looked into."""
+        return self._user or readable_directory()
 
     def devices(self) -> list[str]:
         """Ids of the devices with shipped trees."""
@@ -149,7 +116,7 @@ class TreeLibrary:
 
     def entries(self) -> list[TreeEntry]:
         """Every tree: the user's own first, then the shipped ones by device."""
-        user = [self._user_tree(path).entry for path in sorted(self.user.glob("*.json"))]
+        user = [self._user_tree(path).entry for path in files_in(self.readable)]
         return user + [entry for device in self.devices() for entry in self.file(device).entries]
 
     def entry(self, name: str) -> TreeEntry:
@@ -158,9 +125,10 @@ class TreeLibrary:
         Raises:
             LibraryError: If there is none; lists the nearest names.
         """
-        path = self.user / f"{name.removeprefix('user/')}.json"
-        if name.startswith("user/") and path.is_file():
-            return self._user_tree(path).entry
+        if name.startswith("user/"):
+            path = self._user_file(name.removeprefix("user/"))
+            if path is not None:
+                return self._user_tree(path).entry
         device = name.split("/", 1)[0]
         if device in self.devices():
             for entry in self.file(device).entries:
@@ -187,6 +155,9 @@ class TreeLibrary:
 
         Returns:
             The file written.
+
+        Raises:
+            LibraryError: If it cannot be; names the fix.
         """
         own = entry.model_copy(
             update={
@@ -198,8 +169,8 @@ class TreeLibrary:
             }
         )
         tree = UserTree(device=pair.device, entry=own)
-        self.user.mkdir(parents=True, exist_ok=True)
-        path = self._user_path(pair)
+        make_writable(self.user)
+        path = self.user / f"{pair.file_name}.json"
         path.write_text(dump_json(tree.to_dict()), encoding="utf-8")
         return path
 
@@ -207,11 +178,16 @@ class TreeLibrary:
         """Where the tune command keeps what it measured for this key.
 
         The files may not be there (`Measurements.exist`).
+
+        Raises:
+            LibraryError: If this user has no directory.
         """
         return Measurements(self.user / "measurements" / pair.file_name)
 
-    def _user_path(self, pair: PairKey) -> Path:
-        return self.user / f"{pair.file_name}.json"
+    def _user_file(self, name: str) -> Path | None:
+        """The file of a user tree, if it is there."""
+        path = None if self.readable is None else self.readable / f"{name}.json"
+        return path if path is not None and is_there(path) else None
 
     def _user_tree(self, path: Path) -> UserTree:
         return read_model(path, UserTree, "user tree", LibraryError)
@@ -265,16 +241,18 @@ class TreeLibrary:
             LibraryError: If the class asked for is not there, or the library
                 has no tree at all for this kind of device.
         """
-        path = self._user_path(pair)
-        if path.is_file():
+        path, kept = self._user_file(pair.file_name), self.readable
+        if path is not None:
             entry = self._user_tree(path).entry
             reason = f"tuned here ({path})"
             return selection(entry, "user", batch_size, [reason], is_timed=True)
         device = identify(pair.device)
         request = Request(pair, self._known_models(), acceptance_class, temperature)
-        learned = learned_acceptance(adaptation_path(self.user, pair.file_name), pair)
-        if shapes is not None and runs is not None:
-            timed = load_start_times(self.user, pair, shapes, runs)
+        learned = None
+        if kept is not None:
+            learned = learned_acceptance(adaptation_path(kept, pair.file_name), pair)
+        if kept is not None and shapes is not None and runs is not None:
+            timed = load_start_times(kept, pair, shapes, runs)
             if timed is not None:
                 name = device.id or "this-device"
                 basis = Basis(name, None, [], self._vectors(), learned, own=timed[0])
@@ -373,8 +351,9 @@ def select(pair: PairKey, shapes: PairShapes | None = None, runs: Runs | None = 
 
 def tuned_measurements(pair: PairKey) -> Measurements | None:
     """What the tune command measured for this key, or None if it did not."""
-    found = TreeLibrary().measurements(pair)
-    return found if found.exist() else None
+    library = TreeLibrary()
+    found = None if library.readable is None else library.measurements(pair)
+    return found if found is not None and found.exist() else None
 
 
 def _identified(device: Device) -> str:

@@ -8,6 +8,7 @@ root's depth is 0); the paper's (128, 10) is ``size=128, depth=9`` here.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,6 +85,11 @@ class TokenTree:
         return int(self.depths.max())
 
     # -- topology --------------------------------------------------------------
+
+    @cached_property
+    def checksum(self) -> int:
+        """32 bits that tell this tree from others, the same in every process."""
+        return zlib.crc32(np.asarray(self.parents, dtype="<i4").tobytes())
 
     @cached_property
     def parents_array(self) -> NDArray[np.int64]:

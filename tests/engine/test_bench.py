@@ -13,7 +13,7 @@ from sequoia_vllm.bench.report import BenchReport
 from sequoia_vllm.bench.summary import CHAIN_SAMPLES_WRONGLY
 from sequoia_vllm.cli import app
 from sequoia_vllm.engine.v1.runner import SequoiaCPUModelRunner
-from sequoia_vllm.library import tree_library
+from sequoia_vllm.library import tree_library, user_files
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 from tests.support.models import DRAFT, MODELS, TARGET
@@ -29,7 +29,7 @@ QUICK = ["--eager", "--kv-cache-gib", "0.0625", "--max-tokens", "16", "--json"]
 def _fresh(tmp_path, monkeypatch):
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    monkeypatch.setenv(tree_library.USER_DIRECTORY_VARIABLE, str(tmp_path / "trees"))
+    monkeypatch.setenv(user_files.USER_DIRECTORY_VARIABLE, str(tmp_path / "trees"))
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     look_past_what_is_imported()
     yield

@@ -30,9 +30,9 @@ def log(caplog, monkeypatch) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def one_step(trees: int = 1) -> bytes:
+def one_step(trees: int = 1, tree: TokenTree = TREE) -> bytes:
     """Trees of which node 1 was accepted, then none."""
-    return paths_of(TREE, np.full((trees, 1), 1), np.full(trees, TREE.size)).tobytes()
+    return paths_of(tree, np.full((trees, 1), 1), np.full(trees, tree.size)).tobytes()
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def test_report_crosses_processes_in_vllms_message():
     """What vLLM's encoder and decoder leave of it, after vLLM's own statistics or alone."""
     decoder = MsgpackDecoder(EngineCoreOutputs)
     reports = (
-        tree_reports.StepReport(15, one_step(), ["asked", "asked"]),
+        tree_reports.StepReport(15, one_step(), ["asked", "asked"], tree=TREE.checksum),
         tree_reports.StepReport(None, b""),
         None,
     )
@@ -75,10 +75,14 @@ class Front:
         metrics = TreeMetrics(TREE, "a test", "model", [0, 1], PrometheusKinds(self.registry))
         self.logger = tree_reports.TreeStatLogger(TREE, [0, 1], metrics, logs, aggregate)
 
-    def record(self, engine: int, trees: int, running: int = 1, drafts: int | None = 3) -> None:
+    def record(
+        self, engine: int, trees: int, running: int = 1, drafts: int | None = 3,
+        tree: TokenTree = TREE,
+    ) -> None:  # fmt: skip
         stats = SchedulerStats(num_running_reqs=running)
-        paths = one_step(trees) if trees else b""
-        setattr(stats, tree_reports.REPORT, tree_reports.StepReport(drafts, paths))
+        paths = one_step(trees, tree) if trees else b""
+        report = tree_reports.StepReport(drafts, paths, tree=tree.checksum)
+        setattr(stats, tree_reports.REPORT, report)
         self.logger.record(stats, None, engine_idx=engine)
 
     def shown(self, engine: int) -> float | None:
@@ -104,6 +108,22 @@ def test_steps_without_a_report_and_engines_that_joined_later_are_passed_over():
     front.logger.record(SchedulerStats(), None)
     front.record(7, trees=1)
     assert front.shown(0) == 0
+
+
+@pytest.mark.parametrize(
+    "other", [TokenTree.chain(5), TokenTree((-1, 0, 0, 2)), TokenTree((-1, 0))]
+)
+def test_trees_of_a_node_with_another_tree_are_not_counted(log, other):
+    """An error would end all requests; paths of another tree of this depth would be counted."""
+    front = Front()
+    for _ in range(2):
+        front.record(1, trees=1, tree=other)
+        front.record(0, trees=1)
+    front.logger.log()
+    assert (front.shown(0), front.shown(1)) == (2, 0)
+    warning, line = log.messages
+    assert warning.startswith("Sequoia: engine 1 drafts another tree than the one configured here")
+    assert line.startswith("Engine 000: Sequoia: tree 4 nodes")
 
 
 def test_each_engine_has_its_line_per_interval(log):

@@ -7,6 +7,7 @@ import shutil
 import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine import engine_config, load, tree_choice
@@ -14,6 +15,7 @@ from sequoia_vllm.engine.draft_config import DraftReader
 from sequoia_vllm.engine.model_shapes import pair_shapes
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.tree_choice import choose_engine_tree
+from sequoia_vllm.engine.worker_base import AgreeingWorker
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.tree import AcceptanceError, TokenTree, TreeError
@@ -184,6 +186,33 @@ def test_engine_without_speculation_is_plain_vllm(monkeypatch):
     assert not SequoiaSettings.enabled(config)
     assert config.speculative_config is None
     assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def of_two_nodes(**keys) -> VllmConfig:
+    args = EngineArgs(
+        model=TARGET, speculative_config={"method": "sequoia", "model": DRAFT, **keys},
+        max_model_len=256, tensor_parallel_size=2, nnodes=2, distributed_executor_backend="mp",
+    )  # fmt: skip
+    return args.create_engine_config()
+
+
+def test_a_node_without_speculation_asks_whether_the_others_have_any(monkeypatch):
+    declining(H200, monkeypatch)
+    config = of_two_nodes(tree="auto")
+    assert SequoiaSettings.declined(config)
+    assert config.parallel_config.worker_cls == engine_config.PLAIN_CPU_WORKER
+    assert issubclass(resolve_obj_by_qualname(engine_config.PLAIN_CPU_WORKER), AgreeingWorker)
+
+
+def test_nodes_that_choose_for_themselves_are_warned(monkeypatch):
+    said = []
+    monkeypatch.setattr(engine_config.logger, "warning", lambda text, *_: said.append(text))
+    of_two_nodes()  # one directory is given, which may be on all nodes
+    monkeypatch.delenv("SEQUOIA_VLLM_TREES")
+    of_two_nodes(tree={"parents": [-1, 0]})
+    assert said == []
+    of_two_nodes()
+    assert "a later start will be refused" in said[0]
 
 
 def limited(size: int = 64, model: str = TARGET, **options):

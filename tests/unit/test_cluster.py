@@ -10,12 +10,17 @@ import torch.multiprocessing as mp
 
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine.cluster import (
+    check_decisions,
     check_devices,
     check_group,
+    check_ranks,
     check_versions,
     current_versions,
+    decisions,
 )
-from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
+from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.start_times import ToTime
 from sequoia_vllm.tree import TokenTree
 
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
@@ -55,10 +60,48 @@ def test_a_tree_chosen_for_another_device_is_refused():
 
 
 class _Config:
-    def __init__(self, chosen_for: str | None) -> None:
-        settings = SequoiaSettings(TokenTree.chain(2), "a test", chosen_for, current_versions())
-        self.speculative_config = SimpleNamespace()
-        settings.store(self.speculative_config)
+    """Of an engine with a tree, or of one that had better have none."""
+
+    def __init__(self, tree: TokenTree | None, drafts: int = 2, **settings) -> None:
+        self.additional_config = {DECLINED: True} if tree is None else {}
+        self.scheduler_config = SimpleNamespace(max_num_seqs=8)
+        self.speculative_config = SimpleNamespace(
+            num_speculative_tokens=2,
+            num_speculative_tokens_per_batch_size=[(1, 4, 2), (5, 5, drafts)],
+        )
+        if tree is not None:
+            stored = SequoiaSettings(tree, "a test", None, current_versions(), **settings)
+            stored.store(self.speculative_config)
+
+
+TREE = TokenTree.chain(2)
+TO_TIME = ToTime(PairKey(H100, "a/target", "a/draft", "bfloat16"), {}, 7e9, 68e6)
+
+
+def test_nodes_may_know_a_tree_from_different_files():
+    here = _Config(TREE, adapts_as="here", expected_speedup=1.2)
+    there = _Config(TREE, adapts_as="there")
+    check_decisions([("node-0", decisions(here)), ("node-1", decisions(there))])
+
+
+@pytest.mark.parametrize(
+    ("there", "difference"),
+    [
+        (_Config(TokenTree((-1, 0, 0))), r"tree: 3 nodes, depth 2, checksum \w+ \(rank 0 on "),
+        (_Config(None), r"tree: 3 nodes, .* \(rank 0 on node-0\); none \(rank 2 on node-1\)"),
+        (_Config(TREE, drafts=0), "drafts by batch size: 1 to 8: 2 .*; 1 to 4: 2, 5 to 8: 0"),
+        (_Config(TREE, to_time=TO_TIME), r"start: no \(rank 0 .*; yes \(rank 2 on node-1\)"),
+        (_Config(TREE, verification="traversal"), "verification: sequoia .*; traversal "),
+        (_Config(TREE, drafter="eagle3"), "drafter: model .*; eagle3 "),
+        (_Config(TREE, adapts_as="a-pair"), "adapts: no .*; yes "),
+    ],
+)
+def test_nodes_that_decided_unlike_are_refused(there, difference):
+    ranks = [("node-0", decisions(_Config(TREE)))] * 2 + [("node-1", decisions(there))] * 2
+    with pytest.raises(ConfigError, match=difference) as error:
+        check_decisions(ranks)
+    assert '{"parents": [...]}' in str(error.value)
+    assert "SEQUOIA_VLLM_TREES" in str(error.value)
 
 
 def _rank(rank: int, groups: dict[str, list[str]], store: str, errors) -> None:
@@ -68,7 +111,9 @@ def _rank(rank: int, groups: dict[str, list[str]], store: str, errors) -> None:
     try:
         for group, names in groups.items():
             try:
-                check_group(_Config(None), names[rank], torch.distributed.group.WORLD)
+                check_group(_Config(TREE), names[rank], torch.distributed.group.WORLD)
+                tree = TokenTree((-1, 0, 0)) if rank and group == "two trees" else TREE
+                check_ranks(_Config(tree), torch.distributed.group.WORLD)
             except ConfigError as error:
                 errors[group, rank] = str(error)
     finally:
@@ -76,11 +121,15 @@ def _rank(rank: int, groups: dict[str, list[str]], store: str, errors) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_tell_each_other_their_device(tmp_path):
+def test_ranks_tell_each_other_their_device_and_tree(tmp_path):
     """All of a mixed group stop, not only the odd one: nobody waits for a rank that is gone."""
-    groups = {"alike": [H100, H100], "mixed": [H100, A100]}
+    groups = {"alike": [H100, H100], "mixed": [H100, A100], "two trees": [H100, H100]}
     with mp.Manager() as manager:
         errors = manager.dict()
         mp.spawn(_rank, args=(groups, str(tmp_path / "store"), errors), nprocs=2)
-        assert set(errors.keys()) == {("mixed", 0), ("mixed", 1)}
-        assert all(H100 in message and A100 in message for message in errors.values())
+        assert set(errors.keys()) == {
+            ("mixed", 0), ("mixed", 1), ("two trees", 0), ("two trees", 1),
+        }  # fmt: skip
+        for (group, _), message in errors.items():
+            named = (H100, A100) if group == "mixed" else ("depth 1", "depth 2")
+            assert all(name in message for name in named)

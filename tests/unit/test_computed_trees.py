@@ -17,12 +17,8 @@ from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, PairShapes, model_classes
 from sequoia_vllm.hardware.scaled_profile import scaled_profile
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.tree_library import (
-    Selection,
-    TreeLibrary,
-    adaptation_path,
-    shipped_directory,
-)
+from sequoia_vllm.library.tree_library import Selection, TreeLibrary, shipped_directory
+from sequoia_vllm.library.user_files import adaptation_path
 from sequoia_vllm.tree import TokenTree
 from tests.support.models import DRAFT, TARGET
 

@@ -31,7 +31,7 @@ from sequoia_vllm.library.generate import (
     profile_reference,
 )
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory, user_directory
+from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree
 
 SHIPPED_CLASS, STRONG_CLASS = "shipped", "appendix-e"
@@ -348,14 +348,6 @@ def test_user_tree_names():
     long = PairKey("x" * 300, "/" * 9, "名", "bfloat16").file_name
     assert len(long) < 200
     assert "/" not in long
-
-
-def test_user_directory(monkeypatch, tmp_path):
-    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path))
-    assert user_directory() == tmp_path
-    monkeypatch.delenv("SEQUOIA_VLLM_TREES")
-    assert user_directory().name == "trees"
-    assert "sequoia-vllm" in str(user_directory())
 
 
 # -- measured inputs -----------------------------------------------------------

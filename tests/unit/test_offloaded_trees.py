@@ -17,11 +17,12 @@ from sequoia_vllm.hardware.models import PairShapes, every_class
 from sequoia_vllm.hardware.offloading import streamed_layers
 from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.streaming import StreamedWeights
-from sequoia_vllm.library import tree_library
+from sequoia_vllm.library import user_files
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.start_times import ToTime, load_start_times, save_start_times
-from sequoia_vllm.library.tree_library import TreeLibrary, adaptation_path
+from sequoia_vllm.library.tree_library import TreeLibrary
+from sequoia_vllm.library.user_files import adaptation_path
 from sequoia_vllm.measuring.errors import CalibrationError
 from tests.unit.test_computed_trees import learned
 
@@ -38,7 +39,7 @@ RUNS = {"vllm": "0.32.0"}
 @pytest.fixture
 def library(tmp_path, monkeypatch) -> TreeLibrary:
     """The shipped trees, and no trees of the user's own, for engines too."""
-    monkeypatch.setenv(tree_library.USER_DIRECTORY_VARIABLE, str(tmp_path / "user"))
+    monkeypatch.setenv(user_files.USER_DIRECTORY_VARIABLE, str(tmp_path / "user"))
     return TreeLibrary()
 
 

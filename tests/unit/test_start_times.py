@@ -14,7 +14,7 @@ from sequoia_vllm.engine.start.timing import is_sound, is_steady, profile_of
 from sequoia_vllm.hardware.models import PairShapes, model_classes
 from sequoia_vllm.hardware.step_curves import BatchTimes, StepTimes, TimedStep
 from sequoia_vllm.hardware.step_profile import Curve, Profile
-from sequoia_vllm.library import tree_library
+from sequoia_vllm.library import user_files
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.start_times import (
     ToTime,
@@ -22,7 +22,8 @@ from sequoia_vllm.library.start_times import (
     save_start_times,
     start_times_path,
 )
-from sequoia_vllm.library.tree_library import TreeLibrary, adaptation_path
+from sequoia_vllm.library.tree_library import TreeLibrary
+from sequoia_vllm.library.user_files import adaptation_path
 from tests.unit.test_computed_trees import learned
 
 L40S, H100, CPU = "NVIDIA L40S", "NVIDIA H100 80GB HBM3", "AMD EPYC"
@@ -259,7 +260,7 @@ def test_writing_leaves_one_file(library):
 @pytest.fixture
 def told(library, monkeypatch):
     """The settings of an engine of the pair on a device with a datasheet alone."""
-    monkeypatch.setenv(tree_library.USER_DIRECTORY_VARIABLE, str(library.user))
+    monkeypatch.setenv(user_files.USER_DIRECTORY_VARIABLE, str(library.user))
 
     def settings(runs=RUNS, shapes=SHAPES, **keys) -> SequoiaSettings:
         config = SequoiaConfig.parse({"method": "sequoia", "model": "some/draft", **keys})

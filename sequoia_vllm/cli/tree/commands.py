@@ -233,10 +233,12 @@ def list_trees(
         library = TreeLibrary()
         entries = entries_of(library, device)
         if as_json:
-            print_json({"user_directory": str(library.user), "trees": entries_json(entries)})
+            directory = None if library.readable is None else str(library.readable)
+            print_json({"user_directory": directory, "trees": entries_json(entries)})
             return
         console().print(entries_table(entries))
-        console().print(f"your own trees: {library.user}", style="dim", soft_wrap=True)
+        where = library.readable or "none, as you have no home directory"
+        console().print(f"your own trees: {where}", style="dim", soft_wrap=True)
 
 
 @app.command()

@@ -59,6 +59,8 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     Expected(f"{_ARGS}.offload_prefetch_step"),
     Expected(f"{_ARGS}.offload_params"),
     # replicas.py
+    Expected("vllm.config:ParallelConfig.nnodes_within_dp"),
+    Expected("vllm.config:ParallelConfig.data_parallel_size_local"),
     Expected("vllm.config:ParallelConfig.reconfigure_for_independent_dp_rank", ("self",)),
     # refusals.py: vLLM does so only where replicas run in lock step.
     Expected("vllm.config:ParallelConfig.use_ubatching"),
@@ -279,10 +281,12 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     Override(
         f"{_WORKER}.init_device", ("self",),
         kind="subclass",
-        why="refuses nodes with other versions, and tensor-parallel groups of mixed devices",
-        until="vLLM compares versions of plugins between nodes",
+        why="refuses nodes with other versions or another tree, and tensor-parallel groups of "
+        "mixed devices",
+        until="vLLM compares versions of plugins between nodes, and one node configures all",
     ),
     Expected("vllm.distributed.parallel_state:get_tp_group", (), may_grow=True),
+    Expected("vllm.distributed.parallel_state:get_world_group", (), may_grow=True),
     Override(
         f"{_WORKER}.compile_or_warm_up_model", ("self",),
         kind="subclass",

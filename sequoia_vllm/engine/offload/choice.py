@@ -13,7 +13,8 @@ from sequoia_vllm.offload.weight_file import filesystem_of
 _WORKER = "sequoia_vllm.engine.offload.worker.OffloadingCPUWorker"
 # vLLM's own, as its platform names it, and those of ours that offload.
 _PLAIN = "vllm.v1.worker.cpu_worker.CPUWorker"
-_OFFLOADING = (_WORKER, "sequoia_vllm.engine.worker_cpu.SequoiaCPUWorker")
+_OURS = "sequoia_vllm.engine.worker_cpu"
+_OFFLOADING = (_WORKER, f"{_OURS}.SequoiaCPUWorker", f"{_OURS}.PlainCPUWorker")
 
 
 def choose_offloading(vllm_config: Any) -> None:

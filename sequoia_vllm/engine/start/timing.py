@@ -34,7 +34,7 @@ from sequoia_vllm.hardware.step_curves import (
 )
 from sequoia_vllm.hardware.step_profile import Curve, Profile
 from sequoia_vllm.library.start_times import ToTime, save_start_times
-from sequoia_vllm.library.tree_library import user_directory
+from sequoia_vllm.library.user_files import user_directory
 
 logger = logging.getLogger("vllm.sequoia")
 

@@ -1,0 +1,131 @@
+"""Where the user's own trees lie, what was measured, and what engines keep for their next start.
+
+An engine may run where it cannot look or write: as a user without a home, as one who may
+not enter the home that it is given, on a read-only disk. It runs all the same, without.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from sequoia_vllm.library.files import LibraryError
+
+USER_DIRECTORY_VARIABLE = "SEQUOIA_VLLM_TREES"
+_FIX = f"set {USER_DIRECTORY_VARIABLE} to a directory that can be written to"
+
+
+def user_directory() -> Path:
+    """Where the user's own trees lie.
+
+    ``$SEQUOIA_VLLM_TREES``, or ``trees`` in the user's data directory of
+    ``sequoia-vllm`` (``~/.local/share/sequoia-vllm/trees`` on Linux).
+
+    Raises:
+        LibraryError: If nobody knows where this user's home is; names the fix.
+    """
+    override = os.environ.get(USER_DIRECTORY_VARIABLE)
+    try:
+        if override:
+            return Path(override).expanduser()
+        data = Path(platformdirs.user_data_dir("sequoia-vllm", appauthor=False))
+    except RuntimeError as error:
+        raise LibraryError(f"this user has no home directory ({error}): {_FIX}") from error
+    if not data.is_absolute():  # of older versions of platformdirs
+        raise LibraryError(f"this user has no home directory: {_FIX}")
+    return data / "trees"
+
+
+def readable_directory() -> Path | None:
+    """`user_directory`; None where this user has none. What is in it: see `is_there`."""
+    try:
+        return user_directory()
+    except LibraryError:
+        return None
+
+
+def adaptation_path(user: Path, name: str) -> Path:
+    """What engines learned of a pair (`PairKey.file_name`) while they served it."""
+    return user / "adaptation" / f"{name}.json"
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file is there, as far as this user can see."""
+    try:
+        return path.is_file()
+    except OSError:  # a directory that this user may not enter, or the like
+        return False
+
+
+def files_in(directory: Path | None) -> list[Path]:
+    """The JSON files in a directory in order, as far as this user can see any."""
+    try:
+        return [] if directory is None else sorted(directory.glob("*.json"))
+    except OSError:
+        return []
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What a user's own tree was made from.
+
+    Attributes:
+        directory: Where both files lie; it may not exist.
+    """
+
+    directory: Path
+
+    @property
+    def acceptance(self) -> Path:
+        """`AcceptanceFile`: how often drafts are accepted."""
+        return self.directory / "acceptance.json"
+
+    @property
+    def profile(self) -> Path:
+        """`Profile`: how long each part of a step takes."""
+        return self.directory / "profile.json"
+
+    def exist(self) -> bool:
+        """Whether both files are there."""
+        return is_there(self.acceptance) and is_there(self.profile)
+
+
+def reason_not_to_keep() -> str | None:
+    """Why nothing can be kept in the user's directory, and the fix; None: it can be."""
+    try:
+        check_writable(user_directory())
+    except LibraryError as error:
+        return str(error)
+    return None
+
+
+def make_writable(directory: Path) -> None:
+    """Makes a directory of the user's that is to be written to.
+
+    Raises:
+        LibraryError: If it cannot be made, or written to; names the fix.
+    """
+    check_writable(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LibraryError(f"cannot make {directory}: {error.strerror}: {_FIX}") from error
+
+
+def check_writable(directory: Path) -> None:
+    """Whether files can be made in a directory, or it can be made where there is none yet.
+
+    Raises:
+        LibraryError: If not; names the fix.
+    """
+    nearest = directory
+    try:
+        while not nearest.exists():
+            nearest = nearest.parent
+    except OSError as error:
+        raise LibraryError(f"cannot look into {directory} ({error.strerror}): {_FIX}") from error
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        raise LibraryError(f"cannot write to {directory}: {_FIX}")
