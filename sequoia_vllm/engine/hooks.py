@@ -21,6 +21,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingProm
 from vllm.v1.structured_output import StructuredOutputManager
 
 from sequoia_vllm.engine import (
+    draft_slots,
     engine_config,
     grammar,
     load,
@@ -46,6 +47,7 @@ def install() -> None:
     _wrap(StructuredOutputManager, "grammar_bitmask", grammar.grammar_bitmask)
     tree_reports.add_report_field()
     _wrap(Scheduler, "update_from_output", tree_reports.update_from_output)
+    _wrap(Scheduler, "schedule", draft_slots.schedule)
     _wrap(EngineCore, "post_step", messages.post_step)
     _wrap(Scheduler, "_handle_stopped_request", sessions.handle_stopped_request)
     _wrap(StatLoggerManager, "__init__", tree_reports.init_stat_logger_manager)

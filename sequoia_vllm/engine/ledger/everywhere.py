@@ -191,6 +191,16 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         "and having one turns statistics on in every engine",
         until=_METRICS,
     ),
+    # draft_slots.py
+    Override(
+        "vllm.v1.core.sched.scheduler:Scheduler.schedule", ("self", "throttle_prefills"),
+        kind="patch",
+        why="allocates look-ahead slots for the largest number of drafts at any batch size, and "
+        "looks the batch's up afterwards; ours sets num_lookahead_tokens and cuts "
+        "dynamic_sd_lookup, both as they were once the step is scheduled",
+        until="vLLM's look-ahead slots follow its schedule by batch size",
+    ),
+    Expected("vllm.v1.core.sched.scheduler:Scheduler.get_request_counts", ("self",)),
     # messages.py
     Override(
         "vllm.v1.engine.core:EngineCore.post_step", ("self", "model_executed"),
