@@ -21,6 +21,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingProm
 from vllm.v1.structured_output import StructuredOutputManager
 
 from sequoia_vllm.engine import (
+    batch_limits,
     draft_slots,
     engine_config,
     grammar,
@@ -54,6 +55,8 @@ def install() -> None:
     _wrap(SpeculativeConfig, "__repr__", shown.describe)
     _wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _verify_vocabulary_size)
     _wrap(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", load.check_schedule)
+    _wrap(VllmConfig, "_set_max_num_scheduled_tokens", batch_limits.check_budget)
+    _wrap(SpeculativeConfig, "max_num_new_slots_for_drafting", batch_limits.slots_for_drafting)
     _wrap(Scheduler, "make_stats", shown.make_stats)
     _wrap(SpecDecodingProm, "__init__", shown.init_acceptance_counters)
     _wrap(LLMEngine, "get_metrics", tree_reports.get_metrics)
@@ -66,7 +69,8 @@ def is_patched() -> bool:
 
 def _wrap(owner: type, name: str, replacement: Callable[..., Any], static: bool = False) -> None:
     """Replaces ``owner.name`` by ``replacement(original, *args)``, unless that was done."""
-    original = getattr(owner, name)
+    found: Any = getattr(owner, name)
+    original: Any = found.fget if isinstance(found, property) else found
     if hasattr(original, _ORIGINAL):
         return
 
@@ -75,7 +79,8 @@ def _wrap(owner: type, name: str, replacement: Callable[..., Any], static: bool 
         return replacement(original, *args, **kwargs)
 
     setattr(wrapped, _ORIGINAL, original)
-    setattr(owner, name, staticmethod(wrapped) if static else wrapped)
+    form = property if original is not found else staticmethod if static else None
+    setattr(owner, name, form(wrapped) if form else wrapped)
 
 
 def _validate_spec_decode(

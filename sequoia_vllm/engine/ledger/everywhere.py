@@ -157,6 +157,24 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     *(Expected(f"vllm.config:CompilationConfig.{field}") for field in (
         "cudagraph_capture_sizes", "max_cudagraph_capture_size",
     )),
+    # batch_limits.py
+    Override(
+        f"{_CONFIG}._set_max_num_scheduled_tokens", ("self",),
+        kind="patch",
+        why="from 0.33 on sets max_num_active_seqs to the requests that a pass with a row for each "
+        "draft has room for, where a head drafts blocks; trees' passes have one for each level, "
+        "and take part of a batch",
+        until="vLLM asks the speculative method how many requests it drafts for",
+    ),
+    Override(
+        "vllm.config:SpeculativeConfig.max_num_new_slots_for_drafting",
+        kind="patch",
+        why="in 0.32 counts such rows among those of the target's batch, which fewer requests fit",
+        until="0.32 is no longer supported: 0.33 counts none",
+    ),
+    Expected("vllm.config:SchedulerConfig.max_num_active_seqs"),
+    Expected("vllm.config:SpeculativeConfig.use_dflash", ("self",)),
+    Expected("vllm.config:SpeculativeConfig.use_dspark", ("self",)),
     # refusals.py
     Expected("vllm.platforms:CpuArchEnum.X86"),
     # offload/vllms.py, for refusals.py and v2/runner_gpu.py
