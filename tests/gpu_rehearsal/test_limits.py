@@ -1,12 +1,14 @@
-"""What the GPU engine's limits allow: requests at once."""
+"""What the GPU engine's limits allow: requests at once, and logits while it starts."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.engines import sequoia
-from tests.support.generating import random_prompts
+from tests.support.engines import runner_of, sequoia
+from tests.support.generating import random_prompts, save_related_pair
 from tests.support.heads import save_dflash
 from tests.support.models import save_llama
 from tests.support.on_gpu import call_on_gpu
@@ -53,8 +55,58 @@ def requests_by_step(scheduler: Any) -> list[int]:
     return found
 
 
+def start(models: str) -> dict[str, Any]:
+    """An engine with many request slots, of which a few may have whole trees."""
+    target, draft = save_related_pair(Path(models))
+    schedule = [[1, 4, NODES - 1], [5, 32, 0]]
+    config = sequoia(
+        size=NODES, depth=3, draft=draft, num_speculative_tokens_per_batch_size=schedule
+    )
+    with (
+        watching_logits() as (scored, profiled),
+        rehearsing(config, model=target, max_num_seqs=32) as llm,
+    ):
+        slots = runner_of(llm).scheduler_config.max_num_seqs
+    return {"scored": scored, "profiled": profiled, "slots": slots}
+
+
+@contextmanager
+def watching_logits() -> Iterator[tuple[list[int], list[int]]]:
+    """Rows of the target's logits: of each step within the block, and as profiled."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # the stand-ins, without which the modules below find no GPU
+    from sequoia_vllm.engine.swap import swapped
+    from sequoia_vllm.engine.v2 import tree_speculator
+    from sequoia_vllm.engine.v2.runner import TreeRunner
+
+    scored, profiled = [], []
+    take, sample = tree_speculator.take_logits_memory, TreeRunner.sample
+
+    def take_logits_memory(rows: int, *args: Any, **kwargs: Any) -> None:
+        profiled.append(rows)
+        take(rows, *args, **kwargs)
+
+    def watched(self: Any, hidden_states: Any, input_batch: Any, *args: Any) -> Any:
+        scored.append(len(input_batch.logits_indices))
+        return sample(self, hidden_states, input_batch, *args)
+
+    with (
+        swapped(tree_speculator, "take_logits_memory", take_logits_memory),
+        swapped(TreeRunner, "sample", watched),
+    ):
+        yield scored, profiled
+
+
 def test_a_head_that_drafts_blocks_limits_no_requests(tmp_path):
     assert call_on_gpu(run_many, tmp_path, models=str(tmp_path)) == {
         "together": REQUESTS,
         "limit": None,
     }
+
+
+def test_a_start_computes_no_more_logits_than_were_profiled(tmp_path):
+    found = call_on_gpu(start, tmp_path, models=str(tmp_path))
+    assert max(found["profiled"]) == 4 * NODES
+    assert 2 * NODES <= max(found["scored"]) <= max(found["profiled"])
+    assert found["slots"] == 32

@@ -119,6 +119,8 @@ V2: tuple[Expected | Override, ...] = (
         "seq_lens_cpu_upper_bound", "num_computed_tokens_np", "is_prefilling_np", "input_ids",
         "positions", "logits_indices", "cu_num_logits", "cu_num_logits_np",
     )),
+    # v2/tree_memory.py
+    Expected("vllm.model_executor.layers.logits_processor:LogitsProcessor"),
     # v2/draft_loading.py
     Expected(f"{_OFFLOADER}:get_offloader", ()),
     Expected(f"{_OFFLOADER}:NoopOffloader"),
