@@ -211,8 +211,8 @@ def create_speculative_config(
 def _as_chain(config: SequoiaConfig, resolved: Resolved) -> dict[str, Any]:
     """The same as a speculative configuration of vLLM's own method for this kind of drafter.
 
-    That method's scheduling is what trees need: as many look-ahead slots as drafts, and
-    the draft's layers in the KV cache; for heads also the target's auxiliary hidden states,
+    That method's scheduling is what trees need: as many look-ahead slots as drafts (`draft_slots`),
+    and the draft's layers in the KV cache; for heads also the target's auxiliary hidden states,
     and a prefix cache that leaves out what they read with a later block's token.
     """
     drafts = resolved.choice.tree.num_speculative_tokens

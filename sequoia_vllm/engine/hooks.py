@@ -21,6 +21,8 @@ from vllm.v1.spec_decode.metrics import SpecDecodingProm
 from vllm.v1.structured_output import StructuredOutputManager
 
 from sequoia_vllm.engine import (
+    batch_limits,
+    draft_slots,
     engine_config,
     grammar,
     load,
@@ -46,6 +48,7 @@ def install() -> None:
     _wrap(StructuredOutputManager, "grammar_bitmask", grammar.grammar_bitmask)
     tree_reports.add_report_field()
     _wrap(Scheduler, "update_from_output", tree_reports.update_from_output)
+    _wrap(Scheduler, "schedule", draft_slots.schedule)
     _wrap(EngineCore, "post_step", messages.post_step)
     _wrap(Scheduler, "_handle_stopped_request", sessions.handle_stopped_request)
     _wrap(StatLoggerManager, "__init__", tree_reports.init_stat_logger_manager)
@@ -54,6 +57,8 @@ def install() -> None:
     _wrap(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", load.check_schedule)
     if hasattr(VllmConfig, "_limit_max_model_len_to_draft"):  # from 0.33 on
         _wrap(VllmConfig, "_limit_max_model_len_to_draft", engine_config.limit_length)
+    _wrap(VllmConfig, "_set_max_num_scheduled_tokens", batch_limits.check_budget)
+    _wrap(SpeculativeConfig, "max_num_new_slots_for_drafting", batch_limits.slots_for_drafting)
     _wrap(Scheduler, "make_stats", shown.make_stats)
     _wrap(SpecDecodingProm, "__init__", shown.init_acceptance_counters)
     _wrap(LLMEngine, "get_metrics", tree_reports.get_metrics)
@@ -66,7 +71,8 @@ def is_patched() -> bool:
 
 def _wrap(owner: type, name: str, replacement: Callable[..., Any], static: bool = False) -> None:
     """Replaces ``owner.name`` by ``replacement(original, *args)``, unless that was done."""
-    original = getattr(owner, name)
+    found: Any = getattr(owner, name)
+    original: Any = found.fget if isinstance(found, property) else found
     if hasattr(original, _ORIGINAL):
         return
 
@@ -75,7 +81,8 @@ def _wrap(owner: type, name: str, replacement: Callable[..., Any], static: bool 
         return replacement(original, *args, **kwargs)
 
     setattr(wrapped, _ORIGINAL, original)
-    setattr(owner, name, staticmethod(wrapped) if static else wrapped)
+    form = property if original is not found else staticmethod if static else None
+    setattr(owner, name, form(wrapped) if form else wrapped)
 
 
 def _validate_spec_decode(

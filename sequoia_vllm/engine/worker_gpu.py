@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from vllm.v1.worker import gpu_worker
+
 from sequoia_vllm.engine.contract import check_contract
+from sequoia_vllm.engine.swap import swapped
+from sequoia_vllm.engine.v2.warming_up import warm_up
 from sequoia_vllm.engine.worker_base import AgreeingWorker, SequoiaWorker
 
 
@@ -28,4 +33,6 @@ class SequoiaGPUWorker(SequoiaWorker):
         Before it, as at its end vLLM begins to warn of kernels that are compiled late.
         """
         self.model_runner.rejection_sampler.warm_up(self.model_config.dtype)
-        return super().compile_or_warm_up_model()
+        fewer_requests = partial(warm_up, gpu_worker.warmup_kernels)
+        with swapped(gpu_worker, "warmup_kernels", fewer_requests):
+            return super().compile_or_warm_up_model()

@@ -147,13 +147,18 @@ def test_ledger_lists_every_attribute_replaced_on_an_instance():
     assert set(replaced_on_instances()) == {override.path for override in listed("instance")}
 
 
+def function_of(attribute: object) -> object:
+    """A property's, or what is given."""
+    return attribute.fget if isinstance(attribute, property) else attribute
+
+
 def test_ledger_lists_every_patch():
     plugin.register()
     patched = {
         (owner, name)
         for owner in PATCHED
         for name in dir(owner)
-        if hasattr(inspect.getattr_static(owner, name), hooks._ORIGINAL)
+        if hasattr(function_of(inspect.getattr_static(owner, name)), hooks._ORIGINAL)
         or hasattr(getattr(owner, name, None), hooks._ORIGINAL)
     }
     assert patched == {place for place in places("patch") if hasattr(*place)}

@@ -4,6 +4,9 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.drafting.draft_plan import DraftPlan
 from sequoia_vllm.engine.v2 import tree_memory
@@ -11,6 +14,12 @@ from sequoia_vllm.tree import TokenTree
 
 TREE = TokenTree((-1, 0, 0, 1, 1, 2, 2))  # three nodes with children
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def default_vllm_config():
+    with set_current_vllm_config(VllmConfig()):
+        yield
 
 
 def allocate(max_num_seqs: int, vocab_size: int):
@@ -38,10 +47,13 @@ def test_a_device_that_is_too_small(monkeypatch):
 
 @pytest.mark.parametrize(
     ("drafts_by_batch", "budget", "most"),
-    [([767, 767], 8192, 1536), ([767, 511, 255], 8192, 1024), ([767] * 16, 8192, 8192)],
-)
+    [
+        ([767, 767], 8192, 1536), ([767, 511, 255], 8192, 1024), ([767] * 16, 8192, 8192),
+        ([3, 3], 8192, 768),  # vLLM's warm-up has the whole tree, though the schedule does not
+    ],
+)  # fmt: skip
 def test_the_most_nodes_that_a_step_scores(drafts_by_batch, budget, most):
-    assert tree_memory.most_scored(drafts_by_batch, budget) == most
+    assert tree_memory.most_scored(drafts_by_batch, 768, budget) == most
 
 
 def test_profiling_takes_the_logits_of_all_nodes(monkeypatch):
@@ -57,3 +69,21 @@ def test_profiling_takes_the_logits_of_all_nodes(monkeypatch):
         (1536, 131072, torch.bfloat16), (1536, 131072, torch.float32),
         (8192, 131072, torch.bfloat16), (chunk, 131072, torch.float32),
     ]  # fmt: skip
+
+
+def test_profiling_takes_what_a_soft_cap_makes(monkeypatch):
+    """Logits once more, in the model's dtype; gone before they are copied."""
+    taken = []
+    monkeypatch.setattr(
+        tree_memory.torch, "empty", lambda *shape, dtype, device: taken.append((*shape, dtype))
+    )
+    tree_memory.take_logits_memory(64, 8, 256, torch.bfloat16, CPU, capped=True)
+    assert taken == [
+        (64, 256, torch.bfloat16), (64, 256, torch.bfloat16), (64, 256, torch.float32),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("soft_cap", "expected"), [(30.0, True), (None, False)])
+def test_targets_whose_logits_are_capped(soft_cap, expected, default_vllm_config):
+    target = torch.nn.Sequential(torch.nn.Sequential(LogitsProcessor(9, soft_cap=soft_cap)))
+    assert tree_memory.has_soft_cap(target) == expected

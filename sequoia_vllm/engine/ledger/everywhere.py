@@ -159,6 +159,24 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     *(Expected(f"vllm.config:CompilationConfig.{field}") for field in (
         "cudagraph_capture_sizes", "max_cudagraph_capture_size",
     )),
+    # batch_limits.py
+    Override(
+        f"{_CONFIG}._set_max_num_scheduled_tokens", ("self",),
+        kind="patch",
+        why="from 0.33 on sets max_num_active_seqs to the requests that a pass with a row for each "
+        "draft has room for, where a head drafts blocks; trees' passes have one for each level, "
+        "and take part of a batch",
+        until="vLLM asks the speculative method how many requests it drafts for",
+    ),
+    Override(
+        "vllm.config:SpeculativeConfig.max_num_new_slots_for_drafting",
+        kind="patch",
+        why="in 0.32 counts such rows among those of the target's batch, which fewer requests fit",
+        until="0.32 is no longer supported: 0.33 counts none",
+    ),
+    Expected("vllm.config:SchedulerConfig.max_num_active_seqs"),
+    Expected("vllm.config:SpeculativeConfig.use_dflash", ("self",)),
+    Expected("vllm.config:SpeculativeConfig.use_dspark", ("self",)),
     # refusals.py
     Expected("vllm.platforms:CpuArchEnum.X86"),
     Expected("vllm.config.aux_output:AuxOutputConfig.enabled"),
@@ -197,6 +215,16 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         "and having one turns statistics on in every engine",
         until=_METRICS,
     ),
+    # draft_slots.py
+    Override(
+        "vllm.v1.core.sched.scheduler:Scheduler.schedule", ("self", "throttle_prefills"),
+        kind="patch",
+        why="allocates look-ahead slots for the largest number of drafts at any batch size, and "
+        "looks the batch's up afterwards; ours sets num_lookahead_tokens and cuts "
+        "dynamic_sd_lookup, both as they were once the step is scheduled",
+        until="vLLM's look-ahead slots follow its schedule by batch size",
+    ),
+    Expected("vllm.v1.core.sched.scheduler:Scheduler.get_request_counts", ("self",)),
     # messages.py
     Override(
         "vllm.v1.engine.core:EngineCore.post_step", ("self", "model_executed"),

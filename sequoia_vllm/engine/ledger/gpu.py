@@ -90,6 +90,16 @@ GPU: tuple[Expected | Override, ...] = (
         why="makes vLLM's runner; ours has trees",
         until="the worker asks a method for its runner class",
     ),
+    # worker_gpu.py, v2/warming_up.py
+    Override(
+        "vllm.v1.worker.gpu_worker:warmup_kernels",
+        ("model_runner", "worker_execute_model", "worker_sample_tokens"),
+        kind="swap",
+        why="scores the largest number of drafts for max_num_seqs requests, or as many as the "
+        "token budget has room for, when the KV cache has taken the memory: many times the logits "
+        "that a schedule comes to; ours has fewer requests in the runner's scheduler_config",
+        until="vLLM's warm-up follows its schedule by batch size",
+    ),
     # v2/runner_gpu.py
     Override(
         f"{_RUNNER}:ModelCudaGraphManager",

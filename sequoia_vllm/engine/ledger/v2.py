@@ -124,6 +124,8 @@ V2: tuple[Expected | Override, ...] = (
         f"{_V2}.model_runner:sort_batch_req_ids",
         ("num_tokens_per_req", "draft_tokens", "decode_query_len"),
     ),
+    # v2/tree_memory.py
+    Expected("vllm.model_executor.layers.logits_processor:LogitsProcessor"),
     # v2/draft_loading.py
     Expected(f"{_OFFLOADER}:get_offloader", ()),
     Expected(f"{_OFFLOADER}:NoopOffloader"),

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from sequoia_vllm.config import ConfigError
@@ -59,19 +60,26 @@ def allocate_drafted(
         ) from error
 
 
-def most_scored(drafts_by_batch: Sequence[int], most_tokens: int) -> int:
+def most_scored(drafts_by_batch: Sequence[int], largest_tree: int, most_tokens: int) -> int:
     """Nodes of all trees of a step, roots included, at most.
 
     Args:
         drafts_by_batch: Drafts per request of batches of 1, 2, ... requests.
+        largest_tree: Nodes of the engine's: one request has all in the warm-up.
         most_tokens: Of a step.
     """
     by_batch = enumerate(drafts_by_batch, start=1)
-    return min(max(batch * (drafts + 1) for batch, drafts in by_batch), most_tokens)
+    most = max(batch * (drafts + 1) for batch, drafts in by_batch)
+    return min(max(most, largest_tree), most_tokens)
 
 
 def take_logits_memory(
-    rows: int, largest_tree: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+    rows: int,
+    largest_tree: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    capped: bool = False,
 ) -> None:
     """Takes, and gives back, what the target's logits of a step take: for memory profiling.
 
@@ -83,8 +91,17 @@ def take_logits_memory(
         vocab_size: V.
         dtype: Of the target's logits; parameters are applied to a copy in float32.
         device: The engine's.
+        capped: The target has a soft cap, whose every operation makes logits of those before it.
     """
     edited = min(rows, max(largest_tree, get_max_chunk_logits(vocab_size)))
     logits = torch.empty(rows, vocab_size, dtype=dtype, device=device)
+    if capped:
+        torch.empty(rows, vocab_size, dtype=dtype, device=device)
     copy = torch.empty(edited, vocab_size, dtype=torch.float32, device=device)
     del logits, copy
+
+
+def has_soft_cap(target: torch.nn.Module) -> bool:
+    """Whether a target's logits are capped (Gemma 2)."""
+    heads = (module for module in target.modules() if isinstance(module, LogitsProcessor))
+    return any(head.soft_cap is not None for head in heads)

@@ -32,7 +32,12 @@ from sequoia_vllm.engine.v2.draft_loading import nothing_offloaded
 from sequoia_vllm.engine.v2.draft_model import CachedDraftModel, DraftCache
 from sequoia_vllm.engine.v2.request_modes import RequestModes
 from sequoia_vllm.engine.v2.request_reading import RequestReading
-from sequoia_vllm.engine.v2.tree_memory import allocate_drafted, most_scored, take_logits_memory
+from sequoia_vllm.engine.v2.tree_memory import (
+    allocate_drafted,
+    has_soft_cap,
+    most_scored,
+    take_logits_memory,
+)
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -43,6 +48,7 @@ class TreeSpeculator(DraftModelSpeculator):
 
     Attributes:
         lag: See `kernels.begin_drafting`.
+        most_scored: Rows of logits of the target that a step has at most, warm-up included.
         has_failed: Whether the draft has; then it is not asked again.
     """
 
@@ -66,6 +72,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.backend = backend
         self.modes = RequestModes(self.max_num_reqs, thinks_first(vllm_config))
         drafts, fewer = scheduled_drafts(vllm_config), fewer_drafts(vllm_config)
+        self.most_scored = most_scored(drafts, tree.size, self.max_num_tokens)
         self.plan = DraftPlan(tree, drafts, self.max_num_tokens, fewer, self._least_rows())
         steps_ahead = vllm_config.max_concurrent_batches - 1
         self.reading = self._new_reading(steps_ahead)
@@ -121,6 +128,7 @@ class TreeSpeculator(DraftModelSpeculator):
         counts it."""
         with nothing_offloaded():
             super().load_model(target_model)
+        self._target_is_capped = has_soft_cap(target_model)
         self.drafted = allocate_drafted(
             self.plan, self.tree, self.max_num_reqs, self._logits_size,
             self.draft_model_config.head_dtype, self.device,
@@ -226,6 +234,8 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def _take_target_logits(self) -> None:
         """What the target's logits at all nodes take."""
-        scored = most_scored(scheduled_drafts(self.vllm_config), self.max_num_tokens)
         dtype = self.vllm_config.model_config.head_dtype
-        take_logits_memory(scored, self.tree.size, self._logits_size, dtype, self.device)
+        take_logits_memory(
+            self.most_scored, self.tree.size, self._logits_size, dtype, self.device,
+            capped=self._target_is_capped,
+        )  # fmt: skip

@@ -1,0 +1,70 @@
+"""As many requests as users ask for, whatever vLLM sets aside for heads that draft blocks."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sequoia_vllm.engine import batch_limits
+from sequoia_vllm.engine.mark import mark
+from sequoia_vllm.engine.settings import KEY
+
+BUDGET, NODES = 8192, 128
+
+
+def config(active=None, ours=True):
+    return SimpleNamespace(
+        additional_config={KEY: {}} if ours else {},
+        scheduler_config=SimpleNamespace(max_num_active_seqs=active, max_num_seqs=1024),
+    )
+
+
+@pytest.fixture
+def lowering():
+    """What vLLM 0.33 does, and whether it would have warned of it."""
+
+    def lower(of):
+        scheduler = of.scheduler_config
+        active = scheduler.max_num_active_seqs or scheduler.max_num_seqs
+        if active > BUDGET // NODES:
+            lower.warned = True
+            scheduler.max_num_active_seqs = BUDGET // NODES
+
+    lower.warned = False
+    return lower
+
+
+@pytest.mark.parametrize("users", [None, 400, 8])
+def test_users_decide_how_many_requests_run(users, lowering):
+    of = config(users)
+    batch_limits.check_budget(lowering, of)
+    assert of.scheduler_config.max_num_active_seqs == users
+    assert not lowering.warned
+
+
+def test_other_engines_are_left_alone(lowering):
+    of = config(ours=False)
+    batch_limits.check_budget(lowering, of)
+    assert of.scheduler_config.max_num_active_seqs == 64
+
+
+def test_a_budget_that_vllm_refuses_leaves_the_users_number():
+    def refuse(_):
+        raise ValueError("too few")
+
+    of = config(400)
+    with pytest.raises(ValueError, match="too few"):
+        batch_limits.check_budget(refuse, of)
+    assert of.scheduler_config.max_num_active_seqs == 400
+
+
+@pytest.mark.parametrize(
+    ("method", "ours", "slots"),
+    [("dflash", True, 0), ("dspark", True, 0), ("draft_model", True, 127), ("dflash", False, 127)],
+)
+def test_blocks_take_no_rows_of_the_targets_batch(method, ours, slots):
+    of = SimpleNamespace(
+        use_dflash=lambda: method == "dflash", use_dspark=lambda: method == "dspark"
+    )
+    if ours:
+        mark(of, depth=4)
+    assert batch_limits.slots_for_drafting(lambda _: 127, of) == slots

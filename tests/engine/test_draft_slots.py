@@ -1,0 +1,139 @@
+"""KV cache slots that are reserved for drafts: as many as a step's drafts need, in every step."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm import SamplingParams
+
+from sequoia_vllm.engine import draft_slots
+from sequoia_vllm.engine.mark import mark
+from sequoia_vllm.engine.settings import KEY
+from tests.support.engines import metric, running, sequoia
+from tests.support.models import prompts
+
+LARGEST, DEPTH = 15, 4
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+REQUESTS, BLOCK = 6, 32
+
+
+def scheduler(lookup, running, waiting, beyond=0, ours=True):
+    """What of vLLM's is read and set; a head that drafts blocks has a slot beyond its drafts."""
+    mark(speculative := SimpleNamespace(), DEPTH)
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            additional_config={KEY: {}} if ours else {}, speculative_config=speculative
+        ),
+        dynamic_sd_lookup=lookup,
+        num_spec_tokens=LARGEST,
+        num_lookahead_tokens=LARGEST + beyond,
+        max_num_running_reqs=len(lookup) - 1,
+        get_request_counts=lambda: (running, waiting),
+    )
+
+
+def step(of, throttle_prefills=False):
+    """In vLLM's place: look-ahead slots, and drafts by the number of requests scheduled."""
+    assert throttle_prefills
+    drafts = [of.dynamic_sd_lookup[batch] for batch in range(1, of.max_num_running_reqs + 1)]
+    return of.num_lookahead_tokens, drafts
+
+
+def scheduled(of):
+    return draft_slots.schedule(step, of, throttle_prefills=True)
+
+
+@given(
+    lookup=st.lists(st.integers(0, LARGEST), min_size=2, max_size=9),
+    running=st.integers(0, 8),
+    waiting=st.integers(0, 20),
+    beyond=st.integers(0, 1),
+)
+def test_there_are_slots_for_the_drafts_of_any_batch(lookup, running, waiting, beyond):
+    """Whatever the table, and however few requests could be scheduled."""
+    running = min(running, len(lookup) - 1)
+    of = scheduler(lookup, running, waiting, beyond)
+    slots, drafts = scheduled(of)
+    blocks = DEPTH if beyond else 0  # of some heads, whatever is drafted
+    assert all(max(count, blocks) + beyond <= slots for count in drafts if count > 0)
+    assert slots <= LARGEST + beyond
+    # What is expected to run is not cut.
+    largest = min(running + waiting, len(lookup) - 1)
+    expected = slice(max(running, 1), largest + 1)
+    assert drafts[max(running, 1) - 1 : largest] == lookup[expected]
+    assert (of.dynamic_sd_lookup, of.num_lookahead_tokens) == (lookup, LARGEST + beyond)
+
+
+def test_large_batches_reserve_little():
+    lookup = [0, *[LARGEST] * 4, *[3] * 12]
+    assert scheduled(scheduler(lookup, running=16, waiting=0))[0] == 3
+    assert scheduled(scheduler(lookup, running=5, waiting=9))[0] == 3
+    assert scheduled(scheduler(lookup, running=0, waiting=9))[0] == LARGEST
+    assert scheduled(scheduler(lookup, running=16, waiting=0, beyond=1))[0] == DEPTH + 1
+
+
+def test_a_step_that_fails_leaves_the_scheduler_as_it_was():
+    def fails(*_):
+        raise RuntimeError
+
+    of = scheduler([0, 9, 3], running=2, waiting=0)
+    with pytest.raises(RuntimeError):
+        draft_slots.schedule(fails, of)
+    assert (of.dynamic_sd_lookup, of.num_lookahead_tokens) == ([0, 9, 3], LARGEST)
+
+
+def test_other_engines_are_left_alone():
+    of = scheduler([0, 9, 3], running=2, waiting=0, ours=False)
+    assert scheduled(of) == (LARGEST, [9, 3])
+    of.dynamic_sd_lookup = None
+    assert draft_slots.schedule(lambda self: self.num_lookahead_tokens, of) == LARGEST
+
+
+def serve_one_after_another(llm, texts) -> tuple[list[list[int]], dict[str, list[tuple[int, int]]]]:
+    """A request more in every step.
+
+    Returns:
+        Tokens of each request; and of each, for every step that scheduled it, how many ran before
+        it, and how many blocks it held beyond those of its tokens of the step.
+    """
+    engine, tokens, reserved = llm.llm_engine, {}, {}
+    scheduler = engine.engine_core.engine_core.scheduler
+    manager = scheduler.kv_cache_manager
+    original = manager.allocate_slots
+
+    def allocate_slots(request, new, *args, **kwargs):
+        ran = len(scheduler.running)
+        allocated = original(request, new, *args, **kwargs)
+        [held] = manager.get_block_ids(request.request_id)
+        needed = -(-(request.num_computed_tokens + new) // BLOCK)
+        name, _, _ = request.request_id.partition("-")
+        reserved.setdefault(name, []).append((ran, len(held) - needed))
+        return allocated
+
+    manager.allocate_slots = allocate_slots
+    waiting = [(str(place), text, GREEDY) for place, text in enumerate(texts)]
+    while waiting or engine.has_unfinished_requests():
+        if waiting:
+            engine.add_request(*waiting.pop(0))
+        for output in engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+    manager.allocate_slots = original
+    return [tokens[name] for name in sorted(tokens)], reserved
+
+
+@pytest.mark.engine
+def test_an_engine_holds_no_blocks_for_drafts_that_it_does_not_schedule(plain_outputs):
+    """From four requests on nothing is drafted; a tree of 64 nodes takes two blocks or three."""
+    schedule = [[1, 1, 63], [2, 3, 3], [4, REQUESTS, 0]]
+    config = sequoia(64, 6, num_speculative_tokens_per_batch_size=schedule)
+    texts = prompts(REQUESTS)
+    with running(config, block_size=BLOCK, enable_prefix_caching=False) as llm:
+        found, reserved = serve_one_after_another(llm, texts)
+        assert metric(llm, "vllm:spec_decode_num_drafts") > 0
+    assert found == plain_outputs(texts, GREEDY)
+    assert max(extra for _, extra in reserved["0"]) >= 2
+    for name in ("4", "5"):
+        crowded = [extra for ran, extra in reserved[name] if ran >= 4]
+        assert len(crowded) > 20
+        assert set(crowded) == {0}

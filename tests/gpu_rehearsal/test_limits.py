@@ -1,0 +1,112 @@
+"""What the GPU engine's limits allow: requests at once, and logits while it starts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines import runner_of, sequoia
+from tests.support.generating import random_prompts, save_related_pair
+from tests.support.heads import save_dflash
+from tests.support.models import save_llama
+from tests.support.on_gpu import call_on_gpu
+from tests.support.rehearsing import generate, rehearsing
+
+pytestmark = pytest.mark.engine
+
+REQUESTS, NODES, TOKENS = 6, 8, 5
+
+
+def run_many(models: str) -> dict[str, Any]:
+    """Six requests with a DFlash head, where four trees' nodes fill a step."""
+    from vllm import SamplingParams
+
+    target = str(save_llama(Path(models) / "target", seed=3, vocab_size=6))
+    config = sequoia(
+        size=NODES,
+        depth=3,
+        draft=save_dflash(Path(models) / "head", target),
+        num_speculative_tokens_per_batch_size=[[1, 1, NODES - 1], [2, REQUESTS, 0]],
+    )
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    limits = {"max_num_seqs": REQUESTS, "max_num_batched_tokens": 4 * NODES, "max_model_len": 64}
+    with rehearsing(config, model=target, **limits) as llm:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        together = requests_by_step(scheduler)
+        generate(llm, random_prompts([3] * REQUESTS, vocab=6), params)
+        return {
+            "together": max(together),
+            "limit": scheduler.scheduler_config.max_num_active_seqs,
+        }
+
+
+def requests_by_step(scheduler: Any) -> list[int]:
+    """From now on: how many requests each step schedules."""
+    original, found = scheduler.schedule, []
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        found.append(len(output.num_scheduled_tokens))
+        return output
+
+    scheduler.schedule = schedule
+    return found
+
+
+def start(models: str) -> dict[str, Any]:
+    """An engine with many request slots, of which a few may have whole trees."""
+    target, draft = save_related_pair(Path(models))
+    schedule = [[1, 4, NODES - 1], [5, 32, 0]]
+    config = sequoia(
+        size=NODES, depth=3, draft=draft, num_speculative_tokens_per_batch_size=schedule
+    )
+    with (
+        watching_logits() as (scored, profiled),
+        rehearsing(config, model=target, max_num_seqs=32) as llm,
+    ):
+        slots = runner_of(llm).scheduler_config.max_num_seqs
+    return {"scored": scored, "profiled": profiled, "slots": slots}
+
+
+@contextmanager
+def watching_logits() -> Iterator[tuple[list[int], list[int]]]:
+    """Rows of the target's logits: of each step within the block, and as profiled."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # the stand-ins, without which the modules below find no GPU
+    from sequoia_vllm.engine.swap import swapped
+    from sequoia_vllm.engine.v2 import tree_speculator
+    from sequoia_vllm.engine.v2.runner import TreeRunner
+
+    scored, profiled = [], []
+    take, sample = tree_speculator.take_logits_memory, TreeRunner.sample
+
+    def take_logits_memory(rows: int, *args: Any, **kwargs: Any) -> None:
+        profiled.append(rows)
+        take(rows, *args, **kwargs)
+
+    def watched(self: Any, hidden_states: Any, input_batch: Any, *args: Any) -> Any:
+        scored.append(len(input_batch.logits_indices))
+        return sample(self, hidden_states, input_batch, *args)
+
+    with (
+        swapped(tree_speculator, "take_logits_memory", take_logits_memory),
+        swapped(TreeRunner, "sample", watched),
+    ):
+        yield scored, profiled
+
+
+def test_a_head_that_drafts_blocks_limits_no_requests(tmp_path):
+    assert call_on_gpu(run_many, tmp_path, models=str(tmp_path)) == {
+        "together": REQUESTS,
+        "limit": None,
+    }
+
+
+def test_a_start_computes_no_more_logits_than_were_profiled(tmp_path):
+    found = call_on_gpu(start, tmp_path, models=str(tmp_path))
+    assert max(found["profiled"]) == 4 * NODES
+    assert 2 * NODES <= max(found["scored"]) <= max(found["profiled"])
+    assert found["slots"] == 32
