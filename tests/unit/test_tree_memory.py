@@ -56,6 +56,13 @@ def test_the_most_nodes_that_a_step_scores(drafts_by_batch, budget, most):
     assert tree_memory.most_scored(drafts_by_batch, 768, budget) == most
 
 
+def test_masks_are_those_of_trees_and_of_requests_without_one():
+    """A thousand requests and trees of 128 nodes: not 131,072."""
+    drafts = [127] * 8 + [0] * 1016
+    assert tree_memory.most_masked(drafts, max_num_reqs=1024, most_tokens=8192) == 2048
+    assert tree_memory.most_masked(drafts, max_num_reqs=1024, most_tokens=1536) == 1536
+
+
 def test_profiling_takes_the_logits_of_all_nodes(monkeypatch):
     """In the model's dtype, and a copy in float32 of at most a gigabyte or one tree."""
     taken = []

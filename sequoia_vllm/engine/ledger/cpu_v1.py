@@ -21,11 +21,7 @@ _CPU_KERNEL = "vLLM's CPU kernel takes a tree mask"
 CPU_V1: tuple[Expected | Override, ...] = (
     # replicas.py: it has no `all_gatherv`, which replicas in lock step need.
     Expected("vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator"),
-    # grammar.py, stand_ins.py
-    Expected(
-        "vllm.v1.structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask",
-        ("self", "max_num_seqs"),
-    ),
+    # stand_ins.py
     Expected(
         "vllm.tokenizers.protocol:TokenizerLike.convert_ids_to_tokens", ("self", "ids"),
         may_grow=True,

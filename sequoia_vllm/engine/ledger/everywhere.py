@@ -78,6 +78,16 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         why="fills the masks of a chain; a node's is by its own path",
         until=_TREE_GRAMMAR,
     ),
+    Override(
+        f"{_MANAGER}._grammar_bitmask",
+        kind="instance",
+        why="room for the largest trees of all request slots; ours asks for one request's root",
+        until=_TREE_GRAMMAR,
+    ),
+    Expected(
+        "vllm.v1.structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask",
+        ("self", "max_num_seqs"),
+    ),
     Expected("vllm.v1.structured_output.utils:strip_speculative_padding"),
     *(
         Expected(

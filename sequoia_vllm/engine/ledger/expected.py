@@ -28,12 +28,20 @@ class Expected:
         may_grow: We only call it, and pass no more than ``parameters``: others may
             follow if they are optional. What we override must take exactly these.
         since: The first version that has it, (major, minor); None: all that we support.
+        before: The first version that has it no longer, or otherwise; None: none that we support.
     """
 
     path: str
     parameters: tuple[str, ...] | None = None
     may_grow: bool = False
     since: tuple[int, int] | None = None
+    before: tuple[int, int] | None = None
+
+    def is_of(self, release: tuple[int, ...]) -> bool:
+        """Whether it is expected of this version, (major, minor)."""
+        return (self.since is None or release >= self.since) and (
+            self.before is None or release < self.before
+        )
 
     def difference(self, found: Signature) -> str | None:
         """How the signature that was found differs, in words; None if it fits."""

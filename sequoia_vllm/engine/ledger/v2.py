@@ -11,12 +11,14 @@ _RUNNER = f"{_V2}.model_runner:GPUModelRunner"
 _GRAPHS = f"{_V2}.cudagraph_utils:CudaGraphManager"
 _BATCH = f"{_V2}.input_batch:InputBatch"
 _VERIFIER = f"{_V2}.spec_decode.rejection_sampler:RejectionSampler"
+_MASKS = f"{_V2}.structured_outputs"
 _OFFLOADER = "vllm.model_executor.offloader.base"
 
 _TREES = "vLLM's V2 runner drafts, scores and verifies token trees itself"
 _SPECULATOR_CLASS = "a speculative method of V2 brings its speculator and verifier"
 _WHO_DRAFTS = "vLLM asks the speculative method which requests it drafts for"
 _ADAPTERS = "vLLM's V2 runner maps all rows of logits to adapters"
+_MASKS_OF_NODES = "vLLM's engine core sends one mask for each node, and makes room by its schedule"
 _DRAFT_GRAPHS = "vLLM captures draft models' steps"
 
 V2: tuple[Expected | Override, ...] = (
@@ -29,6 +31,33 @@ V2: tuple[Expected | Override, ...] = (
         kind="subclass",
         why="maps one row of logits of each request to its adapter; a tree has one for each node",
         until=_ADAPTERS,
+    ),
+    # v2/grammar_masks.py. How the masks of several requests lie is in no method's signature. It
+    # changed with these: a version that has others is to be read anew.
+    Expected(
+        f"{_MASKS}:StructuredOutputsWorker",
+        ("max_num_logits", "vocab_size", "device", "mask_stride"),
+        since=(0, 33),
+    ),
+    Expected(
+        f"{_MASKS}:StructuredOutputsWorker",
+        ("max_num_logits", "vocab_size", "device", "mask_stride", "num_bonus_tokens"),
+        before=(0, 33),
+    ),
+    Expected(
+        f"{_MASKS}:_build_grammar_mapping",
+        (
+            "req_ids", "grammar_req_ids", "cu_num_logits_np", "num_draft_tokens_per_req",
+            "num_bonus_tokens", "mask_stride",
+        ),
+        before=(0, 33),
+    ),
+    Override(
+        f"{_MASKS}:StructuredOutputsWorker.apply_grammar_bitmask",
+        ("self", "logits", "input_batch", "grammar_req_ids", "grammar_bitmask"),
+        kind="subclass",
+        why="from 0.33.0 on each request has as many masks as the largest tree; ours as its own",
+        until=_MASKS_OF_NODES,
     ),
     # v2/scheduler.py
     Override(
@@ -53,6 +82,13 @@ V2: tuple[Expected | Override, ...] = (
         why="our attention backends while layers look theirs up; then refuses attention features "
         "that trees cannot use",
         until="a backend can be chosen by the speculative method",
+    ),
+    Override(
+        f"{_V2}.model_runner:StructuredOutputsWorker",
+        kind="swap",
+        why="load_model builds it by this name, with room for the largest trees of all request "
+        "slots: gigabytes",
+        until=_MASKS_OF_NODES,
     ),
     Override(
         f"{_RUNNER}.add_requests", ("self", "scheduler_output"),
@@ -113,7 +149,7 @@ V2: tuple[Expected | Override, ...] = (
     Expected("vllm.utils.torch_utils:async_tensor_h2d", ("data", "device"), may_grow=True),
     Expected(f"{_V2}.states:RequestState"),
     *(Expected(f"{_BATCH}.{field}") for field in (
-        "num_reqs", "idx_mapping", "idx_mapping_np", "expanded_idx_mapping",
+        "req_ids", "num_reqs", "idx_mapping", "idx_mapping_np", "expanded_idx_mapping",
         "expanded_local_pos", "num_scheduled_tokens", "num_tokens", "num_draft_tokens",
         "num_draft_tokens_per_req", "query_start_loc", "query_start_loc_np", "seq_lens",
         "seq_lens_cpu_upper_bound", "num_computed_tokens_np", "is_prefilling_np", "input_ids",

@@ -17,16 +17,19 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.attention_layers import supported_layers
+from sequoia_vllm.engine.load import scheduled_drafts
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.step_stats import StepStats
 from sequoia_vllm.engine.swap import swapped
 from sequoia_vllm.engine.v2.adapters import AdaptersOfNodes
 from sequoia_vllm.engine.v2.backend import TreeBackend
+from sequoia_vllm.engine.v2.grammar_masks import MasksOfNodes
 from sequoia_vllm.engine.v2.path_copies import PathCopies
 from sequoia_vllm.engine.v2.path_edits import along_paths
 from sequoia_vllm.engine.v2.proposer import TreeProposer
 from sequoia_vllm.engine.v2.proposers import new_proposer
 from sequoia_vllm.engine.v2.scoring import ScoringTrees, TreeScoring
+from sequoia_vllm.engine.v2.tree_memory import most_masked
 from sequoia_vllm.engine.v2.verifier import TreeVerifier
 
 
@@ -82,12 +85,17 @@ class TreeRunner(GPUModelRunner):
     # -- model and cache -----------------------------------------------------------
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's, with our attention; refuses attention that trees cannot use.
+        """As vLLM's, with our attention, and room for a grammar's masks of what can be scored.
+
+        Refuses attention that trees cannot use.
 
         Raises:
             ValueError: Naming the layer and what it uses.
         """
-        with self.tree_backend.replace_attention():
+        with (
+            self.tree_backend.replace_attention(),
+            swapped(model_runner, "StructuredOutputsWorker", self._masks_of_nodes),
+        ):
             super().load_model(*args, **kwargs)
         layers = supported_layers(self.vllm_config, self.tree_backend.unsupported_attention)
         self._target_layers = [
@@ -104,6 +112,12 @@ class TreeRunner(GPUModelRunner):
         )
         self._plain_prepare_attn = self.model_state.prepare_attn
         self.model_state.prepare_attn = self._attention_metadata
+
+    def _masks_of_nodes(self, **options: Any) -> MasksOfNodes:
+        """In the place of vLLM's worker for the masks of grammars, made with the same options."""
+        drafts = scheduled_drafts(self.vllm_config)
+        most = most_masked(drafts, self.max_num_reqs, self.max_num_tokens)
+        return MasksOfNodes(most, self.max_num_tokens, **options)
 
     def forget_steps(self) -> None:
         """Counts nothing of the steps so far: they were nobody's. Those that follow are users'."""

@@ -1,0 +1,125 @@
+"""A grammar's masks on Model Runner V2: one for each node that is scored, and room for so many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
+
+
+class MasksOfNodes(StructuredOutputsWorker):
+    """vLLM's worker for masks, given one for each node, request after request.
+
+    So `grammar.grammar_bitmask` has them. vLLM's own are so on 0.32; from 0.33 on each request has
+    as many as the largest tree, which is how the warm-up sends them. vLLM's code here is told
+    that every row of logits is a request with one position: then both are the same.
+
+    Args:
+        most: Masks that there is room for. Where a step has more, they are applied in turns.
+        most_rows: Rows of logits of a step, at most.
+        mask_stride: Nodes of the largest tree.
+        others: vLLM's; its ``max_num_logits`` is room for the largest trees of all requests,
+            gigabytes where they are many.
+    """
+
+    def __init__(self, most: int, most_rows: int, mask_stride: int, **others: Any) -> None:
+        super().__init__(**(others | {"max_num_logits": most, "mask_stride": 1}))
+        self._most = most
+        self._largest = mask_stride
+        self._rows = _Rows.of(most_rows, self.device)
+
+    def apply_grammar_bitmask(
+        self,
+        logits: Tensor,
+        input_batch: InputBatch,
+        grammar_req_ids: list[str],
+        grammar_bitmask: NDArray[np.int32],
+    ) -> None:
+        """Forbids tokens in place.
+
+        Args:
+            logits: ``[rows, V]``.
+            input_batch: The step's.
+            grammar_req_ids: Requests that have masks, in the masks' order.
+            grammar_bitmask: int32 ``[masks, V / 32]``.
+        """
+        if not grammar_req_ids:
+            return
+        places = {name: place for place, name in enumerate(input_batch.req_ids)}
+        masks, rows = place_masks(
+            len(grammar_bitmask),
+            [places[name] for name in grammar_req_ids],
+            input_batch.cu_num_logits_np,
+            self._largest,
+        )
+        if len(masks) < len(grammar_bitmask):
+            grammar_bitmask = grammar_bitmask[masks]
+        of_logits = self._rows.first(len(logits))
+        for start in range(0, len(rows), self._most):
+            part = slice(start, start + self._most)
+            super().apply_grammar_bitmask(
+                logits, of_logits, rows[part].tolist(), grammar_bitmask[part]
+            )
+
+
+def place_masks(
+    num_masks: int, requests: Sequence[int], cu_rows: NDArray[np.int32], largest: int
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Which masks are of nodes that are scored, and these nodes' rows of logits.
+
+    Args:
+        num_masks: Those of all scored nodes; or ``largest`` of each request, its nodes' first.
+        requests: Those that have masks, in order, as places in the batch.
+        cu_rows: int32 ``[requests of the batch + 1]``: first row of each.
+        largest: Nodes of the largest tree.
+
+    Raises:
+        ValueError: There are neither so many nor so many.
+    """
+    first, counts = cu_rows[requests], np.diff(cu_rows)[requests]
+    ends = np.cumsum(counts)
+    scored = int(ends[-1])
+    if num_masks == scored:
+        blocks = ends - counts
+    elif num_masks == len(requests) * largest:
+        blocks = np.arange(len(requests)) * largest
+    else:
+        raise ValueError(
+            f"{num_masks} masks of grammars for {len(requests)} requests of which {scored} nodes "
+            f"are scored, of {largest} each at most"
+        )
+    nodes = np.arange(scored) - np.repeat(ends - counts, counts)
+    return np.repeat(blocks, counts) + nodes, np.repeat(first, counts) + nodes
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What vLLM's code reads of a batch, of one whose requests have a row of logits each.
+
+    Attributes:
+        req_ids: Their names: their places.
+        cu_num_logits, cu_num_logits_np: int32 ``[requests + 1]``.
+        num_draft_tokens_per_req: Not told.
+    """
+
+    req_ids: range
+    cu_num_logits: Tensor
+    cu_num_logits_np: NDArray[np.int32]
+    num_draft_tokens_per_req: None = None
+
+    @classmethod
+    def of(cls, most: int, device: torch.device) -> _Rows:
+        ends = np.arange(most + 1, dtype=np.int32)
+        return cls(range(most), torch.arange(most + 1, dtype=torch.int32, device=device), ends)
+
+    def first(self, count: int) -> _Rows:
+        """So many of them."""
+        ends = slice(count + 1)
+        return _Rows(range(count), self.cu_num_logits[ends], self.cu_num_logits_np[ends])

@@ -1,0 +1,109 @@
+"""Structured output on the GPU engine: masks for every node, beside requests without a grammar."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.engines import runner_of, sequoia
+from tests.support.models import TARGET, prompts
+from tests.support.on_gpu import call_on_gpu
+from tests.support.rehearsing import generate, generate_with_trees, rehearsing
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+REQUESTS = 4
+LARGEST = 8
+# The largest tree for one request, four nodes each for more.
+TIERS = [[1, 1, LARGEST - 1], [2, REQUESTS, 3]]
+MOST_SCORED = 4 * REQUESTS
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["self", "value"]}, "size": {"type": "integer"}},
+    "required": ["name", "size"],
+}
+
+
+def params() -> list[Any]:
+    """With a grammar: greedy, seeded, edited, without drafts; and without one. Two have to wait."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    from sequoia_vllm.engine.request_options import MOST_DRAFTS
+
+    sums = {"structured_outputs": StructuredOutputsParams(regex=r"[a-z]{3,8} = \d+( \+ [a-z]+)*")}
+    json = {"structured_outputs": StructuredOutputsParams(json=SCHEMA)}
+    return [
+        SamplingParams(temperature=0, max_tokens=14, **sums),
+        SamplingParams(temperature=0, max_tokens=18, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=9, extra_args={MOST_DRAFTS: 0}, **sums),
+        SamplingParams(temperature=0.8, seed=2, max_tokens=16, **sums),
+        SamplingParams(temperature=0, max_tokens=16, **json),
+        SamplingParams(temperature=0.8, seed=5, max_tokens=18, repetition_penalty=1.3, **json),
+    ]
+
+
+def run() -> dict[str, Any]:
+    """Tokens of plain vLLM and of trees; the rows of every step, and of the memory for masks."""
+    texts = prompts(len(params()))
+    options = {"max_num_seqs": REQUESTS, "skip_tokenizer_init": False}
+    with rehearsing(None, model=TARGET, **options) as llm:
+        answers: dict[str, Any] = {"plain": generate(llm, texts, params())}
+    trees = sequoia(size=LARGEST, depth=3, num_speculative_tokens_per_batch_size=TIERS)
+    with rehearsing(trees, model=TARGET, **options) as llm, recording_masks() as steps:
+        answers["trees"] = generate_with_trees(llm, texts, params())
+        core = llm.llm_engine.engine_core.engine_core
+        answers["memory"] = {
+            "device": len(runner_of(llm).structured_outputs_worker.grammar_bitmask),
+            "host": len(core.structured_output_manager._grammar_bitmask),
+        }
+    return {**answers, "steps": steps}
+
+
+@contextmanager
+def recording_masks() -> Iterator[list[dict[str, Any]]]:
+    """Of each step with masks within the block: their number, and each request's scored nodes."""
+    from sequoia_vllm.engine.swap import swapped
+    from sequoia_vllm.engine.v2.runner import TreeRunner
+
+    sample, found = TreeRunner.sample, []
+
+    def recording(self: Any, hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
+        if grammar_output is not None:
+            rows = np.diff(batch.cu_num_logits_np).tolist()
+            masked = set(grammar_output.structured_output_request_ids)
+            nodes = {True: [], False: []}
+            for name, count in zip(batch.req_ids, rows, strict=True):
+                nodes[name in masked].append(count)
+            masks = len(grammar_output.grammar_bitmask)
+            found.append({"masks": masks, "masked": nodes[True], "free": nodes[False]})
+        return sample(self, hidden_states, batch, grammar_output)
+
+    with swapped(TreeRunner, "sample", recording):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return call_on_gpu(run, Path(tmp_path_factory.mktemp("grammars")))
+
+
+def test_grammars_are_followed_along_each_path(answers):
+    assert answers["trees"]["tokens"] == answers["plain"]["tokens"]
+    assert answers["trees"]["counts"]["tokens_per_tree"] > 1.1
+
+
+def test_requests_have_as_many_masks_as_nodes_are_scored(answers):
+    """With trees of two sizes, beside requests without a grammar, drafts, or either."""
+    steps = answers["steps"]
+    assert all(step["masks"] == sum(step["masked"]) for step in steps)
+    assert any(step["masked"] == [LARGEST] for step in steps)
+    assert any({1, 4} <= set(step["masked"]) and 4 in step["free"] for step in steps)
+
+
+def test_memory_for_masks_is_what_the_schedule_can_score(answers):
+    """Not that for the largest tree of every request; the engine core asks one by one."""
+    assert answers["memory"] == {"device": MOST_SCORED + REQUESTS, "host": 1}
