@@ -82,13 +82,19 @@ class TreeRunner(GPUModelRunner):
     # -- model and cache -----------------------------------------------------------
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's, with our attention; refuses attention that trees cannot use.
+        """As vLLM's, with our attention; `set_up_trees` follows."""
+        with self.tree_backend.replace_attention():
+            super().load_model(*args, **kwargs)
+
+    def set_up_trees(self) -> None:
+        """Makes what trees need of the loaded models; refuses attention that they cannot use.
+
+        The worker calls it after `load_model`, once.
 
         Raises:
             ValueError: Naming the layer and what it uses.
         """
-        with self.tree_backend.replace_attention():
-            super().load_model(*args, **kwargs)
+        self.speculator.allocate(self.model)
         layers = supported_layers(self.vllm_config, self.tree_backend.unsupported_attention)
         self._target_layers = [
             name for name in layers if name not in self.speculator.draft_attn_layer_names
