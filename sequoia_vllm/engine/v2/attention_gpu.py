@@ -187,6 +187,10 @@ class GPUTreeForward(TreeForward):
             sinks=self.sinks,
         )
 
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """No, whatever vLLM's own kernels can: trees' rows are written in the queries' dtype."""
+        return False
+
     def _attend_to_contexts(
         self, query: Tensor, keys: Tensor, values: Tensor, tree: GPUTreeQueries, output: Tensor
     ) -> Tensor | None:
