@@ -129,10 +129,12 @@ def _signature(dtype: str, cache: str) -> dict[str, str]:
         "output_token_stride", "output_head_stride", "padded_rows",
     )  # fmt: skip
     numbers = (
-        "first_node", "splits", "row_tiles", "table_columns", "table_stride", "ancestors_stride",
-        "context_lse_stride", "window", "ahead",
+        "first_node", "splits", "row_tiles", "max_positions", "table_stride", "ancestors_stride",
+        "context_lse_stride", "window", "ahead", "all_written",
     )  # fmt: skip
-    integers = ("block_table", "context_lens", "query_start_loc", "ancestors", "depths")
+    integers = (
+        "block_table", "context_lens", "query_start_loc", "written", "ancestors", "depths",
+    )  # fmt: skip
     floats = ("key_scale", "value_scale", "partial_output", "partial_lse", "context_lse")
     return {
         **dict.fromkeys(("query", "output", "sinks"), f"*{dtype}"),

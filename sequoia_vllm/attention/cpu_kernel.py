@@ -84,7 +84,8 @@ class TreeAttentionBatch:
         block_table: int32 ``[B, blocks]``, or a view that is contiguous in its rows.
         context_lens: int64 ``[B]``: slots below are context; node j is in slot
             ``context_lens + j``.
-        num_nodes: int64 ``[B]``: nodes that have slots.
+        num_nodes: int64 ``[B]``: nodes whose keys and values are in the cache: of others nothing
+            is read.
         ancestors: bool ``[Q, M]``: query q sees node j.
         max_keys: Slots of the longest request.
     """

@@ -194,11 +194,12 @@ inline int64_t first_seen(const TreeBatch& given, int64_t request, int64_t depth
   return given.window > 0 ? std::max<int64_t>(0, position - given.window + 1) : 0;
 }
 
-// The first cache block that some node of a request sees: those before it may be another's.
-inline int64_t first_block(const TreeBatch& given, int64_t request) {
+// The first position that some node of a request sees: blocks before it may be another's, and
+// in its own block nobody need have written what lies before it.
+inline int64_t first_position(const TreeBatch& given, int64_t request) {
   if (given.window <= 0) return 0;
   const int64_t depth = *std::min_element(given.depths, given.depths + given.queries);
-  return first_seen(given, request, depth) / given.block_size;
+  return first_seen(given, request, depth);
 }
 
 // Masks what of a block's scores lies before the windows of the rows.
@@ -249,6 +250,7 @@ void attend(const TreeBatch& given, const void* cache, int64_t request, int64_t 
   const int64_t group = given.heads / given.key_heads, rows = given.queries * group;
   const int64_t size = given.head_size, block_size = given.block_size;
   const int64_t context = given.context_lens[request];
+  const int64_t lowest = first_position(given, request);
   const int64_t end = context + given.num_nodes[request];
   for (int64_t block = first; block < last; ++block) {
     const int64_t number = given.block_table[request * given.table_stride + block];
@@ -269,7 +271,10 @@ void attend(const TreeBatch& given, const void* cache, int64_t request, int64_t 
         if (slot >= end || !given.ancestors[row / group * given.ancestors_stride + slot - context])
           scores[row * block_size + slot - start] = MASKED;
     softmax_block(scores, rows, columns, block_size, size, sums);
-    multiply<Cache>(scores, block_size, values, size, rows, used, sums.output, size, size);
+    // Values that nobody sees are not read: a weight of 0 leaves NaN what it is.
+    const int64_t unseen = std::max<int64_t>(0, lowest - start);
+    multiply<Cache>(scores + unseen, block_size, values + unseen * size, size, rows,
+                    used - unseen, sums.output, size, size);
   }
 }
 
@@ -347,7 +352,7 @@ void run(const TreeBatch& given, const void* query, int64_t query_stride, void* 
       const int64_t request = task / splits / given.key_heads, split = task % splits;
       const int64_t key_head = task / splits % given.key_heads;
       const int64_t end = given.context_lens[request] + given.num_nodes[request];
-      const int64_t skipped = first_block(given, request);
+      const int64_t skipped = first_position(given, request) / given.block_size;
       const int64_t blocks = (end + given.block_size - 1) / given.block_size - skipped;
       load_queries<Cache>(given, static_cast<const Stored*>(query), query_stride, request,
                           key_head, rows, loaded);

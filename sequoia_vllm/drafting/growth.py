@@ -30,6 +30,8 @@ class DraftQueries:
         ancestors: bool ``[I, I]``: which nodes each of the tree's I nodes sees.
         max_keys: No request has more keys than this.
         max_slots: Nor slots: nodes further out have none, and nobody sees them.
+        written: int32 ``[R]``: queries of each request that have slots, its first ones; None: all.
+            In the others' places the cache holds anything.
     """
 
     context_lens: Tensor
@@ -39,6 +41,7 @@ class DraftQueries:
     ancestors: Tensor
     max_keys: int
     max_slots: int
+    written: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -163,11 +166,11 @@ class TreeGrowth:
             States of the roots, R rows.
         """
         batch, width = self._batch, chain_width(levels)
-        starts = batch.starts[:num_reqs]
+        starts, counts = batch.starts[:num_reqs], batch.counts[:num_reqs]
         self._inputs.read_committed(
             requests=batch.slots[:num_reqs],
             starts=starts,
-            counts=batch.counts[:num_reqs],
+            counts=counts,
             all_token_ids=self._token_ids,
             width=width,
             longest=self._draft_max_len,
@@ -176,7 +179,7 @@ class TreeGrowth:
         feedback = None
         if self._target_states is not None:
             feedback = self._model.feedback_of(self._target_states[: num_reqs * width])
-        states = self._forward(starts, 0, width, self._chain, max_keys, feedback)
+        states = self._forward(starts, 0, width, self._chain, max_keys, feedback, counts)
         return states.rows(self._inputs.last_rows[:num_reqs])
 
     def grow(self, num_reqs: int, levels: DraftLevels, roots: DraftStates, max_keys: int) -> None:
@@ -247,6 +250,7 @@ class TreeGrowth:
         ancestors: Tensor,
         max_keys: int,
         feedback: Tensor | None,
+        written: Tensor | None = None,
     ) -> DraftStates:
         """The states of the ``R * width`` rows that `_inputs` holds."""
         num_reqs, inputs = len(context_lens), self._inputs
@@ -259,6 +263,7 @@ class TreeGrowth:
             ancestors=ancestors,
             max_keys=min(max_keys + first + width, self._max_model_len),
             max_slots=self._max_model_len,
+            written=written,
         )
         return self._model.forward(
             inputs.token_ids[:rows],

@@ -40,7 +40,7 @@ class TreeQueries:
         block_table: int32 ``[B, max_blocks]``: each request's cache blocks.
         context_lens: int64 ``[B]``: committed tokens; node j is in slot
             ``context_lens + j``.
-        num_nodes: int64 ``[B]``: nodes of each request that have slots.
+        num_nodes: int64 ``[B]``: nodes of each request whose keys and values are in the cache.
         ancestors: bool ``[Q, M]``: query q sees node j.
         max_keys: Slots of the longest request.
         only_trees: No row of the batch is anything but a tree node.
@@ -78,6 +78,14 @@ class TreeQueries:
                 self.context_lens, self.ancestors, num_keys, dtype, window
             )
         return self._masks[key]
+
+    def unseen(self, num_keys: int, mask: Tensor) -> Tensor:
+        """bool ``[B, num_keys]``: positions that hold anything, even NaN, by such a `mask`.
+
+        A mask's 0 times NaN is NaN, and minus infinity plus NaN, too.
+        """
+        ends = (self.context_lens + self.num_nodes)[:, None]
+        return (torch.arange(num_keys) >= ends) | (mask == -torch.inf).all(dim=2)[:, 0]
 
 
 @dataclass
@@ -145,9 +153,11 @@ class CPUTreeAttentionImpl(TreeForward, CPUAttentionBackendImpl):
         heads = (-1, self.num_heads, self.head_size)
         queries = query.view(heads)[tree.rows.clamp(min=0)]
         mask = tree.mask(keys.shape[2], query.dtype, window_of(self))
+        unseen = tree.unseen(keys.shape[2], mask)[:, None, :, None]
         attended = tree_attention(
-            queries, keys, values, mask, self.scale, self.logits_soft_cap, self._sinks
-        )
+            queries, keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0), mask, self.scale,
+            self.logits_soft_cap, self._sinks,
+        )  # fmt: skip
         is_node = tree.rows >= 0
         output.view(heads)[tree.rows[is_node]] = attended[is_node]
 

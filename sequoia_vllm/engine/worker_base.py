@@ -48,6 +48,19 @@ class SequoiaWorker(AgreeingWorker):
             self.vllm_config, current_device_name(self.device.index or 0), get_tp_group().cpu_group
         )
 
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """As vLLM's; then all that trees need on the device besides weights.
+
+        Not while the model is loaded: what is made meanwhile counts as weights, which the
+        second level of sleep throws away and only a loader makes again. This is memory of the
+        kind that vLLM keeps asleep, as it does its own from `initialize_from_config` on, and it
+        is there before memory is profiled.
+        """
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        if self.use_v2_model_runner:
+            with self._maybe_get_memory_pool_context(tag="runtime"):
+                self.model_runner.set_up_trees()
+
     def compile_or_warm_up_model(self) -> Any:
         """As vLLM's; then times steps for the next start's choice of a tree, if it has to."""
         warmed_up = super().compile_or_warm_up_model()

@@ -177,6 +177,8 @@ def tree_attention(
     workspace: TreeAttentionWorkspace,
     output: Tensor,
     max_queries: int | None = None,
+    written: Tensor | None = None,
+    max_slots: int | None = None,
     context_lse: Tensor | None = None,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
@@ -207,6 +209,10 @@ def tree_attention(
         workspace: On the same device, and of no other stream.
         output: As ``query``; its strides may differ.
         max_queries: Bound on a request's rows; N - first_node if not given.
+        written: int32 ``[R]``: so many of a request's rows, its first ones, have a key and a
+            value in the cache. Nobody sees others, whose rows get numbers without meaning;
+            None: all have.
+        max_slots: Nor do nodes from this position on; None: all that have a block do.
         context_lse: float32 ``[Hq, T]``, rows of any stride: ``output`` holds the attention
             of each row over its context alone, from another kernel, and this the natural
             log-sum-exp of its scores (-inf: it saw nothing). The tree's nodes are added.
@@ -252,23 +258,26 @@ def tree_attention(
     row_tiles = -(-queries * group // tile.rows)
     units = requests * key_heads * row_tiles
     max_positions = block_table.shape[1] * block_size
-    window = 0
+    if max_slots is not None:
+        max_positions = min(max_positions, max_slots)
+    window, most_read = 0, max_positions
     if mask.window is not None:
         window = min(mask.window, max_positions + len(mask.words))  # in 32 bits
-        max_positions = min(max_positions, window + len(mask.words) + tile.keys)
+        most_read = min(max_positions, window + len(mask.words) + tile.keys)
     splits = 1
     if context_lse is None:
-        splits = choose_splits(units, tile, workspace.processors, max_positions)
+        splits = choose_splits(units, tile, workspace.processors, most_read)
     partial_rows = splits * units * tile.rows if splits > 1 else 0
     partial_output, partial_lse = workspace.partials(partial_rows, head_size)
     shared = _shared_constants(group, head_size, tile.keys)
     shared["WINDOWED"] = mask.window is not None
     tree_attention_kernel[(row_tiles * splits, key_heads, requests)](
-        query, key_cache, value_cache, block_table, context_lens, query_start_loc, mask.words,
+        query, key_cache, value_cache, block_table, context_lens, query_start_loc,
+        context_lens if written is None else written, mask.words,
         mask.depths, key_scale, value_scale, partial_output, partial_lse, output,
         partial_lse if context_lse is None else context_lse, query if sinks is None else sinks,
         scale * math.log2(math.e), soft_cap * math.log2(math.e), window, mask.ahead, first_node,
-        splits, row_tiles, block_table.shape[1],
+        splits, row_tiles, max_positions, int(written is None),
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3],
         block_table.stride(0), mask.words.stride(0), output.stride(0), output.stride(1),
         0 if context_lse is None else context_lse.stride(0),

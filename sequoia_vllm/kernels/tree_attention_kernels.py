@@ -131,18 +131,18 @@ def _attend_block(
 # are nothing to compile another version for.
 @triton.jit(
     do_not_specialize=[
-        "first_node", "splits", "row_tiles", "table_columns", "table_stride", "ancestors_stride",
-        "context_lse_stride", "window", "ahead",
+        "first_node", "splits", "row_tiles", "max_positions", "table_stride", "ancestors_stride",
+        "context_lse_stride", "window", "ahead", "all_written",
     ],
     do_not_specialize_on_alignment=[
-        "block_table", "context_lens", "query_start_loc", "ancestors", "depths", "key_scale",
-        "value_scale", "context_lse", "sinks",
+        "block_table", "context_lens", "query_start_loc", "written", "ancestors", "depths",
+        "key_scale", "value_scale", "context_lse", "sinks",
     ],
 )  # fmt: skip
 def tree_attention_kernel(
-    query, key_cache, value_cache, block_table, context_lens, query_start_loc, ancestors, depths,
-    key_scale, value_scale, partial_output, partial_lse, output, context_lse, sinks,
-    scale, soft_cap, window, ahead, first_node, splits, row_tiles, table_columns,
+    query, key_cache, value_cache, block_table, context_lens, query_start_loc, written, ancestors,
+    depths, key_scale, value_scale, partial_output, partial_lse, output, context_lse, sinks,
+    scale, soft_cap, window, ahead, first_node, splits, row_tiles, max_positions, all_written,
     query_token_stride, query_head_stride,
     key_block_stride, key_slot_stride, key_head_stride,
     value_block_stride, value_slot_stride, value_head_stride,
@@ -200,10 +200,12 @@ def tree_attention_kernel(
         scale *= tl.load(key_scale) if SCALES_IN_MEMORY else key_scale
 
     # Nodes later than the tile's last, and as many ahead as a node may see, are seen by no
-    # row here. Positions past the table have no block: nodes there are beyond the model's
-    # length, and not used.
-    last_seen = tl.minimum((tile * ROWS + ROWS - 1) // GROUP + ahead, num_queries - 1)
-    end = tl.minimum(context + first_node + last_seen + 1, table_columns * BLOCK_SIZE)
+    # row here. What nobody wrote is not read: it may be NaN, which a weight of 0 leaves NaN,
+    # in all rows. So it is past the last written row, and past the positions that there are:
+    # nodes there are beyond the model's length, and not used.
+    num_written = tl.load(written + request, mask=all_written == 0, other=num_queries)
+    last_seen = tl.minimum((tile * ROWS + ROWS - 1) // GROUP + ahead, num_written - 1)
+    end = tl.minimum(context + first_node + last_seen + 1, max_positions)
     split_end = tl.minimum(split_start + split_blocks * KEYS, end)
     unmasked_end = tl.maximum(tl.minimum(split_end, context) // KEYS * KEYS, split_start)
     first_seen = tl.zeros([ROWS], dtype=tl.int32)

@@ -12,8 +12,10 @@ from vllm import LLM, SamplingParams
 from vllm.config import ModelConfig
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from sequoia_vllm import plugin
 from sequoia_vllm.config import ConfigError
@@ -368,6 +370,14 @@ def test_flashinfer_is_passed_over_and_refused_by_name(monkeypatch):
         assert "FlashTreeBackend" in ask(None, layer) or "TritonTreeBackend" in ask(None, layer)
         with pytest.raises(ValueError, match="trees cannot use it: leave --attention-backend out"):
             ask(AttentionBackendEnum.FLASHINFER, layer)
+
+
+@pytest.mark.parametrize("kind", ["FlashTreeImpl", "TritonTreeImpl"])
+def test_no_outputs_are_quantised_within_attention_with_trees(kind):
+    """vLLM's passes ask each layer; its Triton attention can, and with `fuse_attn_quant` would."""
+    impl = object.__new__(getattr(attention_gpu, kind))
+    assert TritonAttentionImpl.fused_output_quant_supported(None, kFp8StaticTensorSym)
+    assert not impl.fused_output_quant_supported(kFp8StaticTensorSym)
 
 
 @pytest.mark.parametrize(

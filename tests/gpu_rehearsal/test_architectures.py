@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.architectures import VOCABULARY, save_architecture
-from tests.support.engines import cache_kinds, runner_of, sequoia
+from tests.support.engines import cache_kinds, leave_nan, runner_of, sequoia
 from tests.support.generating import random_prompts
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, rehearsing
@@ -36,6 +36,7 @@ def start_and_generate(models: str, names: list[str]) -> dict[str, Any]:
             sequoia(SIZE, DEPTH, draft=model), model=model, max_num_seqs=2,
             max_num_batched_tokens=BUDGET,
         ) as llm:  # fmt: skip
+            leave_nan(llm)
             trees = generate_with_trees(llm, requests, params)
             kinds = sorted(cache_kinds(llm))
             backend = runner_of(llm).attn_groups[0][0].backend.__name__

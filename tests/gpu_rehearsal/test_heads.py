@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines import sequoia
+from tests.support.engines import leave_nan, sequoia
 from tests.support.heads import DFLASH, EAGLE3
 from tests.support.models import TARGET, prompts
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, rehearsing
+from tests.support.sleeping import lost_of_ours
 
 pytestmark = pytest.mark.engine
 
@@ -23,11 +24,17 @@ def greedy() -> Any:
 
 def start_and_generate() -> dict[str, Any]:
     """Of plain vLLM, and with each head for batches of three and of one."""
+    from gpu_stand_in import sleeping
+
     texts, options = prompts(3), {"model": TARGET, "skip_tokenizer_init": False}
     with rehearsing(None, **options) as llm:
         answers: dict[str, Any] = {"plain": generate(llm, texts, greedy())}
     for name, head in (("eagle3", EAGLE3), ("dflash", DFLASH)):
-        with rehearsing(sequoia(size=8, depth=DEPTH, draft=head), **options) as llm:
+        allocator = sleeping.install()
+        config = sequoia(size=8, depth=DEPTH, draft=head)
+        with rehearsing(config, **options, enable_sleep_mode=True) as llm:
+            leave_nan(llm)
+            answers[f"{name} lost"] = lost_of_ours(llm, allocator)
             answers[name] = generate_with_trees(llm, texts, greedy())
             answers[f"{name} alone"] = generate_with_trees(llm, texts[:1], greedy())
     return answers
@@ -51,3 +58,8 @@ def test_tokens_are_those_of_plain_vllm_from_graphs(name, answers):
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
 def test_drafts_are_accepted(name, answers):
     assert answers[name]["counts"]["tokens_per_tree"] > 1.2
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_nothing_of_ours_is_lost_in_sleep_without_weights(name, answers):
+    assert answers[f"{name} lost"] == []

@@ -86,10 +86,13 @@ def test_windows_soft_caps_and_sinks(heads, window, soft_cap, sunk, is_block):
     ancestors = TreeTables(TokenTree((-1, 0, 0, 1, 3, 4)), torch.device("cpu")).ancestors
     if is_block:
         ancestors = torch.ones_like(ancestors)
-    # Blocks before every window belong to nobody: nothing of them may be read.
-    for row, context in enumerate(contexts.tolist()):
-        gone = 0 if window is None else max(0, context - window + 1) // BLOCK
-        cache[table[row, :gone].long()] = float("nan")
+    # Nobody need have written what lies before every window, or after the tree.
+    places = torch.arange(50 * BLOCK)
+    for row, context in zip(table.long(), contexts.tolist(), strict=True):
+        first = 0 if window is None else max(0, context - window + 1)
+        unwritten = places[(places < first) | (places >= context + 6)]
+        for part in keys_and_values(cache):
+            part.transpose(1, 2)[row[unwritten // BLOCK], unwritten % BLOCK] = float("nan")
     found = attend(shape, cache, table, contexts, sizes, ancestors, query, sinks)
     keys, values = gather_context(cache, table)
     mask = tree_attention_mask(contexts, ancestors, keys.shape[2], torch.float32, window)

@@ -165,6 +165,8 @@ def test_tree_attention_has_a_version_per_tile_and_mask_width(record, blocks):
                     first_node=first_node, scale=1.0, key_scale=scales[1], value_scale=scales[2],
                     workspace=workspace, output=torch.zeros_like(packed)[skipped:, :8],
                     max_queries=width,
+                    written=lengths[own] if skipped else None,
+                    max_slots=requests if skipped else None,
                 )  # fmt: skip
     assert {len(keys) for keys in attend.keys.values()} == {1}
     tiles = {(dict(constants)["ROWS"], dict(constants)["WORDS"]) for constants in attend.keys}

@@ -319,6 +319,39 @@ def test_no_position_past_the_table_is_read(processors, context):
     assert output.isfinite().all()
 
 
+@pytest.mark.parametrize("processors", [1, 32])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_that_nobody_has_written_are_not_read(processors, window, dtype):
+    """As where a draft reads up to so many tokens: NaN in their places reaches no row."""
+    contexts, written = [37, 600, 5, 0, 0], [2, 4, 0, 1, 0]
+    batch = Batch(contexts, [4] * 5, heads=(4, 2), dtype=dtype)
+    batch.ancestors = torch.ones_like(batch.ancestors).tril()
+    expected = batch.expected(window=window)
+    batch.forget_from([c + w for c, w in zip(contexts, written, strict=True)])
+    output = batch.run(processors, window=window, written=torch.tensor(written, dtype=torch.int32))
+    is_written = torch.zeros(len(output), dtype=torch.bool)
+    for request, count in enumerate(written):
+        is_written[4 * request : 4 * request + count] = True
+    tolerance = 2e-5 if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
+    assert_close(output[is_written], expected[is_written], tolerance)
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("processors", [1, 32])
+@pytest.mark.parametrize("context", [40, 600])
+def test_nodes_past_the_last_slot_are_not_read(processors, context):
+    """The model's length ends within a block: the rest of it nobody writes."""
+    batch = Batch([context, 3], [33, 5], heads=(2, 1))
+    expected, kept = batch.expected(), 15
+    batch.forget_from([context + kept, 8])
+    output = batch.run(processors, max_slots=context + kept)
+    has_slot = torch.ones(len(output), dtype=torch.bool)
+    has_slot[kept:33] = False
+    assert_close(output[has_slot], expected[has_slot])
+    assert output.isfinite().all()
+
+
 def test_no_requests():
     batch = Batch([4], [2])
     batch.contexts, batch.starts = batch.contexts[:0], batch.starts[:1]

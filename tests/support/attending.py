@@ -87,6 +87,14 @@ class Batch:
                 cache[row[:gone].long()] = float("nan")
             row[:gone] = len(self.keys) - 1  # as vLLM's null block: one for all
 
+    def forget_from(self, ends):
+        """Nobody has written what lies from these positions of the requests on."""
+        size = self.keys.shape[1]
+        for row, end in zip(self.table.tolist(), ends, strict=True):
+            for position in range(end, len(row) * size):
+                for cache in (self.keys, self.values):
+                    cache[row[position // size], position % size] = float("nan")
+
     def expected(self, **scales):
         return tree_attention_reference(
             self.query, self.keys, self.values, self.table, self.contexts.tolist(),

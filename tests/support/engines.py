@@ -63,6 +63,12 @@ def runner_of(llm: LLM):
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
+def leave_nan(llm: LLM) -> None:
+    """What an engine's requests have not written holds NaN from now on, as others may leave it."""
+    for cache in runner_of(llm).kv_caches:
+        cache.fill_(float("nan"))
+
+
 def cache_kinds(llm: LLM) -> set[str]:
     """The kinds of the engine's KV cache groups."""
     groups = runner_of(llm).kv_cache_config.kv_cache_groups

@@ -59,8 +59,8 @@ def test_the_most_nodes_that_a_step_scores(drafts_by_batch, budget, most):
 def test_masks_are_those_of_trees_and_of_requests_without_one():
     """A thousand requests and trees of 128 nodes: not 131,072."""
     drafts = [127] * 8 + [0] * 1016
-    assert tree_memory.most_masked(drafts, max_num_reqs=1024, most_tokens=8192) == 2048
-    assert tree_memory.most_masked(drafts, max_num_reqs=1024, most_tokens=1536) == 1536
+    assert tree_memory.most_masked(drafts, 128, max_num_reqs=1024, most_tokens=8192) == 2048
+    assert tree_memory.most_masked(drafts, 128, max_num_reqs=1024, most_tokens=1536) == 1536
 
 
 def test_profiling_takes_the_logits_of_all_nodes(monkeypatch):

@@ -49,7 +49,6 @@ CPU_V1: tuple[Expected | Override, ...] = (
         f"{_WORKER}.compile_or_warm_up_model", ("self",),
         kind="subclass", why="see gpu_worker.Worker", until="see gpu_worker.Worker",
     ),
-    Expected("vllm.v1.worker.gpu_worker:Worker.load_model", ("self", "load_dummy_weights")),
     Expected(
         "vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_ATTN.clear_override", ()
     ),

@@ -326,6 +326,14 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     Expected("vllm.distributed.parallel_state:get_tp_group", (), may_grow=True),
     Expected("vllm.distributed.parallel_state:get_world_group", (), may_grow=True),
     Override(
+        f"{_WORKER}.load_model", ("self", "load_dummy_weights"),
+        kind="subclass",
+        why="what trees need besides weights is made after it, in memory that sleep keeps; "
+        "refuses attention features that trees cannot use",
+        until="vLLM has a place for tensors of speculators that are not weights",
+    ),
+    Expected(f"{_WORKER}._maybe_get_memory_pool_context", ("self", "tag")),
+    Override(
         f"{_WORKER}.compile_or_warm_up_model", ("self",),
         kind="subclass",
         why="vLLM warms up with no request that needs its temperature only; and steps are timed "

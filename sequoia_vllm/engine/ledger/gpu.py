@@ -49,6 +49,13 @@ def _attention(prefix: str, metadata: tuple[str, ...]) -> Iterator[Expected | Ov
         why="kernels treat requests as chains; rows of tree nodes go through ours",
         until=_KERNELS,
     )  # fmt: skip
+    yield Override(
+        f"{prefix}Impl.fused_output_quant_supported", ("self", "quant_key"),
+        kind="subclass",
+        why="no: where vLLM's kernels write quantised outputs, ours would write the trees' rows as "
+        "the queries are",
+        until=_KERNELS,
+    )  # fmt: skip
     # What layers may ask of attention, all of which trees know or refuse.
     yield Expected(
         f"{prefix}Impl",

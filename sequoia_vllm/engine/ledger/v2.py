@@ -79,8 +79,7 @@ V2: tuple[Expected | Override, ...] = (
     Override(
         f"{_RUNNER}.load_model", ("self", "load_dummy_weights", "args", "model", "kwargs"),
         kind="subclass",
-        why="our attention backends while layers look theirs up; then refuses attention features "
-        "that trees cannot use",
+        why="our attention backends while layers look theirs up; says how much is offloaded",
         until="a backend can be chosen by the speculative method",
     ),
     Override(

@@ -53,7 +53,8 @@ def _loading(speculator: str) -> Override:
     return Override(
         f"{speculator}.load_model", ("self", "target_model"),
         kind="subclass",
-        why="allocates what the verifier reads where memory profiling sees it",
+        why="the draft stays on the device where the target's weights are offloaded; blocks are as "
+        "wide as the tree is deep",
         until=_TREES,
     )  # fmt: skip
 

@@ -215,7 +215,7 @@ class TreeProposer(DraftModelProposer):
                 rows=rows,
                 block_table=inner.block_table,
                 context_lens=inner.root_positions,
-                num_nodes=inner.num_nodes,
+                num_nodes=inner.num_nodes.clamp(max=nodes.stop),  # that are written by now
                 ancestors=levels.ancestors[nodes],
                 max_keys=inner.max_keys,
                 only_trees=True,

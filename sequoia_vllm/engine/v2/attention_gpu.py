@@ -83,6 +83,7 @@ class GPUTreeQueries:
         max_queries: The most nodes of any request.
         workspace: The buffers that the kernel works in.
         others: The batch's other rows; None: it has none.
+        written, max_slots: See `tree_attention`.
         flash_max_context: FlashAttention reads the contexts, none of which is longer;
             None: our kernel does.
     """
@@ -96,6 +97,8 @@ class GPUTreeQueries:
     max_queries: int
     workspace: TreeAttentionWorkspace
     others: OtherChains | None = None
+    written: Tensor | None = None
+    max_slots: int | None = None
     flash_max_context: int | None = None
 
     @property
@@ -177,10 +180,16 @@ class GPUTreeForward(TreeForward):
             workspace=tree.workspace,
             output=output,
             max_queries=tree.max_queries,
+            written=tree.written,
+            max_slots=tree.max_slots,
             context_lse=context_lse,
             soft_cap=self.logits_soft_cap or 0.0,
             sinks=self.sinks,
         )
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """No, whatever vLLM's own kernels can: trees' rows are written in the queries' dtype."""
+        return False
 
     def _attend_to_contexts(
         self, query: Tensor, keys: Tensor, values: Tensor, tree: GPUTreeQueries, output: Tensor

@@ -63,6 +63,9 @@ class CPUTreeBackend(TreeBackend):
         """Metadata whose rows are all tree nodes."""
         num_reqs, nodes = len(block_table), queries.first + queries.width
         context_lens = queries.context_lens.long()
+        num_nodes = (queries.max_slots - context_lens).clamp_(max=nodes)
+        if queries.written is not None:
+            num_nodes = torch.minimum(num_nodes, queries.first + queries.written)
         return CPUTreeAttentionMetadata(
             num_actual_tokens=num_reqs * queries.width,
             max_query_len=queries.width,
@@ -76,7 +79,7 @@ class CPUTreeBackend(TreeBackend):
                 rows=torch.arange(num_reqs * queries.width).view(num_reqs, queries.width),
                 block_table=block_table,
                 context_lens=context_lens,
-                num_nodes=(queries.max_slots - context_lens).clamp_(max=nodes),
+                num_nodes=num_nodes,
                 ancestors=queries.ancestors[queries.first : nodes, :nodes],
                 max_keys=queries.max_keys,
                 only_trees=True,

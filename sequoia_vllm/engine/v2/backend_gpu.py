@@ -103,6 +103,8 @@ class GPUTreeBackend(TreeBackend):
                 first_node=queries.first,
                 max_queries=queries.width,
                 workspace=self._workspace,
+                written=queries.written,
+                max_slots=queries.max_slots,
             ),
             slot_mapping=slots,
         )

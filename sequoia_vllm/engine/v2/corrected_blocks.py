@@ -91,9 +91,9 @@ class CandidateLogits(BlockLogits):
 class MarkovTreeProposer(BlockTreeProposer, DSparkSpeculator):
     """vLLM's speculator of DSpark drafters growing trees."""
 
-    def load_model(self, target_model: torch.nn.Module) -> None:
-        """As vLLM's; then the target's numbers of the tokens that are drafted."""
-        super().load_model(target_model)
+    def allocate(self, target_model: torch.nn.Module) -> None:
+        """See `TreeSpeculator.allocate`; the target's numbers of the tokens that are drafted."""
+        super().allocate(target_model)
         offsets = self.model.draft_id_to_target_id
         self._drafted_tokens = None
         if offsets is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,12 @@ class MasksOfNodes(StructuredOutputsWorker):
         super().__init__(**(others | {"max_num_logits": most, "mask_stride": 1}))
         self._most = most
         self._largest = mask_stride
-        self._rows = _Rows.of(most_rows, self.device)
+        self._most_rows = most_rows
+
+    @cached_property
+    def _rows(self) -> _Rows:
+        # Not before it is needed: what is made while models are loaded does not survive sleep.
+        return _Rows.of(self._most_rows, self.device)
 
     def apply_grammar_bitmask(
         self,

@@ -22,10 +22,10 @@ class ModelTreeProposer(TreeProposer, StandaloneARSpeculator):
     A draft with another vocabulary is given, and gives, the target's tokens.
     """
 
-    def load_model(self, target_model: torch.nn.Module) -> None:
-        """As vLLM's, after the vocabularies are matched."""
+    def allocate(self, target_model: torch.nn.Module) -> None:
+        """See `TreeSpeculator.allocate`; matches the vocabularies."""
+        super().allocate(target_model)
         self._vocabulary = draft_vocabulary(self.vllm_config, self.device)
-        super().load_model(target_model)
 
     def _new_reading(self, steps_ahead: int) -> DraftReading:
         return DraftReading(

@@ -216,10 +216,7 @@ class TreeProposer(TreeSpeculator):
         return bounds
 
     def _read_ragged(self, batch: InputBatch, bounds: NDArray[np.int32]) -> DraftStates:
-        """States at each request's last committed token, R rows.
-
-        For prompts: every request has as many rows as it may need.
-        """
+        """States at each request's last committed token, R rows; for prompts."""
         rows = RaggedRows.of(batch, bounds, self.batch, self._cache)
         return self._forward_ragged(batch, rows).rows(rows.last)
 
@@ -233,9 +230,9 @@ class TreeProposer(TreeSpeculator):
         metadata = self._build_attn_metadata(
             num_reqs=batch.num_reqs,
             batch_desc=BatchExecutionDescriptor(CUDAGraphMode.NONE, total, batch.num_reqs),
-            query_start_loc_np=rows.first_np,
+            query_start_loc_np=rows.most_np,
             seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound,
-            step=int(np.diff(rows.first_np).max()),
+            step=int(np.diff(rows.most_np).max()),
             slot_mappings=rows.slots,
         )
         last = self.req_states.all_token_ids.gpu.shape[1] - 1

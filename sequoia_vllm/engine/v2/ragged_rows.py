@@ -1,13 +1,14 @@
-"""The rows of a pass that reads prompts: as many of each request as it may need."""
+"""The rows of a pass that reads prompts: as many of each request as it has."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from numpy.typing import NDArray
 from torch import Tensor
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch
@@ -16,15 +17,19 @@ from sequoia_vllm.engine.v2.draft_model import DraftCache
 
 @dataclass(frozen=True)
 class RaggedRows:
-    """Rows of R requests, one request after another.
+    """Rows of R requests, one request after another, then rows of none.
+
+    Only the device knows how many tokens a request reads. Were there a row for each that it may
+    read, attention would take in positions that nobody wrote.
 
     Attributes:
-        requests: int64 ``[rows]``: each row's request, as a place in the batch.
+        requests: int64 ``[rows]``: each row's request, as a place in the batch; any, of rows
+            that are nobody's.
         offsets: int32 ``[rows]``: its token, of those that the request reads.
         positions: int64 ``[rows]``: that token's.
-        slots: int64 ``[groups, rows]``: where keys and values go; -1: nowhere, as the request
-            has no such token.
-        first, first_np: int32 ``[R + 1]``: first row of each request.
+        slots: int64 ``[groups, rows]``: where keys and values go; -1: nowhere.
+        first: int32 ``[R + 1]``: first row of each request, then of those that are nobody's.
+        most_np: int32 ``[R + 1]``: the same, if each request had as many rows as it may have.
         last: int32 ``[R]``: see `last_rows`.
     """
 
@@ -33,7 +38,7 @@ class RaggedRows:
     positions: Tensor
     slots: Tensor
     first: Tensor
-    first_np: NDArray[np.int32]
+    most_np: NDArray[np.int32]
     last: Tensor
 
     @classmethod
@@ -44,20 +49,19 @@ class RaggedRows:
 
         Args:
             batch: R requests.
-            bounds: int32 ``[R]``: rows of each; there is one at least.
+            bounds: int32 ``[R]``: most rows of each; there is one at least.
             reading: What of it they read.
             cache: The draft's.
         """
-        num_reqs, device = batch.num_reqs, batch.idx_mapping.device
+        num_reqs = batch.num_reqs
         starts, counts = reading.starts[:num_reqs], reading.counts[:num_reqs]
-        first_np = np.zeros(num_reqs + 1, dtype=np.int32)
-        np.cumsum(bounds, out=first_np[1:])
-        total = int(first_np[-1])
-        requests_np = np.repeat(np.arange(num_reqs), bounds)
-        offsets_np = (np.arange(total) - first_np[requests_np]).astype(np.int32)
-        first = async_tensor_h2d(first_np, device=device)
-        requests = async_tensor_h2d(requests_np, device=device)
-        offsets = async_tensor_h2d(offsets_np, device=device)
+        most_np = np.zeros(num_reqs + 1, dtype=np.int32)
+        np.cumsum(bounds, out=most_np[1:])
+        total = int(most_np[-1])
+        first = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        rows = torch.arange(total, dtype=torch.int32, device=first.device)
+        requests = torch.searchsorted(first[1:], rows, right=True).clamp_(max=num_reqs - 1)
+        offsets = rows - first[requests]
         positions = (starts[requests] + offsets).long()
         slots = cache.slots(batch.idx_mapping, first, positions, offsets < counts[requests])
         if cache.windows:
@@ -65,15 +69,15 @@ class RaggedRows:
             computed = batch.seq_lens[:num_reqs] - batch.query_start_loc[: num_reqs + 1].diff()
             cache.leave_out_before_windows(slots, positions, computed[requests])
         last = last_rows(first, counts, total)
-        return cls(requests, offsets, positions, slots, first, first_np, last)
+        return cls(requests, offsets, positions, slots, first, most_np, last)
 
 
 def last_rows(first_rows: Tensor, counts: Tensor, total: int) -> Tensor:
     """The row of each request's last token, int32 ``[R]``; any row for one that reads nothing.
 
     Args:
-        first_rows: int32 ``[R + 1]``: of each request; where the budget ends, those of
-            the last requests lie past the last row.
+        first_rows: int32 ``[R + 1]``: of each request; of one that reads nothing it may lie past
+            the last row.
         counts: int32 ``[R]``: tokens that each request reads.
         total: Rows of all, at least 1.
     """

@@ -87,16 +87,23 @@ class TreeRunner(GPUModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """As vLLM's, with our attention, and room for a grammar's masks of what can be scored.
 
-        Refuses attention that trees cannot use.
-
-        Raises:
-            ValueError: Naming the layer and what it uses.
+        `set_up_trees` follows.
         """
         with (
             self.tree_backend.replace_attention(),
             swapped(model_runner, "StructuredOutputsWorker", self._masks_of_nodes),
         ):
             super().load_model(*args, **kwargs)
+
+    def set_up_trees(self) -> None:
+        """Makes what trees need of the loaded models; refuses attention that they cannot use.
+
+        The worker calls it after `load_model`, once.
+
+        Raises:
+            ValueError: Naming the layer and what it uses.
+        """
+        self.speculator.allocate(self.model)
         layers = supported_layers(self.vllm_config, self.tree_backend.unsupported_attention)
         self._target_layers = [
             name for name in layers if name not in self.speculator.draft_attn_layer_names
@@ -116,7 +123,7 @@ class TreeRunner(GPUModelRunner):
     def _masks_of_nodes(self, **options: Any) -> MasksOfNodes:
         """In the place of vLLM's worker for the masks of grammars, made with the same options."""
         drafts = scheduled_drafts(self.vllm_config)
-        most = most_masked(drafts, self.max_num_reqs, self.max_num_tokens)
+        most = most_masked(drafts, self.tree.size, self.max_num_reqs, self.max_num_tokens)
         return MasksOfNodes(most, self.max_num_tokens, **options)
 
     def forget_steps(self) -> None:

@@ -31,9 +31,10 @@ class StateTreeProposer(TreeProposer):
     def _new_reading(self, steps_ahead: int) -> StepReading:
         return StepReading(self.max_num_reqs, depths_by_drafts(self.tree), self.device)
 
-    def load_model(self, target_model: torch.nn.Module) -> None:
-        """As vLLM's; then room for the target's states of the largest pass that is captured."""
-        super().load_model(target_model)
+    def allocate(self, target_model: torch.nn.Module) -> None:
+        """See `TreeSpeculator.allocate`; room for the target's states of the largest pass that is
+        captured."""
+        super().allocate(target_model)
         width = self._layers_read(target_model) * self.vllm_config.model_config.get_hidden_size()
         rows = self.plan.most_rows_read
         self._gathered = torch.zeros(rows, width, dtype=self.dtype, device=self.device)

@@ -124,11 +124,17 @@ class TreeSpeculator(DraftModelSpeculator):
     # -- model and cache ---------------------------------------------------------------
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """As vLLM's, on the device; then allocates what the verifier reads, so that profiling
-        counts it."""
+        """As vLLM's, on the device."""
         with nothing_offloaded():
             super().load_model(target_model)
         self._target_is_capped = has_soft_cap(target_model)
+
+    def allocate(self, target_model: torch.nn.Module) -> None:
+        """Makes what drafting and verification need on the device besides models.
+
+        The runner calls it when they are loaded: before memory is profiled, and outside of the
+        memory of weights (see `SequoiaWorker.load_model`). Tensors of subclasses belong here, too.
+        """
         self.drafted = allocate_drafted(
             self.plan, self.tree, self.max_num_reqs, self._logits_size,
             self.draft_model_config.head_dtype, self.device,

@@ -36,7 +36,8 @@ class UvaBuffer:
     """Host memory that the device reads in place."""
 
     def __init__(self, size: Any, dtype: torch.dtype) -> None:
-        self.cpu = torch.zeros(size, dtype=dtype, pin_memory=True)
+        with _disable_current_modes():  # of allocators of the device's memory, too
+            self.cpu = torch.zeros(size, dtype=dtype, pin_memory=True)
         self.np = self.cpu.numpy()
 
     def uva(self, n: int | None = None) -> Tensor:

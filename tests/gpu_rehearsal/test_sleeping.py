@@ -1,0 +1,93 @@
+"""Sleep without weights (level 2) on vLLM's GPU engine: what trees need besides them is there."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.architectures import VOCABULARY, save_architecture
+from tests.support.engines import sequoia
+from tests.support.generating import counted, random_prompts
+from tests.support.models import save_word_tokenizer
+from tests.support.on_gpu import call_on_gpu
+from tests.support.rehearsing import generate, generate_with_trees, rehearsing
+from tests.support.sleeping import lost_of_ours, sleep_without_weights
+from tests.support.vocabularies import save_renumbered, save_words
+
+pytestmark = pytest.mark.engine
+
+# The second begins beyond the target's window of 40 tokens.
+LENGTHS = [9, 60, 21]
+TOKENS = 10
+
+
+def requests() -> list[Any]:
+    """Of the sampled one the nucleus is a single token: its tokens are known, too."""
+    from vllm import SamplingParams
+
+    common = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
+    return [
+        SamplingParams(temperature=0.8, top_p=1e-6, **common),
+        SamplingParams(temperature=0, repetition_penalty=1.3, **common),
+        SamplingParams(temperature=0, **common),
+    ]
+
+
+def save_other_draft(target: Path, path: Path) -> str:
+    """The target without its windows, whose tokens have other numbers."""
+    number_of = torch.randperm(VOCABULARY + 20, generator=torch.Generator().manual_seed(2))
+    number_of = number_of[:VOCABULARY]
+    save_renumbered(target, path, number_of, VOCABULARY + 20)
+    save_words(path, {f"w{token}": int(number_of[token]) for token in range(VOCABULARY)}, {})
+    return str(path)
+
+
+def generate_and_sleep(models: str) -> dict[str, Any]:
+    """Of plain vLLM, and of trees before and after it: windows, another vocabulary, parameters."""
+    from gpu_stand_in import sleeping
+
+    target = save_architecture(Path(models) / "target", "mistral", layers=2)
+    save_word_tokenizer(target)
+    draft = save_other_draft(target, Path(models) / "draft")
+    prompts, params = random_prompts(LENGTHS, VOCABULARY), requests()
+    options: dict[str, Any] = {"model": str(target), "skip_tokenizer_init": False}
+    with rehearsing(None, **options) as llm:
+        answers: dict[str, Any] = {"plain": generate(llm, prompts, params)}
+    allocator = sleeping.install()
+    with rehearsing(sequoia(8, 3, draft=draft), **options, enable_sleep_mode=True) as llm:
+        generate(llm, prompts, params)  # of its last trees it is counted later
+        counted(llm)
+        llm.reset_prefix_cache()
+        np.random.seed(0)  # vLLM draws seeds by it: drafts, too, are to be the same
+        answers["before"] = generate_with_trees(llm, prompts, params)
+        answers["lost"] = lost_of_ours(llm, allocator)
+        sleep_without_weights(llm)
+        np.random.seed(0)
+        answers["after"] = generate_with_trees(llm, prompts, params)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("sleeping")
+    return call_on_gpu(generate_and_sleep, directory, models=str(directory))
+
+
+def test_nothing_of_ours_is_lost_with_the_weights(answers):
+    assert answers["lost"] == []
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_tokens_are_those_of_plain_vllm(when, answers):
+    assert answers[when]["tokens"] == answers["plain"]["tokens"]
+
+
+def test_drafts_are_as_good_as_before(answers):
+    before, after = (answers[when]["counts"]["tokens_per_tree"] for when in ("before", "after"))
+    assert after == before > 1.5
+
+
+def test_graphs_of_before_are_replayed(answers):
+    assert answers["after"]["graphs"] == answers["before"]["graphs"]
