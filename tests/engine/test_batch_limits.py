@@ -6,14 +6,16 @@ import pytest
 
 from sequoia_vllm.engine import batch_limits
 from sequoia_vllm.engine.mark import mark
-from sequoia_vllm.engine.settings import KEY
 
 BUDGET, NODES = 8192, 128
 
 
 def config(active=None, ours=True):
+    speculative = SimpleNamespace()
+    if ours:
+        mark(speculative, 4, {})
     return SimpleNamespace(
-        additional_config={KEY: {}} if ours else {},
+        speculative_config=speculative,
         scheduler_config=SimpleNamespace(max_num_active_seqs=active, max_num_seqs=1024),
     )
 
@@ -66,5 +68,5 @@ def test_blocks_take_no_rows_of_the_targets_batch(method, ours, slots):
         use_dflash=lambda: method == "dflash", use_dspark=lambda: method == "dspark"
     )
     if ours:
-        mark(of, depth=4)
+        mark(of, 4, {})
     assert batch_limits.slots_for_drafting(lambda _: 127, of) == slots

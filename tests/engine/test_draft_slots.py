@@ -9,7 +9,6 @@ from vllm import SamplingParams
 
 from sequoia_vllm.engine import draft_slots
 from sequoia_vllm.engine.mark import mark
-from sequoia_vllm.engine.settings import KEY
 from tests.support.engines import metric, running, sequoia
 from tests.support.models import prompts
 
@@ -20,11 +19,11 @@ REQUESTS, BLOCK = 6, 32
 
 def scheduler(lookup, running, waiting, beyond=0, ours=True):
     """What of vLLM's is read and set; a head that drafts blocks has a slot beyond its drafts."""
-    mark(speculative := SimpleNamespace(), DEPTH)
+    speculative = SimpleNamespace()
+    if ours:
+        mark(speculative, DEPTH, {})
     return SimpleNamespace(
-        vllm_config=SimpleNamespace(
-            additional_config={KEY: {}} if ours else {}, speculative_config=speculative
-        ),
+        vllm_config=SimpleNamespace(speculative_config=speculative),
         dynamic_sd_lookup=lookup,
         num_spec_tokens=LARGEST,
         num_lookahead_tokens=LARGEST + beyond,

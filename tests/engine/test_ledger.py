@@ -154,7 +154,7 @@ def replaced_on_instances() -> Iterator[str]:
 def replacement(owner: object, name: str) -> Callable[..., Any]:
     """What of ours a patch calls in the place of this function of vLLM."""
     plugin.register()
-    return inspect.getclosurevars(getattr(owner, name)).nonlocals["replacement"]
+    return inspect.getclosurevars(function_of(getattr(owner, name))).nonlocals["replacement"]
 
 
 def test_ledger_lists_every_attribute_replaced_on_an_instance():

@@ -16,6 +16,7 @@ _MANAGER = "vllm.v1.structured_output:StructuredOutputManager"
 _TREE_GRAMMAR = "vLLM's manager is told the topology of drafts"
 _NEW_METHOD = "vLLM lets plugins register a speculative method"
 _METRICS = "vLLM carries a speculative method's own statistics from the worker to its loggers"
+_SLOTS = "vLLM's look-ahead slots follow its schedule by batch size"
 _ONE_MESSAGE = "vLLM's engine core sends workers one message per step"
 _TIMES = "vLLM tells plugins how long the parts of a step take"
 
@@ -230,9 +231,20 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         "vllm.v1.core.sched.scheduler:Scheduler.schedule", ("self", "throttle_prefills"),
         kind="patch",
         why="allocates look-ahead slots for the largest number of drafts at any batch size, and "
-        "looks the batch's up afterwards; ours sets num_lookahead_tokens and cuts "
-        "dynamic_sd_lookup, both as they were once the step is scheduled",
-        until="vLLM's look-ahead slots follow its schedule by batch size",
+        "looks the batch's up afterwards; ours sets both for the time of a step's scheduling",
+        until=_SLOTS,
+    ),
+    Override(
+        "vllm.v1.core.sched.scheduler:Scheduler.num_lookahead_tokens",
+        kind="instance",
+        why="slots for the drafts of a step's batch, while it is scheduled",
+        until=_SLOTS,
+    ),
+    Override(
+        "vllm.v1.core.sched.scheduler:Scheduler.dynamic_sd_lookup",
+        kind="instance",
+        why="cut to the drafts that there are slots for, while a step is scheduled",
+        until=_SLOTS,
     ),
     Expected("vllm.v1.core.sched.scheduler:Scheduler.get_request_counts", ("self",)),
     # messages.py
