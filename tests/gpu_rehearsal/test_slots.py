@@ -44,7 +44,7 @@ def params() -> list[Any]:
 
 
 def run(models: str) -> dict[str, Any]:
-    """Of plain vLLM, of trees, and of trees whose drafts are not cut to the slots there are."""
+    """Of plain vLLM, of trees, and of trees with too few slots."""
     target, draft = save_related_pair(Path(models))
     requests = random_prompts(LENGTHS)
     tiers = {"num_speculative_tokens_per_batch_size": TIERS, "adapt": True}
@@ -60,17 +60,17 @@ def run(models: str) -> dict[str, Any]:
             trees, model=target, num_gpu_blocks_override=11, max_num_batched_tokens=64, **LIMITS
         ) as llm:
             answers["pressed"] = serve(llm, requests)
-        with cutting_nothing(), rehearsing(trees, model=target, **LIMITS) as llm:
+        with too_few_slots(), rehearsing(trees, model=target, **LIMITS) as llm:
             answers["mistake"] = serve(llm, requests)
     return answers
 
 
-def cutting_nothing() -> Any:
-    """A mistake: the drafts of a batch that comes out smaller than expected are not cut."""
-    from sequoia_vllm.engine.draft_slots import DraftsAtMost
+def too_few_slots() -> Any:
+    """A mistake: trees are grown where nothing is reserved for them."""
+    from sequoia_vllm.engine import draft_slots
     from sequoia_vllm.engine.swap import swapped
 
-    return swapped(DraftsAtMost, "__getitem__", lambda self, batch: self._drafts[batch])
+    return swapped(draft_slots, "_slots_for", lambda *_: 0)
 
 
 def run_heads(models: str) -> dict[str, Any]:
