@@ -3,7 +3,7 @@
 An `Override` is something of vLLM's that we replace; an `Expected` is something that
 we only call or read. Each is here once, in the list of where it holds:
 
-- `EVERYWHERE`: on every device and runner;
+- `EVERYWHERE`: on every device and runner (of scheduling: `scheduling`);
 - `CPU_V1`: on CPUs: vLLM's V1 runner, and what both runners share there;
 - `V2`: Model Runner V2, on every device (of its speculators: `v2_speculators`);
 - `GPU`: on GPUs, where the runner is always V2.

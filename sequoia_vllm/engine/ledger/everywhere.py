@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sequoia_vllm.engine.ledger.expected import Expected
 from sequoia_vllm.engine.ledger.override import Override
+from sequoia_vllm.engine.ledger.scheduling import SCHEDULING
 
 _ARGS = "vllm.engine.arg_utils:EngineArgs"
 _CONFIG = "vllm.config:VllmConfig"
@@ -16,11 +17,11 @@ _MANAGER = "vllm.v1.structured_output:StructuredOutputManager"
 _TREE_GRAMMAR = "vLLM's manager is told the topology of drafts"
 _NEW_METHOD = "vLLM lets plugins register a speculative method"
 _METRICS = "vLLM carries a speculative method's own statistics from the worker to its loggers"
-_SLOTS = "vLLM's look-ahead slots follow its schedule by batch size"
 _ONE_MESSAGE = "vLLM's engine core sends workers one message per step"
 _TIMES = "vLLM tells plugins how long the parts of a step take"
 
 EVERYWHERE: tuple[Expected | Override, ...] = (
+    *SCHEDULING,
     # hooks.py, request.py, engine_config.py
     Override(
         f"{_ARGS}.create_engine_config", ("self", "usage_context", "headless"),
@@ -170,24 +171,6 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     *(Expected(f"vllm.config:CompilationConfig.{field}") for field in (
         "cudagraph_capture_sizes", "max_cudagraph_capture_size",
     )),
-    # batch_limits.py
-    Override(
-        f"{_CONFIG}._set_max_num_scheduled_tokens", ("self",),
-        kind="patch",
-        why="from 0.33 on sets max_num_active_seqs to the requests that a pass with a row for each "
-        "draft has room for, where a head drafts blocks; trees' passes have one for each level, "
-        "and take part of a batch",
-        until="vLLM asks the speculative method how many requests it drafts for",
-    ),
-    Override(
-        "vllm.config:SpeculativeConfig.max_num_new_slots_for_drafting",
-        kind="patch",
-        why="in 0.32 counts such rows among those of the target's batch, which fewer requests fit",
-        until="0.32 is no longer supported: 0.33 counts none",
-    ),
-    Expected("vllm.config:SchedulerConfig.max_num_active_seqs"),
-    Expected("vllm.config:SpeculativeConfig.use_dflash", ("self",)),
-    Expected("vllm.config:SpeculativeConfig.use_dspark", ("self",)),
     # refusals.py
     Expected("vllm.platforms:CpuArchEnum.X86"),
     Expected("vllm.config.aux_output:AuxOutputConfig.enabled"),
@@ -226,27 +209,6 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         "and having one turns statistics on in every engine",
         until=_METRICS,
     ),
-    # draft_slots.py
-    Override(
-        "vllm.v1.core.sched.scheduler:Scheduler.schedule", ("self", "throttle_prefills"),
-        kind="patch",
-        why="allocates look-ahead slots for the largest number of drafts at any batch size, and "
-        "looks the batch's up afterwards; ours sets both for the time of a step's scheduling",
-        until=_SLOTS,
-    ),
-    Override(
-        "vllm.v1.core.sched.scheduler:Scheduler.num_lookahead_tokens",
-        kind="instance",
-        why="slots for the drafts of a step's batch, while it is scheduled",
-        until=_SLOTS,
-    ),
-    Override(
-        "vllm.v1.core.sched.scheduler:Scheduler.dynamic_sd_lookup",
-        kind="instance",
-        why="cut to the drafts that there are slots for, while a step is scheduled",
-        until=_SLOTS,
-    ),
-    Expected("vllm.v1.core.sched.scheduler:Scheduler.get_request_counts", ("self",)),
     # messages.py
     Override(
         "vllm.v1.engine.core:EngineCore.post_step", ("self", "model_executed"),
