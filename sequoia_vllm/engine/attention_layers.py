@@ -38,13 +38,20 @@ class TreeForward(ABC):
         """
         tree = getattr(attn_metadata, "tree", None)
         if tree is None or not tree.only_trees:
+            chains = self._chains(tree, query, attn_metadata, output)
             super().forward(  # type: ignore[misc]
-                layer, query, key, value, kv_cache, attn_metadata, output,
+                layer, chains[0], key, value, kv_cache, *chains[1:],
                 output_scale, output_block_scale,
             )  # fmt: skip
         if tree is not None:
             self._forward_trees(layer, query, kv_cache, tree, output)
         return output
+
+    def _chains(
+        self, tree: Any, query: Tensor, attn_metadata: Any, output: Tensor
+    ) -> tuple[Tensor, Any, Tensor]:
+        """Queries, metadata and output of the rows that vLLM's kernels are given; here of all."""
+        return query, attn_metadata, output
 
     @abstractmethod
     def _forward_trees(

@@ -59,8 +59,9 @@ def test_the_most_nodes_that_a_step_scores(drafts_by_batch, budget, most):
 def test_masks_are_those_of_trees_and_of_requests_without_one():
     """A thousand requests and trees of 128 nodes: not 131,072."""
     drafts = [127] * 8 + [0] * 1016
-    assert tree_memory.most_masked(drafts, 128, max_num_reqs=1024, most_tokens=8192) == 2048
-    assert tree_memory.most_masked(drafts, 128, max_num_reqs=1024, most_tokens=1536) == 1536
+    for most_tokens, most in ((8192, 2048), (1536, 1536)):
+        scored = tree_memory.most_scored(drafts, 128, most_tokens)
+        assert tree_memory.most_masked(scored, max_num_reqs=1024, most_tokens=most_tokens) == most
 
 
 def test_profiling_takes_the_logits_of_all_nodes(monkeypatch):

@@ -221,7 +221,8 @@ V2: tuple[Expected | Override, ...] = (
     Expected(f"{_V2}.buffer_utils:UvaBackedTensor.copy_to_uva", ("self",), may_grow=True),
     # v2/verifier.py, v2/logits_needs.py, v2/path_edits.py
     Expected(
-        "vllm.model_executor.layers.vocab_parallel_embedding:DEFAULT_VOCAB_PADDING_SIZE"
+        "vllm.model_executor.layers.vocab_parallel_embedding:pad_vocab_size",
+        ("vocab_size", "pad_to"), may_grow=True,
     ),
     Expected(
         f"{_VERIFIER}.__call__",

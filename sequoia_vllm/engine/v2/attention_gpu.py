@@ -128,35 +128,14 @@ class GPUTreeForward(TreeForward):
     logits_soft_cap: float | None
     sinks: Tensor | None
 
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """As `TreeForward`'s, but vLLM's kernels are given no rows of tree nodes.
-
-        They read keys and values from the cache, where all rows' are.
-        """
-        tree = getattr(attn_metadata, "tree", None)
+    def _chains(
+        self, tree: GPUTreeQueries | None, query: Tensor, attn_metadata: Any, output: Tensor
+    ) -> tuple[Tensor, Any, Tensor]:
+        """No rows of tree nodes. Keys and values are read from the cache, where all rows' are."""
         if tree is None or tree.others is None:
-            return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output,
-                output_scale, output_block_scale,
-            )  # fmt: skip
+            return query, attn_metadata, output
         first = tree.others.first
-        super().forward(
-            layer, query[first:], key, value, kv_cache, tree.others.metadata, output[first:],
-            output_scale, output_block_scale,
-        )  # fmt: skip
-        self._forward_trees(layer, query, kv_cache, tree, output)
-        return output
+        return query[first:], tree.others.metadata, output[first:]
 
     def _forward_trees(
         self, layer: Any, query: Tensor, kv_cache: Tensor, tree: GPUTreeQueries, output: Tensor

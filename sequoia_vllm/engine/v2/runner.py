@@ -17,7 +17,6 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.attention_layers import supported_layers
-from sequoia_vllm.engine.load import scheduled_drafts
 from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.engine.step_stats import StepStats
 from sequoia_vllm.engine.swap import swapped
@@ -122,8 +121,8 @@ class TreeRunner(GPUModelRunner):
 
     def _masks_of_nodes(self, **options: Any) -> MasksOfNodes:
         """In the place of vLLM's worker for the masks of grammars, made with the same options."""
-        drafts = scheduled_drafts(self.vllm_config)
-        most = most_masked(drafts, self.tree.size, self.max_num_reqs, self.max_num_tokens)
+        scored = self.speculator.most_scored
+        most = most_masked(scored, self.max_num_reqs, self.max_num_tokens)
         return MasksOfNodes(most, self.max_num_tokens, **options)
 
     def forget_steps(self) -> None:

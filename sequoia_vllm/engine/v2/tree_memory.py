@@ -73,17 +73,15 @@ def most_scored(drafts_by_batch: Sequence[int], largest_tree: int, most_tokens: 
     return min(max(most, largest_tree), most_tokens)
 
 
-def most_masked(
-    drafts_by_batch: Sequence[int], largest_tree: int, max_num_reqs: int, most_tokens: int
-) -> int:
+def most_masked(scored: int, max_num_reqs: int, most_tokens: int) -> int:
     """Nodes of a step that may have a grammar's mask, at most.
 
     Args:
-        drafts_by_batch, largest_tree, most_tokens: See `most_scored`.
+        scored: See `most_scored`.
         max_num_reqs: Requests that are no longer, or not yet, of the batch that drafts were
             scheduled for have a root each.
     """
-    return min(most_scored(drafts_by_batch, largest_tree, most_tokens) + max_num_reqs, most_tokens)
+    return min(scored + max_num_reqs, most_tokens)
 
 
 def take_logits_memory(

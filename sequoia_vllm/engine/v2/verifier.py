@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
-from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE
+from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
@@ -34,9 +34,6 @@ from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verif
 from sequoia_vllm.kernels.trees_to_verify import TreesToVerify
 from sequoia_vllm.kernels.verify import verify_trees
 from sequoia_vllm.verification import Method
-
-# Logits of a vocabulary are a part of rows that vLLM pads to such a multiple.
-_ROW_MULTIPLE = DEFAULT_VOCAB_PADDING_SIZE
 
 
 @dataclass(frozen=True)
@@ -159,8 +156,8 @@ class TreeVerifier(RejectionSampler):
         verified = Verified.empty(1, self._speculator.tree.depth, device)
         one_row = torch.arange(2, dtype=torch.int32, device=device)
         vocabulary = self._speculator.drafted.logits.shape[2]
-        padded = -(-vocabulary // _ROW_MULTIPLE) * _ROW_MULTIPLE
-        of_the_model = torch.zeros(1, padded, dtype=dtype, device=device)[:, :vocabulary]
+        padded = torch.zeros(1, pad_vocab_size(vocabulary), dtype=dtype, device=device)
+        of_the_model = padded[:, :vocabulary]  # vLLM's logits are a part of such rows
         processed = torch.zeros(1, vocabulary, dtype=torch.float32, device=device)
         for logits in (of_the_model, processed):
             self._walk(logits, inputs.temperatures, inputs.tokens, one_row, inputs, verified)
