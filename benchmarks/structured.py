@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--whitespace", action="store_true", help="allow any in JSON, as vLLM does")
     parser.add_argument("--most-allowed", type=int, nargs="*", help="bounds to compare")
     options = parser.parse_args()
-    from sequoia_vllm.engine import stand_ins
+    from sequoia_vllm.engine.core import stand_ins
 
     bounds = options.most_allowed or [0, stand_ins.MOST_ALLOWED]  # a grammar always allows one
     grammars = {"backend": "xgrammar", "disable_any_whitespace": not options.whitespace}

@@ -10,7 +10,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from benchmarks.soak.random_requests import RandomRequest
-from sequoia_vllm.engine.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 
 _SAME_LOGPROB = 1e-3
 

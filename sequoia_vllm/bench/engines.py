@@ -111,7 +111,7 @@ class BenchEngine:
     @property
     def tree(self) -> TokenTree | None:
         """Its tree; None: another method, or "auto" decided not to speculate."""
-        from sequoia_vllm.engine.settings import SequoiaSettings
+        from sequoia_vllm.engine.common.settings import SequoiaSettings
 
         if not SequoiaSettings.enabled(self._config):
             return None

@@ -314,7 +314,7 @@ def _workload(task: AcceptanceTask, previous: CalibrationState | None) -> Worklo
 
 def _tail(depth: int, draft: Any) -> int:
     """Levels below those that are counted, as far as a draft of this configuration drafts them."""
-    from sequoia_vllm.engine.drafter_kind import drafted_levels, recognise
+    from sequoia_vllm.engine.frontend.drafter_kind import drafted_levels, recognise
 
     levels = drafted_levels(recognise(draft).kind, lambda: draft)
     return TAIL if levels is None else max(0, min(TAIL, levels - depth))

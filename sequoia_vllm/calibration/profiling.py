@@ -108,7 +108,7 @@ def measure_profile(
         PromptError, CalibrationError, ProfileError: If the settings, prompts or
             models cannot be used.
     """
-    from sequoia_vllm.engine.model_shapes import head_shape
+    from sequoia_vllm.engine.frontend.model_shapes import head_shape
 
     settings = _checked(settings)
     prompts = load_prompts(settings.prompts)
@@ -137,7 +137,7 @@ def profile_of(
 
     ``draft`` is the draft's shape, if it is a head.
     """
-    from sequoia_vllm.engine.device_name import current_device_name
+    from sequoia_vllm.engine.common.device_name import current_device_name
 
     engine = settings.engine
     head = draft.head if draft is not None else None

@@ -17,7 +17,7 @@ import typer
 from sequoia_vllm import __version__
 from sequoia_vllm.cli.common import console, print_json
 from sequoia_vllm.cli.setup_cpu import broken_packages, missing_alias
-from sequoia_vllm.engine.contract import SUPPORTED_VERSIONS
+from sequoia_vllm.engine.compat.contract import SUPPORTED_VERSIONS
 from sequoia_vllm.installed import installed
 
 # Packages by their own names, which pip finds wherever sequoia-vllm itself came from.
@@ -98,7 +98,7 @@ def _vllm_command() -> Check:
 def _device() -> Check:
     from vllm.platforms import current_platform
 
-    from sequoia_vllm.engine.device_name import current_device_name
+    from sequoia_vllm.engine.common.device_name import current_device_name
 
     name = current_platform.device_type
     if current_platform.is_cpu() or current_platform.is_cuda():
@@ -142,7 +142,7 @@ def _registered() -> Check:
 
 
 def _contract() -> Check:
-    from sequoia_vllm.engine.contract import (
+    from sequoia_vllm.engine.compat.contract import (
         contract,
         current_device,
         differences,

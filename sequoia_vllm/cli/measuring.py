@@ -85,7 +85,7 @@ def check_models(target: str, draft: str) -> None:
     Raises:
         SequoiaError: If not; names the model and the fix.
     """
-    from sequoia_vllm.engine.draft_checks import check_folder
+    from sequoia_vllm.engine.frontend.draft_checks import check_folder
     from sequoia_vllm.measuring.engines import load_config
     from sequoia_vllm.measuring.vocabularies import compare_models
 

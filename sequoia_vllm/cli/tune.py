@@ -285,7 +285,7 @@ def _compared(
 def _now_used(pair: PairKey) -> str:
     """What an engine of this pair answers to "tree": "auto", asked as it asks."""
     from sequoia_vllm.config import SequoiaConfig
-    from sequoia_vllm.engine.tree_choice import choose_engine_tree
+    from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
 
     return choose_engine_tree(SequoiaConfig(model=pair.draft, tree="auto"), pair).source
 

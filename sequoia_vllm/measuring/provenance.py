@@ -22,7 +22,7 @@ _HASHED_BYTES = 4 << 30
 
 def provenance(**more: Any) -> dict[str, Any]:
     """Arguments, time, versions and device, and what else is given, as plain data."""
-    from sequoia_vllm.engine.device_name import current_device_name
+    from sequoia_vllm.engine.common.device_name import current_device_name
 
     return {
         "argv": ["sequoia-vllm", *sys.argv[1:]],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sequoia_vllm.engine.recording import recording_of
+from sequoia_vllm.engine.worker.recording import recording_of
 
 EXTENSION = "sequoia_vllm.measuring.step_recorder.StepRecorder"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sequoia_vllm.engine.vocabulary import Comparison, TokensOf, compare_vocabularies
+from sequoia_vllm.engine.runner.vocabulary import Comparison, TokensOf, compare_vocabularies
 from sequoia_vllm.measuring.engines import load_config
 
 

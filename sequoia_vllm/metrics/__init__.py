@@ -1,6 +1,6 @@
 """What is shown of a serving engine's trees: counters, Prometheus metrics, a log line.
 
-The worker counts (`engine.step_stats`), `engine.tree_reports` carries the counts to
+The worker counts (`engine.runner.step_stats`), `engine.core.tree_reports` carries the counts to
 vLLM's front end, and this package, which does not import vLLM, shows them.
 """
 

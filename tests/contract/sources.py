@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from sequoia_vllm.engine.ledger import Expected, Signature
+from sequoia_vllm.engine.compat.ledger import Expected, Signature
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

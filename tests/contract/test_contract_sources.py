@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sequoia_vllm.engine import contract
-from sequoia_vllm.engine.ledger import Expected, Signature
+from sequoia_vllm.engine.compat import contract
+from sequoia_vllm.engine.compat.ledger import Expected, Signature
 from tests.contract.sources import NotFoundError, Sources, source_differences
 
 # One of each way in which vLLM defines what we rely on. Whole files, so that the

@@ -24,7 +24,7 @@ def scheduler_of(llm):
 def test_drafts_that_do_not_pay_end_and_stay_away(plain_outputs, tmp_path, monkeypatch):
     """An untrained draft is never right. By default: nothing is said of adapting."""
     monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "trees"))
-    monkeypatch.setattr("sequoia_vllm.engine.adapting._SAVE_DECISIONS", 0.0)
+    monkeypatch.setattr("sequoia_vllm.engine.core.adapting._SAVE_DECISIONS", 0.0)
     add = StepTimes.add  # whatever else the machine does meanwhile
     monkeypatch.setattr(StepTimes, "add", lambda *step: add(*step[:3], 0.01 + step[1] / 1000))
     config = sequoia(draft=save_random_draft(tmp_path))

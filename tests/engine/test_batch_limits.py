@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sequoia_vllm.engine import batch_limits
-from sequoia_vllm.engine.mark import mark
+from sequoia_vllm.engine.common.mark import mark
+from sequoia_vllm.engine.frontend import batch_limits
 
 BUDGET, NODES = 8192, 128
 

@@ -6,7 +6,7 @@ from vllm import SamplingParams
 
 from benchmarks.soak.in_engine import answers
 from benchmarks.soak.random_requests import random_requests
-from sequoia_vllm.engine.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.support.cache_contents import PrefixCache
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.models import DRAFT, TARGET, prompts

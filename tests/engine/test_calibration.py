@@ -20,8 +20,8 @@ from sequoia_vllm.calibration.acceptance import (
 from sequoia_vllm.calibration.profiling import ProfileSettings, measure_profile
 from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.engine.settings import SequoiaSettings
-from sequoia_vllm.engine.tree_choice import choose_engine_tree
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 
-from sequoia_vllm.engine import draft_slots
-from sequoia_vllm.engine.mark import mark
+from sequoia_vllm.engine.common.mark import mark
+from sequoia_vllm.engine.core import draft_slots
 from tests.support.engines import metric, running, sequoia
 from tests.support.models import prompts
 

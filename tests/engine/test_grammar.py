@@ -12,9 +12,10 @@ import pytest
 import torch
 from vllm.v1.structured_output import StructuredOutputManager
 
-from sequoia_vllm.engine import grammar, hooks
-from sequoia_vllm.engine.settings import SequoiaSettings
-from sequoia_vllm.engine.stand_ins import MOST_ALLOWED, StandIns
+from sequoia_vllm.engine import hooks
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.core import grammar
+from sequoia_vllm.engine.core.stand_ins import MOST_ALLOWED, StandIns
 from sequoia_vllm.tree import TokenTree
 
 VOCABULARY = 64

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
-from sequoia_vllm.engine.v2.grammar_masks import MasksOfNodes, place_masks
+from sequoia_vllm.engine.v2.verification.grammar_masks import MasksOfNodes, place_masks
 
 LARGEST = 5
 # Of four requests in a batch; the second and the fourth have no grammar.

@@ -3,7 +3,7 @@
 import pytest
 from vllm import SamplingParams
 
-from sequoia_vllm.engine import draft_failure
+from sequoia_vllm.engine.runner import draft_failure
 from sequoia_vllm.engine.v1.proposer import TreeProposer
 from sequoia_vllm.engine.v1.runner import SequoiaCPUModelRunner
 from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees

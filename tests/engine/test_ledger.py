@@ -21,9 +21,10 @@ from vllm.v1.spec_decode.metrics import SpecDecodingProm
 from vllm.v1.structured_output import StructuredOutputManager
 
 from sequoia_vllm import engine, plugin
-from sequoia_vllm.engine import contract, hooks
-from sequoia_vllm.engine.ledger import OVERRIDES, Override
-from sequoia_vllm.engine.ledger.override import Kind
+from sequoia_vllm.engine import hooks
+from sequoia_vllm.engine.compat import contract
+from sequoia_vllm.engine.compat.ledger import OVERRIDES, Override
+from sequoia_vllm.engine.compat.ledger.override import Kind
 
 PATCHED = (
     EngineArgs, SamplingParams, StructuredOutputManager, Scheduler, StatLoggerManager, LLMEngine,

@@ -14,9 +14,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from sequoia_vllm import plugin
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.engine import contract, hooks
-from sequoia_vllm.engine.ledger import Expected
-from sequoia_vllm.engine.request import names_sequoia
+from sequoia_vllm.engine import hooks
+from sequoia_vllm.engine.compat import contract
+from sequoia_vllm.engine.compat.ledger import Expected
+from sequoia_vllm.engine.frontend.request import names_sequoia
 from tests.support.engines import sequoia
 from tests.support.models import TARGET, prompts
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from sequoia_vllm.engine.v2.ragged_rows import RaggedRows, last_rows
+from sequoia_vllm.engine.v2.drafting.ragged_rows import RaggedRows, last_rows
 
 
 def test_last_rows_where_the_budget_ends():

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from sequoia_vllm.cli import app
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload.settings import offload_of
-from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware import Assumptions
 from tests.engine.test_refusals import parsed
 from tests.support.engines import metric, running, sequoia

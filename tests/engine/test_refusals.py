@@ -19,20 +19,15 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from sequoia_vllm import plugin
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.engine import (
-    attention_layers,
-    cpu_attention,
-    refusals,
-    request,
-    resolve,
-    worker_base,
-)
-from sequoia_vllm.engine.cluster import current_versions
-from sequoia_vllm.engine.replicas import as_alone
-from sequoia_vllm.engine.settings import SequoiaSettings
-from sequoia_vllm.engine.tree_choice import TreeChoice
-from sequoia_vllm.engine.v2 import attention_gpu
-from sequoia_vllm.engine.v2.backend_gpu import GPUTreeBackend
+from sequoia_vllm.engine.common.cluster import current_versions
+from sequoia_vllm.engine.common.replicas import as_alone
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.frontend import refusals, request, resolve
+from sequoia_vllm.engine.frontend.tree_choice import TreeChoice
+from sequoia_vllm.engine.runner import attention_layers, cpu_attention
+from sequoia_vllm.engine.v2.attention import attention_gpu
+from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
+from sequoia_vllm.engine.worker import worker_base
 from sequoia_vllm.tree import TokenTree
 from tests.support.engines import running, sequoia
 from tests.support.models import DRAFT, TARGET, save_llama
@@ -421,7 +416,10 @@ def test_command_line_forms(arguments):
     assert config.speculative_config.model == DRAFT
     drafts = config.speculative_config.num_speculative_tokens
     assert SequoiaSettings.of(config).tree.num_speculative_tokens == drafts
-    assert config.parallel_config.worker_cls == "sequoia_vllm.engine.worker_cpu.SequoiaCPUWorker"
+    assert (
+        config.parallel_config.worker_cls
+        == "sequoia_vllm.engine.worker.worker_cpu.SequoiaCPUWorker"
+    )
     if "--spec-tokens" in arguments:
         assert drafts <= 7
 

@@ -4,7 +4,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from sequoia_vllm.engine.request_options import MOST_DRAFTS, check_options, most_drafts
+from sequoia_vllm.engine.common.request_options import MOST_DRAFTS, check_options, most_drafts
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 700])

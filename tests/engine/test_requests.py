@@ -4,7 +4,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from sequoia_vllm.engine.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.support.editing import SIBLINGS_FIRST
 from tests.support.engines import running, sequoia, tokens_of, whole_trees
 from tests.support.models import prompts

@@ -10,12 +10,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.engine import engine_config, load, tree_choice
-from sequoia_vllm.engine.draft_config import DraftReader
-from sequoia_vllm.engine.model_shapes import pair_shapes
-from sequoia_vllm.engine.settings import SequoiaSettings
-from sequoia_vllm.engine.tree_choice import choose_engine_tree
-from sequoia_vllm.engine.worker_base import AgreeingWorker
+from sequoia_vllm.engine.common import load
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.frontend import engine_config, tree_choice
+from sequoia_vllm.engine.frontend.draft_config import DraftReader
+from sequoia_vllm.engine.frontend.model_shapes import pair_shapes
+from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
+from sequoia_vllm.engine.worker.worker_base import AgreeingWorker
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.tree import AcceptanceError, TokenTree, TreeError

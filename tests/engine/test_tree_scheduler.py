@@ -7,10 +7,10 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from sequoia_vllm.engine import eligibility
-from sequoia_vllm.engine.eligibility import never_drafts
-from sequoia_vllm.engine.grammar import thinks_first
-from sequoia_vllm.engine.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.core import eligibility
+from sequoia_vllm.engine.core.eligibility import never_drafts
+from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.v2 import scheduler as scheduling
 from sequoia_vllm.engine.v2.scheduler import TreeScheduler
 

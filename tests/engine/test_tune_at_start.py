@@ -5,9 +5,9 @@ import math
 import pytest
 from vllm import SamplingParams
 
-from sequoia_vllm.engine.settings import SequoiaSettings
-from sequoia_vllm.engine.start import timing
-from sequoia_vllm.engine.start.dummy_requests import DummyRequests
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.worker.start import timing
+from sequoia_vllm.engine.worker.start.dummy_requests import DummyRequests
 from sequoia_vllm.hardware.step_profile import Profile
 from tests.support.cores import needs_two_cores
 from tests.support.engines import metric, running, tokens_of

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from sequoia_vllm.engine import engine_config
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.frontend import engine_config
 from sequoia_vllm.engine.offload.weight_source import offloaded_layers, weight_source, with_streamed
-from sequoia_vllm.engine.settings import SequoiaSettings
 from sequoia_vllm.hardware.models import PairShapes, every_class
 from tests.support.models import DRAFT, TARGET
 

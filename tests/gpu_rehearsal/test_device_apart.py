@@ -12,7 +12,7 @@ def take_and_fill():
     from sequoia_vllm.drafting.draft_batch import DraftBatch
     from sequoia_vllm.drafting.drafted_trees import DraftedTrees
     from sequoia_vllm.drafting.tree_tables import TreeTables
-    from sequoia_vllm.engine.v2.reading import DraftReading
+    from sequoia_vllm.engine.v2.drafting.reading import DraftReading
     from sequoia_vllm.tree import TokenTree
     from tests.support.device_apart import (
         DEVICE,

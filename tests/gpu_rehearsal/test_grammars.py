@@ -32,7 +32,7 @@ def params() -> list[Any]:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    from sequoia_vllm.engine.request_options import MOST_DRAFTS
+    from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 
     sums = {"structured_outputs": StructuredOutputsParams(regex=r"[a-z]{3,8} = \d+( \+ [a-z]+)*")}
     json = {"structured_outputs": StructuredOutputsParams(json=SCHEMA)}
@@ -66,7 +66,7 @@ def run() -> dict[str, Any]:
 @contextmanager
 def recording_masks() -> Iterator[list[dict[str, Any]]]:
     """Of each step with masks within the block: their number, and each request's scored nodes."""
-    from sequoia_vllm.engine.swap import swapped
+    from sequoia_vllm.engine.common.swap import swapped
     from sequoia_vllm.engine.v2.runner import TreeRunner
 
     sample, found = TreeRunner.sample, []

@@ -76,8 +76,8 @@ def watching_logits() -> Iterator[tuple[list[int], list[int]]]:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()  # the stand-ins, without which the modules below find no GPU
-    from sequoia_vllm.engine.swap import swapped
-    from sequoia_vllm.engine.v2 import tree_speculator
+    from sequoia_vllm.engine.common.swap import swapped
+    from sequoia_vllm.engine.v2.drafting import tree_speculator
     from sequoia_vllm.engine.v2.runner import TreeRunner
 
     scored, profiled = [], []

@@ -56,7 +56,7 @@ def run(models: str) -> dict[str, Any]:
     """What became of trees that the target drafted itself: unchanged, and with each mistake."""
     from sequoia_vllm.drafting.draft_batch import DraftBatch
     from sequoia_vllm.drafting.growth import TreeGrowth
-    from sequoia_vllm.engine.swap import swapped
+    from sequoia_vllm.engine.common.swap import swapped
 
     def grown(mistake: Any) -> Any:
         return swapped(TreeGrowth, "read_and_grow", mistake(TreeGrowth.read_and_grow))

@@ -53,8 +53,8 @@ def start_and_generate(models: str) -> dict[str, Any]:
 
 def with_the_draft_offloaded(config: dict, options: dict) -> Any:
     """What the draft has offloaded, or how the engine fails to start."""
-    from sequoia_vllm.engine.swap import swapped
-    from sequoia_vllm.engine.v2 import tree_speculator
+    from sequoia_vllm.engine.common.swap import swapped
+    from sequoia_vllm.engine.v2.drafting import tree_speculator
 
     options = {**options, "enforce_eager": True}
     with swapped(tree_speculator, "nothing_offloaded", nullcontext):
@@ -69,7 +69,7 @@ def without_waiting_before_replays(config: dict, requests: list, params: Any, en
     """Tokens of trees whose graphs do not wait for the copies of offloaded layers."""
     from vllm.model_executor.offloader.prefetch import PrefetchOffloader
 
-    from sequoia_vllm.engine.swap import swapped
+    from sequoia_vllm.engine.common.swap import swapped
 
     with (
         rehearsing(config, **engine, **PREFETCH) as llm,

@@ -61,7 +61,7 @@ def test_vllm_builds_a_draft_as_the_last_stage_of_a_pipeline(tmp_path: Path) -> 
 
     Models ask for the process's pipeline stage when they are built and run, and so does the
     draft, of which the last stage has the only copy. When this fails, vLLM builds drafts whole,
-    and the refusal in `sequoia_vllm/engine/refusals.py` has lost its reason.
+    and the refusal in `sequoia_vllm/engine/frontend/refusals.py` has lost its reason.
     """
     target, draft = save_related_pair(tmp_path, **MODEL)
     found = call_on_gpu(generate_in_stages, tmp_path, target=target, draft=draft)

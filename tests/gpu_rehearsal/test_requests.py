@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sequoia_vllm.engine.adapting import freeze
-from sequoia_vllm.engine.swap import swapped
+from sequoia_vllm.engine.common.swap import swapped
+from sequoia_vllm.engine.core.adapting import freeze
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import (
     completions,

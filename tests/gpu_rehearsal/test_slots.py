@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sequoia_vllm.engine.adapting import freeze
+from sequoia_vllm.engine.core.adapting import freeze
 from tests.support.block_heads import save_dflash2
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import (
@@ -67,8 +67,8 @@ def run(models: str) -> dict[str, Any]:
 
 def too_few_slots() -> Any:
     """A mistake: trees are grown where nothing is reserved for them."""
-    from sequoia_vllm.engine import draft_slots
-    from sequoia_vllm.engine.swap import swapped
+    from sequoia_vllm.engine.common.swap import swapped
+    from sequoia_vllm.engine.core import draft_slots
 
     return swapped(draft_slots, "_slots_for", lambda *_: 0)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.hardware.step_profile import Profile
 from tests.support.generating import random_prompts, save_related_pair
 from tests.support.on_gpu import call_on_gpu
@@ -27,7 +27,7 @@ def start_twice(folder: str) -> dict[str, Any]:
     from gpu_stand_in import graphs
     from vllm import SamplingParams
 
-    from sequoia_vllm.engine.start import timing
+    from sequoia_vllm.engine.worker.start import timing
 
     timing.SECONDS, timing._MOST_SPREAD = 60.0, math.inf  # whatever else the machine does
     timing._LEAST_SHARE = 0.0
@@ -47,7 +47,7 @@ def start_twice(folder: str) -> dict[str, Any]:
             ordinary(worker)
         replayed.update({**since(before)["replayed"], "eager growth": len(eager)})
 
-    from sequoia_vllm.engine import worker_base
+    from sequoia_vllm.engine.worker import worker_base
 
     worker_base.time_at_start = time_at_start
     with rehearsing(config, **options) as llm:

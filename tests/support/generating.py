@@ -117,8 +117,8 @@ def processed_chunks() -> Iterator[list[bool]]:
     """
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    from sequoia_vllm.engine.swap import swapped
-    from sequoia_vllm.engine.v2.verifier import TreeVerifier
+    from sequoia_vllm.engine.common.swap import swapped
+    from sequoia_vllm.engine.v2.verification.verifier import TreeVerifier
 
     apply, verify = Sampler.apply_sampling_params, TreeVerifier._verify_requests
     calls, chunks = [], []

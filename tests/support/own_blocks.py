@@ -16,7 +16,7 @@ def only_own_blocks() -> Iterator[None]:
     """Within the block, every step's tables end where its requests' blocks end."""
     from vllm.v1.worker.gpu.block_table import BlockTables
 
-    from sequoia_vllm.engine.swap import swapped
+    from sequoia_vllm.engine.common.swap import swapped
 
     original = BlockTables.gather_block_tables
 

@@ -40,7 +40,7 @@ def counting_eager_growth() -> Iterator[list[int]]:
     from gpu_stand_in import graphs
 
     from sequoia_vllm.drafting.growth import TreeGrowth
-    from sequoia_vllm.engine.swap import swapped
+    from sequoia_vllm.engine.common.swap import swapped
 
     original, eager = TreeGrowth.read_and_grow, []
 
@@ -58,7 +58,7 @@ def recording_kernels() -> Iterator[set[tuple[str, ...]]]:
     """Our kernels that are launched within the block: name, then its tensors' dtypes."""
     from triton.runtime.interpreter import GridExecutor
 
-    from sequoia_vllm.engine.swap import swapped
+    from sequoia_vllm.engine.common.swap import swapped
 
     original: Any = GridExecutor.__call__
     found: set[tuple[str, ...]] = set()

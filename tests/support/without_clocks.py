@@ -5,7 +5,7 @@ Spawned ranks see nothing of what a test patches, but import what their engine n
 
 import math
 
-from sequoia_vllm.engine.start import timing
+from sequoia_vllm.engine.worker.start import timing
 
 
 def _left(self) -> float:

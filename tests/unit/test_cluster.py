@@ -9,7 +9,7 @@ import torch
 import torch.multiprocessing as mp
 
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.engine.cluster import (
+from sequoia_vllm.engine.common.cluster import (
     check_decisions,
     check_devices,
     check_group,
@@ -18,7 +18,7 @@ from sequoia_vllm.engine.cluster import (
     current_versions,
     decisions,
 )
-from sequoia_vllm.engine.settings import DECLINED, SequoiaSettings
+from sequoia_vllm.engine.common.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.start_times import ToTime
 from sequoia_vllm.tree import TokenTree

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from vllm.utils import platform_utils
 
 from sequoia_vllm.cli import app, doctor, setup_cpu
-from sequoia_vllm.engine import contract
+from sequoia_vllm.engine.compat import contract
 
 
 def printed(monkeypatch, checks) -> str:

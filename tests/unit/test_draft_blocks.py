@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sequoia_vllm.engine.draft_blocks import DraftBlocks
+from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 from sequoia_vllm.engine.v1 import reading as v1_reading
-from sequoia_vllm.engine.v2 import reading, request_reading
+from sequoia_vllm.engine.v2.drafting import reading, request_reading
 from tests.support.prefix_cache import (
     BLOCK,
     DEPTH,

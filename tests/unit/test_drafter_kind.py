@@ -10,11 +10,16 @@ pytest.importorskip("vllm")
 from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.engine.draft_config import DraftReader
-from sequoia_vllm.engine.drafter_kind import check_method, drafted_levels, drafter_kind, recognise
-from sequoia_vllm.engine.model_shapes import head_shape, pair_shapes
-from sequoia_vllm.engine.refusals import _drafter_reasons
-from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.frontend.draft_config import DraftReader
+from sequoia_vllm.engine.frontend.drafter_kind import (
+    check_method,
+    drafted_levels,
+    drafter_kind,
+    recognise,
+)
+from sequoia_vllm.engine.frontend.model_shapes import head_shape, pair_shapes
+from sequoia_vllm.engine.frontend.refusals import _drafter_reasons
 from sequoia_vllm.hardware.heads import HeadShape
 from sequoia_vllm.tree import TokenTree
 from tests.support.models import DRAFT

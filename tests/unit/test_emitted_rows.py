@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from sequoia_vllm.engine.v2.emitted_rows import emitted_rows
+from sequoia_vllm.engine.v2.verification.emitted_rows import emitted_rows
 
 
 def test_a_tree_has_rows_for_the_longest_path_only():

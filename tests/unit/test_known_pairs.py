@@ -15,9 +15,9 @@ from vllm.model_executor.models import registry
 from sequoia_vllm import known_pairs
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters import DrafterKind
-from sequoia_vllm.engine import drafter_kind
-from sequoia_vllm.engine.drafter_kind import kinds_here, recognise
-from sequoia_vllm.engine.resolve import resolve
+from sequoia_vllm.engine.frontend import drafter_kind
+from sequoia_vllm.engine.frontend.drafter_kind import kinds_here, recognise
+from sequoia_vllm.engine.frontend.resolve import resolve
 from sequoia_vllm.known_pairs import (
     DFLASH_HEADS,
     EAGLE_3_HEADS,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sequoia_vllm.engine.step_stats import StepStats
+from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.metrics import PrometheusKinds, Reason, TreeCounts, TreeMetrics, interval_line
 from sequoia_vllm.tree import TokenTree
 

@@ -9,10 +9,10 @@ from transformers import PreTrainedConfig
 from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.engine.draft_config import DraftReader
-from sequoia_vllm.engine.drafter_kind import check_method, drafter_kind
-from sequoia_vllm.engine.mtp_layers import _DENSE, check_mtp_layers
-from sequoia_vllm.engine.resolve import resolve
+from sequoia_vllm.engine.frontend.draft_config import DraftReader
+from sequoia_vllm.engine.frontend.drafter_kind import check_method, drafter_kind
+from sequoia_vllm.engine.frontend.mtp_layers import _DENSE, check_mtp_layers
+from sequoia_vllm.engine.frontend.resolve import resolve
 
 FLAGS = (
     "use_mla", "is_hybrid", "has_inner_state", "is_multimodal_model", "is_moe",

@@ -10,8 +10,8 @@ pytest.importorskip("torch")
 
 from sequoia_vllm.calibration.tune import check_profile
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.engine.resolve import resolve
-from sequoia_vllm.engine.tree_choice import choose_engine_tree
+from sequoia_vllm.engine.frontend.resolve import resolve
+from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
 from sequoia_vllm.hardware import Curve, Overhead, Profile, identify
 from sequoia_vllm.hardware.models import PairShapes, every_class
 from sequoia_vllm.hardware.offloading import streamed_layers

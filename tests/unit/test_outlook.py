@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("torch")
 
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.engine.outlook import Outlook, outlook_line
-from sequoia_vllm.engine.tree_choice import choose_engine_tree
+from sequoia_vllm.engine.frontend.outlook import Outlook, outlook_line
+from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.tree import TokenTree
 

@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("torch")
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.engine.cluster import current_versions
-from sequoia_vllm.engine.resolve import resolve
+from sequoia_vllm.engine.common.cluster import current_versions
+from sequoia_vllm.engine.frontend.resolve import resolve
 from sequoia_vllm.metrics.prometheus import first_clause
 from sequoia_vllm.tree import TokenTree
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.engine.resolve import resolve
-from sequoia_vllm.engine.settings import SequoiaSettings
-from sequoia_vllm.engine.start.dummy_requests import Layout
-from sequoia_vllm.engine.start.points import Point, points_to_time
-from sequoia_vllm.engine.start.timing import is_sound, is_steady, profile_of
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.frontend.resolve import resolve
+from sequoia_vllm.engine.worker.start.dummy_requests import Layout
+from sequoia_vllm.engine.worker.start.points import Point, points_to_time
+from sequoia_vllm.engine.worker.start.timing import is_sound, is_steady, profile_of
 from sequoia_vllm.hardware.models import PairShapes, model_classes
 from sequoia_vllm.hardware.step_curves import BatchTimes, StepTimes, TimedStep
 from sequoia_vllm.hardware.step_profile import Curve, Profile

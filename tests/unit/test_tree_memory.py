@@ -9,7 +9,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.drafting.draft_plan import DraftPlan
-from sequoia_vllm.engine.v2 import tree_memory
+from sequoia_vllm.engine.v2.drafting import tree_memory
 from sequoia_vllm.tree import TokenTree
 
 TREE = TokenTree((-1, 0, 0, 1, 1, 2, 2))  # three nodes with children

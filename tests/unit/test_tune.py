@@ -23,7 +23,7 @@ from sequoia_vllm.calibration.tune import (
 from sequoia_vllm.cli import app
 from sequoia_vllm.cli import tune as tune_command
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.engine.tree_choice import choose_engine_tree
+from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
 from sequoia_vllm.hardware import CostModel, choose_schedule, current_cpu_name
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile, CalibrationState

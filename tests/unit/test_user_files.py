@@ -14,7 +14,8 @@ pytest.importorskip("vllm")
 from sequoia_vllm.adaptation import DraftController
 from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.engine import adapting, resolve
+from sequoia_vllm.engine.core import adapting
+from sequoia_vllm.engine.frontend import resolve
 from sequoia_vllm.hardware.models import PairShapes, model_classes
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sequoia_vllm.engine.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.support.engines import metric, running, sequoia, whole_trees
 from tests.support.generating import (
     SPEC_DECODE,

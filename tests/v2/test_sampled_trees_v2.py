@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sequoia_vllm.engine.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from sequoia_vllm.testing.laws import assert_same_law
 from tests.support.block_heads import save_dflash2, save_dspark
 from tests.support.editing import SIBLINGS_FIRST, edited_params

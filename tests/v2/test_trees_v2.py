@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sequoia_vllm.adaptation import DraftController, Step
-from sequoia_vllm.engine.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.support.conversing import converse, turns
 from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
 from tests.support.generating import (
@@ -208,7 +208,7 @@ PADDED = [0, 1, 4]
 @contextmanager
 def counting_rows() -> Iterator[list[list[int]]]:
     """Tokens of each request in each step that is scheduled within the block."""
-    from sequoia_vllm.engine.swap import swapped
+    from sequoia_vllm.engine.common.swap import swapped
     from sequoia_vllm.engine.v2.scheduler import TreeScheduler
 
     schedule, found = TreeScheduler.schedule, []
@@ -226,8 +226,8 @@ def counting_rows() -> Iterator[list[list[int]]]:
 def failing_draft(at: int) -> Iterator[list[str]]:
     """What the engine says as its draft fails, in the pass of this number within the block."""
     from sequoia_vllm.drafting.growth import TreeGrowth
-    from sequoia_vllm.engine import draft_failure
-    from sequoia_vllm.engine.swap import swapped
+    from sequoia_vllm.engine.common.swap import swapped
+    from sequoia_vllm.engine.runner import draft_failure
 
     grow_level, said, passes = TreeGrowth.grow_level, [], itertools.count(1)
 

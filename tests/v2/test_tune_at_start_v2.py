@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sequoia_vllm.engine.settings import SequoiaSettings
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.hardware.step_profile import Profile
 from tests.support.engines import metric, running, tokens_of
 from tests.support.generating import TINY, random_prompts, save_related_pair
@@ -20,7 +20,7 @@ def start_twice(folder: str) -> dict[str, Any]:
     """An engine that nobody tuned, with and without asynchronous scheduling, and plain tokens."""
     from vllm import SamplingParams
 
-    from sequoia_vllm.engine.start import timing
+    from sequoia_vllm.engine.worker.start import timing
 
     timing.SECONDS, timing._MOST_SPREAD = 30.0, math.inf  # whatever else the machine does
     timing._LEAST_SHARE = 0.0

@@ -13,7 +13,7 @@ from sequoia_vllm.offload.weight_file import filesystem_of
 _WORKER = "sequoia_vllm.engine.offload.worker.OffloadingCPUWorker"
 # vLLM's own, as its platform names it, and those of ours that offload.
 _PLAIN = "vllm.v1.worker.cpu_worker.CPUWorker"
-_OURS = "sequoia_vllm.engine.worker_cpu"
+_OURS = "sequoia_vllm.engine.worker.worker_cpu"
 _OFFLOADING = (_WORKER, f"{_OURS}.SequoiaCPUWorker", f"{_OURS}.PlainCPUWorker")
 
 

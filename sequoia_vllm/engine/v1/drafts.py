@@ -1,7 +1,7 @@
 """The trees of a batch: as the proposer grew them, and as the scheduler sends them back.
 
 A step grows trees (`DraftedTrees`) and returns their tokens to vLLM's scheduler, which
-may cut them, and where a grammar forbids some replace these (`engine.grammar`). The next step
+may cut them, and where a grammar forbids some replace these (`engine.core.grammar`). The next step
 lays out what comes back (`ScoringTrees`), scores and verifies it.
 """
 

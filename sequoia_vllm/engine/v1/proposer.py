@@ -16,13 +16,13 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from sequoia_vllm.drafting.tree_tables import DraftLevels, Level
-from sequoia_vllm.engine.attention_layers import freed_behind
-from sequoia_vllm.engine.cpu_attention import CPUTreeAttentionMetadata, TreeQueries
-from sequoia_vllm.engine.replicas import as_alone
+from sequoia_vllm.engine.common.replicas import as_alone
+from sequoia_vllm.engine.runner.attention_layers import freed_behind
+from sequoia_vllm.engine.runner.cpu_attention import CPUTreeAttentionMetadata, TreeQueries
+from sequoia_vllm.engine.runner.vocabulary import draft_vocabulary
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
 from sequoia_vllm.engine.v1.drafts import DraftedTrees
 from sequoia_vllm.engine.v1.reading import CommittedTokens
-from sequoia_vllm.engine.vocabulary import draft_vocabulary
 
 PADDING_SLOT = -1  # vLLM's cache-update op skips it
 

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_vllm.engine.draft_blocks import DraftBlocks
+from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sequoia_vllm.engine.wrapping import around, is_decoding
+from sequoia_vllm.engine.runner.wrapping import around, is_decoding
 
 
 class RecordingV1:

@@ -21,18 +21,22 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.engine.attention_layers import replaced_backends, supported_layers
-from sequoia_vllm.engine.cpu_attention import CPU_BACKENDS, TreeQueries, unsupported_attention
-from sequoia_vllm.engine.draft_blocks import DraftBlocks
-from sequoia_vllm.engine.draft_failure import survive_draft
-from sequoia_vllm.engine.eligibility import never_drafts
-from sequoia_vllm.engine.grammar import thinks_first
-from sequoia_vllm.engine.kv_commit import TargetCaches, accepted_moves
-from sequoia_vllm.engine.request_options import most_drafts
-from sequoia_vllm.engine.settings import SequoiaSettings
-from sequoia_vllm.engine.step_stats import StepStats
-from sequoia_vllm.engine.swap import swapped
-from sequoia_vllm.engine.tensor_parallel import broadcast_from_rank0
+from sequoia_vllm.engine.common.request_options import most_drafts
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.common.swap import swapped
+from sequoia_vllm.engine.core.eligibility import never_drafts
+from sequoia_vllm.engine.core.grammar import thinks_first
+from sequoia_vllm.engine.runner.attention_layers import replaced_backends, supported_layers
+from sequoia_vllm.engine.runner.cpu_attention import (
+    CPU_BACKENDS,
+    TreeQueries,
+    unsupported_attention,
+)
+from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
+from sequoia_vllm.engine.runner.draft_failure import survive_draft
+from sequoia_vllm.engine.runner.kv_commit import TargetCaches, accepted_moves
+from sequoia_vllm.engine.runner.step_stats import StepStats
+from sequoia_vllm.engine.runner.tensor_parallel import broadcast_from_rank0
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
 from sequoia_vllm.engine.v1.drafts import Draft, ScoringTrees, logits_rows, schedule_trees
 from sequoia_vllm.engine.v1.path_edits import PathEdits

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sequoia_vllm.engine.wrapping import Mark, around_marks, is_decoding
+from sequoia_vllm.engine.runner.wrapping import Mark, around_marks, is_decoding
 
 
 @dataclass

@@ -16,20 +16,20 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.engine.attention_layers import supported_layers
-from sequoia_vllm.engine.settings import SequoiaSettings
-from sequoia_vllm.engine.step_stats import StepStats
-from sequoia_vllm.engine.swap import swapped
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.common.swap import swapped
+from sequoia_vllm.engine.runner.attention_layers import supported_layers
+from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.v2.adapters import AdaptersOfNodes
-from sequoia_vllm.engine.v2.backend import TreeBackend
-from sequoia_vllm.engine.v2.grammar_masks import MasksOfNodes
+from sequoia_vllm.engine.v2.attention.backend import TreeBackend
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTrees, TreeScoring
+from sequoia_vllm.engine.v2.drafting.proposer import TreeProposer
+from sequoia_vllm.engine.v2.drafting.proposers import new_proposer
+from sequoia_vllm.engine.v2.drafting.tree_memory import most_masked
 from sequoia_vllm.engine.v2.path_copies import PathCopies
-from sequoia_vllm.engine.v2.path_edits import along_paths
-from sequoia_vllm.engine.v2.proposer import TreeProposer
-from sequoia_vllm.engine.v2.proposers import new_proposer
-from sequoia_vllm.engine.v2.scoring import ScoringTrees, TreeScoring
-from sequoia_vllm.engine.v2.tree_memory import most_masked
-from sequoia_vllm.engine.v2.verifier import TreeVerifier
+from sequoia_vllm.engine.v2.verification.grammar_masks import MasksOfNodes
+from sequoia_vllm.engine.v2.verification.path_edits import along_paths
+from sequoia_vllm.engine.v2.verification.verifier import TreeVerifier
 
 
 class TreeRunner(GPUModelRunner):

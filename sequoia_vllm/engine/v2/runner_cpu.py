@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 
-from sequoia_vllm.engine.v2.backend_cpu import CPUTreeBackend
+from sequoia_vllm.engine.v2.attention.backend_cpu import CPUTreeBackend
 from sequoia_vllm.engine.v2.runner import TreeRunner
 
 

@@ -7,11 +7,11 @@ from typing import Any
 from vllm.model_executor.offloader.base import get_offloader
 from vllm.v1.worker.gpu import model_runner
 
+from sequoia_vllm.engine.common.swap import swapped
 from sequoia_vllm.engine.offload.vllms import report_offloading
-from sequoia_vllm.engine.swap import swapped
-from sequoia_vllm.engine.v2.backend_gpu import GPUTreeBackend
+from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
+from sequoia_vllm.engine.v2.attention.target_graphs import TreeGraphManager
 from sequoia_vllm.engine.v2.runner import TreeRunner
-from sequoia_vllm.engine.v2.target_graphs import TreeGraphManager
 
 
 class SequoiaGPUModelRunner(TreeRunner):

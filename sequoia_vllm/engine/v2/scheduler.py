@@ -6,12 +6,12 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from sequoia_vllm.engine.eligibility import (
+from sequoia_vllm.engine.core.eligibility import (
     has_custom_processors,
     may_carry_placeholders,
     never_drafts,
 )
-from sequoia_vllm.engine.grammar import thinks_first
+from sequoia_vllm.engine.core.grammar import thinks_first
 
 # Of the requests in a step, those that carry placeholders instead of drafts are
 # at most this share, or one: their rows are scored for nothing.

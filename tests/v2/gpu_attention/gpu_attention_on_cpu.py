@@ -15,7 +15,7 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from sequoia_vllm.engine.v2 import runner_cpu
-    from sequoia_vllm.engine.v2.backend_gpu import GPUTreeBackend
+    from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 
     def get_attn_backend_cls(cls: Any, *args: Any, **kwargs: Any) -> str:
         return AttentionBackendEnum.TRITON_ATTN.get_path()

@@ -1,0 +1,1 @@
+"""Values that front end, engine core and workers share."""

@@ -1,0 +1,169 @@
+"""What must be alike wherever one engine runs: versions, what is drafted, devices in a TP group.
+
+The front end writes down its own versions, and the device that it chose a tree
+for; each worker compares at start-up, before any weight is loaded. Where one command
+starts all of an engine they agree on the rest, too. But each node of ``--nnodes``, and of
+data parallelism with ``--headless``, has a command of its own, which chooses by the files
+that lie there: unequal trees would be scored as one, and a rank that times steps alone
+would wait for the others forever.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from sequoia_vllm import __version__
+from sequoia_vllm.config import ConfigError
+from sequoia_vllm.engine.common.load import scheduled_drafts
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.compat.contract import vllm_version
+
+
+def current_versions() -> dict[str, str]:
+    """Versions of the plugin and of vLLM in this process."""
+    return {"sequoia-vllm": __version__, "vLLM": vllm_version() or "unknown"}
+
+
+def check_versions(front_end: Mapping[str, str], here: Mapping[str, str], node: str) -> None:
+    """Raises unless this node has the front end's versions.
+
+    Args:
+        front_end: `current_versions` of the process that the user started.
+        here: Those of this one.
+        node: Its node's name, for the message.
+
+    Raises:
+        ConfigError: Naming both versions of each package that differs.
+    """
+    differing = [
+        f"{name} {here.get(name, 'unknown')} here and {version} there"
+        for name, version in front_end.items()
+        if here.get(name, "unknown") != version
+    ]
+    if differing:
+        raise ConfigError(
+            f"node {node} does not have the versions of the node that started the engine: "
+            f"{'; '.join(differing)}. Install the same versions on every node"
+        )
+
+
+def check_devices(group: Sequence[str], chosen_for: str | None) -> None:
+    """Raises unless a tensor-parallel group has one type of device, the tree's if it has one.
+
+    Args:
+        group: Device name of each rank.
+        chosen_for: The device that the tree was chosen for; None: the user gave the tree.
+
+    Raises:
+        ConfigError: Naming the devices and the fix.
+    """
+    types = sorted(set(group))
+    if len(types) > 1:
+        raise ConfigError(
+            f"the ranks of one tensor-parallel group run on different devices ({', '.join(types)}"
+            "): every step would wait for the slowest, and no tree fits both. Place each group "
+            "on devices of one type"
+        )
+    if chosen_for is not None and types != [chosen_for]:
+        raise ConfigError(
+            f"the tree was chosen for {chosen_for}, but this replica runs on {types[0]}: start "
+            f"one engine per type of device (on a node that has it), or give the tree: "
+            '{"tree": NAME or FILE}'
+        )
+
+
+def decisions(vllm_config: Any) -> dict[str, str]:
+    """What was decided where this rank was started, and all ranks must have alike, in words.
+
+    Of an engine that does not speculate there is only its tree: none.
+    """
+    if not SequoiaSettings.enabled(vllm_config):
+        return {"tree": "none"}
+    settings = SequoiaSettings.of(vllm_config)
+    tree = settings.tree
+    return {
+        "tree": f"{tree.size} nodes, depth {tree.depth}, checksum {tree.checksum:08x}",
+        "drafts by batch size": _in_ranges(scheduled_drafts(vllm_config)),
+        "verification": settings.verification,
+        "drafter": settings.drafter,
+        "draft with another vocabulary": _in_words(settings.maps_vocabulary),
+        "context_attention": settings.context_attention,
+        "adapts": _in_words(settings.adapts_as is not None),
+        "times steps at its start": _in_words(settings.to_time is not None),
+    }
+
+
+def _in_ranges(drafts: Sequence[int]) -> str:
+    """Of batch sizes from 1 on."""
+    ranges, last = [], 0
+    for count, sizes in groupby(drafts):
+        first, last = last + 1, last + len(list(sizes))
+        ranges.append(f"{first} to {last}: {count}")
+    return ", ".join(ranges)
+
+
+def _in_words(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def check_decisions(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> None:
+    """Raises unless the same was decided for all ranks that run steps together.
+
+    Args:
+        ranks: Node and `decisions` of each.
+
+    Raises:
+        ConfigError: Naming each difference, and the fix.
+    """
+    differing = []
+    for name in set.intersection(*(set(decided) for _, decided in ranks)):
+        first: dict[str, str] = {}  # where something was decided so
+        for rank, (node, decided) in enumerate(ranks):
+            first.setdefault(decided[name], f"rank {rank} on {node}")
+        if len(first) > 1:
+            found = "; ".join(f"{value} ({where})" for value, where in first.items())
+            differing.append(f"{name}: {found}")
+    if differing:
+        raise ConfigError(
+            "the commands that started this engine's ranks did not decide alike, and its steps "
+            f"would hang or give wrong tokens. {'. '.join(sorted(differing))}. Each chooses by "
+            'what lies on its own node: give all of them the same tree ("tree": the name of one of '
+            'the library, or {"parents": [...]}; and the same schedule, if any), or one directory '
+            "of trees that all nodes share ($SEQUOIA_VLLM_TREES)"
+        )
+
+
+def check_worker(vllm_config: Any) -> None:
+    """`check_versions` for this worker."""
+    check_versions(SequoiaSettings.of(vllm_config).versions, current_versions(), platform.node())
+
+
+def check_group(vllm_config: Any, device_name: str, group: Any) -> None:
+    """`check_devices` for the tensor-parallel group of this worker.
+
+    Args:
+        vllm_config: vLLM's.
+        device_name: This rank's device.
+        group: The ranks' process group, on the CPU.
+    """
+    names = [""] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(names, device_name, group=group)
+    check_devices(names, SequoiaSettings.of(vllm_config).chosen_for)
+
+
+def check_ranks(vllm_config: Any, group: Any) -> None:
+    """`check_decisions` for all ranks that run steps together with this worker.
+
+    Args:
+        vllm_config: vLLM's.
+        group: The ranks' process group, on the CPU.
+    """
+    ranks: list[Any] = [None] * torch.distributed.get_world_size(group)
+    here = platform.node(), decisions(vllm_config)
+    torch.distributed.all_gather_object(ranks, here, group=group)
+    check_decisions(ranks)

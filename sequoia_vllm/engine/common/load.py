@@ -1,0 +1,129 @@
+"""How much is drafted at which load, once the engine's limits are known."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.offload.settings import offload_of
+from sequoia_vllm.engine.offload.vllms import offloading_backend
+from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
+from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, capture_sizes, first_beyond
+
+logger = logging.getLogger("vllm.sequoia")
+
+# While an engine is configured: whether its schedule is the user's.
+_is_users: ContextVar[bool | None] = ContextVar("is_users", default=None)
+
+
+def token_budget(scheduler_config: Any) -> int:
+    """Tokens per step that the scheduler hands out."""
+    budget: int = (
+        scheduler_config.max_num_scheduled_tokens or scheduler_config.max_num_batched_tokens
+    )
+    return budget
+
+
+def scheduled_drafts(vllm_config: Any) -> list[int]:
+    """Drafts per request that the engine's schedule has for batches of 1, 2, ... requests."""
+    speculative = vllm_config.speculative_config
+    return drafts_by_batch(
+        speculative.num_speculative_tokens_per_batch_size,
+        speculative.num_speculative_tokens,
+        vllm_config.scheduler_config.max_num_seqs,
+    )
+
+
+def fewer_drafts(vllm_config: Any) -> list[int]:
+    """Numbers of drafts that an engine may change over to, see `rungs`; none if it is frozen."""
+    if SequoiaSettings.of(vllm_config).adapts_as is None:
+        return []
+    return rungs(scheduled_drafts(vllm_config))
+
+
+@contextmanager
+def planning_load(keep_schedule: bool) -> Iterator[None]:
+    """Within it vLLM's check of a configuration calls `plan_load`."""
+    token = _is_users.set(keep_schedule)
+    try:
+        yield
+    finally:
+        _is_users.reset(token)
+
+
+def check_schedule(original: Callable[..., None], self: Any) -> None:
+    """As vLLM's, which takes schedules from data-parallel engines, but not from those with trees.
+
+    With unequal numbers of drafts vLLM's replicas would have unequal numbers of drafting passes,
+    in each of which they meet; ours meet in none. vLLM checks again where a configuration is
+    copied for a draft, and at the end of an engine core's start: all is planned by then.
+    """
+    if not SequoiaSettings.enabled(self):
+        original(self)
+    elif (is_users := _is_users.get()) is not None:
+        plan_load(self, keep_schedule=is_users)
+
+
+def plan_load(vllm_config: Any, keep_schedule: bool) -> None:
+    """Fits the schedule of a Sequoia engine to its token budget, and CUDA graphs to the schedule.
+
+    Called while vLLM checks its configuration: limits are known then, and
+    nothing has been derived from the schedule yet.
+
+    Args:
+        vllm_config: vLLM's of a Sequoia engine, changed in place.
+        keep_schedule: It is the user's: only warn where it does not fit.
+    """
+    speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
+    speculative.num_speculative_tokens = SequoiaSettings.of(vllm_config).tree.num_speculative_tokens
+    schedule = [tuple(entry) for entry in speculative.num_speculative_tokens_per_batch_size]
+    budget = token_budget(scheduler)
+    limits = speculative.num_speculative_tokens, scheduler.max_num_seqs
+    if not keep_schedule:
+        offloaded = is_offloaded(vllm_config)
+        fitting = fit_to_budget(schedule, *limits, budget, offloaded)
+        if fitting != schedule:
+            _log_schedule(fitting, *limits, budget)
+        speculative.num_speculative_tokens_per_batch_size = schedule = fitting
+    elif beyond := beyond_budget(schedule, *limits, budget):
+        logger.warning(
+            "Sequoia: at batch size %d the given schedule takes %d tokens per step, of "
+            "max_num_batched_tokens=%d: running requests will wait for each other, and prompts "
+            "for them. Draft less at large batch sizes, or raise the budget.",
+            *beyond, budget,
+        )  # fmt: skip
+    graphs = vllm_config.compilation_config
+    is_users = graphs.cudagraph_capture_sizes is not None
+    if vllm_config.use_v2_model_runner and not (is_users or graphs.max_cudagraph_capture_size):
+        tokens = [count + 1 for count in drafts_by_batch(schedule, *limits)]
+        graphs.cudagraph_capture_sizes = capture_sizes(tokens, scheduler.max_num_batched_tokens)
+        uncaptured = first_beyond(tokens, MOST_TOKENS)
+        if uncaptured and not vllm_config.model_config.enforce_eager:
+            logger.info(
+                "Sequoia: batches from %d requests on are scored without CUDA graphs: their trees "
+                "take more than %d tokens, whose arithmetic takes longer than their launches",
+                uncaptured, MOST_TOKENS,
+            )  # fmt: skip
+
+
+def _log_schedule(
+    schedule: list[tuple[int, int, int]], drafts: int, max_num_seqs: int, budget: int
+) -> None:
+    ranges = ", ".join(f"{first} to {last}: {count}" for first, last, count in schedule)
+    logger.info(
+        "Sequoia: drafts by batch size, so that %d requests of up to %d drafts leave room for "
+        "prompts in max_num_batched_tokens=%d: %s",
+        max_num_seqs, drafts, budget, ranges,
+    )  # fmt: skip
+
+
+def is_offloaded(vllm_config: Any) -> bool:
+    """Whether some of the target's weights are read from outside the device in every pass."""
+    return (
+        offloading_backend(vllm_config.offload_config) is not None
+        or offload_of(vllm_config.additional_config) is not None
+    )

@@ -1,0 +1,100 @@
+"""What the front end decides and the workers read: carried by the mark of `engine.common.mark`.
+
+Not in vLLM's ``additional_config``, all of which is part of what vLLM keys its compiled code by:
+the tree and what is known of it differ from start to start, and nothing compiled depends on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sequoia_vllm.config import ContextAttention, Verification
+from sequoia_vllm.drafters import DrafterKind
+from sequoia_vllm.engine.common.mark import is_marked, mark, marked_settings
+from sequoia_vllm.library.start_times import ToTime
+from sequoia_vllm.tree import TokenTree
+
+DECLINED = "sequoia_declined"
+
+
+@dataclass(frozen=True)
+class SequoiaSettings:
+    """The resolved settings of one engine.
+
+    Attributes:
+        tree: The tree that every request drafts a prefix of.
+        tree_source: Where it came from, for the log.
+        chosen_for: The device that it was chosen for; None: it does not depend on one.
+        versions: Of plugin and vLLM, where the engine was configured.
+        context_attention, verification: See `SequoiaConfig`.
+        adapts_as: Name of the file that keeps what the engine learns of how much to draft; None:
+            it drafts as configured.
+        to_time: What it times in its warm-up for the next start; None: nothing.
+        expected_speedup: Against plain decoding at batch size 1; None: not known.
+        drafter: What trees are grown with.
+        maps_vocabulary: Whether the draft has other tokens than the target.
+        keeps: Whether it can write in the user's directory for its next start.
+    """
+
+    tree: TokenTree
+    tree_source: str
+    chosen_for: str | None
+    versions: dict[str, str]
+    context_attention: ContextAttention = "triton"
+    verification: Verification = "sequoia"
+    adapts_as: str | None = None
+    to_time: ToTime | None = None
+    expected_speedup: float | None = None
+    drafter: DrafterKind = "model"
+    maps_vocabulary: bool = False
+    keeps: bool = True
+
+    @staticmethod
+    def enabled(vllm_config: Any) -> bool:
+        """Whether this engine runs Sequoia."""
+        return is_marked(vllm_config.speculative_config)
+
+    @staticmethod
+    def declined(vllm_config: Any) -> bool:
+        """Whether "auto" found that this engine had better not speculate."""
+        additional = vllm_config.additional_config
+        return isinstance(additional, dict) and DECLINED in additional
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> SequoiaSettings:
+        """Reads what `store` wrote."""
+        data = marked_settings(vllm_config.speculative_config)
+        tree = TokenTree.from_dict(data["tree"])
+        return cls(
+            tree,
+            data["tree_source"],
+            data["chosen_for"],
+            data["versions"],
+            data["context_attention"],
+            data["verification"],
+            data["adapts_as"],
+            ToTime.from_dict(data["to_time"]) if data["to_time"] else None,
+            data["expected_speedup"],
+            data["drafter"],
+            data["maps_vocabulary"],
+            data["keeps"],
+        )
+
+    def store(self, speculative_config: Any) -> None:
+        """Marks vLLM's speculative configuration as Sequoia's, with these settings."""
+        own = {
+            "tree": self.tree.to_dict(),
+            "tree_source": self.tree_source,
+            "chosen_for": self.chosen_for,
+            "versions": self.versions,
+            "context_attention": self.context_attention,
+            "verification": self.verification,
+            "adapts_as": self.adapts_as,
+            "to_time": self.to_time.to_dict() if self.to_time else None,
+            "expected_speedup": self.expected_speedup,
+            "drafter": self.drafter,
+            "maps_vocabulary": self.maps_vocabulary,
+            "keeps": self.keeps,
+        }
+        mark(speculative_config, self.tree.depth, own)

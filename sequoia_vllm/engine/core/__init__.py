@@ -1,0 +1,1 @@
+"""What runs in the engine core: schedule, slots, grammars, adaptation, reports."""

@@ -1,0 +1,175 @@
+"""Between vLLM's scheduler and `DraftController`: what a step was, and how much to draft next.
+
+In the engine core, which learns of every step's trees and schedules the drafts of the next.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+from sequoia_vllm.adaptation import AdaptationState, DraftController, StateError, Step, Workload
+from sequoia_vllm.engine.common.load import fewer_drafts, token_budget
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
+from sequoia_vllm.library.user_files import (
+    USER_DIRECTORY_VARIABLE,
+    adaptation_path,
+    is_there,
+    readable_directory,
+)
+from sequoia_vllm.verification.sampling import GREEDY_BELOW
+
+logger = logging.getLogger("vllm.sequoia")
+
+# Seconds, after decisions and else: nothing is lost but a few trials.
+_SAVE_DECISIONS, _SAVE_EVERY = 1.0, 60.0
+_COMPARE_EVERY = 32  # steps
+_ADAPTER = "_sequoia_adapter"  # set on a scheduler
+
+
+def follow(scheduler: Any, scheduler_output: Any, paths: bytes, started: float) -> None:
+    """Takes a step that a scheduler is told the outcome of, and sets its drafts by batch size.
+
+    Args:
+        scheduler: vLLM's.
+        scheduler_output: What it had scheduled.
+        paths: The step's verified trees, see `TreeCounts.from_bytes`.
+        started: When it was told, by ``time.perf_counter``.
+    """
+    if not hasattr(scheduler, _ADAPTER):
+        setattr(scheduler, _ADAPTER, _adapter_of(scheduler))
+    adapter: SchedulerAdapter | None = getattr(scheduler, _ADAPTER)
+    if adapter is not None:
+        adapter.follow(scheduler_output, paths, started, bool(scheduler.running))
+
+
+def measured_speedup(scheduler: Any) -> float | None:
+    """See `SchedulerAdapter.speedup`; None, too, of schedulers that do not adapt."""
+    adapter: SchedulerAdapter | None = getattr(scheduler, _ADAPTER, None)
+    return None if adapter is None else adapter.speedup
+
+
+def freeze(scheduler: Any) -> None:
+    """From now on drafts are as configured: measuring tools limit them."""
+    setattr(scheduler, _ADAPTER, None)
+
+
+def _adapter_of(scheduler: Any) -> SchedulerAdapter | None:
+    config = scheduler.vllm_config
+    if not SequoiaSettings.enabled(config) or scheduler.dynamic_sd_lookup is None:
+        return None
+    settings = SequoiaSettings.of(config)
+    if settings.adapts_as is None:
+        return None
+    schedule, sizes = scheduler.dynamic_sd_lookup, fewer_drafts(config)
+    # V2 captures graphs, and has memory for draft logits, as far as the schedule goes.
+    most = schedule if config.use_v2_model_runner else _most_drafts(config)
+    controller = DraftController(settings.tree, schedule, list(most), sizes)
+    scheduler.dynamic_sd_lookup = controller.lookup  # changed in place
+    return SchedulerAdapter(controller, settings.adapts_as, keeps=settings.keeps)
+
+
+def _most_drafts(config: Any) -> list[int]:
+    """What the token budget has room for at batch sizes 0 (not used), 1, 2, ..."""
+    drafts, limits = config.speculative_config.num_speculative_tokens, config.scheduler_config
+    fitting = fit_to_budget([(1, 1, drafts)], drafts, limits.max_num_seqs, token_budget(limits))
+    return [0, *drafts_by_batch(fitting, drafts, limits.max_num_seqs)]
+
+
+class SchedulerAdapter:
+    """One scheduler's controller, told of its steps.
+
+    Args:
+        controller: Its table is the scheduler's.
+        name: Of the file that keeps what was learned, in the user's directory.
+        keeps: Whether it can be written; where not, the front end has said so.
+
+    Attributes:
+        speedup: Against no drafts, at the load of late, as far as was measured; None: not known.
+    """
+
+    def __init__(self, controller: DraftController, name: str, keeps: bool = True) -> None:
+        self._controller = controller
+        directory = readable_directory()
+        self._path = None if directory is None else adaptation_path(directory, name)
+        self._keeps = keeps
+        self._has_failed_to_keep = False
+        self._sampled: set[str] = set()  # unfinished requests that are not greedy
+        self._greedy: set[str] = set()
+        self.speedup: float | None = None
+        self._steps = 0
+        self._drafts = -1  # of the step before
+        self._before: float | None = None
+        self._saved, self._saved_decisions = time.perf_counter(), 0
+        self._restore()
+
+    def follow(self, scheduled: Any, paths: bytes, now: float, is_busy: bool) -> None:
+        """Takes one step; arguments as of the module's `follow`."""
+        self._follow_requests(scheduled)
+        requests, drafts = (
+            len(scheduled.num_scheduled_tokens),
+            scheduled.num_spec_tokens_to_schedule,
+        )
+        if requests > 0:
+            # As many were scored as are grown, and no prompt was read.
+            decodes = drafts == self._drafts and not scheduled.scheduled_new_reqs
+            alone = decodes and max(scheduled.num_scheduled_tokens.values()) <= drafts + 1
+            self._controller.observe(
+                Step(
+                    batch_size=requests,
+                    drafts=drafts if alone else None,
+                    seconds=None if self._before is None else now - self._before,
+                    workload=self._workload(),
+                    paths=paths,
+                )
+            )
+            self._drafts = drafts
+            self._steps += 1
+            if self._steps % _COMPARE_EVERY == 0:
+                self.speedup = self._controller.speedup(requests, self._workload())
+        self._before = now if is_busy else None
+        has_decided = self._controller.decisions != self._saved_decisions
+        if self._keeps and now - self._saved > (_SAVE_DECISIONS if has_decided else _SAVE_EVERY):
+            self._saved, self._saved_decisions = now, self._controller.decisions
+            state = self._controller.state()
+            threading.Thread(target=self._save, args=(state,), daemon=True).start()
+
+    def _follow_requests(self, scheduled: Any) -> None:
+        for new in scheduled.scheduled_new_reqs:
+            params = new.sampling_params
+            is_greedy = params is None or params.temperature < GREEDY_BELOW
+            (self._greedy if is_greedy else self._sampled).add(new.req_id)
+        for request_id in scheduled.finished_req_ids:
+            self._greedy.discard(request_id)
+            self._sampled.discard(request_id)
+
+    def _workload(self) -> Workload:
+        if self._greedy and self._sampled:
+            return "mixed"
+        return "sampled" if self._sampled else "greedy"
+
+    def _restore(self) -> None:
+        if self._path is None or not is_there(self._path):
+            return
+        try:
+            if self._controller.restore(AdaptationState.load(self._path)):
+                logger.info("Sequoia: going on with what was learned of drafts (%s)", self._path)
+        except (StateError, ValueError, LookupError, OSError) as error:
+            logger.warning("Sequoia: beginning to learn of drafts anew: %s", error)
+
+    def _save(self, state: AdaptationState) -> None:
+        try:
+            if self._path is None:
+                raise OSError("this user has no home directory")
+            state.save(self._path)
+        except OSError as error:
+            if not self._has_failed_to_keep:  # it will be tried again, again and again
+                logger.warning(
+                    "Sequoia: what was learned of drafts is not kept: %s (set %s to a directory "
+                    "that can be written to)",
+                    error, USER_DIRECTORY_VARIABLE,
+                )  # fmt: skip
+            self._has_failed_to_keep = True

@@ -1,0 +1,75 @@
+"""How many slots of the KV cache requests hold for drafts: a step's, not the largest tree's.
+
+A step's allocation covers what it writes: the tree that it scores, which vLLM counts among
+the step's tokens, and behind it, in look-ahead slots, the tree that it grows for the next step.
+How many drafts that has vLLM looks up once it knows how many requests it could schedule, after
+it has allocated. So ours bounds the number before, by the requests that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sequoia_vllm.engine.common.mark import marked_depth
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+
+
+class DraftsAtMost:
+    """A table of drafts by batch size, cut to what there are slots for.
+
+    Args:
+        drafts: At batch sizes 0 (not used), 1, 2, ...; it may change.
+        most: Drafts.
+    """
+
+    def __init__(self, drafts: list[int], most: int) -> None:
+        self._drafts = drafts
+        self._most = most
+
+    def __getitem__(self, batch_size: int) -> int:
+        return min(self._drafts[batch_size], self._most)
+
+
+def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """As the scheduler's, with slots for the drafts of this batch, and no more drafts than those.
+
+    The batch may come out smaller than expected, as where a request's last token is under way;
+    in that step it drafts no more than the batch of those that run.
+
+    Args:
+        original: vLLM's.
+        self: Its scheduler.
+        args, kwargs: Of the step.
+    """
+    if self.dynamic_sd_lookup is None or not SequoiaSettings.enabled(self.vllm_config):
+        return original(self, *args, **kwargs)
+    lookup, slots = self.dynamic_sd_lookup, self.num_lookahead_tokens
+    most = _most_drafts(self)
+    self.dynamic_sd_lookup = DraftsAtMost(lookup, most)
+    self.num_lookahead_tokens = _slots_for(self, most)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        self.dynamic_sd_lookup, self.num_lookahead_tokens = lookup, slots
+
+
+def _most_drafts(scheduler: Any) -> int:
+    """Of batches of all requests that run, and any number of those that wait.
+
+    So where few run and many wait, each that joins holds what the few need. It takes that for
+    tokens of its own later on.
+    """
+    running, waiting = scheduler.get_request_counts()
+    largest = min(running + waiting, scheduler.max_num_running_reqs)
+    return max(scheduler.dynamic_sd_lookup[max(running, 1) : largest + 1], default=0)
+
+
+def _slots_for(scheduler: Any, drafts: int) -> int:
+    """Look-ahead slots of a step that grows trees of so many drafts."""
+    beyond: int = scheduler.num_lookahead_tokens - scheduler.num_spec_tokens
+    if beyond and drafts > 0:
+        # Of a head that drafts blocks: a root and masks, some heads' for all levels of the
+        # engine's tree, however little of it is drafted.
+        drafts = max(drafts, marked_depth(scheduler.vllm_config.speculative_config))
+    return drafts + beyond

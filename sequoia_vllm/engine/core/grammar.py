@@ -1,0 +1,221 @@
+"""Structured output on trees: what the grammar allows after each node, along the node's own path.
+
+vLLM's manager takes a request's drafts for a chain: it drops those after the first that
+the grammar forbids, and fills one mask after another. With trees all drafts are scored, a
+mask for each node; what is forbidden has probability 0 then, and is rejected.
+
+Where the scheduler has the drafts before the target sees them (Model Runner V1), one that is
+forbidden where little is allowed is replaced before (`stand_ins`), and those below it are
+checked after its stand-in: so a path follows what a grammar forces. The verifier knows both
+tokens (`verification.replaced`). Elsewhere the target's forward runs ahead of the
+grammar, with drafts that never left the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.v1.structured_output.utils import strip_speculative_padding
+
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.core.stand_ins import StandIns, allows
+from sequoia_vllm.tree import TokenTree
+
+BACKENDS = ("xgrammar", "guidance")
+"""Whose state goes back as many tokens as it went forward."""
+
+_TREES = "_sequoia_trees"  # set on a manager
+_WALKED = "_sequoia_walked"  # set on a structured output request
+_ALL = -1  # 32 tokens of a mask, all of them allowed
+
+
+def thinks_first(vllm_config: Any) -> bool:
+    """Whether an engine's grammars begin to hold only once a request has ended its reasoning."""
+    config = vllm_config.structured_outputs_config
+    return bool(config.reasoning_parser) and not config.enable_in_reasoning
+
+
+@dataclass(frozen=True)
+class _Trees:
+    """An engine's.
+
+    Attributes:
+        tree: Every request drafts its first nodes.
+        stand_ins: What replaces forbidden drafts; None: nothing does.
+    """
+
+    tree: TokenTree
+    stand_ins: StandIns | None
+
+    @classmethod
+    def of(cls, manager: Any) -> _Trees:
+        """Those of a manager's engine, made once."""
+        found: _Trees | None = getattr(manager, _TREES, None)
+        if found is None:
+            config = manager.vllm_config
+            tree = SequoiaSettings.of(config).tree
+            drafts_wait = not config.scheduler_config.async_scheduling
+            replaces = drafts_wait and not config.use_v2_model_runner
+            found = cls(tree, StandIns.of(manager) if replaces else None)
+            setattr(manager, _TREES, found)
+        return found
+
+
+@dataclass(frozen=True)
+class _Walked:
+    """A tree that a grammar has gone through, before the step that scores it.
+
+    Attributes:
+        tokens: To be scored at nodes 1, 2, ...
+        masks: int32 ``[1 + len(tokens), V / 32]``.
+    """
+
+    tokens: list[int]
+    masks: NDArray[np.int32]
+
+
+def validate_tokens(
+    original: Callable[..., list[int]], self: Any, request: Any, spec_tokens: list[int]
+) -> list[int]:
+    """As the manager's; a Sequoia engine keeps all drafts, as a tree's other paths may be valid.
+
+    It may replace some of them.
+    """
+    if not request.use_structured_output or not SequoiaSettings.enabled(self.vllm_config):
+        return original(self, request, spec_tokens)
+    kept: list[int] = strip_speculative_padding(spec_tokens)
+    trees = _Trees.of(self)
+    structured = request.structured_output_request
+    if not kept or trees.stand_ins is None or structured.grammar.is_terminated():
+        return kept
+    masks = self.backend.allocate_token_bitmask(len(kept) + 1).fill_(_ALL).numpy()
+    structured.grammar.fill_bitmask(torch.from_numpy(masks), 0)
+    scored = fill_nodes(
+        structured.grammar, request.request_id, trees.tree, kept, masks, trees.stand_ins
+    )
+    setattr(structured, _WALKED, _Walked(scored, masks))
+    return scored
+
+
+def grammar_bitmask(
+    original: Callable[..., Any],
+    self: Any,
+    requests: dict[str, Any],
+    structured_output_request_ids: list[str],
+    scheduled_spec_decode_tokens: dict[str, list[int]],
+) -> NDArray[np.int32] | None:
+    """The manager's masks of the roots; then those of the other nodes.
+
+    It is asked for one request after another: how it lays out several requests' masks differs by
+    version, and for these it takes the room of ``max_num_seqs`` largest trees.
+
+    Returns:
+        int32 ``[rows, V / 32]``: of each of these requests its root's, then its drafts'.
+    """
+    names = structured_output_request_ids
+    if not names or not SequoiaSettings.enabled(self.vllm_config):
+        return original(self, requests, names, scheduled_spec_decode_tokens)
+    if self._grammar_bitmask is None:
+        self._grammar_bitmask = self.backend.allocate_token_bitmask(1)
+    found = []
+    for name in names:
+        tokens = scheduled_spec_decode_tokens.get(name, [])
+        structured = requests[name].structured_output_request
+        masks = _take_walked(structured, tokens)
+        if masks is None:
+            root = original(self, requests, [name], {})[0]
+            masks = np.full((len(tokens) + 1, len(root)), _ALL, dtype=np.int32)
+            masks[0] = root
+            if tokens:
+                fill_nodes(structured.grammar, name, _Trees.of(self).tree, tokens, masks)
+        found.append(masks)
+    return np.concatenate(found)
+
+
+def _take_walked(structured: Any, tokens: Sequence[int]) -> NDArray[np.int32] | None:
+    """The masks that were filled before these tokens were scheduled, which may be fewer by now."""
+    walked: _Walked | None = getattr(structured, _WALKED, None)
+    setattr(structured, _WALKED, None)
+    if walked is None or not tokens or walked.tokens[: len(tokens)] != list(tokens):
+        return None
+    return walked.masks[: len(tokens) + 1]
+
+
+def fill_nodes(
+    grammar: Any,
+    request_id: str,
+    tree: TokenTree,
+    tokens: Sequence[int],
+    masks: NDArray[np.int32],
+    stand_ins: StandIns | None = None,
+) -> list[int]:
+    """Fills the masks of a tree's nodes, and leaves the grammar's state as it was.
+
+    Args:
+        grammar: vLLM's `StructuredOutputGrammar` of the request, at its root.
+        request_id: For the grammar's messages.
+        tree: The engine's; the request drafts its first nodes.
+        tokens: Those of nodes 1, 2, ...; -1: none.
+        masks: int32 ``[1 + len(tokens), V / 32]``, written but for the root's, which is
+            filled. Nodes that the grammar forbids, and whatever is below, keep what is there:
+            no path leads to them.
+        stand_ins: What replaces forbidden tokens, if anything.
+
+    Returns:
+        The tokens to score: ``tokens``, some of them replaced.
+    """
+    filled = torch.from_numpy(masks)
+    scored = list(tokens)
+    entered = [0]  # nodes from the root down, whose tokens the grammar has taken
+
+    def replace_children(node: int) -> None:
+        """Before any of them is entered: the choice must not depend on what is below them."""
+        children = [child for child in tree.children[node] if child <= len(tokens)]
+        if stand_ins is not None and children:
+            drawn = [tokens[child - 1] for child in children]
+            for child, token in zip(children, stand_ins(masks[node], drawn), strict=True):
+                scored[child - 1] = token
+
+    replace_children(0)
+    for node in _depth_first(tree):
+        parent = tree.parents[node]
+        if node > len(tokens) or not _leave(grammar, entered, parent):
+            continue
+        token = scored[node - 1]
+        if not allows(masks[parent], token) or grammar.is_terminated():
+            continue
+        if grammar.accept_tokens(request_id, [token]):
+            entered.append(node)
+            if not grammar.is_terminated():
+                grammar.fill_bitmask(filled, node)
+                replace_children(node)
+    _leave(grammar, entered, 0)
+    return scored
+
+
+def _leave(grammar: Any, entered: list[int], node: int) -> bool:
+    """Goes back to an ancestor; False: it was never entered."""
+    if node not in entered:
+        return False
+    count = len(entered) - 1 - entered.index(node)
+    if count > 0:
+        grammar.rollback(count)
+        del entered[-count:]
+    return True
+
+
+@lru_cache(maxsize=8)
+def _depth_first(tree: TokenTree) -> list[int]:
+    """All nodes but the root, each after its parent, with nothing between but its subtree's."""
+    order, stack = [], [0]
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        stack.extend(reversed(tree.children[node]))
+    return order[1:]

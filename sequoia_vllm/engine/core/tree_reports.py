@@ -1,0 +1,323 @@
+"""Brings the worker's counts of trees to vLLM's metrics and log, in the front end.
+
+The worker puts what became of a step's trees on the model runner's output
+(`attach_paths`), which the executor pickles as a whole; the scheduler, which also
+knows how many drafts the load allows, puts both on the statistics that vLLM sends
+to the front end with each step, and only if somebody asked for statistics; there,
+off the engine's path, a stat logger counts and shows them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.metrics import reader
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
+from vllm.v1.metrics.stats import SchedulerStats
+
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.core.adapting import follow, freeze, measured_speedup
+from sequoia_vllm.engine.core.eligibility import has_custom_processors, reason_without_drafts
+from sequoia_vllm.engine.core.grammar import thinks_first
+from sequoia_vllm.engine.core.messages import keep_drafts
+from sequoia_vllm.metrics import Reason, TreeCounts, TreeMetrics, interval_line
+from sequoia_vllm.tree import TokenTree
+
+logger = logging.getLogger("vllm.sequoia")
+
+REPORT = "sequoia_report"  # field that is added to SchedulerStats
+_PATHS = "sequoia_paths"  # set on the ModelRunnerOutput of a step that verified trees
+_LIMIT = "sequoia_draft_limit"  # likewise, while a measuring tool limits drafts
+_CHECKSUM = "_sequoia_checksum"  # set on a scheduler
+_FLUSH_SECONDS = 1.0
+
+_shown: TreeMetrics | None = None  # in vLLM's registry, which has one engine's metrics at a time
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step tells the front end.
+
+    Attributes:
+        drafts: Nodes drafted per request at its load; None: no request was scheduled.
+        paths: Its verified trees, for `TreeCounts.from_bytes`; empty: there was none.
+        undrafted: Of each request that began with it and has no drafts, the reason.
+        speedup: Against no drafts, as measured while serving; None: not known.
+        tree: `TokenTree.checksum` of the tree that they are of; 0 without paths.
+    """
+
+    drafts: int | None
+    paths: bytes
+    undrafted: list[Reason] = dataclasses.field(default_factory=list)
+    speedup: float | None = None
+    tree: int = 0
+
+
+def add_report_field() -> None:
+    """Adds the field `REPORT` to vLLM's statistics message, None by default; idempotent.
+
+    It must be there before the process makes its first decoder of that message,
+    which drops fields that it does not know.
+    """
+    if REPORT in SchedulerStats.__dataclass_fields__:
+        return
+    annotation = StepReport | None
+    # Not in __init__: vLLM's generated one does not take it.
+    field = dataclasses.field(default=None, init=False)
+    made = dataclasses.make_dataclass("Made", [(REPORT, annotation, field)])
+    setattr(SchedulerStats, REPORT, None)
+    SchedulerStats.__annotations__[REPORT] = annotation
+    [SchedulerStats.__dataclass_fields__[REPORT]] = dataclasses.fields(made)
+
+
+# -- in the worker -----------------------------------------------------------------------
+
+
+def attach_paths(output: Any, paths: bytes) -> Any:
+    """``output`` of a model runner, carrying verified trees if there are any."""
+    return _attach(output, _PATHS, paths) if paths else output
+
+
+def attach_limit(output: Any, drafts: int) -> Any:
+    """``output``, telling the scheduler to schedule at most so many drafts per request."""
+    return _attach(output, _LIMIT, drafts)
+
+
+def _attach(output: Any, name: str, value: Any) -> Any:
+    """An asynchronous output becomes its ``model_runner_output`` in the end."""
+    if output is not None:
+        setattr(getattr(output, "model_runner_output", output), name, value)
+    return output
+
+
+# -- in the engine core --------------------------------------------------------------------
+
+
+def _limit_drafts(scheduler: Any, limit: int | None) -> None:
+    """Schedules at most ``limit`` drafts from now on; a scheduler that works ahead has to know."""
+    if limit is None or getattr(scheduler, _LIMIT, None) == limit:
+        return
+    freeze(scheduler)
+    whole = getattr(scheduler, "_sequoia_whole_schedule", scheduler.dynamic_sd_lookup)
+    scheduler._sequoia_whole_schedule = whole
+    scheduler.dynamic_sd_lookup = [min(drafts, limit) for drafts in whole]
+    setattr(scheduler, _LIMIT, limit)
+
+
+def update_from_output(
+    original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
+) -> Any:
+    """As the scheduler's; adds the step's report to its statistics, if it makes any."""
+    started = time.perf_counter()
+    outputs = original(self, scheduler_output, model_runner_output)
+    keep_drafts(self, model_runner_output)
+    _limit_drafts(self, getattr(model_runner_output, _LIMIT, None))
+    follow(self, scheduler_output, getattr(model_runner_output, _PATHS, b""), started)
+    if not self.log_stats or not SequoiaSettings.enabled(self.vllm_config):
+        return outputs
+    for output in outputs.values():
+        if output.scheduler_stats is not None:  # vLLM gives them to one front end
+            scheduled = scheduler_output.total_num_scheduled_tokens > 0
+            drafts = scheduler_output.num_spec_tokens_to_schedule if scheduled else None
+            paths = getattr(model_runner_output, _PATHS, b"")
+            undrafted = _undrafted(self, scheduler_output)
+            tree = _checksum(self) if paths else 0
+            report = StepReport(drafts, paths, undrafted, measured_speedup(self), tree)
+            setattr(output.scheduler_stats, REPORT, report)
+            break
+    return outputs
+
+
+def _checksum(scheduler: Any) -> int:
+    """Of the engine's tree, which the configuration has as JSON data."""
+    if not hasattr(scheduler, _CHECKSUM):
+        setattr(scheduler, _CHECKSUM, SequoiaSettings.of(scheduler.vllm_config).tree.checksum)
+    checksum: int = getattr(scheduler, _CHECKSUM)
+    return checksum
+
+
+def _undrafted(scheduler: Any, scheduler_output: Any) -> list[Reason]:
+    """Of each request that begins in this step and has no drafts, the reason."""
+    new = scheduler_output.scheduled_new_reqs
+    if has_custom_processors(scheduler.vllm_config):
+        return ["custom_logits_processors"] * len(new)
+    thinks = thinks_first(scheduler.vllm_config)
+    reasons = (reason_without_drafts(request.sampling_params, thinks) for request in new)
+    return [reason for reason in reasons if reason is not None]
+
+
+# -- in the front end ------------------------------------------------------------------------
+
+
+def init_stat_logger_manager(
+    original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
+) -> None:
+    """As vLLM's; then adds a logger of trees, for Sequoia's engines."""
+    global _shown
+    original(self, *args, **kwargs)
+    if _shown is not None:
+        _shown.unregister()  # as vLLM did with its own
+        _shown = None
+    given = inspect.signature(original).bind(self, *args, **kwargs)
+    given.apply_defaults()
+    vllm_config = given.arguments["vllm_config"]
+    if not SequoiaSettings.enabled(vllm_config):
+        return
+    settings = SequoiaSettings.of(vllm_config)
+    model_name = vllm_config.model_config.served_model_name
+    engines = self.engine_indexes
+    kinds = _own_kinds(given.arguments["custom_stat_loggers"])
+    _shown = TreeMetrics(
+        settings.tree, settings.tree_source, model_name, engines, kinds, settings.expected_speedup
+    )
+    # Where vLLM writes no interval lines, as each front end knows its share only, nor do we.
+    logs = given.arguments["enable_default_loggers"] and given.arguments["client_count"] == 1
+    aggregate = given.arguments["aggregate_engine_logging"]
+    self.stat_loggers.append(TreeStatLogger(settings.tree, engines, _shown, logs, aggregate))
+
+
+def _own_kinds(stat_loggers: Sequence[Any] | None) -> LoggerKinds | None:
+    """Those of a logger that shows vLLM's metrics elsewhere, as Ray Serve's does; None: of none."""
+    for factory in stat_loggers or ():
+        if isinstance(factory, type) and issubclass(factory, PrometheusStatLogger):
+            kinds = LoggerKinds(factory)
+            if kinds.counter is not PrometheusStatLogger._counter_cls:
+                return kinds
+    return None
+
+
+class LoggerKinds:
+    """Metrics made as a logger makes vLLM's: for Ray's ``ray_sequoia_...``, by replica."""
+
+    def __init__(self, logger_class: type[PrometheusStatLogger]) -> None:
+        self.counter = logger_class._counter_cls
+        self.gauge = logger_class._gauge_cls
+
+    def collect(self) -> list[Any]:
+        """None: they are not shown in this process."""
+        return []
+
+    def unregister(self) -> None:
+        """Nothing to do: Ray's metrics may be made again."""
+
+
+def get_metrics(original: Callable[..., list[Any]], self: Any) -> list[Any]:
+    """As vLLM's, which knows names that start with ``vllm:`` only; and the trees' metrics."""
+    return [*original(self), *(_read(_shown) if _shown is not None else [])]
+
+
+def _read(metrics: TreeMetrics) -> list[Any]:
+    return [
+        reader.Counter(family.name, sample.labels, int(sample.value))
+        if family.type == "counter"
+        else reader.Gauge(family.name, sample.labels, sample.value)
+        for family in metrics.collect()
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    ]
+
+
+class TreeStatLogger(AggregateStatLoggerBase):
+    """Shows the reports of one or more engines: as metrics, and as a line per interval.
+
+    The metrics are at most a second old while requests run, and exact when none does.
+
+    Args:
+        tree: The engines' tree.
+        engine_indexes: Theirs.
+        metrics: Where to show them.
+        logs: Whether to write interval lines.
+        aggregate: One line for all engines, not one for each.
+    """
+
+    def __init__(
+        self,
+        tree: TokenTree,
+        engine_indexes: Sequence[int],
+        metrics: TreeMetrics,
+        logs: bool,
+        aggregate: bool,
+    ) -> None:
+        self._tree = tree
+        self._metrics = metrics
+        self._logs = logs
+        self._aggregate = aggregate
+        self._interval = {engine: TreeCounts.zeros(tree) for engine in engine_indexes}
+        self._drafts: dict[int, int] = {}
+        self._flushed = dict.fromkeys(engine_indexes, 0.0)
+        self._others: set[int] = set()  # engines that draft another tree
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Takes what one engine's step sent."""
+        report = getattr(scheduler_stats, REPORT, None)
+        if report is None or engine_idx not in self._interval:
+            return
+        assert scheduler_stats is not None
+        counts = self._counts_of(report, engine_idx) if report.paths else None
+        if counts is not None:
+            self._interval[engine_idx].add(counts)
+        if report.drafts is not None:
+            self._drafts[engine_idx] = report.drafts
+        self._metrics.observe(engine_idx, counts, report.drafts, report.undrafted, report.speedup)
+        now = time.monotonic()
+        idle = scheduler_stats.num_running_reqs == 0
+        if idle or now - self._flushed[engine_idx] >= _FLUSH_SECONDS:
+            self._flushed[engine_idx] = now
+            self._metrics.flush(engine_idx)
+
+    def _counts_of(self, report: StepReport, engine: int) -> TreeCounts | None:
+        """Of its paths; None if they are of another tree than this front end's.
+
+        Data-parallel engines on other nodes have configurations of their own (``--headless``).
+        What is raised here would end all requests.
+        """
+        if report.tree == self._tree.checksum:
+            return TreeCounts.from_bytes(self._tree, report.paths)
+        if engine not in self._others:
+            self._others.add(engine)
+            logger.warning(
+                "Sequoia: engine %d drafts another tree than the one configured here, and is not "
+                'counted in metrics of trees: give "tree" alike wherever engines are started, or '
+                "one directory of trees ($SEQUOIA_VLLM_TREES)",
+                engine,
+            )
+        return None
+
+    def log(self) -> None:
+        """Writes the line of the interval that ends now."""
+        if self._logs:
+            self._log_interval()
+        for engine, counts in self._interval.items():
+            self._metrics.flush(engine)
+            counts.clear()
+
+    def _log_interval(self) -> None:
+        if self._aggregate:
+            total = TreeCounts.zeros(self._tree)
+            for counts in self._interval.values():
+                total.add(counts)
+            drafts = max(self._drafts.values(), default=None)
+            lines = {f"{len(self._interval)} Engines Aggregated": (total, drafts)}
+        else:
+            lines = {
+                f"Engine {engine:03d}": (counts, self._drafts.get(engine))
+                for engine, counts in self._interval.items()
+            }
+        for prefix, (counts, drafts) in lines.items():
+            if (line := interval_line(self._tree, counts, drafts)) is not None:
+                logger.info("%s: %s", prefix, line)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing: the tree was logged when it was chosen."""

@@ -1,0 +1,1 @@
+"""What runs in the front end: options, refusals, choice of draft and tree."""

@@ -1,0 +1,43 @@
+"""How many requests run at once: as many as users ask for.
+
+For a pass over blocks vLLM sets a row aside for each draft of every request. Trees' passes have a
+row for each level, and `DraftPlan` says how many requests take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sequoia_vllm.engine.common.mark import is_marked
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+
+
+def check_budget(original: Callable[..., None], self: Any) -> None:
+    """As vLLM's, which from 0.33 on also lowers the number of requests, and warns.
+
+    It does where a configuration is copied, too, for a draft in the engine core's process.
+
+    Args:
+        original: vLLM's.
+        self: Its configuration.
+    """
+    if not SequoiaSettings.enabled(self):
+        original(self)
+        return
+    scheduler = self.scheduler_config
+    users, scheduler.max_num_active_seqs = scheduler.max_num_active_seqs, 1
+    try:
+        original(self)
+    finally:
+        scheduler.max_num_active_seqs = users
+
+
+def slots_for_drafting(original: Callable[..., int], self: Any) -> int:
+    """As vLLM's; none for blocks of a Sequoia engine, as in 0.33.
+
+    vLLM 0.32 takes them for rows of the target's batch, and schedules fewer requests in a step.
+    """
+    if is_marked(self) and (self.use_dflash() or self.use_dspark()):
+        return 0
+    return original(self)

@@ -1,0 +1,249 @@
+"""From vLLM's engine arguments to its configuration of a Sequoia engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.drafters import DrafterKind, is_head
+from sequoia_vllm.engine.common.device_name import current_device_name
+from sequoia_vllm.engine.common.load import planning_load
+from sequoia_vllm.engine.common.mark import to_be_marked
+from sequoia_vllm.engine.common.replicas import are_started_apart
+from sequoia_vllm.engine.common.settings import DECLINED, SequoiaSettings
+from sequoia_vllm.engine.compat.contract import check_contract
+from sequoia_vllm.engine.frontend.command_errors import short_in_commands
+from sequoia_vllm.engine.frontend.draft_checks import draft_problem
+from sequoia_vllm.engine.frontend.draft_config import DraftReader
+from sequoia_vllm.engine.frontend.drafter_kind import (
+    check_method,
+    drafted_levels,
+    drafter_kind,
+    kinds_here,
+    vllm_method,
+)
+from sequoia_vllm.engine.frontend.model_shapes import pair_shapes
+from sequoia_vllm.engine.frontend.outlook import outlook_line
+from sequoia_vllm.engine.frontend.refusals import refuse_unsupported
+from sequoia_vllm.engine.frontend.request import sequoia_request
+from sequoia_vllm.engine.frontend.resolve import Resolved, resolve
+from sequoia_vllm.engine.offload.choice import choose_offloading
+from sequoia_vllm.engine.offload.settings import with_offload
+from sequoia_vllm.engine.offload.weight_source import weight_source, with_streamed
+from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies
+from sequoia_vllm.engine.worker.start.runs import how_it_runs
+from sequoia_vllm.hardware.models import PairShapes
+from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE
+
+logger = logging.getLogger("vllm.sequoia")
+
+CPU_WORKER = "sequoia_vllm.engine.worker.worker_cpu.SequoiaCPUWorker"
+GPU_WORKER = "sequoia_vllm.engine.worker.worker_gpu.SequoiaGPUWorker"
+# Of engines that had better not speculate, where other nodes of theirs may find otherwise.
+PLAIN_CPU_WORKER = "sequoia_vllm.engine.worker.worker_cpu.PlainCPUWorker"
+PLAIN_GPU_WORKER = "sequoia_vllm.engine.worker.worker_gpu.PlainGPUWorker"
+TREE_SCHEDULER = "sequoia_vllm.engine.v2.scheduler.TreeScheduler"
+
+
+def create_engine_config(
+    original: Callable[..., Any], self: EngineArgs, *args: Any, **kwargs: Any
+) -> Any:
+    """As vLLM's; checks the contract before, and refuses unsupported set-ups after.
+
+    Raises:
+        SequoiaError: What we cannot do; in vLLM's own commands a line and exit code 2.
+    """
+    with short_in_commands():
+        request = sequoia_request(self)
+        if request is None:
+            vllm_config = original(self, *args, **kwargs)
+        else:
+            vllm_config = _sequoia_engine_config(original, request, self, *args, **kwargs)
+        choose_offloading(vllm_config)
+        return vllm_config
+
+
+def _sequoia_engine_config(
+    original: Callable[..., Any], request: dict[str, Any], self: EngineArgs, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    check_contract()
+    self.speculative_config = request
+    self.spec_method = self.spec_model = self.spec_tokens = None
+    is_users = request.get("num_speculative_tokens_per_batch_size") is not None
+    with planning_load(keep_schedule=is_users):
+        vllm_config = original(self, *args, **kwargs)
+    if SequoiaSettings.declined(vllm_config):
+        return vllm_config
+    if not SequoiaSettings.enabled(vllm_config):
+        raise ConfigError(
+            f"the checkpoint {self.model!r} brings its own speculator, which replaces the "
+            "speculative config: serve its target model by name instead"
+        )
+    refuse_unsupported(vllm_config)
+    _choose_scheduler(vllm_config)
+    _keep_draft_in_one_group(vllm_config)
+    return vllm_config
+
+
+def limit_length(original: Callable[..., None], self: VllmConfig) -> None:
+    """As vLLM's, which cuts ``max_model_len`` to the draft's, also as an engine core starts.
+
+    From 0.33 on, as vLLM's own V2 drafts cannot be skipped beyond it; ours are.
+    """
+    if not SequoiaSettings.enabled(self):
+        original(self)
+
+
+def _choose_scheduler(vllm_config: Any) -> None:
+    """Names our scheduler where vLLM schedules ahead of the drafts, unless the user named one."""
+    scheduler = vllm_config.scheduler_config
+    schedules_ahead = vllm_config.use_v2_model_runner and scheduler.async_scheduling
+    if schedules_ahead and scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = TREE_SCHEDULER
+
+
+def _keep_draft_in_one_group(vllm_config: Any) -> None:
+    """Gives layers with a window and others one KV cache group on the V1 runner.
+
+    vLLM's V1 proposer takes drafts of one group only, and apart, layers of one model come to
+    lie in several. It costs memory where a model has both kinds: what lies before a window
+    is kept.
+    """
+    if not vllm_config.use_v2_model_runner:
+        vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
+
+
+def create_speculative_config(
+    original: Callable[..., Any], self: EngineArgs, target_model_config: Any,
+    target_parallel_config: Any,
+) -> Any:  # fmt: skip
+    """As vLLM's; a Sequoia configuration becomes one of the method that drafts so as chains.
+
+    Returns:
+        vLLM's speculative configuration; None for an engine that does not speculate.
+    """
+    request = sequoia_request(self)
+    if request is None:
+        return original(self, target_model_config, target_parallel_config)
+    config = SequoiaConfig.parse(request)
+    self.additional_config = with_offload(self.additional_config, config.offload)
+    device, devices = current_device_name(), target_parallel_config.tensor_parallel_size
+    dtype = str(target_model_config.dtype).removeprefix("torch.")
+    source = weight_source(self)
+    reader = DraftReader(target_model_config, config)
+
+    def read_shapes(draft: str, drafter: DrafterKind) -> PairShapes:
+        shapes = pair_shapes(draft, reader, drafter)
+        if source is None:
+            return shapes
+        # A disk is read to know its rate: only where the choice of a tree asks for it.
+        find = partial(with_streamed, shapes, source, dtype, device, devices)
+        return replace(shapes, locate=find)
+
+    resolved = resolve(
+        config,
+        device=device,
+        target=target_model_config.model,
+        dtype=dtype,
+        tensor_parallel_size=devices,
+        kinds=kinds_here(),
+        read_kind=lambda draft: drafter_kind(draft, reader),
+        read_levels=lambda draft, kind: drafted_levels(kind, lambda: reader.read(draft)),
+        read_shapes=read_shapes,
+        max_model_len=target_model_config.max_model_len,
+        runs=how_it_runs(config, self.enforce_eager),
+        offloading=source.name if source else None,
+    )
+    tree, tree_source = resolved.choice.tree, resolved.choice.source
+    is_apart = are_started_apart(target_parallel_config, target_model_config.is_moe)
+    if is_apart and config.is_tree_chosen and USER_DIRECTORY_VARIABLE not in os.environ:
+        logger.warning(
+            "Sequoia: each node of this engine chooses a tree by what lies in a directory of its "
+            "own, and only the first one keeps anything there: a later start will be refused, as "
+            'nodes choose unlike trees. Give all of them the same "tree", or one directory (%s)',
+            USER_DIRECTORY_VARIABLE,
+        )
+    if not resolved.speculates:
+        logger.warning("Sequoia: not speculating, as plain decoding is faster (%s)", tree_source)
+        self.additional_config = {**(self.additional_config or {}), DECLINED: True}
+        if is_apart and target_parallel_config.worker_cls == "auto":
+            on_cpu = current_platform.is_cpu()
+            target_parallel_config.worker_cls = PLAIN_CPU_WORKER if on_cpu else PLAIN_GPU_WORKER
+        return None
+    level, line = outlook_line(
+        resolved.choice.outlook, resolved.draft, tree.size, tree.depth, drafter=resolved.drafter,
+        adapts=config.adapts, on_cpu=current_platform.is_cpu(),
+    )  # fmt: skip
+    logger.log(level, "%s", line)
+    logger.debug("Sequoia: the tree was chosen so: %s", tree_source)
+    target_parallel_config.worker_cls = _worker_class(target_parallel_config.worker_cls)
+    translated = copy(self)
+    translated.speculative_config = _as_chain(config, resolved)
+    try:
+        with to_be_marked():
+            speculative_config = original(translated, target_model_config, target_parallel_config)
+    except (ValueError, OSError) as error:
+        raise ConfigError(draft_problem(resolved.draft, error)) from error
+    check_method(resolved.drafter, resolved.draft, speculative_config.method)
+    is_model = not is_head(resolved.drafter)  # heads bring no tokenizer
+    maps = is_model and _other_vocabulary(
+        target_model_config, speculative_config.draft_model_config
+    )
+    replace(resolved.settings, maps_vocabulary=maps).store(speculative_config)
+    if self.enable_lora:
+        # vLLM wants a token budget for the whole tree at all loads then: it knows no schedule.
+        # `plan_load` puts the number back.
+        speculative_config.num_speculative_tokens = 1
+    return speculative_config
+
+
+def _as_chain(config: SequoiaConfig, resolved: Resolved) -> dict[str, Any]:
+    """The same as a speculative configuration of vLLM's own method for this kind of drafter.
+
+    That method's scheduling is what trees need: as many look-ahead slots as drafts (`draft_slots`),
+    and the draft's layers in the KV cache; for heads also the target's auxiliary hidden states,
+    and a prefix cache that leaves out what they read with a later block's token.
+    """
+    drafts = resolved.choice.tree.num_speculative_tokens
+    # A schedule is always given: without one, vLLM pads requests that join
+    # with placeholder drafts, to keep CUDA graphs uniform. It is fitted to the
+    # engine's limits when these are known, see `plan_load`.
+    schedule = resolved.choice.schedule or [(1, 1, drafts)]
+    # Of the target's own layers vLLM knows where they lie, and that they are quantized alike.
+    model = {} if resolved.drafter == "mtp" else {"model": resolved.draft}
+    return {
+        **config.draft_keys(),
+        **model,
+        "method": vllm_method(resolved.drafter),
+        "num_speculative_tokens": drafts,
+        "num_speculative_tokens_per_batch_size": schedule,
+    }
+
+
+def _other_vocabulary(target: Any, draft: Any) -> bool:
+    """Whether the draft's tokens are others than the target's, and must be mapped; says so."""
+    found = compare_vocabularies(TokensOf.target(target), TokensOf.draft(draft))
+    if found.in_words:
+        level = logging.WARNING if found.matching is None else logging.INFO
+        logger.log(level, "Sequoia: %s", found.in_words)
+    return found.matching is not None
+
+
+def _worker_class(current: str) -> str:
+    ours = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
+    if current not in ("auto", ours):
+        raise ConfigError(
+            f"worker_cls is {current!r}: Sequoia brings its own worker; leave it at 'auto'"
+        )
+    return ours

@@ -1,0 +1,228 @@
+"""Set-ups that Sequoia refuses at start-up, each with its reason and the fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm import envs
+from vllm.platforms import CpuArchEnum, current_platform
+
+from sequoia_vllm.config import ConfigError
+from sequoia_vllm.drafters import NAMES, is_head
+from sequoia_vllm.engine.common.replicas import fault_of_lock_step, in_lock_step
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.offload.vllms import offloading_backend
+from sequoia_vllm.hardware.budget import warm_up_length
+
+_PIPELINE_V1 = (
+    "pipeline parallelism is not supported, as accepted paths would have to reach every stage "
+    "before its next step (on CPUs vLLM's own speculation does not start with it either)"
+)
+_PIPELINE_V2 = (
+    "pipeline parallelism is not supported, as vLLM builds a draft model as a stage of the "
+    "target's pipeline, without its first layers (its own method draft_model does not start "
+    "with it either; vllm-project/vllm#50853 is on speculation in pipelines)"
+)
+
+
+def refuse_unsupported(vllm_config: Any) -> None:
+    """Raises if this engine must not run with Sequoia.
+
+    Raises:
+        ConfigError: With every reason found, and its fix.
+    """
+    reasons = unsupported_reasons(vllm_config)
+    if reasons:
+        raise ConfigError("Sequoia cannot run with this set-up: " + "; ".join(reasons))
+
+
+def unsupported_reasons(vllm_config: Any) -> list[str]:
+    """Every reason why this engine must not run with Sequoia; empty if it may."""
+    draft = vllm_config.speculative_config.draft_model_config
+    return [
+        *_platform_reasons(vllm_config),
+        *_drafter_reasons(vllm_config),
+        *_parallel_reasons(vllm_config),
+        *_model_reasons(vllm_config.model_config, "target"),
+        *_model_reasons(draft, "draft"),
+        *_feature_reasons(vllm_config),
+        *_size_reasons(vllm_config),
+    ]
+
+
+def _present(checks: dict[str, bool]) -> list[str]:
+    return [reason for reason, found in checks.items() if found]
+
+
+def _platform_reasons(vllm_config: Any) -> list[str]:
+    if current_platform.is_cpu():
+        known = current_platform.get_cpu_architecture() == CpuArchEnum.X86
+        on_gpus = SequoiaSettings.of(vllm_config).context_attention != "triton"
+        return _present(
+            {
+                "the KV cache layout is known on x86 CPUs only": not known,
+                "context_attention is for GPUs: leave it out on CPUs": on_gpus,
+                "vLLM offloads weights from GPUs to the host's memory, and nothing on CPUs: drop "
+                "--cpu-offload-gb and --offload-group-size (from a disk: "
+                '"offload": {"weights": "disk", "directory": ...} in the speculative config)': (
+                    offloading_backend(vllm_config.offload_config) is not None
+                ),
+            }
+        )
+    if not current_platform.is_cuda():
+        return [
+            f"it runs on CUDA GPUs and x86 CPUs, not on {current_platform.device_type} "
+            "(use vLLM's method draft_model there)"
+        ]
+    return _present(
+        {
+            "on GPUs it needs vLLM's Model Runner V2: unset VLLM_USE_V2_MODEL_RUNNER, and see "
+            "in vLLM's log which option turned it off": not vllm_config.use_v2_model_runner,
+            "outputs depend on what is batched together, as how much is drafted does: unset "
+            "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
+            "batch-sharded sampling hides other ranks' trees: drop "
+            "--enable-batch-sharded-sampling": bool(
+                getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False)
+            ),
+        }
+    )
+
+
+def _drafter_reasons(vllm_config: Any) -> list[str]:
+    kind = SequoiaSettings.of(vllm_config).drafter
+    if not is_head(kind):
+        return []
+    return _present(
+        {
+            f"heads and MTP layers need vLLM's Model Runner V2, which GPUs use, and the draft is "
+            f'{NAMES[kind]}: give "model" a draft model here': not vllm_config.use_v2_model_runner,
+            f"adapters change the LM head that {NAMES[kind]} shares with the target: drop "
+            '--enable-lora, or give "model" a draft model': vllm_config.lora_config is not None,
+        }
+    )
+
+
+def _parallel_reasons(vllm_config: Any) -> list[str]:
+    parallel, fault = vllm_config.parallel_config, fault_of_lock_step(vllm_config)
+    fix = "run one engine per replica, without --data-parallel-size"
+    draft_size = vllm_config.speculative_config.draft_parallel_config.tensor_parallel_size
+    pipeline = _PIPELINE_V2 if vllm_config.use_v2_model_runner else _PIPELINE_V1
+    return _present(
+        {
+            f"{pipeline}; use tensor parallelism within an engine, and more engines "
+            "(--data-parallel-size)": parallel.pipeline_parallel_size > 1,
+            f"replicas of a mixture of experts run in lock step, {fault}: {fix}": fault is not None,
+            "micro-batches would cut trees in two: drop --enable-dbo and --ubatch-size": (
+                in_lock_step(vllm_config) and parallel.use_ubatching
+            ),
+            "context parallelism is not supported: set decode_context_parallel_size to 1": (
+                parallel.decode_context_parallel_size > 1
+                or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+            ),
+            f"vLLM runs draft models at the target's tensor parallel size: give no "
+            f"draft_tensor_parallel_size, or {parallel.tensor_parallel_size}": (
+                draft_size != parallel.tensor_parallel_size
+            ),
+        }
+    )
+
+
+def _model_reasons(model: Any, role: str) -> list[str]:
+    """What tree attention cannot do; layers are checked again when the model is loaded."""
+    kinds = {
+        "uses multi-head latent attention (MLA)": model.use_mla,
+        "uses chunked local attention (past a chunk's end a tree's nodes have other contexts)": (
+            model.attention_chunk_size is not None
+        ),
+        "uses ALiBi (a bias by distance, which tree attention does not add)": model.uses_alibi,
+        "has recurrent (Mamba or linear-attention) layers": (
+            model.is_hybrid or model.is_attention_free or model.has_inner_state
+        ),
+        "uses multi-axis RoPE (M-RoPE)": model.uses_mrope,
+        "is multimodal": model.is_multimodal_model,
+        "is an encoder-decoder model": model.is_encoder_decoder,
+        "is a pooling model": model.runner_type == "pooling",
+    }
+    return [
+        f"the {role} model {model.model} {kind}: serve it without Sequoia, or choose another "
+        f"{role} model"
+        for kind, found in kinds.items()
+        if found
+    ]
+
+
+def _feature_reasons(vllm_config: Any) -> list[str]:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    draft = vllm_config.speculative_config.draft_model_config
+    return _present(
+        {
+            "KV transfer connectors would ship uncommitted tree nodes: drop "
+            f"{_asks_for_transfer(cache)}": vllm_config.kv_transfer_config is not None,
+            "encoder-cache transfer is not supported: drop --ec-transfer-config": (
+                vllm_config.ec_transfer_config is not None
+            ),
+            f"the KV cache dtype {cache.cache_dtype!r} is not supported: use "
+            f"{_plain_cache(model)}": cache.cache_dtype not in ("auto", "bfloat16", "float16"),
+            "a checkpoint asks for a quantized KV cache, which is not supported: use "
+            f"{_plain_cache(model)}": cache.cache_dtype == "auto"
+            and any(_asks_for_quantized_cache(which) for which in (model, draft)),
+            "KV sharing for fast prefill is not supported: drop --kv-sharing-fast-prefill": bool(
+                cache.kv_sharing_fast_prefill
+            ),
+            "prompt embeddings cannot be read by the draft: drop --enable-prompt-embeds": bool(
+                model.enable_prompt_embeds
+            ),
+            "float64 Gumbel noise is not supported: drop --use-fp64-gumbel": bool(
+                model.use_fp64_gumbel
+            ),
+            "sampling masks are not supported: drop --return-sampling-mask": bool(
+                getattr(model, "return_sampling_mask", False)
+            ),
+            "trace replay is not supported: drop --enable-trace-replay": bool(
+                getattr(model, "enable_trace_replay", False)
+            ),
+            "routed experts are those of the first rows, which in a tree are not the accepted "
+            "ones: drop --enable-return-routed-experts": vllm_config.aux_output_config.enabled,
+            "watermarking changes the sampler: drop --watermark-config": (
+                getattr(vllm_config, "watermark_config", None) is not None
+            ),
+        }
+    )
+
+
+def _asks_for_transfer(cache: Any) -> str:
+    # vLLM makes a connector's configuration of the second one.
+    return "--kv-transfer-config" if cache.kv_offloading_size is None else "--kv-offloading-size"
+
+
+def _plain_cache(model: Any) -> str:
+    """The option; "auto" takes a quantized one where the checkpoint asks for it."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"--kv-cache-dtype {dtype if dtype in ('bfloat16', 'float16') else 'auto'}"
+
+
+def _asks_for_quantized_cache(model: Any) -> bool:
+    """Whether vLLM quantizes the cache unasked, as it finds when it makes the layers.
+
+    For compressed-tensors; what other formats ask for is in the cache's dtype already.
+    """
+    config = getattr(model.hf_config, "quantization_config", None) or {}
+    return isinstance(config, dict) and config.get("kv_cache_scheme") is not None
+
+
+def _size_reasons(vllm_config: Any) -> list[str]:
+    nodes = vllm_config.speculative_config.num_speculative_tokens + 1
+    budget = vllm_config.scheduler_config.max_num_batched_tokens
+    length = vllm_config.model_config.max_model_len
+    return _present(
+        {
+            f"a tree of {nodes} nodes does not fit in max_num_batched_tokens={budget}: choose a "
+            "smaller tree or a larger budget": nodes >= budget,
+            f"a tree of {nodes} nodes does not fit in max_model_len={length}: choose a smaller "
+            "tree": nodes >= length,
+            f"on GPUs vLLM warms up with requests of {warm_up_length(nodes)} tokens for a tree of "
+            f"{nodes} nodes, and max_model_len={length} has no room for them: choose a smaller "
+            "tree, or longer requests": nodes < length < warm_up_length(nodes)
+            and current_platform.is_cuda(),
+        }
+    )

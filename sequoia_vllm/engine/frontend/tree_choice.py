@@ -1,0 +1,215 @@
+"""From the ``tree`` setting to the tree that an engine drafts, and how much of it when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from sequoia_vllm.config import AUTO, ConfigError, Schedule, SequoiaConfig, TreeSpec, Verification
+from sequoia_vllm.engine.frontend.outlook import Outlook
+from sequoia_vllm.hardware.device import identify
+from sequoia_vllm.hardware.models import PairShapes
+from sequoia_vllm.hardware.schedule import Schedule as StoredSchedule
+from sequoia_vllm.hardware.step_profile import HOW_TIMED
+from sequoia_vllm.library import tree_library
+from sequoia_vllm.library.files import LibraryError
+from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.start_times import Runs
+from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vector, is_tree_file
+from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
+from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
+
+USER = "user"  # what names of trees begin with that were tuned here
+DEFAULT_TREE = TreeSpec(size=16, depth=4)
+# Requests draft less where they near their longest length: trees must be small beside it.
+_LENGTH_PER_NODE = 4
+
+
+@dataclass(frozen=True)
+class TreeChoice:
+    """A tree and how much of it to draft.
+
+    Attributes:
+        tree: Size 1: do not speculate.
+        source: Where it came from, for the log.
+        schedule: Drafts by batch size, (first, last, drafts); None: the whole
+            tree at every batch size.
+        device: The device whose measurements or datasheet chose it; None: none did.
+        verification: What the tree was found better with, see `SequoiaConfig`.
+        lacks_times: It depends on times of this pair on this device, which nobody measured.
+        outlook: What it is expected to bring.
+    """
+
+    tree: TokenTree
+    source: str
+    schedule: list[tuple[int, int, int]] | None = None
+    device: str | None = None
+    verification: Verification = "sequoia"
+    lacks_times: bool = False
+    outlook: Outlook = field(default_factory=Outlook)
+
+
+ReadShapes = Callable[[], PairShapes]
+
+
+def choose_engine_tree(
+    config: SequoiaConfig,
+    pair: PairKey,
+    read_shapes: ReadShapes | None = None,
+    max_model_len: int | None = None,
+    runs: Runs | None = None,
+    levels: int | None = None,
+) -> TreeChoice:
+    """Resolves the configuration's tree, with its bounds and schedule applied.
+
+    Args:
+        config: What the user gave.
+        pair: What the tree is for.
+        read_shapes: Reads the models' shapes; called only where the choice depends on them.
+            None: nothing is known of them.
+        max_model_len: Longest request, in tokens: a tree that we choose takes a quarter of
+            it at most. None: any.
+        runs: How the engine will run; None: times of earlier starts do not count.
+        levels: The draft drafts no more: a tree that we choose is no deeper. None: any number.
+
+    Raises:
+        TreeError, AcceptanceError, LibraryError: Naming the file or entry and
+            what is wrong with it.
+        ConfigError: The given schedule has more drafts than the given tree.
+    """
+    choice = _resolve(config, pair, read_shapes, runs, levels)
+    if max_model_len is not None and choice.device is not None:
+        choice = _within(choice, max(max_model_len // _LENGTH_PER_NODE, 1))
+    if config.num_speculative_tokens is not None:
+        choice = replace(choice, tree=choice.tree.trim(config.num_speculative_tokens + 1))
+    if config.num_speculative_tokens_per_batch_size is not None:
+        choice = replace(choice, schedule=_given_schedule(config, choice.tree))
+    return choice
+
+
+def _given_schedule(config: SequoiaConfig, tree: TokenTree) -> Schedule:
+    """The user's schedule; more drafts than the tree has are cut where the tree is our choice."""
+    schedule = config.num_speculative_tokens_per_batch_size or []
+    most = tree.num_speculative_tokens
+    too_many = next((list(entry) for entry in schedule if entry[2] > most), None)
+    if too_many is None or config.tree in (None, AUTO):
+        return [(first, last, min(drafts, most)) for first, last, drafts in schedule]
+    bound = config.num_speculative_tokens
+    cut = f" (num_speculative_tokens is {bound})" if bound == most else ""
+    raise ConfigError(
+        f"num_speculative_tokens_per_batch_size: {too_many} drafts more than the {most} that the "
+        f"tree has{cut}: give at most {most}, or a larger tree"
+    )
+
+
+def _resolve(
+    config: SequoiaConfig,
+    pair: PairKey,
+    read_shapes: ReadShapes | None,
+    runs: Runs | None,
+    levels: int | None,
+) -> TreeChoice:
+    if isinstance(config.tree, TreeSpec):
+        given = config.tree
+        deepest = levels if given.depth is None else given.depth
+        return _optimal(config, _of_depth(given, deepest), "optimal for the given size")
+    if isinstance(config.tree, TokenTree):
+        return TreeChoice(config.tree, "given as parents")
+    if config.tree not in (None, AUTO):
+        # Metrics show what stands before a colon: no path of the server's.
+        is_file = is_tree_file(config.tree)
+        source = f"{Path(config.tree).name}: {config.tree}" if is_file else config.tree
+        found = find_tree(config.tree)
+        return TreeChoice(found.tree, source, outlook=_outlook_of(found, pair))
+    assert DEFAULT_TREE.depth is not None
+    default_tree = _of_depth(DEFAULT_TREE, min(DEFAULT_TREE.depth, levels or DEFAULT_TREE.depth))
+    if config.acceptance is not None:
+        return _optimal(config, default_tree, "optimal for the given acceptance")
+    try:
+        choice = _from_library(pair, read_shapes() if read_shapes else None, runs)
+    except LibraryError as error:
+        default = _optimal(config, default_tree, f"default size; {error}")
+        return replace(default, lacks_times=True)
+    if levels is not None and choice.tree.depth > levels:
+        why = f"default size; the draft drafts {levels} levels at most, fewer than {choice.source}"
+        return _optimal(config, default_tree, why)
+    if choice.tree.size == 1 and config.tree is None:
+        default = _optimal(
+            config,
+            default_tree,
+            f'default size; speculation is expected not to pay here ("tree": "{AUTO}" turns it '
+            f"off): {choice.source}",
+        )
+        return replace(default, lacks_times=choice.lacks_times, outlook=choice.outlook)
+    return choice
+
+
+def _outlook_of(found: NamedTree, pair: PairKey) -> Outlook:
+    """Of a tree that the user named: its own figures where it was made for this device."""
+    entry = found.entry
+    if entry is None or (pair.offloading is not None and entry.streamed is None):
+        # A tree for weights in memory pays where they are streamed: how much, it does not say.
+        vector = found.acceptance
+        return Outlook(tokens=None if vector is None else found.tree.expected_tokens(vector))
+    if pair.offloading is None and entry.streamed is not None:
+        return Outlook(made_for="targets that are offloaded")
+    made_for = entry.name.split("/")[0]
+    if made_for in (USER, identify(pair.device).id):
+        return _outlook_of_schedule(entry.to_schedule(), HOW_TIMED[entry.profile.source])
+    return Outlook(made_for=made_for)
+
+
+def _outlook_of_schedule(schedule: StoredSchedule, source: str) -> Outlook:
+    estimate = schedule.estimate(1)
+    return Outlook(estimate.speedup, source, estimate.expected_tokens)
+
+
+def _from_library(pair: PairKey, shapes: PairShapes | None, runs: Runs | None) -> TreeChoice:
+    selection = tree_library.select(pair, shapes, runs)
+    schedule = selection.schedule
+    return TreeChoice(
+        schedule.tree,
+        selection.reason,
+        schedule.per_batch_size(),
+        pair.device,
+        selection.entry.verification or "sequoia",
+        lacks_times=not selection.is_timed,
+        outlook=_outlook_of_schedule(schedule, HOW_TIMED[selection.entry.profile.source]),
+    )
+
+
+def _within(choice: TreeChoice, most_nodes: int) -> TreeChoice:
+    """The first ``most_nodes`` nodes of a larger tree, at every batch size."""
+    if choice.tree.size <= most_nodes:
+        return choice
+    schedule = [
+        (first, last, min(drafts, most_nodes - 1)) for first, last, drafts in choice.schedule or ()
+    ]
+    source = f"{choice.source}; its first {most_nodes} nodes, as requests are short here"
+    return replace(
+        choice, tree=choice.tree.trim(most_nodes), schedule=schedule or None, source=source
+    )
+
+
+def _of_depth(spec: TreeSpec, depth: int | None) -> TreeSpec:
+    return spec.model_copy(update={"depth": depth})
+
+
+def _optimal(config: SequoiaConfig, spec: TreeSpec, why: str) -> TreeChoice:
+    acceptance = _acceptance(config)
+    tree = optimize_tree(acceptance, spec.size, spec.depth, spec.branch)
+    expected = tree.expected_tokens(acceptance)
+    return TreeChoice(
+        tree,
+        f"{why}; {expected:.2f} tokens per step if acceptance is as assumed",
+        outlook=Outlook(tokens=expected),
+    )
+
+
+def _acceptance(config: SequoiaConfig) -> Acceptance:
+    if config.acceptance is None:
+        return REFERENCE_ACCEPTANCE
+    if isinstance(config.acceptance, Path):
+        return find_vector(str(config.acceptance))
+    return Acceptance.of(config.acceptance)

@@ -1,0 +1,1 @@
+"""Parts of workers that both model runners use."""

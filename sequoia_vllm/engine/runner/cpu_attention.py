@@ -1,0 +1,190 @@
+"""CPU attention backend: vLLM's own, plus tree attention where a batch has trees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from sequoia_vllm.attention.cpu_cache import SUPPORTED_ISA, gather_context
+from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernels
+from sequoia_vllm.attention.tree_attention import tree_attention, tree_attention_mask
+from sequoia_vllm.engine.runner.attention_layers import (
+    TreeForward,
+    reason_of,
+    unmaskable_features,
+    window_of,
+)
+
+_shape_of_layers = cache(AttentionShape)
+
+
+@dataclass(frozen=True)
+class TreeQueries:
+    """The rows of a batch that are tree nodes, and what they attend to.
+
+    Attributes:
+        rows: int64 ``[B, Q]``: row of each node in the batch's flat tokens; -1
+            for padding, which is neither computed nor written.
+        block_table: int32 ``[B, max_blocks]``: each request's cache blocks.
+        context_lens: int64 ``[B]``: committed tokens; node j is in slot
+            ``context_lens + j``.
+        num_nodes: int64 ``[B]``: nodes of each request whose keys and values are in the cache.
+        ancestors: bool ``[Q, M]``: query q sees node j.
+        max_keys: Slots of the longest request.
+        only_trees: No row of the batch is anything but a tree node.
+    """
+
+    rows: Tensor
+    block_table: Tensor
+    context_lens: Tensor
+    num_nodes: Tensor
+    ancestors: Tensor
+    max_keys: int
+    only_trees: bool
+    _batches: dict[AttentionShape, TreeAttentionBatch] = field(default_factory=dict)
+    _masks: dict[tuple[int, torch.dtype, int | None], Tensor] = field(default_factory=dict)
+
+    def for_kernel(self, shape: AttentionShape) -> TreeAttentionBatch:
+        """These queries for the compiled kernel; made once for all layers of a shape."""
+        batch = self._batches.get(shape)
+        if batch is None:
+            batch = self._batches[shape] = TreeAttentionBatch(
+                shape, self.rows, self.block_table, self.context_lens, self.num_nodes,
+                self.ancestors, self.max_keys,
+            )  # fmt: skip
+        return batch
+
+    def blocks_in_use(self, block_size: int) -> Tensor:
+        """The block table, cut to the longest request."""
+        return self.block_table[:, : -(-self.max_keys // block_size)]
+
+    def mask(self, num_keys: int, dtype: torch.dtype, window: int | None) -> Tensor:
+        """Additive mask ``[B, 1, Q, num_keys]``; made once for all layers of a window."""
+        key = num_keys, dtype, window
+        if key not in self._masks:
+            self._masks[key] = tree_attention_mask(
+                self.context_lens, self.ancestors, num_keys, dtype, window
+            )
+        return self._masks[key]
+
+    def unseen(self, num_keys: int, mask: Tensor) -> Tensor:
+        """bool ``[B, num_keys]``: positions that hold anything, even NaN, by such a `mask`.
+
+        A mask's 0 times NaN is NaN, and minus infinity plus NaN, too.
+        """
+        ends = (self.context_lens + self.num_nodes)[:, None]
+        return (torch.arange(num_keys) >= ends) | (mask == -torch.inf).all(dim=2)[:, 0]
+
+
+@dataclass
+class CPUTreeAttentionMetadata(CPUAttentionMetadata):
+    """vLLM's metadata; ``tree`` is None for a batch without tree nodes."""
+
+    tree: TreeQueries | None = None
+
+
+class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Builds `CPUTreeAttentionMetadata`, and pins a cache layout we can read."""
+
+    isa: str
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # "amx" packs keys in tiles; "vec" reads and writes the same cache for
+        # the same dtypes, in the layout of attention/cpu_cache.py.
+        if self.isa not in SUPPORTED_ISA:
+            self.isa = "vec"
+            self._set_isa_to_layers(self.layer_names)
+        load_kernels()  # compiled now, not in the first step
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CPUTreeAttentionMetadata:
+        """vLLM's metadata as our subclass, with no trees yet."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return CPUTreeAttentionMetadata(**vars(metadata))
+
+
+class CPUTreeAttentionImpl(TreeForward, CPUAttentionBackendImpl):
+    """vLLM's CPU kernel for chains of tokens; masked attention for tree nodes."""
+
+    _shape: AttentionShape | None = None
+
+    @cached_property
+    def _sinks(self) -> Tensor | None:
+        """Read when the weights are loaded."""
+        return None if self.sinks is None else self.sinks.detach().float().contiguous()
+
+    def _forward_trees(
+        self, layer: Any, query: Tensor, kv_cache: Tensor, tree: TreeQueries, output: Tensor
+    ) -> None:
+        # Once: a step waits for what Python does between a layer's operations.
+        if (shape := self._shape) is None:
+            shape = self._shape = _shape_of_layers(
+                self.num_heads, self.num_kv_heads, self.head_size, kv_cache.shape[2], self.scale,
+                kv_cache.dtype, window_of(self), self.logits_soft_cap,
+            )  # fmt: skip
+        kernels = load_kernels()
+        if kernels is not None and shape.supported:
+            tree.for_kernel(shape).attend(kernels, query, kv_cache, output, self._sinks)
+        else:
+            self._forward_gathered(query, kv_cache, tree, output)
+
+    def _forward_gathered(
+        self, query: Tensor, kv_cache: Tensor, tree: TreeQueries, output: Tensor
+    ) -> None:
+        """Without the compiled kernel: over a copy of the context, in torch."""
+        keys, values = gather_context(kv_cache, tree.blocks_in_use(kv_cache.shape[2]))
+        heads = (-1, self.num_heads, self.head_size)
+        queries = query.view(heads)[tree.rows.clamp(min=0)]
+        mask = tree.mask(keys.shape[2], query.dtype, window_of(self))
+        unseen = tree.unseen(keys.shape[2], mask)[:, None, :, None]
+        attended = tree_attention(
+            queries, keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0), mask, self.scale,
+            self.logits_soft_cap, self._sinks,
+        )  # fmt: skip
+        is_node = tree.rows >= 0
+        output.view(heads)[tree.rows[is_node]] = attended[is_node]
+
+
+class CPUTreeAttentionBackend(CPUAttentionBackend):
+    """Registered for CPU_ATTN in the workers of a Sequoia engine only."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        """The attention implementation."""
+        return CPUTreeAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        """The metadata builder."""
+        return CPUTreeAttentionMetadataBuilder
+
+
+CPU_BACKENDS = {AttentionBackendEnum.CPU_ATTN: f"{__name__}.{CPUTreeAttentionBackend.__qualname__}"}
+"""Our backend, under the name that CPU layers look up."""
+
+
+def unsupported_attention(layer_name: str, impl: Any) -> str | None:
+    """Why tree attention cannot serve this layer, or None."""
+    features = {
+        **unmaskable_features(impl),
+        "a quantized KV cache": bool(getattr(impl, "is_fp8_kv_cache", False)),
+        f"the backend {type(impl).__name__}": not isinstance(impl, CPUTreeAttentionImpl),
+    }
+    return reason_of(layer_name, features)

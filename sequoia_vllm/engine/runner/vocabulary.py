@@ -1,0 +1,202 @@
+"""Do target and draft mean the same by a token's number, and if not, what do they share?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sequoia_vllm.config import ConfigError
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.prompts import load_prompts
+from sequoia_vllm.vocabulary import (
+    MappedVocabulary,
+    Matching,
+    SharedVocabulary,
+    load_tokenizer,
+    match,
+    read_vocabulary,
+)
+
+logger = logging.getLogger("vllm.sequoia")
+
+# Up to this share of other tokens, numbers are taken as they are: fine-tuned models rename a few.
+_TOLERATED = 0.01
+# Of the smaller vocabulary; below, a draft would be accepted as seldom as a wrong one.
+_LEAST_SHARED = 0.05
+_FITTING_DRAFT = 'give "model" a draft of the target\'s family, with its tokenizer'
+
+
+@dataclass(frozen=True)
+class TokensOf:
+    """Where a model's tokens are found.
+
+    Attributes:
+        tokenizer: Name or path of the model, or of its tokenizer.
+        size: Rows of its logits.
+        revision: Of the tokenizer, on the Hub.
+        trust_remote_code: Whether it may bring code of its own.
+        is_readable: Whether it may be loaded, the usual way.
+    """
+
+    tokenizer: str
+    size: int
+    revision: str | None = None
+    trust_remote_code: bool = False
+    is_readable: bool = True
+
+    @classmethod
+    def target(cls, config: Any) -> TokensOf:
+        """Of a target, by vLLM's configuration of it."""
+        reads = not config.skip_tokenizer_init and config.tokenizer_mode in ("auto", "hf", "slow")
+        return cls(
+            config.tokenizer, config.get_vocab_size(), config.tokenizer_revision,
+            config.trust_remote_code, reads,
+        )  # fmt: skip
+
+    @classmethod
+    def draft(cls, config: Any) -> TokensOf:
+        """Of a draft, by vLLM's configuration of it."""
+        return cls(config.model, config.get_vocab_size(), config.revision, config.trust_remote_code)
+
+    def load(self) -> Any | None:
+        """The tokenizer; None: there is none that may be or could be read."""
+        if not self.is_readable:
+            return None
+        return load_tokenizer(self.tokenizer, self.revision, self.trust_remote_code)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was found out about two vocabularies.
+
+    Attributes:
+        matching: Which tokens mean the same; None: numbers mean the same in both.
+        in_words: What differs, for a log; "": nothing does.
+    """
+
+    matching: Matching | None
+    in_words: str = ""
+
+
+@lru_cache(maxsize=8)
+def compare_vocabularies(target: TokensOf, draft: TokensOf) -> Comparison:
+    """Compares all tokens of two models by their text.
+
+    Raises:
+        ConfigError: The draft cannot serve this target; says why, and what to do.
+    """
+    if target.size == draft.size and _same_files(target.tokenizer, draft.tokenizer):
+        return Comparison(None)
+    theirs, tokenizer = None, target.load()
+    ours = None if tokenizer is None else read_vocabulary(tokenizer)
+    if ours is not None and (of_draft := draft.load()) is not None:
+        theirs = read_vocabulary(of_draft)
+    if ours is None or theirs is None:
+        _refuse_other_size(target, draft)
+        return Comparison(None)
+    differing, share = difference(ours.texts, theirs.texts)
+    if target.size == draft.size and share <= _TOLERATED:
+        return Comparison(None, differing and f"the vocabularies differ a little: {differing}")
+    matching = match(ours, theirs, target.size, draft.size)
+    _refuse_hopeless(matching, target, draft)
+    return Comparison(matching, _shared_in_words(matching, draft, tokenizer))
+
+
+def draft_vocabulary(vllm_config: Any, device: torch.device) -> SharedVocabulary:
+    """How the draft of an engine reads the target's tokens, and what its logits mean."""
+    if not SequoiaSettings.of(vllm_config).maps_vocabulary:
+        return SharedVocabulary()
+    draft_config = vllm_config.speculative_config.draft_model_config
+    found = compare_vocabularies(
+        TokensOf.target(vllm_config.model_config), TokensOf.draft(draft_config)
+    )
+    if found.matching is None:
+        raise ConfigError(
+            f"the tokenizers of {vllm_config.model_config.tokenizer!r} and {draft_config.model!r} "
+            "cannot be read by this worker as they were where the engine was configured: give "
+            "every node the same files"
+        )
+    return MappedVocabulary(found.matching, device)
+
+
+def difference(target: Mapping[int, bytes], draft: Mapping[int, bytes]) -> tuple[str, float]:
+    """What differs between the texts of two vocabularies' tokens, by number.
+
+    Returns:
+        In words, and as a share of the larger one; "" and 0 where nothing does.
+    """
+    numbers = target.keys() | draft.keys()
+    wrong = [number for number in numbers if target.get(number) != draft.get(number)]
+    if not wrong:
+        return "", 0.0
+    first = min(wrong)
+    of_target, of_draft = (
+        None if text is None else text.decode(errors="replace")
+        for text in (target.get(first), draft.get(first))
+    )
+    words = (
+        f"{len(wrong):,} of {len(numbers):,} tokens differ, the first is number {first}: "
+        f"{of_target!r} of the target, {of_draft!r} of the draft"
+    )
+    return words, len(wrong) / len(numbers)
+
+
+def _refuse_other_size(target: TokensOf, draft: TokensOf) -> None:
+    """What cannot be compared must at least be as large."""
+    if target.size == draft.size:
+        return
+    why = (
+        "vLLM is to load no tokenizer, or one in a way of its own"
+        if not target.is_readable
+        else "not both bring a tokenizer that could be read"
+    )
+    raise ConfigError(
+        f"the draft model {draft.tokenizer!r} has {draft.size:,} tokens and the target "
+        f"{target.tokenizer!r} {target.size:,}, and they cannot be matched by their text, since "
+        f"{why}: {_FITTING_DRAFT}, or let tokenizers be read (skip_tokenizer_init, tokenizer_mode)"
+    )
+
+
+def _refuse_hopeless(matching: Matching, target: TokensOf, draft: TokensOf) -> None:
+    least = _LEAST_SHARED * min(target.size, draft.size)
+    if matching.num_shared < least:
+        raise ConfigError(
+            f"the draft model {draft.tokenizer!r} has another vocabulary than the target "
+            f"{target.tokenizer!r}: of its {draft.size:,} tokens only {matching.num_shared:,} are "
+            f"also the target's, and it would hardly ever be accepted: {_FITTING_DRAFT}, or one "
+            "with more tokens of the same text"
+        )
+
+
+def _shared_in_words(matching: Matching, draft: TokensOf, tokenizer: Any) -> str:
+    shared, size = matching.num_shared, len(matching.drawn)
+    in_text = _share_of_text(matching, tokenizer)
+    return (
+        f"the draft {draft.tokenizer} has another vocabulary, and drafts tokens that are the "
+        f"target's too: {shared:,} of the target's {size:,} ({shared / size:.0%}), of which "
+        f"{in_text:.0%} of ordinary text is made; others it reads as the last token of their text"
+    )
+
+
+def _share_of_text(matching: Matching, tokenizer: Any) -> float:
+    """How much of the built-in prompts, as the target reads them, could be drafted."""
+    texts = [prompt.prompt or "" for prompt in load_prompts(None, None)]
+    numbers = [
+        number for text in texts for number in tokenizer.encode(text, add_special_tokens=False)
+    ]
+    known = [number for number in numbers if number < len(matching.drawn)]
+    return sum(matching.drawn[known] >= 0) / max(len(numbers), 1)
+
+
+def _same_files(target: str, draft: str) -> bool:
+    """Whether both are folders whose tokenizers are the same, byte for byte."""
+    files = [Path(model) / "tokenizer.json" for model in (target, draft)]
+    if not all(file.is_file() for file in files):
+        return False
+    return files[0].read_bytes() == files[1].read_bytes()

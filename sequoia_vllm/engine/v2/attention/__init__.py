@@ -1,0 +1,1 @@
+"""Scoring trees on Model Runner V2."""

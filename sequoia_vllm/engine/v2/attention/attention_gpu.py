@@ -1,0 +1,273 @@
+"""GPU attention backends: vLLM's own, plus tree attention where a batch has trees.
+
+Prompts and plain decoding go through the class that vLLM chose. Only tree nodes
+go through our kernel, which reads the same cache. No row goes through both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+
+from sequoia_vllm.engine.runner.attention_layers import TreeForward, window_of
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTrees
+from sequoia_vllm.kernels.context_attention import attend_to_contexts
+from sequoia_vllm.kernels.tree_attention import (
+    NodeMasks,
+    TreeAttentionWorkspace,
+    tree_attention,
+)
+
+
+@dataclass(frozen=True)
+class OtherChains:
+    """Rows that are no tree nodes, after all that are: chains of tokens, as vLLM knows them.
+
+    Attributes:
+        first: The first of them.
+        metadata: vLLM's, as if theirs were all requests of the batch.
+    """
+
+    first: int
+    metadata: Any
+
+
+def other_chains(trees: ScoringTrees, metadata: Any) -> OtherChains | None:
+    """What is not of these trees in vLLM's metadata of the batch; None: nothing.
+
+    What begins in the middle of a buffer is copied: vLLM's Triton kernel is compiled for how
+    pointers are aligned, and would be once more while requests wait.
+    """
+    if (rows := trees.others) is None:
+        return None
+    begin = trees.num_requests
+    alone = replace(
+        metadata,
+        num_actual_tokens=metadata.num_actual_tokens - rows.first,
+        max_query_len=rows.max_rows,
+        query_start_loc=metadata.query_start_loc[begin:] - rows.first,
+        max_seq_len=rows.max_keys,
+        seq_lens=metadata.seq_lens[begin:].clone(),
+        block_table=metadata.block_table[begin:].clone(),
+        scheduler_metadata=None,  # FlashAttention 3 planned for all; now each layer plans
+    )
+    return OtherChains(rows.first, alone)
+
+
+@dataclass(frozen=True)
+class GPUTreeQueries:
+    """Tree nodes of a forward pass, and what they attend to.
+
+    Attributes:
+        query_start_loc: int32 ``[R + 1]``: rows of each request's nodes.
+        context_lens: int32 ``[R]``: tokens in the cache before node 0.
+        block_table: int32 ``[R, max_blocks]``: the cache blocks of each request.
+        ancestors: bool ``[N, N]``: which nodes each node sees; always the same tensor of a tree.
+        masks: What the kernel takes of it, made once for each window.
+        first_node: The node that the first row of each request is.
+        max_queries: The most nodes of any request.
+        workspace: The buffers that the kernel works in.
+        others: The batch's other rows; None: it has none.
+        written, max_slots: See `tree_attention`.
+        flash_max_context: FlashAttention reads the contexts, none of which is longer;
+            None: our kernel does.
+    """
+
+    query_start_loc: Tensor
+    context_lens: Tensor
+    block_table: Tensor
+    ancestors: Tensor
+    masks: NodeMasks
+    first_node: int
+    max_queries: int
+    workspace: TreeAttentionWorkspace
+    others: OtherChains | None = None
+    written: Tensor | None = None
+    max_slots: int | None = None
+    flash_max_context: int | None = None
+
+    @property
+    def only_trees(self) -> bool:
+        """No row of the batch is anything but a tree node."""
+        return self.others is None
+
+
+@dataclass(frozen=True)
+class DraftMetadata:
+    """Attention metadata of a draft pass: nothing but tree nodes.
+
+    Attributes:
+        tree: The nodes.
+        slot_mapping: int64 ``[rows]``: where their keys and values go.
+    """
+
+    tree: GPUTreeQueries
+    slot_mapping: Tensor
+
+
+class GPUTreeForward(TreeForward):
+    """Tree attention in Triton, on the caches of vLLM's GPU backends."""
+
+    head_size: int
+    scale: float
+    logits_soft_cap: float | None
+    sinks: Tensor | None
+
+    def _chains(
+        self, tree: GPUTreeQueries | None, query: Tensor, attn_metadata: Any, output: Tensor
+    ) -> tuple[Tensor, Any, Tensor]:
+        """No rows of tree nodes. Keys and values are read from the cache, where all rows' are."""
+        if tree is None or tree.others is None:
+            return query, attn_metadata, output
+        first = tree.others.first
+        return query[first:], tree.others.metadata, output[first:]
+
+    def _forward_trees(
+        self, layer: Any, query: Tensor, kv_cache: Tensor, tree: GPUTreeQueries, output: Tensor
+    ) -> None:
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        heads = (-1, query.numel() // (query.shape[0] * self.head_size), self.head_size)
+        query, output = query.view(heads), output.view(heads)
+        context_lse = self._attend_to_contexts(query, keys, values, tree, output)
+        tree_attention(
+            query,
+            keys,
+            values,
+            tree.block_table,
+            tree.context_lens,
+            tree.query_start_loc,
+            tree.masks.of(tree.ancestors, window_of(self)),
+            first_node=tree.first_node,
+            scale=self.scale,
+            key_scale=layer._k_scale,
+            value_scale=layer._v_scale,
+            workspace=tree.workspace,
+            output=output,
+            max_queries=tree.max_queries,
+            written=tree.written,
+            max_slots=tree.max_slots,
+            context_lse=context_lse,
+            soft_cap=self.logits_soft_cap or 0.0,
+            sinks=self.sinks,
+        )
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """No, whatever vLLM's own kernels can: trees' rows are written in the queries' dtype."""
+        return False
+
+    def _attend_to_contexts(
+        self, query: Tensor, keys: Tensor, values: Tensor, tree: GPUTreeQueries, output: Tensor
+    ) -> Tensor | None:
+        """Writes the trees' attention to their contexts; None: left to the trees' kernel.
+
+        Returns:
+            Its log-sum-exps, float32 ``[Hq, T]``.
+        """
+        return None
+
+
+class FlashTreeImpl(GPUTreeForward, FlashAttentionImpl):
+    """FlashAttention with trees."""
+
+    @property
+    def attends_to_contexts(self) -> bool:
+        """Whether it does so for trees; version 4 compiles for every shape that it meets."""
+        return self.vllm_flash_attn_version in (2, 3)
+
+    def _attend_to_contexts(
+        self, query: Tensor, keys: Tensor, values: Tensor, tree: GPUTreeQueries, output: Tensor
+    ) -> Tensor | None:
+        """Writes it by FlashAttention, if the configuration says so."""
+        if tree.flash_max_context is None or window_of(self) is not None:
+            return None  # how far a node sees, is its own: no kernel for chains can tell
+        if self.logits_soft_cap or self.sinks is not None:
+            return None
+        return attend_to_contexts(
+            flash_attn.flash_attn_varlen_func,
+            self.vllm_flash_attn_version,
+            query,
+            canonicalize_singleton_dim_strides(keys),  # as vLLM's forward, for TMA
+            canonicalize_singleton_dim_strides(values),
+            tree.block_table,
+            tree.context_lens,
+            tree.query_start_loc,
+            max_queries=tree.max_queries,
+            max_context=tree.flash_max_context,
+            scale=self.scale,
+            output=output,
+        )
+
+
+class TritonTreeImpl(GPUTreeForward, TritonAttentionImpl):
+    """vLLM's Triton attention with trees."""
+
+
+class FlashTreeBuilder(FlashAttentionMetadataBuilder):
+    """As vLLM's; a full CUDA graph holds either trees or one token per request."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
+class TritonTreeBuilder(TritonAttentionMetadataBuilder):
+    """As vLLM's; a full CUDA graph holds either trees or one token per request."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
+class FlashTreeBackend(FlashAttentionBackend):
+    """Registered for FLASH_ATTN in the workers of a Sequoia engine only."""
+
+    supports_kv_cache_update_bypass = False
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        """The attention implementation."""
+        return FlashTreeImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        """The metadata builder."""
+        return FlashTreeBuilder
+
+
+class NoTreesBackend:
+    """Registered for FLASHINFER there: where vLLM prefers it (Blackwell), it takes the next one.
+
+    Asked of each backend before anything is loaded; of this one it is all that is asked.
+    """
+
+    @staticmethod
+    def validate_configuration(**_selected: Any) -> list[str]:
+        """Why vLLM must not take it, whatever the layer is."""
+        return ["trees cannot use it: leave --attention-backend out, or name FLASH_ATTN"]
+
+
+class TritonTreeBackend(TritonAttentionBackend):
+    """Registered for TRITON_ATTN in the workers of a Sequoia engine only."""
+
+    supports_kv_cache_update_bypass = False
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonAttentionImpl]:
+        """The attention implementation."""
+        return TritonTreeImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
+        """The metadata builder."""
+        return TritonTreeBuilder

@@ -1,0 +1,69 @@
+"""What differs between devices: attention metadata, and moving keys and values."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from sequoia_vllm.config import ContextAttention
+from sequoia_vllm.drafting.growth import DraftQueries
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTrees
+
+
+class TreeBackend(ABC):
+    """Tree attention and commit on one kind of device.
+
+    Args:
+        ancestors: bool ``[N, N]``, on the device: the engine's tree.
+        context_attention: How the target attends to contexts, see `SequoiaConfig`.
+    """
+
+    @abstractmethod
+    def __init__(self, ancestors: Tensor, context_attention: ContextAttention) -> None: ...
+
+    @abstractmethod
+    def replace_attention(self) -> AbstractContextManager[None]:
+        """Within it, layers that are built take our attention backend."""
+
+    @abstractmethod
+    def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
+        """Why tree attention cannot serve this layer, or None."""
+
+    @abstractmethod
+    def scoring_queries(self, trees: ScoringTrees, metadata: Any) -> Any:
+        """What the target's attention needs of these trees, as its metadata's ``tree``."""
+
+    def attach(self, trees: ScoringTrees, metadata: dict[str, Any], layers: list[str]) -> None:
+        """Hands ``trees`` to the attention of these layers.
+
+        Layers of a cache group share one metadata object, which has the group's block table.
+        """
+        for shared in {id(metadata[name]): metadata[name] for name in layers}.values():
+            shared.tree = self.scoring_queries(trees, shared)
+
+    @abstractmethod
+    def draft_metadata(self, queries: DraftQueries, block_table: Tensor, slots: Tensor) -> Any:
+        """Attention metadata of one draft pass.
+
+        Args:
+            queries: The pass.
+            block_table: int32 ``[R, max_blocks]``.
+            slots: int64 ``[R * width]``: where the queries' keys go.
+        """
+
+    @abstractmethod
+    def commit(
+        self, caches: dict[str, Tensor], metadata: dict[str, Any], trees: ScoringTrees,
+        accepted: Tensor,
+    ) -> None:  # fmt: skip
+        """Moves the accepted path's keys and values to the slots after the root.
+
+        Args:
+            caches: The target's caches, by layer.
+            metadata: Each layer's attention metadata of this step.
+            trees: This step's trees.
+            accepted: int32 ``[R, D]``: accepted nodes by depth, then -1.
+        """

@@ -1,0 +1,97 @@
+"""CPU_ATTN with trees, for Model Runner V2.
+
+vLLM's CPU builds run the V2 runner where Triton has a CPU driver. The attention
+and the cache are those of the V1 runner.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sequoia_vllm.config import ContextAttention
+from sequoia_vllm.drafting.growth import DraftQueries
+from sequoia_vllm.engine.runner.attention_layers import replaced_backends
+from sequoia_vllm.engine.runner.cpu_attention import (
+    CPU_BACKENDS,
+    CPUTreeAttentionMetadata,
+    TreeQueries,
+    unsupported_attention,
+)
+from sequoia_vllm.engine.runner.kv_commit import TargetCaches, accepted_moves
+from sequoia_vllm.engine.v2.attention.backend import TreeBackend
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTrees
+
+
+class CPUTreeBackend(TreeBackend):
+    """Tree attention in the compiled CPU kernel."""
+
+    def __init__(self, ancestors: Tensor, context_attention: ContextAttention) -> None:
+        self._ancestors = ancestors
+        self._caches: TargetCaches | None = None
+
+    def replace_attention(self) -> AbstractContextManager[None]:
+        """As the V1 runner does."""
+        return replaced_backends(CPU_BACKENDS)
+
+    def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
+        """See `cpu_attention.unsupported_attention`."""
+        return unsupported_attention(layer_name, impl)
+
+    def scoring_queries(self, trees: ScoringTrees, metadata: Any) -> TreeQueries:
+        """Rows and masks of the trees."""
+        lengths = trees.query_start_loc.diff()
+        offsets = torch.arange(trees.max_nodes)
+        rows = trees.query_start_loc[:-1, None] + offsets
+        nodes = trees.max_nodes
+        return TreeQueries(
+            rows=torch.where(offsets < lengths[:, None], rows, -1).long(),
+            block_table=metadata.block_table[: trees.num_requests],
+            context_lens=trees.context_lens.long(),
+            num_nodes=lengths.long(),
+            ancestors=self._ancestors[:nodes, :nodes],
+            max_keys=trees.max_keys,
+            only_trees=trees.only_trees,
+        )
+
+    def draft_metadata(
+        self, queries: DraftQueries, block_table: Tensor, slots: Tensor
+    ) -> CPUTreeAttentionMetadata:
+        """Metadata whose rows are all tree nodes."""
+        num_reqs, nodes = len(block_table), queries.first + queries.width
+        context_lens = queries.context_lens.long()
+        num_nodes = (queries.max_slots - context_lens).clamp_(max=nodes)
+        if queries.written is not None:
+            num_nodes = torch.minimum(num_nodes, queries.first + queries.written)
+        return CPUTreeAttentionMetadata(
+            num_actual_tokens=num_reqs * queries.width,
+            max_query_len=queries.width,
+            query_start_loc=queries.query_start_loc,
+            max_seq_len=queries.max_keys,
+            seq_lens=context_lens,
+            block_table=block_table,
+            slot_mapping=slots,
+            scheduler_metadata=None,
+            tree=TreeQueries(
+                rows=torch.arange(num_reqs * queries.width).view(num_reqs, queries.width),
+                block_table=block_table,
+                context_lens=context_lens,
+                num_nodes=num_nodes,
+                ancestors=queries.ancestors[queries.first : nodes, :nodes],
+                max_keys=queries.max_keys,
+                only_trees=True,
+            ),
+        )
+
+    def commit(
+        self, caches: dict[str, Tensor], metadata: dict[str, Any], trees: ScoringTrees,
+        accepted: Tensor,
+    ) -> None:  # fmt: skip
+        """In the compiled CPU kernel, for all layers that share a slot mapping at once."""
+        source, target = accepted_moves(trees.query_start_loc[:-1], accepted)
+        if self._caches is None:
+            self._caches = TargetCaches(caches, metadata)
+        self._caches.move(source, target, metadata)

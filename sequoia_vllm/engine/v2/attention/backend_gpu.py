@@ -1,0 +1,128 @@
+"""Tree attention and commit on GPUs, in Triton, beside vLLM's own attention backends."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from sequoia_vllm.config import ContextAttention
+from sequoia_vllm.drafting.growth import DraftQueries
+from sequoia_vllm.engine.runner.attention_layers import (
+    reason_of,
+    replaced_backends,
+    unmaskable_features,
+    window_of,
+)
+from sequoia_vllm.engine.runner.kv_commit import layers_by_cache
+from sequoia_vllm.engine.v2.attention.attention_gpu import (
+    DraftMetadata,
+    FlashTreeImpl,
+    GPUTreeForward,
+    GPUTreeQueries,
+    other_chains,
+)
+from sequoia_vllm.engine.v2.attention.backend import TreeBackend
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTrees
+from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
+from sequoia_vllm.kernels.tree_attention import (
+    NodeMasks,
+    TreeAttentionWorkspace,
+)
+
+_MODULE = "sequoia_vllm.engine.v2.attention.attention_gpu"
+_CLASSES = {
+    AttentionBackendEnum.FLASH_ATTN: f"{_MODULE}.FlashTreeBackend",
+    AttentionBackendEnum.TRITON_ATTN: f"{_MODULE}.TritonTreeBackend",
+    AttentionBackendEnum.FLASHINFER: f"{_MODULE}.NoTreesBackend",
+}
+_LARGEST_HEAD = 256
+
+
+class GPUTreeBackend(TreeBackend):
+    """Tree attention in Triton."""
+
+    def __init__(self, ancestors: Tensor, context_attention: ContextAttention) -> None:
+        self._context_attention = context_attention
+        self._ancestors = ancestors
+        self._masks = NodeMasks()
+        self._masks.of(ancestors)  # making one waits for the device: now, not in a step
+        self._workspace = TreeAttentionWorkspace(_LARGEST_HEAD, ancestors.device)
+        self._layers: list[tuple[str, CacheLayers]] = []
+
+    def replace_attention(self) -> AbstractContextManager[None]:
+        """Our classes under the names of those that they extend, or that trees cannot use."""
+        return replaced_backends(_CLASSES)
+
+    def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
+        """Why our kernel cannot serve this layer, or None."""
+        if isinstance(impl, GPUTreeForward):
+            self._masks.of(self._ancestors, window_of(impl))  # the layer is asked when it is loaded
+        head_size = getattr(impl, "head_size", 0)
+        by_flash = self._context_attention == "flash"
+        flash = isinstance(impl, FlashTreeImpl) and impl.attends_to_contexts
+        features = {
+            **unmaskable_features(impl),
+            f"heads of {head_size}": head_size > _LARGEST_HEAD,
+            f"{type(impl).__name__} (use --attention-backend FLASH_ATTN or TRITON_ATTN)": (
+                not isinstance(impl, GPUTreeForward)
+            ),
+            f"{type(impl).__name__} (context_attention 'flash' is for --attention-backend "
+            "FLASH_ATTN with FlashAttention 2 or 3: leave it out here)": by_flash and not flash,
+        }
+        return reason_of(layer_name, features)
+
+    def scoring_queries(self, trees: ScoringTrees, metadata: Any) -> GPUTreeQueries:
+        """The trees' rows: views of buffers that stay where they are."""
+        return GPUTreeQueries(
+            query_start_loc=trees.query_start_loc,
+            context_lens=trees.context_lens,
+            block_table=metadata.block_table[: trees.num_requests],
+            ancestors=self._ancestors,
+            masks=self._masks,
+            first_node=0,
+            max_queries=trees.max_nodes,
+            workspace=self._workspace,
+            others=other_chains(trees, metadata),
+            flash_max_context=trees.max_keys if self._context_attention == "flash" else None,
+        )
+
+    def draft_metadata(
+        self, queries: DraftQueries, block_table: Tensor, slots: Tensor
+    ) -> DraftMetadata:
+        """Metadata whose rows are all tree nodes."""
+        return DraftMetadata(
+            tree=GPUTreeQueries(
+                query_start_loc=queries.query_start_loc,
+                context_lens=queries.context_lens,
+                block_table=block_table,
+                ancestors=queries.ancestors,
+                masks=self._masks,
+                first_node=queries.first,
+                max_queries=queries.width,
+                workspace=self._workspace,
+                written=queries.written,
+                max_slots=queries.max_slots,
+            ),
+            slot_mapping=slots,
+        )
+
+    def commit(
+        self, caches: dict[str, Tensor], metadata: dict[str, Any], trees: ScoringTrees,
+        accepted: Tensor,
+    ) -> None:  # fmt: skip
+        """One launch for all layers that share a block table and a shape."""
+        if not self._layers:
+            self._layers = [
+                (names[0], CacheLayers.of([caches[name] for name in names]))
+                for names in layers_by_cache(caches, metadata)
+            ]
+        for layer, group in self._layers:
+            commit_accepted(
+                group,
+                block_table=metadata[layer].block_table[: trees.num_requests],
+                context_lens=trees.context_lens,
+                accepted=accepted,
+            )

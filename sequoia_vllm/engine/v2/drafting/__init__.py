@@ -1,0 +1,1 @@
+"""Growing trees on Model Runner V2."""

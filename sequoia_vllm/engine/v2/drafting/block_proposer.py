@@ -1,0 +1,89 @@
+"""Trees drafted by a DFlash head: one pass for all levels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+from sequoia_vllm.drafting.block_growth import BlockGrowth, BlockLogits, IndependentLogits
+from sequoia_vllm.drafting.growth import DraftStates, TreeGrowth
+from sequoia_vllm.engine.v2.drafting.draft_model import CachedBlockModel
+from sequoia_vllm.engine.v2.drafting.ragged_rows import RaggedRows
+from sequoia_vllm.engine.v2.drafting.state_proposer import StateTreeProposer
+
+
+class BlockTreeProposer(StateTreeProposer, DFlashSpeculator):
+    """vLLM's speculator of DFlash heads (loading, KV cache, buffers) growing trees.
+
+    Of committed tokens such a head reads nothing but the target's states, which become keys
+    and values of its own at their positions. Then the last committed token, and a mask for
+    each level below, attend to these and to one another.
+
+    Subclasses run heads that take the tokens into account that were drafted above a node.
+    """
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """As vLLM's; a request has as many queries as its tree has levels, the root's included."""
+        super().load_model(target_model)
+        self.num_query_per_req = self.tree.depth + (0 if self.sample_from_anchor else 1)
+        names = self.model.get_draft_kv_cache_layer_names()
+        causal = zip(names, self.model.get_draft_attn_causal(), strict=True)
+        self._causal_layers = frozenset(name for name, is_causal in causal if is_causal)
+
+    def _new_growth(self, **shared: Any) -> TreeGrowth:
+        queries = self.tree.depth + 1
+        sees_all = torch.ones(queries, queries, dtype=torch.bool, device=self.device)
+        return BlockGrowth(
+            **shared,
+            model=CachedBlockModel(
+                self._cache, self.backend, self.run_draft, self.compute_logits, self.feedback_of,
+                self._store_context, self.block_logits, self._causal_layers, sees_all.tril(),
+            ),
+            mask_token=self.parallel_drafting_token_id,
+            root_predicts=self.sample_from_anchor,
+            levels=self._levels_of_blocks(),
+        )  # fmt: skip
+
+    def _levels_of_blocks(self) -> int | None:
+        """See `BlockGrowth`."""
+        return None
+
+    @torch.inference_mode()
+    def block_logits(self, hidden: Tensor, context: Tensor, roots: Tensor) -> BlockLogits:
+        """See `BlockModel.block_logits`."""
+        logits = self.compute_logits(hidden.flatten(0, 1))
+        return IndependentLogits(logits.view(*hidden.shape[:2], -1))
+
+    def _forward_ragged(self, batch: InputBatch, rows: RaggedRows) -> DraftStates:
+        """Keeps the context; nothing is computed of it."""
+        states = self._ragged_feedback(rows)
+        longest = self.draft_model_config.max_model_len - 1
+        self._store_context(states, rows.positions.clamp(max=longest), rows.slots)
+        return DraftStates(states)
+
+    @torch.inference_mode()
+    def _store_context(self, states: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """See `BlockModel.store_context`."""
+        names = self.model.get_draft_kv_cache_layer_names()
+        by_layer = self._cache.by_layer(slots)
+        self.model.precompute_and_store_context_kv(
+            states, positions, [by_layer[name] for name in names]
+        )
+
+    @torch.inference_mode()
+    def run_draft(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: dict[str, Any] | None,
+        slots: dict[str, Tensor] | None,
+        feedback: Tensor | None,
+    ) -> DraftStates:
+        """See `TreeSpeculator.run_draft`; the states of the target only where nothing is kept."""
+        if metadata is None and feedback is not None:
+            self.model.precompute_and_store_context_kv(feedback, positions)
+        return DraftStates(self._run_head(token_ids, positions, metadata, slots))

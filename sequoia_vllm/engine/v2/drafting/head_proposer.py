@@ -1,0 +1,57 @@
+"""Trees drafted level by level by an EAGLE-3 head, or by the target's own MTP layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
+
+from sequoia_vllm.drafting.growth import DraftStates
+from sequoia_vllm.engine.v2.drafting.state_proposer import StateTreeProposer
+
+
+class _LevelTreeProposer(StateTreeProposer):
+    """Grows trees with a head that reads tokens and states, in a pass for each level.
+
+    A row of such a head is a committed token with the target's states at the token before it:
+    it has that one's position and slot, and what it computes predicts the token after. Drafted
+    tokens come with what the head itself fed back for their parents.
+    """
+
+    @torch.inference_mode()
+    def run_draft(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: dict[str, Any] | None,
+        slots: dict[str, Tensor] | None,
+        feedback: Tensor | None,
+    ) -> DraftStates:
+        """See `TreeSpeculator.run_draft`."""
+        states = self._run_head(token_ids, positions, metadata, slots, hidden_states=feedback)
+        hidden, fed_back = states if isinstance(states, tuple) else (states, states)
+        return DraftStates(hidden, fed_back)
+
+
+class HeadTreeProposer(_LevelTreeProposer, EagleSpeculator):
+    """vLLM's speculator of EAGLE-3 heads (loading, KV cache, buffers) growing trees."""
+
+
+class LayerTreeProposer(_LevelTreeProposer, MTPSpeculator):
+    """vLLM's speculator of MTP layers (loading, KV cache, buffers) growing trees.
+
+    Such a layer reads the target's last states, as wide as its own, and nothing combines them.
+    """
+
+    def _layers_read(self, target_model: torch.nn.Module) -> int:
+        return 1
+
+    def _states_read(self, last: Tensor, auxiliary: list[Tensor] | None) -> list[Tensor]:
+        return [last]
+
+    def feedback_of(self, target_states: Tensor) -> Tensor:
+        """See `DraftModel.feedback_of`."""
+        return target_states

@@ -1,0 +1,255 @@
+"""The proposer on Model Runner V2: reads what was committed, and grows every request's tree."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from sequoia_vllm.drafting.growth import DraftStates, chain_width
+from sequoia_vllm.drafting.tree_tables import DraftLevels
+from sequoia_vllm.engine.v2.drafting.ragged_rows import RaggedRows
+from sequoia_vllm.engine.v2.drafting.tree_speculator import TreeSpeculator
+
+
+class TreeProposer(TreeSpeculator):
+    """What the speculator does in a step: its `propose` replaces vLLM's.
+
+    Whatever a step decided stays on the device. Subclasses say, too, what a kind of draft
+    reads besides tokens.
+
+    Attributes:
+        accepted: Of the step, by `note_accepted`.
+    """
+
+    accepted: Tensor | None = None
+    _last_grown: DraftLevels | None = None
+
+    # -- what drafts read besides tokens: here nothing --------------------------------------
+
+    @abstractmethod
+    def _reads_without_drafting(self, batch: InputBatch) -> bool:
+        """Whether what this step committed must be read although nothing is drafted."""
+
+    def _take_target_states(
+        self, batch: InputBatch, last: Tensor, auxiliary: list[Tensor] | None
+    ) -> None:
+        """Notes the target's states ``[T, H]`` of this step: the last ones, and others."""
+
+    def _ragged_feedback(self, rows: RaggedRows) -> Tensor | None:
+        """What these rows read."""
+        return None
+
+    def _fits_growth(self, num_trees: int, num_reqs: int, width: int) -> bool:
+        """Whether `TreeGrowth` may read so many tokens of the requests that get trees."""
+        return True
+
+    def _before_growth(self, num_trees: int, width: int) -> None:
+        """What `TreeGrowth` reads besides `DraftBatch` is put in its place."""
+
+    # -- one drafting pass ---------------------------------------------------------------
+
+    def note_accepted(self, accepted: Tensor | None) -> None:
+        """What was accepted of the trees of the step, before `propose`.
+
+        Args:
+            accepted: int32 ``[R', D]``: nodes by depth, then -1, of the batch's first R'
+                requests, which have trees; None: none has.
+        """
+        self.accepted = accepted
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, Tensor],
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        dp_sync_state: Any = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> Tensor:
+        """Replaces vLLM's: the draft reads what was committed and grows trees.
+
+        Returns:
+            Draft tokens int64 ``[R, N]`` in stored tree order. Requests that get
+            no tree, or a smaller one, have anything there: `drafted` says so.
+        """
+        self._take_target_states(input_batch, last_hidden_states, aux_hidden_states)
+        if dummy_run:  # the first one comes before there are caches to grow trees in
+            self._run_dummy(input_batch, is_profile)
+            return self.draft_tokens[: input_batch.num_reqs]
+        self._last_grown = None
+        drafts = min(self.num_speculative_steps, self.max_drafts)
+        if num_speculative_tokens is not None:
+            drafts = min(drafts, num_speculative_tokens)
+        if not self.has_failed:
+            try:
+                self._advance(input_batch, num_sampled, temperature, seeds, drafts)
+            except Exception:
+                self._last_grown = None
+                self._survive()
+        if self.has_failed:
+            drafts = 0
+        tokens = self.drafted.tokens[: input_batch.num_reqs, 1:]
+        # What vLLM did not ask for it overwrites with -1, in place. A request that gets no
+        # tree later is scored with what is in its row: ids that the target can embed.
+        return tokens.clone() if drafts < self.num_speculative_steps else tokens
+
+    def _advance(
+        self,
+        batch: InputBatch,
+        num_sampled: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        drafts: int,
+    ) -> None:
+        """Reads what the step committed, as far as it has to be read, and grows the trees."""
+        self.reading.gain(
+            batch.idx_mapping_np,
+            batch.num_computed_tokens_np,
+            batch.num_scheduled_tokens,
+            batch.num_draft_tokens_per_req,
+            batch.is_prefilling_np,
+        )
+        if drafts > 0:
+            self._draft(batch, num_sampled, temperature, seeds, drafts)
+        elif self._reads_without_drafting(batch):
+            self._only_read(batch, num_sampled, temperature, seeds)
+        elif self.max_drafts == 0:
+            # Placeholders that were scheduled before find no tree a second time.
+            self.drafted.nodes.zero_()
+
+    def _draft(
+        self,
+        batch: InputBatch,
+        num_sampled: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        drafts: int,
+    ) -> None:
+        num_reqs, levels = batch.num_reqs, self.tables.levels_of(drafts)
+        num_trees = min(num_reqs, self.plan.most_requests(drafts))
+        width = chain_width(levels)
+        is_long = self.reading.most_unread(batch.idx_mapping_np) > width
+        is_long |= not self._fits_growth(num_trees, num_reqs, width)
+        readers = num_reqs if is_long else num_trees
+        bounds = self._begin(batch, num_sampled, temperature, seeds, levels, readers, num_trees)
+        self._last_grown = levels
+        max_keys = int(batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs].max()) + 1
+        if is_long:
+            states = self._read_ragged(batch, bounds)
+            self._growth.grow(num_trees, levels, states.first(num_trees), max_keys)
+            return
+        self._before_growth(num_trees, width)
+        if shape := self._graphs and self._graphs.shape_of(num_trees, drafts):
+            self._graphs.run_fullgraph(shape)
+        else:
+            self._growth.read_and_grow(num_trees, levels, max_keys)
+
+    def _only_read(
+        self, batch: InputBatch, num_sampled: Tensor, temperature: Tensor, seeds: Tensor
+    ) -> None:
+        """Reads what requests have, and grows nothing."""
+        levels = self.tables.levels_of(1)
+        bounds = self._begin(
+            batch, num_sampled, temperature, seeds, levels, readers=batch.num_reqs, num_trees=0
+        )
+        if bounds.any():
+            self._read_ragged(batch, bounds)
+
+    def _begin(
+        self,
+        batch: InputBatch,
+        num_sampled: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        levels: DraftLevels,
+        readers: int,
+        num_trees: int,
+    ) -> NDArray[np.int32]:
+        """Rows that each request's part of the pass may have at most, int32 ``[R]``.
+
+        The first ``readers`` requests read, and the first ``num_trees`` have trees.
+        """
+        bounds = np.zeros(batch.num_reqs, dtype=np.int32)
+        bounds[:readers] = self.reading.take_bounds(
+            batch.idx_mapping_np[:readers], self.max_num_tokens
+        )
+        self.batch.begin(
+            requests=batch.idx_mapping,
+            computed=self.req_states.num_computed_tokens.gpu,
+            num_sampled=num_sampled,
+            bounds=async_tensor_h2d(bounds, device=self.device),
+            read=self.reading.read,
+            modes=self.modes.gpu,
+            most_nodes=self.modes.most_nodes,
+            temperature=temperature,
+            top_k=self._states.top_k.gpu,
+            top_p=self._states.top_p.gpu,
+            min_p=self._states.min_p.gpu,
+            seeds=seeds,
+            drafted_nodes=self.drafted.nodes,
+            drafted_rows=self.drafted.rows,
+            levels=levels,
+            longest=min(self.draft_model_config.max_model_len, self.max_model_len) - 1,
+            max_trees=num_trees,
+        )
+        return bounds
+
+    def _read_ragged(self, batch: InputBatch, bounds: NDArray[np.int32]) -> DraftStates:
+        """States at each request's last committed token, R rows; for prompts."""
+        rows = RaggedRows.of(batch, bounds, self.batch, self._cache)
+        return self._forward_ragged(batch, rows).rows(rows.last)
+
+    def _forward_ragged(self, batch: InputBatch, rows: RaggedRows) -> DraftStates:
+        """States at all of these rows."""
+        total, positions = len(rows.positions), rows.positions
+        buffers = self.input_buffers
+        buffers.query_start_loc[: batch.num_reqs + 1] = rows.first
+        buffers.seq_lens[: batch.num_reqs] = self.batch.starts[: batch.num_reqs] + rows.first.diff()
+        buffers.positions[:total] = positions
+        metadata = self._build_attn_metadata(
+            num_reqs=batch.num_reqs,
+            batch_desc=BatchExecutionDescriptor(CUDAGraphMode.NONE, total, batch.num_reqs),
+            query_start_loc_np=rows.most_np,
+            seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound,
+            step=int(np.diff(rows.most_np).max()),
+            slot_mappings=rows.slots,
+        )
+        last = self.req_states.all_token_ids.gpu.shape[1] - 1
+        return self.run_draft(
+            self.req_states.all_token_ids.gpu[
+                batch.idx_mapping[rows.requests], (positions + self.lag).clamp(max=last)
+            ],
+            positions.clamp(max=self.draft_model_config.max_model_len - 1),
+            metadata,
+            self._cache.by_layer(rows.slots),
+            self._ragged_feedback(rows),
+        )
+
+    @property
+    def pass_widths(self) -> list[int]:
+        """Rows per request of each forward of the last pass, for measuring; none: no pass."""
+        if self._last_grown is None:
+            return []
+        deeper = self._last_grown.levels[1:]
+        return [chain_width(self._last_grown), *(level.width for level in deeper)]

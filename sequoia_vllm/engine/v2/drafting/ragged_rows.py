@@ -1,0 +1,84 @@
+"""The rows of a pass that reads prompts: as many of each request as it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from sequoia_vllm.drafting.draft_batch import DraftBatch
+from sequoia_vllm.engine.v2.drafting.draft_model import DraftCache
+
+
+@dataclass(frozen=True)
+class RaggedRows:
+    """Rows of R requests, one request after another, then rows of none.
+
+    Only the device knows how many tokens a request reads. Were there a row for each that it may
+    read, attention would take in positions that nobody wrote.
+
+    Attributes:
+        requests: int64 ``[rows]``: each row's request, as a place in the batch; any, of rows
+            that are nobody's.
+        offsets: int32 ``[rows]``: its token, of those that the request reads.
+        positions: int64 ``[rows]``: that token's.
+        slots: int64 ``[groups, rows]``: where keys and values go; -1: nowhere.
+        first: int32 ``[R + 1]``: first row of each request, then of those that are nobody's.
+        most_np: int32 ``[R + 1]``: the same, if each request had as many rows as it may have.
+        last: int32 ``[R]``: see `last_rows`.
+    """
+
+    requests: Tensor
+    offsets: Tensor
+    positions: Tensor
+    slots: Tensor
+    first: Tensor
+    most_np: NDArray[np.int32]
+    last: Tensor
+
+    @classmethod
+    def of(
+        cls, batch: InputBatch, bounds: NDArray[np.int32], reading: DraftBatch, cache: DraftCache
+    ) -> RaggedRows:
+        """Those of a batch.
+
+        Args:
+            batch: R requests.
+            bounds: int32 ``[R]``: most rows of each; there is one at least.
+            reading: What of it they read.
+            cache: The draft's.
+        """
+        num_reqs = batch.num_reqs
+        starts, counts = reading.starts[:num_reqs], reading.counts[:num_reqs]
+        most_np = np.zeros(num_reqs + 1, dtype=np.int32)
+        np.cumsum(bounds, out=most_np[1:])
+        total = int(most_np[-1])
+        first = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        rows = torch.arange(total, dtype=torch.int32, device=first.device)
+        requests = torch.searchsorted(first[1:], rows, right=True).clamp_(max=num_reqs - 1)
+        offsets = rows - first[requests]
+        positions = (starts[requests] + offsets).long()
+        slots = cache.slots(batch.idx_mapping, first, positions, offsets < counts[requests])
+        if cache.windows:
+            # The target's before this step; vLLM frees nothing by what steps under way compute.
+            computed = batch.seq_lens[:num_reqs] - batch.query_start_loc[: num_reqs + 1].diff()
+            cache.leave_out_before_windows(slots, positions, computed[requests])
+        last = last_rows(first, counts, total)
+        return cls(requests, offsets, positions, slots, first, most_np, last)
+
+
+def last_rows(first_rows: Tensor, counts: Tensor, total: int) -> Tensor:
+    """The row of each request's last token, int32 ``[R]``; any row for one that reads nothing.
+
+    Args:
+        first_rows: int32 ``[R + 1]``: of each request; of one that reads nothing it may lie past
+            the last row.
+        counts: int32 ``[R]``: tokens that each request reads.
+        total: Rows of all, at least 1.
+    """
+    return (first_rows[:-1] + counts - 1).clamp(min=0, max=total - 1)

@@ -1,0 +1,152 @@
+"""How much of each request the draft model has read: exact on the device, bounded on the host.
+
+The draft *reads* a token when it computes the token's keys and values into its own KV
+cache.
+
+A step's outcome stays on the device (vLLM schedules the next step before it is
+known), so the host knows only how many tokens a request may have gained at
+most. That bounds the rows of the draft's next pass; the device knows which of
+them are real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
+from sequoia_vllm.engine.v2.drafting.request_reading import RequestReading
+
+
+class DraftReading(RequestReading):
+    """Follows how many tokens of each request the draft model has read.
+
+    While a schedule asks for no drafts, the draft reads nothing; when it asks for some
+    again, the requests catch up. Of the tokens that a request has from the prefix cache,
+    the draft reads those that it has not read for another request.
+
+    Args:
+        max_num_reqs, depths, device: As of `RequestReading`.
+        unknown_drafts: The most drafts of a request that the scheduler counts as accepted
+            because it does not know yet what became of them.
+    """
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        depths: Sequence[int],
+        unknown_drafts: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(max_num_reqs, depths, device)
+        self._unknown_drafts = unknown_drafts
+        self._unread_bound = np.zeros(max_num_reqs, dtype=np.int32)
+        # Positions up to which the target, and the draft, have certainly read.
+        self._computed_at_least = np.zeros(max_num_reqs, dtype=np.int32)
+        self._read_at_least = np.zeros(max_num_reqs, dtype=np.int32)
+        # Cached tokens of requests that have not begun to read, in order of their start.
+        self._cached: dict[int, int] = {}
+        self._blocks = DraftBlocks({})
+
+    def use_cache(self, block_sizes: Mapping[int, int]) -> None:
+        """See `RequestReading.use_cache`."""
+        self._blocks = DraftBlocks(block_sizes)
+
+    def start(
+        self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """See `RequestReading.start`."""
+        self._cached.pop(slot, None)
+        self._cached[slot] = num_computed_tokens
+        self._blocks.start(slot, block_ids, num_computed_tokens)
+        self._unread_bound[slot] = self._read_at_least[slot] = 0
+        self._computed_at_least[slot] = num_computed_tokens
+
+    def extend(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """See `RequestReading.extend`."""
+        self._blocks.extend(slot, block_ids)
+
+    def gain(
+        self,
+        slots: NDArray[np.intp],
+        computed: NDArray[np.int32],
+        num_scheduled: NDArray[np.int32],
+        num_drafts: NDArray[np.int32] | None,
+        is_prefilling: NDArray[np.bool_],
+    ) -> None:
+        """See `RequestReading.gain`."""
+        drafts = np.zeros_like(num_scheduled) if num_drafts is None else num_drafts
+        certain = num_scheduled - drafts
+        self._unread_bound[slots] += certain + is_prefilling + self._depths[drafts]
+        at_least = computed + certain - np.where(is_prefilling, 0, self._unknown_drafts)
+        self._computed_at_least[slots] = np.maximum(self._computed_at_least[slots], at_least)
+
+    def most_unread(self, slots: NDArray[np.intp]) -> int:
+        """See `RequestReading.most_unread`."""
+        bounds = self._unread_bound[slots]
+        for slot, row in self._beginning(slots).items():
+            bounds[row] += self._unread_cached(slot)
+        return int(bounds.max())
+
+    def take_bounds(self, slots: NDArray[np.intp], budget: int) -> NDArray[np.int32]:
+        """See `RequestReading.take_bounds`.
+
+        Requests that begin come last, in the order in which they started: the
+        prefix cache gives a request blocks that an earlier one fills in this very
+        step, and one pass of the draft reads both.
+        """
+        beginning = self._beginning(slots)
+        reading = np.ones(len(slots), dtype=bool)
+        reading[list(beginning.values())] = False
+        bounds = np.where(reading, self._unread_bound[slots], 0)
+        allowed = np.maximum(budget - (bounds.cumsum() - bounds), 0)
+        taken: NDArray[np.int32] = np.minimum(bounds, allowed).astype(np.int32)
+        self._note_read(slots[reading], taken[reading])
+        left = budget - int(taken.sum())
+        for slot, row in beginning.items():
+            taken[row] = self._begin(slot, left)
+            left -= int(taken[row])
+        self._read.apply_write()
+        return taken
+
+    def _beginning(self, slots: NDArray[np.intp]) -> dict[int, int]:
+        """Slots of these that begin to read, in the order in which they started: their rows."""
+        if not self._cached:
+            return {}
+        rows = {slot: row for row, slot in enumerate(slots.tolist())}
+        return {slot: rows[slot] for slot in self._cached if slot in rows}
+
+    def _unread_cached(self, slot: int) -> int:
+        """Tokens from the prefix cache that the draft has not read, of a request that begins."""
+        cached = self._cached[slot]
+        return cached - self._blocks.filled_tokens(slot, cached)
+
+    def _begin(self, slot: int, budget: int) -> int:
+        """Rows to read now of a request that reads for the first time; 0: not yet."""
+        if budget == 0:
+            self._read.stage_write_elem(slot, 0)
+            return 0
+        unread = self._unread_cached(slot)
+        start = self._cached.pop(slot) - unread
+        self._read.stage_write_elem(slot, start)
+        self._read_at_least[slot] = start
+        self._unread_bound[slot] += unread
+        taken = min(int(self._unread_bound[slot]), budget)
+        self._note_read(np.array([slot]), np.array([taken], dtype=np.int32))
+        return taken
+
+    def _note_read(self, slots: NDArray[np.intp], taken: NDArray[np.int32]) -> None:
+        """These slots read so many tokens, or all there are if that is fewer."""
+        self._unread_bound[slots] -= taken
+        before, computed = self._read_at_least[slots], self._computed_at_least[slots]
+        partly = np.minimum(computed, before + taken)
+        after = np.where(self._unread_bound[slots] == 0, computed, partly)
+        self._read_at_least[slots] = after
+        step = self._blocks.step
+        crossed = after // step > before // step
+        read = zip(*(values[crossed].tolist() for values in (slots, before, after)), strict=True)
+        for slot, start, end in read:
+            self._blocks.read(slot, start, end)

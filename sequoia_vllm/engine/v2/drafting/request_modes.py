@@ -1,0 +1,77 @@
+"""How the drafts of each request are drawn and verified on Model Runner V2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+
+from sequoia_vllm.engine.common.request_options import most_drafts
+from sequoia_vllm.engine.core.eligibility import never_drafts
+from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
+from sequoia_vllm.verification import GREEDY_BELOW
+
+_ANY_NUMBER = np.iinfo(np.int32).max
+
+
+class RequestModes:
+    """The mode of every request slot, and the most nodes it verifies, on host and device.
+
+    In a step to which requests are added, `start` is called for each of them and then
+    `apply_starts`. The kernels that draw and verify drafts read `gpu`; on the host the
+    verifier asks which requests are `sampled`, and the runner which ever have drafts.
+    """
+
+    def __init__(self, max_num_reqs: int, thinks_first: bool) -> None:
+        self._modes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
+        self._most_nodes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
+        self._without_drafts = False
+        self._thinks_first = thinks_first
+
+    @property
+    def gpu(self) -> Tensor:
+        """int32 ``[slots]``: the modes (`kernels.modes`), where the device reads them."""
+        return self._modes.gpu
+
+    @property
+    def most_nodes(self) -> Tensor:
+        """int32 ``[slots]``: no request has more nodes to verify than this."""
+        return self._most_nodes.gpu
+
+    def give_no_drafts(self) -> None:
+        """No request gets drafts from now on.
+
+        For engines with custom logits processors, which may look at the tokens of a path.
+        """
+        self._without_drafts = True
+
+    def sampled(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Which of the requests in these slots are verified by Algorithm 2."""
+        return self._modes.np[slots] == SAMPLED
+
+    def has_drafts(self, slot: int) -> bool:
+        """Whether the request in this slot ever drafts."""
+        return int(self._modes.np[slot]) != SKIP
+
+    def start(self, slot: int, sampling_params: Any) -> None:
+        """A request begins or resumes in this slot."""
+        undrafted = self._without_drafts or never_drafts(sampling_params, self._thinks_first)
+        self._modes.np[slot] = SKIP if undrafted else mode_of(sampling_params)
+        most = most_drafts(sampling_params)
+        self._most_nodes.np[slot] = _ANY_NUMBER if most is None else most + 1
+
+    def apply_starts(self) -> None:
+        """Makes the modes of the requests that started visible to the device."""
+        self._modes.copy_to_uva()
+        self._most_nodes.copy_to_uva()
+
+
+def mode_of(sampling_params: Any) -> int:
+    """How this request, which has drafts, is drafted and verified."""
+    if sampling_params.temperature < GREEDY_BELOW:
+        return GREEDY
+    return SAMPLED if sampling_params.seed is None else MATCHED

@@ -1,0 +1,150 @@
+"""What heads that read the target's hidden states have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+
+from sequoia_vllm.drafting.draft_plan import depths_by_drafts
+from sequoia_vllm.engine.v2.drafting.proposer import TreeProposer
+from sequoia_vllm.engine.v2.drafting.ragged_rows import RaggedRows
+from sequoia_vllm.engine.v2.drafting.step_reading import StepReading
+from sequoia_vllm.kernels.target_states import gather_target_states
+
+
+class StateTreeProposer(TreeProposer):
+    """Follows what the target's forward leaves, and gathers it for a head.
+
+    A step leaves the target's states of some layers, or its last ones, at all nodes; the
+    accepted path's are gathered, in one launch, before the head reads. They are gone with
+    the step: the head reads in every one, whether it drafts or not.
+    """
+
+    lag = 1
+
+    def _new_reading(self, steps_ahead: int) -> StepReading:
+        return StepReading(self.max_num_reqs, depths_by_drafts(self.tree), self.device)
+
+    def allocate(self, target_model: torch.nn.Module) -> None:
+        """See `TreeSpeculator.allocate`; room for the target's states of the largest pass that is
+        captured."""
+        super().allocate(target_model)
+        width = self._layers_read(target_model) * self.vllm_config.model_config.get_hidden_size()
+        rows = self.plan.most_rows_read
+        self._gathered = torch.zeros(rows, width, dtype=self.dtype, device=self.device)
+        self._rows_of: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: list[Tensor] = []
+
+    def _layers_read(self, target_model: torch.nn.Module) -> int:
+        """Of how many layers of the target it reads the states."""
+        layers = get_eagle3_aux_layers_from_config(self.speculative_config)
+        if layers is None:
+            layers = target_model.get_eagle3_default_aux_hidden_state_layers()
+        return len(layers)
+
+    def _states_read(self, last: Tensor, auxiliary: list[Tensor] | None) -> list[Tensor]:
+        """Of a step's states ``[T, H]`` those that it reads, by layer."""
+        assert auxiliary, "vLLM gives heads the target's auxiliary states"
+        return auxiliary
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's, after room for slots is there."""
+        block_tables: BlockTables = kwargs["block_tables"] if "block_tables" in kwargs else args[2]
+        self._slots = torch.empty(
+            block_tables.num_kv_cache_groups,
+            self.max_num_tokens + self.max_num_reqs,
+            dtype=torch.int64,
+            device=self.device,
+        )
+        super().set_attn(*args, **kwargs)
+
+    def _slot_mappings(self) -> Tensor:
+        return self._slots
+
+    def _target_states(self) -> Tensor:
+        return self._gathered
+
+    def feedback_of(self, target_states: Tensor) -> Tensor:
+        """See `DraftModel.feedback_of`: of several layers' states one of the head's width."""
+        return self.model.combine_hidden_states(target_states)
+
+    def _run_head(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: dict[str, Any] | None,
+        slots: dict[str, Tensor] | None,
+        **inputs: Any,
+    ) -> Any:
+        """What the head returns in vLLM's forward context, given ``inputs`` besides tokens."""
+        rows = len(token_ids)
+        with set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=rows,
+            slot_mapping=slots,
+            batch_descriptor=BatchDescriptor(num_tokens=rows),
+        ):
+            return self.model(
+                input_ids=token_ids, positions=positions, inputs_embeds=None, **inputs
+            )
+
+    # -- one drafting pass -----------------------------------------------------------------
+
+    def propose(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As `TreeProposer`'s; lets go of the step's states, which take memory of the next."""
+        try:
+            return super().propose(*args, **kwargs)
+        finally:
+            self._layers = []
+
+    def _take_target_states(
+        self, batch: InputBatch, last: Tensor, auxiliary: list[Tensor] | None
+    ) -> None:
+        self._layers = self._states_read(last, auxiliary)
+        self._first_rows = batch.query_start_loc[: batch.num_reqs + 1]
+
+    def _reads_without_drafting(self, batch: InputBatch) -> bool:
+        """The states of this step are gone with it."""
+        return True
+
+    def _fits_growth(self, num_trees: int, num_reqs: int, width: int) -> bool:
+        """Every request must be read, and their states must fit."""
+        return num_trees == num_reqs and num_trees * width <= len(self._gathered)
+
+    def _before_growth(self, num_trees: int, width: int) -> None:
+        requests, offsets = self._uniform_rows(width)
+        rows = num_trees * width
+        self._gather(requests[:rows], offsets[:rows], self._gathered[:rows])
+
+    def _ragged_feedback(self, rows: RaggedRows) -> Tensor:
+        states = self._gathered.new_empty(len(rows.requests), self._gathered.shape[1])
+        return self.feedback_of(self._gather(rows.requests, rows.offsets, states))
+
+    def _dummy_feedback(self, rows: int) -> Tensor:
+        return self.feedback_of(self._gathered.new_zeros(rows, self._gathered.shape[1]))
+
+    def _gather(self, requests: Tensor, offsets: Tensor, states: Tensor) -> Tensor:
+        gather_target_states(
+            self._layers,
+            query_start_loc=self._first_rows,
+            accepted=self.accepted,
+            requests=requests,
+            offsets=offsets,
+            states=states,
+        )
+        return states
+
+    def _uniform_rows(self, width: int) -> tuple[Tensor, Tensor]:
+        """Request and offset of each row of passes that read ``width`` tokens of each request."""
+        if width not in self._rows_of:
+            rows = torch.arange(len(self._gathered), dtype=torch.int32, device=self.device)
+            # The dtypes of ragged rows: the kernel is compiled once.
+            self._rows_of[width] = (rows // width).long(), rows % width
+        return self._rows_of[width]

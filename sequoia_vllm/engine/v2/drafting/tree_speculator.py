@@ -1,0 +1,247 @@
+"""vLLM's speculator of a draft as trees need it: the model, its cache, its graphs, its requests.
+
+All that surrounds the passes of a step, which are in `proposer`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.states import RequestState
+
+from sequoia_vllm.drafting.draft_batch import DraftBatch
+from sequoia_vllm.drafting.draft_plan import DraftPlan
+from sequoia_vllm.drafting.growth import DraftStates, TreeGrowth
+from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.engine.common.load import fewer_drafts, scheduled_drafts
+from sequoia_vllm.engine.core.grammar import thinks_first
+from sequoia_vllm.engine.runner.attention_layers import freed_behind
+from sequoia_vllm.engine.runner.draft_failure import survive_draft
+from sequoia_vllm.engine.v2.attention.backend import TreeBackend
+from sequoia_vllm.engine.v2.drafting.draft_graphs import DraftGraphs
+from sequoia_vllm.engine.v2.drafting.draft_loading import nothing_offloaded
+from sequoia_vllm.engine.v2.drafting.draft_model import CachedDraftModel, DraftCache
+from sequoia_vllm.engine.v2.drafting.request_modes import RequestModes
+from sequoia_vllm.engine.v2.drafting.request_reading import RequestReading
+from sequoia_vllm.engine.v2.drafting.tree_memory import (
+    allocate_drafted,
+    has_soft_cap,
+    most_scored,
+    take_logits_memory,
+)
+
+
+class TreeSpeculator(DraftModelSpeculator):
+    """vLLM's speculator of a draft (loading, KV cache, buffers) for growing trees.
+
+    Subclasses say how a kind of draft is run: those of vLLM's speculators that they derive
+    from load it.
+
+    Attributes:
+        lag: See `kernels.begin_drafting`.
+        most_scored: Rows of logits of the target that a step has at most, warm-up included.
+        has_failed: Whether the draft has; then it is not asked again.
+    """
+
+    lag: ClassVar[int] = 0
+    has_failed = False
+    _serves = False
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        req_states: RequestState,
+        tables: TreeTables,
+        backend: TreeBackend,
+    ) -> None:
+        super().__init__(vllm_config, device)
+        self.tables = tables
+        self.tree = tree = tables.tree
+        self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
+        self.req_states = req_states
+        self.backend = backend
+        self.modes = RequestModes(self.max_num_reqs, thinks_first(vllm_config))
+        drafts, fewer = scheduled_drafts(vllm_config), fewer_drafts(vllm_config)
+        self.most_scored = most_scored(drafts, tree.size, self.max_num_tokens)
+        self.plan = DraftPlan(tree, drafts, self.max_num_tokens, fewer, self._least_rows())
+        steps_ahead = vllm_config.max_concurrent_batches - 1
+        self.reading = self._new_reading(steps_ahead)
+        self.batch = DraftBatch(self.max_num_reqs, device, self.lag)
+        self._logits_size = vllm_config.model_config.get_vocab_size()
+        self._graphs: DraftGraphs | None = None
+
+    # -- what kinds of drafts differ in ---------------------------------------------------
+
+    @abstractmethod
+    def _new_reading(self, steps_ahead: int) -> RequestReading:
+        """Follows what the draft has read; vLLM schedules so many steps ahead."""
+
+    @abstractmethod
+    def _slot_mappings(self) -> Tensor:
+        """int64 ``[groups, rows]``: room for the slots of the largest pass."""
+
+    @abstractmethod
+    def run_draft(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: dict[str, Any] | None,
+        slots: dict[str, Tensor] | None,
+        feedback: Tensor | None,
+    ) -> DraftStates:
+        """Runs the draft in vLLM's forward context; see `DraftModel.forward`."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """The draft's logits ``[rows, V]`` of the target's tokens."""
+        return self.model.compute_logits(hidden)
+
+    def feedback_of(self, target_states: Tensor) -> Tensor:
+        """See `DraftModel.feedback_of`."""
+        return target_states
+
+    def _least_rows(self) -> int:
+        """Rows that every request has in some pass, however small its tree."""
+        return 1
+
+    def _dummy_feedback(self, rows: int) -> Tensor | None:
+        """What a forward of so many rows reads, of no request."""
+        return None
+
+    def _target_states(self) -> Tensor | None:
+        """The buffer of `TreeGrowth` for the target's states; None: the draft reads none."""
+        return None
+
+    # -- model and cache ---------------------------------------------------------------
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """As vLLM's, on the device."""
+        with nothing_offloaded():
+            super().load_model(target_model)
+        self._target_is_capped = has_soft_cap(target_model)
+
+    def allocate(self, target_model: torch.nn.Module) -> None:
+        """Makes what drafting and verification need on the device besides models.
+
+        The runner calls it when they are loaded: before memory is profiled, and outside of the
+        memory of weights (see `SequoiaWorker.load_model`). Tensors of subclasses belong here, too.
+        """
+        self.drafted = allocate_drafted(
+            self.plan, self.tree, self.max_num_reqs, self._logits_size,
+            self.draft_model_config.head_dtype, self.device,
+        )  # fmt: skip
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's; the draft's growth works on these caches."""
+        super().set_attn(*args, **kwargs)
+        groups = {
+            name: index
+            for index, group in enumerate(self.kv_cache_config.kv_cache_groups)
+            for name in group.layer_names
+            if name in self.draft_attn_layer_names
+        }
+        specs = {i: self.kv_cache_config.kv_cache_groups[i].kv_cache_spec for i in groups.values()}
+        self.reading.use_cache({index: spec.block_size for index, spec in specs.items()})
+        windows = {i: w for i, spec in specs.items() if (w := freed_behind(spec)) is not None}
+        if windows and min(windows.values()) <= self.tree.depth + 1:
+            raise ValueError(
+                f"the draft has a sliding window of {min(windows.values())} tokens, too few for a "
+                f"tree of depth {self.tree.depth}: choose a less deep tree"
+            )
+        self._cache = DraftCache(self.block_tables, groups, windows, self._slot_mappings())
+        self._growth = self._new_growth(
+            batch=self.batch,
+            drafted=self.drafted,
+            inputs=self._cache.inputs(self.max_num_reqs),
+            token_ids=self.req_states.all_token_ids.gpu,
+            max_lens=(self.max_model_len, self.draft_model_config.max_model_len),
+            depth=self.tree.depth,
+            target_states=self._target_states(),
+        )
+
+    def _new_growth(self, **shared: Any) -> TreeGrowth:
+        """What grows trees; ``shared`` is all that it gets but the model."""
+        model = CachedDraftModel(
+            self._cache, self.backend, self.run_draft, self.compute_logits, self.feedback_of
+        )
+        return TreeGrowth(**shared, model=model)
+
+    # -- graphs ----------------------------------------------------------------------------
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Replaces vLLM's, which captures nothing of standalone draft models."""
+        self._graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, self.plan)
+
+    def capture(self) -> None:
+        """Replaces vLLM's: the whole growth of a tree is one graph."""
+        if self._graphs is None:
+            return
+        self.batch.slots.fill_(-1)
+        self._graphs.capture_growth(
+            lambda requests, drafts: self._growth.read_and_grow(
+                requests, self.tables.levels_of(drafts), self.max_model_len
+            )
+        )
+
+    # -- requests ----------------------------------------------------------------------
+
+    def start_request(self, slot: int, request: NewRequestData) -> None:
+        """A new or resumed request takes this slot; `apply_starts` follows."""
+        self.reading.start(slot, request.num_computed_tokens, request.block_ids)
+        self.modes.start(slot, request.sampling_params)
+
+    def apply_starts(self) -> None:
+        """Makes the requests that started known to the device."""
+        self.modes.apply_starts()
+
+    def read_truncation_of(self, states: SamplingStates) -> None:
+        """Where requests' top-k, top-p and min-p are; of temperatures and seeds vLLM tells."""
+        self._states = states
+
+    # -- failure ---------------------------------------------------------------------------
+
+    def begin_to_serve(self) -> None:
+        """From now on requests are users', who do not need the draft: it may fail."""
+        self._serves = True
+
+    def _survive(self) -> None:
+        """The draft has failed: no request has a tree, and placeholders count for nothing.
+
+        Raises:
+            Exception: The draft's, at start-up and on several ranks; or what a device says
+                that does nothing more after it.
+        """
+        if not self._serves:
+            raise
+        survive_draft(self.vllm_config)
+        self.has_failed = True
+        self.drafted.nodes.zero_()
+
+    # -- memory profiling ---------------------------------------------------------------
+
+    def _run_dummy(self, batch: InputBatch, is_profile: bool) -> None:
+        """The largest forward, and the widest level's logits; to profile memory, the target's."""
+        rows = batch.num_tokens
+        states = self.run_draft(
+            batch.input_ids[:rows], batch.positions[:rows], None, None, self._dummy_feedback(rows)
+        )
+        self.compute_logits(states.hidden[: min(rows, self.plan.widest_level)])
+        if is_profile:
+            self._take_target_logits()
+
+    def _take_target_logits(self) -> None:
+        """What the target's logits at all nodes take."""
+        dtype = self.vllm_config.model_config.head_dtype
+        take_logits_memory(
+            self.most_scored, self.tree.size, self._logits_size, dtype, self.device,
+            capped=self._target_is_capped,
+        )  # fmt: skip

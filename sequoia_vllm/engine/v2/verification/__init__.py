@@ -1,0 +1,1 @@
+"""Verifying trees on Model Runner V2."""

@@ -1,0 +1,376 @@
+"""The Sequoia verifier in the place of Model Runner V2's rejection sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    RejectionSampler,
+    get_max_chunk_logits,
+)
+
+from sequoia_vllm.engine.runner.tensor_parallel import broadcast_from_rank0
+from sequoia_vllm.engine.v2.drafting.proposer import TreeProposer
+from sequoia_vllm.engine.v2.verification.emitted_rows import emitted_rows
+from sequoia_vllm.engine.v2.verification.logits_needs import LogitsNeeds
+from sequoia_vllm.kernels.modes import SAMPLED
+from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
+from sequoia_vllm.kernels.trees_to_verify import TreesToVerify
+from sequoia_vllm.kernels.verify import verify_trees
+from sequoia_vllm.verification import Method
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What became of a batch's trees.
+
+    Attributes:
+        tokens: int64 ``[R, D + 1]``: emitted tokens.
+        num_sampled: int32 ``[R]``: how many they are.
+        paths: int32 ``[R, 1 + D]``: nodes drafted and scored, root included (less than
+            2: no tree), then the accepted ones by depth, then -1.
+    """
+
+    tokens: Tensor
+    num_sampled: Tensor
+    paths: Tensor
+
+    @classmethod
+    def empty(cls, num_reqs: int, depth: int, device: torch.device) -> Verified:
+        """Memory for R requests and a tree of depth D."""
+        empty = partial(torch.empty, device=device)
+        return cls(
+            tokens=empty(num_reqs, depth + 1, dtype=torch.int64),
+            num_sampled=empty(num_reqs, dtype=torch.int32),
+            paths=empty(num_reqs, 1 + depth, dtype=torch.int32),
+        )
+
+    def part(self, requests: slice) -> Verified:
+        """That of these requests: a view."""
+        return Verified(self.tokens[requests], self.num_sampled[requests], self.paths[requests])
+
+    @property
+    def accepted(self) -> Tensor:
+        """int32 ``[R, D]``: accepted nodes by depth, then -1."""
+        return self.paths[:, 1:]
+
+
+class TreeVerifier(RejectionSampler):
+    """vLLM's rejection sampler, whose call verifies trees.
+
+    vLLM calls it once per step whose batch has drafts, after the target's forward. It
+    reads the target's logits, the trees that the speculator left on the device with their
+    draft logits, and the requests' modes and sampling parameters. It returns the emitted
+    tokens to vLLM, and leaves the accepted nodes in `paths`, where the runner reads them
+    for commit and statistics.
+
+    It derives from vLLM's class because vLLM reads other attributes of it besides, which
+    differ between versions.
+
+    Args:
+        sampler: vLLM's sampler, whose sampling parameters, noise and logprobs are used.
+        speculator: The proposer that drew the drafts.
+        method: How sampled requests are verified.
+    """
+
+    def __init__(self, sampler: Sampler, speculator: TreeProposer, method: Method) -> None:
+        super().__init__(sampler, speculator.speculative_config, speculator.device)
+        self._speculator = speculator
+        self._traverses = method == "traversal"
+        self._needs = LogitsNeeds(sampler)
+        self.sampler.add_request = self._needs.add_request
+        self.sampler.sampling_states.add_request = self._needs.add_to_states
+        self._no_temperatures = torch.ones(speculator.max_num_reqs, device=speculator.device)
+        # Of the last batch, for commit and statistics: see `Verified`.
+        self.paths = torch.empty(0, 1, dtype=torch.int32)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        input_batch: InputBatch,
+        draft_logits: Tensor | None = None,
+        invalid_drafts: Tensor | None = None,
+    ) -> SamplerOutput:
+        """Verifies every request's tree; requests without one get the sampler's token.
+
+        Args:
+            logits: ``[rows, V]``: the target's logits at all nodes.
+            input_batch: The batch, with positions by depth.
+            draft_logits: Not used: the proposer keeps them by node.
+            invalid_drafts: bool ``[rows]``: drafts that a grammar excludes.
+        """
+        num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
+        processed: list[Tensor] | None = [] if self._reports_processed(input_batch) else None
+        verified = self._verify_batch(logits, input_batch, invalid_drafts, processed)
+        if processed is not None:
+            logits = torch.cat(processed)
+        self.paths = verified.paths
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            verified.num_sampled,
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            self.sampler.req_states.prefill_len.gpu,
+        )
+        return SamplerOutput(
+            sampled_token_ids=verified.tokens,
+            logprobs_tensors=self._logprobs(logits, verified, input_batch),
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+            sampling_mask_tensors=None,
+        )
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compiles what vLLM's warm-up does not reach, so that no request waits for it.
+
+        Its requests are greedy, or have every parameter there is. Others that are sampled have
+        the target's statistics taken of logits in the model's dtype, where they need only
+        their temperatures.
+
+        Args:
+            dtype: Of the target's logits.
+        """
+        device = self._speculator.device
+        inputs = VerifierInputs.empty(1, 1, device)
+        for tensor in (inputs.tokens, inputs.root_positions, inputs.state_rows, inputs.seeds):
+            tensor.zero_()
+        inputs.modes.fill_(SAMPLED)
+        inputs.temperatures.fill_(1.0)
+        verified = Verified.empty(1, self._speculator.tree.depth, device)
+        one_row = torch.arange(2, dtype=torch.int32, device=device)
+        vocabulary = self._speculator.drafted.logits.shape[2]
+        padded = torch.zeros(1, pad_vocab_size(vocabulary), dtype=dtype, device=device)
+        of_the_model = padded[:, :vocabulary]  # vLLM's logits are a part of such rows
+        processed = torch.zeros(1, vocabulary, dtype=torch.float32, device=device)
+        for logits in (of_the_model, processed):
+            self._walk(logits, inputs.temperatures, inputs.tokens, one_row, inputs, verified)
+
+    def _reports_processed(self, batch: InputBatch) -> bool:
+        """Whether a request of the batch gets logprobs of its final logits."""
+        is_mode = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        return is_mode and self.sampler.get_logprobs_dims(batch.idx_mapping_np) is not None
+
+    def _verify_batch(
+        self,
+        logits: Tensor,
+        batch: InputBatch,
+        invalid: Tensor | None,
+        processed: list[Tensor] | None,
+    ) -> Verified:
+        depth, device = self._speculator.tree.depth, batch.idx_mapping.device
+        verified = Verified.empty(batch.num_reqs, depth, device)
+        inputs = self._inputs(batch, invalid, scored=verified.paths[:, 0])
+        # As vLLM's: sampling parameters are applied to a float32 copy of limited size.
+        most = get_max_chunk_logits(logits.shape[1])
+        for requests in _request_chunks(batch.cu_num_logits_np, most):
+            self._verify_requests(requests, logits, inputs, batch, verified, processed)
+        return Verified(
+            *broadcast_from_rank0(verified.tokens, verified.num_sampled, verified.paths)
+        )
+
+    def _inputs(self, batch: InputBatch, invalid: Tensor | None, scored: Tensor) -> VerifierInputs:
+        """What is known of the batch's rows and requests, put side by side."""
+        states, drafted = self.sampler.sampling_states, self._speculator.drafted
+        return gather_for_verification(
+            rows=batch.logits_indices,
+            row_slots=batch.expanded_idx_mapping,
+            row_nodes=batch.expanded_local_pos,
+            invalid=invalid,
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            slots=batch.idx_mapping,
+            cu_rows=batch.cu_num_logits,
+            num_nodes=drafted.nodes,
+            state_rows=drafted.rows,
+            modes=self._speculator.modes.gpu,
+            temperatures=states.temperature.gpu,
+            seeds=states.seeds.gpu,
+            scored=scored,
+        )
+
+    def _verify_requests(
+        self,
+        requests: slice,
+        all_logits: Tensor,
+        all_inputs: VerifierInputs,
+        batch: InputBatch,
+        verified: Verified,
+        processed: list[Tensor] | None,
+    ) -> None:
+        """Verifies these requests of the batch; adds their final logits to ``processed``."""
+        speculator = self._speculator
+        first = int(batch.cu_num_logits_np[requests.start])
+        rows = slice(first, int(batch.cu_num_logits_np[requests.stop]))
+        cu_num_logits = batch.cu_num_logits[requests.start : requests.stop + 1]
+        if first > 0:
+            cu_num_logits = cu_num_logits - first
+        slots_np = batch.idx_mapping_np[requests]
+        inputs = all_inputs.part(requests, rows)
+        sampled = speculator.modes.sampled(slots_np)
+        if processed is None and self._leaves_temperatures(slots_np, sampled):
+            logits, temperatures = all_logits[rows], inputs.temperatures
+        else:
+            logits = self._processed(all_logits, inputs, batch, requests, rows)
+            temperatures = self._no_temperatures[: len(slots_np)]
+        if processed is not None:
+            processed.append(logits)
+        own_tokens = inputs.tokens  # not read where all are sampled
+        if not sampled.all():
+            own_tokens = self._target_tokens(logits, inputs, batch, rows)
+        self._walk(
+            logits, temperatures, own_tokens, cu_num_logits, inputs, verified.part(requests),
+            any_sampled=bool(sampled.any()),
+            any_matched=not sampled.all(),
+            most_nodes=int(np.diff(batch.cu_num_logits_np)[requests].max()),
+        )  # fmt: skip
+
+    def _walk(
+        self,
+        logits: Tensor,
+        temperatures: Tensor,
+        own_tokens: Tensor,
+        cu_num_logits: Tensor,
+        inputs: VerifierInputs,
+        verified: Verified,
+        any_sampled: bool = True,
+        any_matched: bool = True,
+        most_nodes: int | None = None,
+    ) -> None:
+        """Launches the kernels that verify these requests' trees; see `verify_trees`.
+
+        Args:
+            logits: ``[rows, V]``, final but for...
+            temperatures: float32 ``[R]``: what they are to be divided by.
+            own_tokens: int64 ``[rows]``: the target's token after each node.
+            cu_num_logits: int32 ``[R + 1]``.
+            inputs: Of these requests and rows.
+            verified: Gets what becomes of them.
+            any_sampled, any_matched: Whether a request is sampled, or is not.
+            most_nodes: Of any request's tree; None: those of the engine's.
+        """
+        drafted, tables = self._speculator.drafted, self._speculator.tables
+        trees = TreesToVerify(
+            logits=logits,
+            target_temperatures=temperatures,
+            tokens=inputs.tokens,
+            target_tokens=own_tokens,
+            cu_num_logits=cu_num_logits,
+            modes=inputs.modes,
+            positions=inputs.root_positions,
+            seeds=inputs.seeds,
+            children=tables.children,
+            inner_index=tables.inner_rows,
+            draft_logits=drafted.logits,
+            draft_stats=drafted.stats,
+            state_rows=inputs.state_rows,
+            draft_temperatures=inputs.temperatures,
+            sampled_tokens=verified.tokens,
+            num_sampled=verified.num_sampled,
+            accepted=verified.accepted,
+        )
+        verify_trees(
+            trees,
+            any_sampled=any_sampled,
+            any_matched=any_matched,
+            traversal=tables.traversal_order if self._traverses else None,
+            most_nodes=most_nodes,
+        )
+
+    def _leaves_temperatures(self, slots: NDArray[np.intp], sampled: NDArray[np.bool_]) -> bool:
+        """Whether what these requests' logits need is left to the walk: temperatures alone.
+
+        It reads few of the rows, and the sampler would copy and divide all. But the
+        target's own tokens are chosen from all, by logits that vLLM divided: to the
+        bit, for the tokens of a seed.
+        """
+        needs = self._needs
+        return not needs.any_more(slots) and bool((sampled | needs.nothing(slots)).all())
+
+    def _processed(
+        self,
+        logits: Tensor,
+        inputs: VerifierInputs,
+        batch: InputBatch,
+        requests: slice,
+        rows: slice,
+    ) -> Tensor:
+        """Final logits of these rows, as vLLM makes them: float32, where anything is to do."""
+        return self.sampler.apply_sampling_params(
+            logits[rows],
+            batch.expanded_idx_mapping[rows],
+            batch.idx_mapping[requests],
+            batch.idx_mapping_np[requests],
+            inputs.positions,
+            inputs.token_ids,
+            batch.expanded_local_pos[rows],
+            batch.seq_lens_cpu_upper_bound.numpy()[requests],
+        )
+
+    def _target_tokens(
+        self, logits: Tensor, inputs: VerifierInputs, batch: InputBatch, rows: slice
+    ) -> Tensor:
+        """int64 ``[rows]``: what the engine would sample without speculation, at every node."""
+        states = self.sampler.sampling_states
+        return gumbel_sample(
+            logits,
+            batch.expanded_idx_mapping[rows],
+            states.temperature.gpu,
+            states.seeds.gpu,
+            inputs.positions,
+            apply_temperature=False,
+            is_drafting=False,
+        )
+
+    def _logprobs(
+        self, logits: Tensor, verified: Verified, batch: InputBatch
+    ) -> LogprobsTensors | None:
+        """Logprobs of emitted tokens, in the rows where vLLM expects a chain's."""
+        dimensions = self.sampler.get_logprobs_dims(batch.idx_mapping_np)
+        if dimensions is None:
+            return None
+        most, most_chosen = dimensions
+        found = emitted_rows(batch.cu_num_logits_np, verified.tokens.shape[1])
+        request, column = async_tensor_h2d(
+            np.stack([found.request, found.column]), device=logits.device
+        )
+        # Token j of a path was drawn at its node j - 1; the first at the root.
+        nodes = torch.nn.functional.pad(verified.accepted.clamp(min=0), (1, 0)).long()
+        rows = batch.cu_num_logits[request].long() + nodes[request, column]
+        expanded = logits.shape[0] != batch.num_reqs
+        return compute_topk_scores(
+            logits[rows],
+            most,
+            verified.tokens[request, column].clamp(min=0),
+            found.starts.tolist() if expanded else None,
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=batch.idx_mapping[request],
+            max_per_req_token_ids=most_chosen,
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
+
+
+def _request_chunks(cu_num_logits: NDArray[np.int32], most: int) -> Iterator[slice]:
+    """Runs of requests with ``most`` rows of logits together, or a single larger request."""
+    start, num_reqs = 0, len(cu_num_logits) - 1
+    while start < num_reqs:
+        fitting = np.searchsorted(cu_num_logits, cu_num_logits[start] + most, side="right") - 1
+        end = max(start + 1, int(fitting))
+        yield slice(start, end)
+        start = end

@@ -1,0 +1,1 @@
+"""Sequoia's workers, on CPUs and GPUs."""

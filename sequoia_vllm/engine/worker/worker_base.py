@@ -1,0 +1,117 @@
+"""What Sequoia's workers have in common, on every device and runner."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from vllm.distributed.parallel_state import get_tp_group, get_world_group
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+from vllm.v1.worker.gpu_worker import Worker
+
+from sequoia_vllm.engine.common.cluster import check_group, check_ranks, check_worker
+from sequoia_vllm.engine.common.device_name import current_device_name
+from sequoia_vllm.engine.common.replicas import in_lock_step
+from sequoia_vllm.engine.core.messages import attach_drafts, takes_single_steps
+from sequoia_vllm.engine.core.tree_reports import attach_limit, attach_paths
+from sequoia_vllm.engine.worker.start.timing import time_at_start
+
+
+class AgreeingWorker(Worker):
+    """A worker that starts only where the same was decided for all ranks that run with it."""
+
+    def init_device(self) -> None:
+        """As vLLM's; then compares.
+
+        Raises:
+            ConfigError: Naming what differs, and the fix.
+        """
+        super().init_device()
+        group = get_world_group() if in_lock_step(self.vllm_config) else get_tp_group()
+        check_ranks(self.vllm_config, group.cpu_group)
+
+
+class SequoiaWorker(AgreeingWorker):
+    """Steps that are timed and report what became of their trees."""
+
+    _draft_limit: int | None = None
+
+    def init_device(self) -> None:
+        """As vLLM's, where versions, decisions and devices fit the engine's.
+
+        Raises:
+            ConfigError: Naming what differs, and the fix.
+        """
+        check_worker(self.vllm_config)
+        super().init_device()
+        check_group(
+            self.vllm_config, current_device_name(self.device.index or 0), get_tp_group().cpu_group
+        )
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """As vLLM's; then all that trees need on the device besides weights.
+
+        Not while the model is loaded: what is made meanwhile counts as weights, which the
+        second level of sleep throws away and only a loader makes again. This is memory of the
+        kind that vLLM keeps asleep, as it does its own from `initialize_from_config` on, and it
+        is there before memory is profiled.
+        """
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        if self.use_v2_model_runner:
+            with self._maybe_get_memory_pool_context(tag="runtime"):
+                self.model_runner.set_up_trees()
+
+    def compile_or_warm_up_model(self) -> Any:
+        """As vLLM's; then times steps for the next start's choice of a tree, if it has to."""
+        warmed_up = super().compile_or_warm_up_model()
+        time_at_start(self)
+        self.model_runner.forget_steps()  # of this, and of vLLM's own requests
+        return warmed_up
+
+    @cached_property
+    def _takes_single_steps(self) -> bool:
+        return takes_single_steps(self.vllm_config)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """As vLLM's, timed as part of the step; samples at once where it can."""
+        with self.model_runner.stats.timed("step"):
+            output = super().execute_model(scheduler_output)
+        has_masks = scheduler_output.has_structured_output_requests
+        if output is None and self._takes_single_steps and not has_masks:
+            return self.sample_tokens(None)
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As vLLM's, timed as part of the step.
+
+        Its output says what became of its trees, and which are next.
+        """
+        stats = self.model_runner.stats
+        stats.steps += 1
+        with stats.timed("step"):
+            output = super().sample_tokens(grammar_output)
+            if self._takes_single_steps and output is not EMPTY_MODEL_RUNNER_OUTPUT:
+                attach_drafts(output, self.take_draft_token_ids())
+        if self.model_runner.draft_has_failed:
+            self._draft_limit = 0
+        if self._draft_limit is not None:
+            attach_limit(output, self._draft_limit)
+        return attach_paths(output, stats.take_paths())
+
+    def sequoia_stats(self, reset: bool = False, trace: bool = False) -> dict[str, Any]:
+        """Counters since the last reset (`StepStats.to_dict`); called by ``collective_rpc``.
+
+        Args:
+            reset: Start counting anew.
+            trace: With ``reset``: from now on record every model forward.
+        """
+        stats = self.model_runner.stats
+        counted = stats.to_dict()
+        if reset:
+            stats.trace = [] if trace else None
+            stats.reset()
+        return counted
+
+    def sequoia_limit_drafts(self, drafts: int) -> None:
+        """Grows, and schedules, at most this many nodes from the next steps on (a prefix)."""
+        self.model_runner.max_drafts = self._draft_limit = drafts

@@ -1,0 +1,37 @@
+"""The worker of a Sequoia engine on CPUs."""
+
+from __future__ import annotations
+
+from vllm.v1.worker import cpu_worker
+from vllm.v1.worker.cpu import model_runner as cpu_model_runner_v2
+
+from sequoia_vllm.engine.common.swap import swapped
+from sequoia_vllm.engine.compat.contract import check_contract
+from sequoia_vllm.engine.offload.worker import OffloadingCPUWorker
+from sequoia_vllm.engine.worker.worker_base import AgreeingWorker, SequoiaWorker
+
+
+class PlainCPUWorker(AgreeingWorker, OffloadingCPUWorker):
+    """Of an engine that had better not speculate, as long as all of its nodes find so."""
+
+
+class SequoiaCPUWorker(SequoiaWorker, OffloadingCPUWorker):
+    """vLLM's CPU worker with our model runner."""
+
+    def init_device(self) -> None:
+        """As vLLM's, which builds `CPUModelRunner` by that module-level name.
+
+        The name is swapped meanwhile: no second runner, with its buffers, is
+        built only to be thrown away.
+        """
+        check_contract(v2=self.use_v2_model_runner)
+        if self.use_v2_model_runner:
+            from sequoia_vllm.engine.v2.runner_cpu import SequoiaCPUModelRunnerV2
+
+            with swapped(cpu_model_runner_v2, "CPUModelRunner", SequoiaCPUModelRunnerV2):
+                super().init_device()
+            return
+        from sequoia_vllm.engine.v1.runner import SequoiaCPUModelRunner
+
+        with swapped(cpu_worker, "CPUModelRunner", SequoiaCPUModelRunner):
+            super().init_device()

@@ -1,0 +1,38 @@
+"""The worker of a Sequoia engine on GPUs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from vllm.v1.worker import gpu_worker
+
+from sequoia_vllm.engine.common.swap import swapped
+from sequoia_vllm.engine.compat.contract import check_contract
+from sequoia_vllm.engine.v2.warming_up import warm_up
+from sequoia_vllm.engine.worker.worker_base import AgreeingWorker, SequoiaWorker
+
+
+class PlainGPUWorker(AgreeingWorker):
+    """Of an engine that had better not speculate, as long as all of its nodes find so."""
+
+
+class SequoiaGPUWorker(SequoiaWorker):
+    """vLLM's GPU worker with our model runner."""
+
+    def _make_model_runner(self) -> Any:
+        """Replaces vLLM's: the V2 runner with trees."""
+        from sequoia_vllm.engine.v2.runner_gpu import SequoiaGPUModelRunner
+
+        check_contract(v2=True)
+        return SequoiaGPUModelRunner(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """As vLLM's, after what its warm-up requests do not reach: see `TreeVerifier.warm_up`.
+
+        Before it, as at its end vLLM begins to warn of kernels that are compiled late.
+        """
+        self.model_runner.rejection_sampler.warm_up(self.model_config.dtype)
+        fewer_requests = partial(warm_up, gpu_worker.warmup_kernels)
+        with swapped(gpu_worker, "warmup_kernels", fewer_requests):
+            return super().compile_or_warm_up_model()
