@@ -12,9 +12,9 @@ import importlib.util
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from sequoia_vllm import __version__
+from sequoia_vllm.cli.removed import GroupWithRemoved
 
 # name -> "module:attribute"; the attribute is a typer app or a plain function.
 COMMANDS = {
@@ -31,7 +31,7 @@ COMMANDS = {
 }
 
 
-class LazyCommands(TyperGroup):
+class LazyCommands(GroupWithRemoved):
     """A command group that imports a command when it is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sequoia_vllm import __version__, cli
-from sequoia_vllm.cli import app
+from sequoia_vllm.cli import app, removed
 from sequoia_vllm.cli.tree import optimizer_cost
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
@@ -646,6 +646,15 @@ class TestCommand:
 
     def test_unknown_command(self):
         assert "No such command 'plant'" in fails("plant")
+
+    @pytest.mark.parametrize("group", [(), ("tree",)])
+    def test_a_removed_command_names_its_replacement(self, group, monkeypatch):
+        name = " ".join([*group, "sprout"])
+        monkeypatch.setitem(removed.REMOVED, name, "sequoia-vllm grow")
+        for arguments in ((), ("--help",), ("--size", "4", "x")):
+            answer = fails(*group, "sprout", *arguments)
+            assert f"there is no command '{name}' any more: use sequoia-vllm grow" in answer
+        assert "sprout" not in run(*group, "--help").stdout
 
     def test_a_plain_function_can_be_a_command(self, monkeypatch):
         monkeypatch.setitem(cli.COMMANDS, "seedling", "sequoia_vllm.cli.tree.commands:bench")

@@ -15,6 +15,7 @@ from sequoia_vllm.cli.common import (
     print_json,
 )
 from sequoia_vllm.cli.progress import progress_bar
+from sequoia_vllm.cli.removed import GroupWithRemoved
 from sequoia_vllm.cli.tree.offload import (
     BackendOption,
     LinkOption,
@@ -57,6 +58,7 @@ from sequoia_vllm.tree.optimize import optimize_tree
 from sequoia_vllm.tree.token_tree import MOST_NODES
 
 app = typer.Typer(
+    cls=GroupWithRemoved,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

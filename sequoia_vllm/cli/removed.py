@@ -1,0 +1,24 @@
+"""Commands that went, and what to type instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperGroup
+
+from sequoia_vllm.cli.common import fail
+
+REMOVED: dict[str, str] = {}
+"""A removed command without ``sequoia-vllm``, like ``tree generate``: its replacement."""
+
+
+class GroupWithRemoved(TyperGroup):
+    """A command group that names the replacement of a command in `REMOVED`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Finds the command as typer does; exits with code 2 if it was removed."""
+        group = [] if ctx.parent is None else [ctx.info_name]
+        name = " ".join([*group, *args[:1]])
+        if name in REMOVED:
+            fail(f"there is no command {name!r} any more: use {REMOVED[name]}")
+        return super().resolve_command(ctx, args)
