@@ -372,7 +372,7 @@ def used_of_vllm(file):
             yield from (name.name for name in node.names if (name.asname or name.name) in used)
 
 
-ENGINE = Path(contract.__file__).parent
+ENGINE = Path(contract.__file__).parents[1]
 NOT_EXPECTED = {"current_platform"}  # reading does not find it; the contract cannot do without
 
 

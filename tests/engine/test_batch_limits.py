@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sequoia_vllm.engine.common.mark import mark
+from sequoia_vllm.engine.common.config_tag import tag
 from sequoia_vllm.engine.frontend import batch_limits
 
 BUDGET, NODES = 8192, 128
@@ -13,7 +13,7 @@ BUDGET, NODES = 8192, 128
 def config(active=None, ours=True):
     speculative = SimpleNamespace()
     if ours:
-        mark(speculative, 4, {})
+        tag(speculative, 4, {})
     return SimpleNamespace(
         speculative_config=speculative,
         scheduler_config=SimpleNamespace(max_num_active_seqs=active, max_num_seqs=1024),
@@ -68,5 +68,5 @@ def test_blocks_take_no_rows_of_the_targets_batch(method, ours, slots):
         use_dflash=lambda: method == "dflash", use_dspark=lambda: method == "dspark"
     )
     if ours:
-        mark(of, 4, {})
+        tag(of, 4, {})
     assert batch_limits.slots_for_drafting(lambda _: 127, of) == slots

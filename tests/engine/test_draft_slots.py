@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 
-from sequoia_vllm.engine.common.mark import mark
+from sequoia_vllm.engine.common.config_tag import tag
 from sequoia_vllm.engine.core import draft_slots
 from tests.support.engines import metric, running, sequoia
 from tests.support.models import prompts
@@ -21,7 +21,7 @@ def scheduler(lookup, running, waiting, beyond=0, ours=True):
     """What of vLLM's is read and set; a head that drafts blocks has a slot beyond its drafts."""
     speculative = SimpleNamespace()
     if ours:
-        mark(speculative, DEPTH, {})
+        tag(speculative, DEPTH, {})
     return SimpleNamespace(
         vllm_config=SimpleNamespace(speculative_config=speculative),
         dynamic_sd_lookup=lookup,

@@ -1,14 +1,67 @@
-"""The packages of docs/architecture.md: what each imports, and that no arrow goes up."""
+"""What imports what: the packages of docs/architecture.md, the files, and the engine's rooms."""
 
 import ast
 import re
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "sequoia_vllm"
+ENGINE = PACKAGE / "engine"
 DOCUMENT = ROOT / "docs" / "architecture.md"
+
+ROOMS = (
+    "common", "compat", "core", "frontend", "hooks", "runner", "worker", "offload", "v1",
+    "v2", "v2.attention", "v2.drafting", "v2.verification",
+)  # fmt: skip
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(file): file for file in PACKAGE.rglob("*.py")}
+
+
+def imported_by(file: Path) -> set[str]:
+    """Modules of the package that a file imports, lazily or not."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file}: a relative import"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            submodules = names & FILES.keys()
+            found |= submodules
+            if submodules != names:
+                found.add(node.module)
+    return found & FILES.keys() - {module_name(file)}
+
+
+IMPORTS = {name: imported_by(file) for name, file in FILES.items()}
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """One circle of the graph; empty if it has none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_a_circle_is_found():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"b"}})) == {"b", "c"}
+
+
+def test_files_do_not_import_in_circles():
+    assert circle(IMPORTS) == []
 
 
 def part_of(name: str) -> str | None:
@@ -18,21 +71,12 @@ def part_of(name: str) -> str | None:
 
 
 def imports() -> dict[str, set[str]]:
-    """Of each package or module below `sequoia_vllm`: the others that it imports, lazily or not."""
+    """Of each package or module below `sequoia_vllm`: the others that it imports."""
     found: dict[str, set[str]] = {}
-    for file in PACKAGE.rglob("*.py"):
-        relative = file.relative_to(PACKAGE)
-        part = relative.parts[0].removesuffix(".py")
-        if part == "__init__":
-            continue
-        names = found.setdefault(part, set())
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom):
-                names.add(part_of(node.module or "") or "")
-            elif isinstance(node, ast.Import):
-                names |= {part_of(alias.name) or "" for alias in node.names}
-        names -= {part, "", "__version__"}
-    return found
+    for name, imported in IMPORTS.items():
+        if part := part_of(name):
+            found.setdefault(part, set()).update({part_of(other) or part for other in imported})
+    return {part: used - {part} for part, used in found.items()}
 
 
 def listed() -> list[tuple[str, set[str]]]:
@@ -51,3 +95,48 @@ def test_no_arrow_goes_up(place):
     part, used = listed()[place]
     below = {name for name, _ in listed()[:place]}
     assert used <= below, f"{part} imports {sorted(used - below)}, which stand above it"
+
+
+def room_of(name: str) -> str | None:
+    """The engine's room that a module lies in; None: it is not the engine's."""
+    inside = name.removeprefix("sequoia_vllm.engine.")
+    rooms = [room for room in ROOMS if f"{inside}.".startswith(f"{room}.")]
+    return max(rooms, key=len, default=None) if inside != name else None
+
+
+def permitted(room: str) -> set[str]:
+    """Rooms that a room may import, by its docstring."""
+    text = (ENGINE / room.replace(".", "/") / "__init__.py").read_text(encoding="utf-8")
+    documentation = ast.get_docstring(ast.parse(text)) or ""
+    found = re.search(r"^May import: ([\w., \n]+)\.$", documentation, flags=re.MULTILINE)
+    assert found, f'{room}: its docstring has no line "May import: ROOM, ROOM." (or "none")'
+    return set(re.findall(r"[\w.]+", found[1])) - {"none"}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_what_their_docstrings_permit(room):
+    used = {
+        room_of(other)
+        for name, imported in IMPORTS.items()
+        if room_of(name) == room
+        for other in imported
+    }
+    not_permitted = used - {None, room} - permitted(room)
+    assert not not_permitted, f"{room} imports {sorted(not_permitted)}: see its __init__.py"
+
+
+def test_permitted_imports_are_of_rooms_and_without_circles():
+    graph = {room: permitted(room) for room in ROOMS}
+    assert set().union(*graph.values()) <= set(ROOMS)
+    assert circle(graph) == []
+
+
+def test_nothing_lies_loose_in_the_engine():
+    assert [file.name for file in ENGINE.glob("*.py")] == ["__init__.py"]
+    modules = [name for name in IMPORTS if name.startswith("sequoia_vllm.engine.")]
+    assert [name for name in modules if room_of(name) is None] == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_has_at_most_twenty_files(room):
+    assert sum(room_of(name) == room for name in FILES) <= 20

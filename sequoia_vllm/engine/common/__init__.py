@@ -1,1 +1,4 @@
-"""Values that front end, engine core and workers share."""
+"""Values that front end, engine core and workers share.
+
+May import: compat, offload.
+"""

@@ -1,4 +1,4 @@
-"""What the front end decides and the workers read: carried by the mark of `engine.common.mark`.
+"""What the front end decides and the workers read: carried by the tag of `config_tag`.
 
 Not in vLLM's ``additional_config``, all of which is part of what vLLM keys its compiled code by:
 the tree and what is known of it differ from start to start, and nothing compiled depends on them.
@@ -11,7 +11,7 @@ from typing import Any
 
 from sequoia_vllm.config import ContextAttention, Verification
 from sequoia_vllm.drafters import DrafterKind
-from sequoia_vllm.engine.common.mark import is_marked, mark, marked_settings
+from sequoia_vllm.engine.common.config_tag import is_tagged, tag, tagged_settings
 from sequoia_vllm.library.start_times import ToTime
 from sequoia_vllm.tree import TokenTree
 
@@ -53,7 +53,7 @@ class SequoiaSettings:
     @staticmethod
     def enabled(vllm_config: Any) -> bool:
         """Whether this engine runs Sequoia."""
-        return is_marked(vllm_config.speculative_config)
+        return is_tagged(vllm_config.speculative_config)
 
     @staticmethod
     def declined(vllm_config: Any) -> bool:
@@ -64,7 +64,7 @@ class SequoiaSettings:
     @classmethod
     def of(cls, vllm_config: Any) -> SequoiaSettings:
         """Reads what `store` wrote."""
-        data = marked_settings(vllm_config.speculative_config)
+        data = tagged_settings(vllm_config.speculative_config)
         tree = TokenTree.from_dict(data["tree"])
         return cls(
             tree,
@@ -82,7 +82,7 @@ class SequoiaSettings:
         )
 
     def store(self, speculative_config: Any) -> None:
-        """Marks vLLM's speculative configuration as Sequoia's, with these settings."""
+        """Tags vLLM's speculative configuration as Sequoia's, with these settings."""
         own = {
             "tree": self.tree.to_dict(),
             "tree_source": self.tree_source,
@@ -97,4 +97,4 @@ class SequoiaSettings:
             "maps_vocabulary": self.maps_vocabulary,
             "keeps": self.keeps,
         }
-        mark(speculative_config, self.tree.depth, own)
+        tag(speculative_config, self.tree.depth, own)

@@ -1,1 +1,4 @@
-"""Everything that depends on the version of vLLM."""
+"""Everything that depends on the version of vLLM.
+
+May import: none.
+"""

@@ -1,1 +1,4 @@
-"""What runs in the engine core: schedule, slots, grammars, adaptation, reports."""
+"""The engine core's part: schedule, slots, grammars, adaptation, reports.
+
+May import: common, compat.
+"""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sequoia_vllm.engine.common.mark import marked_depth
+from sequoia_vllm.engine.common.config_tag import tagged_depth
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 
 
@@ -71,5 +71,5 @@ def _slots_for(scheduler: Any, drafts: int) -> int:
     if beyond and drafts > 0:
         # Of a head that drafts blocks: a root and masks, some heads' for all levels of the
         # engine's tree, however little of it is drafted.
-        drafts = max(drafts, marked_depth(scheduler.vllm_config.speculative_config))
+        drafts = max(drafts, tagged_depth(scheduler.vllm_config.speculative_config))
     return drafts + beyond

@@ -1,1 +1,4 @@
-"""What runs in the front end: options, refusals, choice of draft and tree."""
+"""The front end's part: options, refusals, choice of draft and tree.
+
+May import: common, compat, offload, runner, worker.
+"""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sequoia_vllm.engine.common.mark import is_marked
+from sequoia_vllm.engine.common.config_tag import is_tagged
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 
 
@@ -38,6 +38,6 @@ def slots_for_drafting(original: Callable[..., int], self: Any) -> int:
 
     vLLM 0.32 takes them for rows of the target's batch, and schedules fewer requests in a step.
     """
-    if is_marked(self) and (self.use_dflash() or self.use_dspark()):
+    if is_tagged(self) and (self.use_dflash() or self.use_dspark()):
         return 0
     return original(self)

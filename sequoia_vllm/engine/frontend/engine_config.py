@@ -16,9 +16,9 @@ from vllm.platforms import current_platform
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters import DrafterKind, is_head
+from sequoia_vllm.engine.common.config_tag import to_be_tagged
 from sequoia_vllm.engine.common.device_name import current_device_name
 from sequoia_vllm.engine.common.load import planning_load
-from sequoia_vllm.engine.common.mark import to_be_marked
 from sequoia_vllm.engine.common.replicas import are_started_apart
 from sequoia_vllm.engine.common.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.engine.compat.contract import check_contract
@@ -191,7 +191,7 @@ def create_speculative_config(
     translated = copy(self)
     translated.speculative_config = _as_chain(config, resolved)
     try:
-        with to_be_marked():
+        with to_be_tagged():
             speculative_config = original(translated, target_model_config, target_parallel_config)
     except (ValueError, OSError) as error:
         raise ConfigError(draft_problem(resolved.draft, error)) from error

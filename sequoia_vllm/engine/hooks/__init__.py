@@ -2,6 +2,8 @@
 
 They are the only ones (`ledger` says why); everything else is done by subclasses
 that vLLM is told to use.
+
+May import: common, compat, core, frontend.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingProm
 from vllm.v1.structured_output import StructuredOutputManager
 
 from sequoia_vllm.engine.common import load
-from sequoia_vllm.engine.common.mark import is_marked, is_or_will_be_marked
+from sequoia_vllm.engine.common.config_tag import is_or_will_be_tagged, is_tagged
 from sequoia_vllm.engine.common.request_options import check_options
 from sequoia_vllm.engine.core import draft_slots, grammar, messages, sessions, tree_reports
 from sequoia_vllm.engine.frontend import batch_limits, engine_config, request, shown
@@ -83,7 +85,7 @@ def _validate_spec_decode(
 
     It has options of its own, and refuses wrong ones.
     """
-    if is_marked(speculative_config):
+    if is_tagged(speculative_config):
         check_options(self)
     else:
         original(self, speculative_config)
@@ -91,5 +93,5 @@ def _validate_spec_decode(
 
 def _verify_vocabulary_size(original: Callable[..., Any], self: SpeculativeConfig) -> None:
     """As vLLM's; a Sequoia engine compares vocabularies itself, and maps them."""
-    if not is_or_will_be_marked(self):
+    if not is_or_will_be_tagged(self):
         original(self)

@@ -4,4 +4,6 @@
 - `settings`, `choice`: what ours is asked for, and which worker does it;
 - `worker`, `disk`: ours, behind vLLM's abstraction;
 - `weight_source`, `disk_source`: what either costs, for the choice of a tree.
+
+May import: compat.
 """

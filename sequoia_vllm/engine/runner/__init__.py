@@ -1,1 +1,4 @@
-"""Parts of workers that both model runners use."""
+"""Parts of workers that both model runners use.
+
+May import: common, compat.
+"""

@@ -1,1 +1,4 @@
-"""Sequoia on vLLM's Model Runner V2, the default on GPUs."""
+"""Sequoia on vLLM's Model Runner V2, the default on GPUs.
+
+May import: common, compat, core, offload, runner, v2.attention, v2.drafting, v2.verification.
+"""
