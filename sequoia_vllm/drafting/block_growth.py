@@ -53,7 +53,7 @@ class BlockModel(DraftModel):
         """Keeps keys and values of committed tokens, made from states of the target.
 
         Args:
-            states: ``[rows, F]``: `feedback_of` the target's states.
+            states: ``[rows, F]``: `combine_hidden_states` of the target's states.
             positions: int64 ``[rows]``.
             slots: int64 ``[groups, rows]``: where they go; -1: nowhere.
         """
@@ -112,7 +112,7 @@ class BlockGrowth(TreeGrowth):
             longest=self._draft_max_len,
         )
         assert self._target_states is not None
-        states = self._model.feedback_of(self._target_states[:rows])
+        states = self._model.combine_hidden_states(self._target_states[:rows])
         self._model.store_context(states, inputs.positions[:rows], inputs.slots[:, :rows])
         return DraftStates(states).rows(inputs.last_rows[:num_reqs])
 

@@ -23,22 +23,22 @@ class DraftBatch:
         temperature: float32.
         top_k, top_p, min_p: int32, float32, float32.
         seeds: int64.
-        lag: See `kernels.begin_drafting`.
+        state_offset: See `kernels.begin_drafting`.
 
     Args:
         max_num_reqs: Rows.
         device: Where they are.
-        lag: Of the draft.
+        state_offset: Of the draft.
     """
 
-    def __init__(self, max_num_reqs: int, device: torch.device, lag: int = 0) -> None:
+    def __init__(self, max_num_reqs: int, device: torch.device, state_offset: int = 0) -> None:
         def buffer(dtype: torch.dtype, value: float = 0) -> Tensor:
             return torch.full((max_num_reqs,), value, dtype=dtype, device=device)
 
         self.slots = buffer(torch.int64, -1)
-        self.lag = lag
+        self.state_offset = state_offset
         self.starts, self.counts, self.roots = (buffer(torch.int32) for _ in range(3))
-        self.contexts = buffer(torch.int32) if lag else self.roots
+        self.contexts = buffer(torch.int32) if state_offset else self.roots
         self.modes = buffer(torch.int32, SKIP)
         self.temperature = buffer(torch.float32)
         self.top_k = buffer(torch.int32, torch.iinfo(torch.int32).max)
@@ -111,7 +111,7 @@ class DraftBatch:
             rows_per_tree=levels.rows_per_tree,
             longest=longest,
             max_trees=max_trees,
-            lag=self.lag,
+            lag=self.state_offset,
             slots=self.slots,
             starts=self.starts,
             counts=self.counts,

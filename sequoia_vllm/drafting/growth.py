@@ -50,32 +50,34 @@ class DraftStates:
 
     Attributes:
         hidden: ``[rows, H]``: what logits are computed from.
-        feedback: ``[rows, F]``: what tokens below a row's are read with; None: nothing.
+        recurrent_states: ``[rows, F]``: what tokens below a row's are read with; None: nothing.
     """
 
     hidden: Tensor
-    feedback: Tensor | None = None
+    recurrent_states: Tensor | None = None
 
     def rows(self, index: Tensor) -> DraftStates:
         """Those of these rows, int64."""
-        feedback = None if self.feedback is None else self.feedback.index_select(0, index)
-        return DraftStates(self.hidden.index_select(0, index), feedback)
+        recurrent_states = (
+            None if self.recurrent_states is None else self.recurrent_states.index_select(0, index)
+        )
+        return DraftStates(self.hidden.index_select(0, index), recurrent_states)
 
     def first(self, count: int) -> DraftStates:
         """Those of the first so many rows."""
-        feedback = None if self.feedback is None else self.feedback[:count]
-        return DraftStates(self.hidden[:count], feedback)
+        recurrent_states = None if self.recurrent_states is None else self.recurrent_states[:count]
+        return DraftStates(self.hidden[:count], recurrent_states)
 
     def below(self, num_reqs: int, parents: Tensor) -> Tensor | None:
-        """``[R * m, F]``: the feedback that m nodes below these rows of R requests get.
+        """``[R * m, F]``: the recurrent_states that m nodes below these rows of R requests get.
 
         Args:
             num_reqs: R.
             parents: int64 ``[m]``: place of each one's parent among a request's rows.
         """
-        if self.feedback is None:
+        if self.recurrent_states is None:
             return None
-        by_request = self.feedback.view(num_reqs, -1, self.feedback.shape[1])
+        by_request = self.recurrent_states.view(num_reqs, -1, self.recurrent_states.shape[1])
         return by_request.index_select(1, parents).flatten(0, 1)
 
 
@@ -89,7 +91,7 @@ class DraftModel(ABC):
         positions: Tensor,
         slots: Tensor,
         queries: DraftQueries,
-        feedback: Tensor | None = None,
+        recurrent_states: Tensor | None = None,
     ) -> DraftStates:
         """The states of a pass, whose keys and values are kept.
 
@@ -99,11 +101,11 @@ class DraftModel(ABC):
             slots: int64 ``[groups, rows]``: where keys and values go, by group of cache
                 layers; -1: nowhere.
             queries: Which nodes these are.
-            feedback: ``[rows, F]``: what earlier passes left for these rows, or, where
-                committed tokens are read, `feedback_of` the target's states. None: nothing.
+            recurrent_states: ``[rows, F]``: what earlier passes left for these rows. For
+                committed tokens: `combine_hidden_states` of the target's states. None: nothing.
         """
 
-    def feedback_of(self, target_states: Tensor) -> Tensor:
+    def combine_hidden_states(self, target_states: Tensor) -> Tensor:
         """``[rows, F]``: what tokens are read with that come with such states of the target."""
         raise NotImplementedError(f"{type(self).__name__} reads nothing of the target")
 
@@ -174,12 +176,14 @@ class TreeGrowth:
             all_token_ids=self._token_ids,
             width=width,
             longest=self._draft_max_len,
-            lag=batch.lag,
+            lag=batch.state_offset,
         )
-        feedback = None
+        recurrent_states = None
         if self._target_states is not None:
-            feedback = self._model.feedback_of(self._target_states[: num_reqs * width])
-        states = self._forward(starts, 0, width, self._chain, max_keys, feedback, counts)
+            recurrent_states = self._model.combine_hidden_states(
+                self._target_states[: num_reqs * width]
+            )
+        states = self._forward(starts, 0, width, self._chain, max_keys, recurrent_states, counts)
         return states.rows(self._inputs.last_rows[:num_reqs])
 
     def grow(self, num_reqs: int, levels: DraftLevels, roots: DraftStates, max_keys: int) -> None:
@@ -194,8 +198,8 @@ class TreeGrowth:
         states = roots
         self.draw_below_roots(num_reqs, levels, states)
         for level in levels.levels[1:]:
-            feedback = states.below(num_reqs, level.parents)
-            states = self.grow_level(num_reqs, levels, level, max_keys, feedback)
+            recurrent_states = states.below(num_reqs, level.parents)
+            states = self.grow_level(num_reqs, levels, level, max_keys, recurrent_states)
 
     def draw_below_roots(self, num_reqs: int, levels: DraftLevels, roots: DraftStates) -> None:
         """Draws the children of the roots, whose states are R rows."""
@@ -208,7 +212,7 @@ class TreeGrowth:
         levels: DraftLevels,
         level: Level,
         max_keys: int,
-        feedback: Tensor | None = None,
+        recurrent_states: Tensor | None = None,
     ) -> DraftStates:
         """One forward pass over the nodes of a level below the roots, and their children.
 
@@ -217,7 +221,7 @@ class TreeGrowth:
             levels: The tree to grow.
             level: The level, of m nodes.
             max_keys: No request has more committed tokens.
-            feedback: ``[R * m, F]``: what the level above left for them.
+            recurrent_states: ``[R * m, F]``: what the level above left for them.
 
         Returns:
             States of these nodes, R * m rows.
@@ -236,7 +240,7 @@ class TreeGrowth:
             longest=self._draft_max_len,
         )
         states = self._forward(
-            contexts, level.first, level.width, levels.ancestors, max_keys, feedback
+            contexts, level.first, level.width, levels.ancestors, max_keys, recurrent_states
         )
         logits = self._model.compute_logits(states.hidden)
         self._drafted.draw(self._batch, num_reqs, levels, level, logits)
@@ -249,7 +253,7 @@ class TreeGrowth:
         width: int,
         ancestors: Tensor,
         max_keys: int,
-        feedback: Tensor | None,
+        recurrent_states: Tensor | None,
         written: Tensor | None = None,
     ) -> DraftStates:
         """The states of the ``R * width`` rows that `_inputs` holds."""
@@ -270,7 +274,7 @@ class TreeGrowth:
             inputs.positions[:rows],
             inputs.slots[:, :rows],
             queries,
-            feedback,
+            recurrent_states,
         )
 
 

@@ -33,7 +33,7 @@ class LlamaDraft(DraftModel):
         positions: Tensor,
         slots: Tensor,
         queries: DraftQueries,
-        feedback: Tensor | None = None,
+        recurrent_states: Tensor | None = None,
     ) -> DraftStates:
         """See `DraftModel.forward`."""
         nodes = Nodes(

@@ -4,7 +4,7 @@ import pytest
 from vllm import SamplingParams
 
 from sequoia_vllm.engine.runner import draft_failure
-from sequoia_vllm.engine.v1.proposer import TreeProposer
+from sequoia_vllm.engine.v1.proposer import TreeProposerV1
 from sequoia_vllm.engine.v1.runner import SequoiaCPUModelRunner
 from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
 from tests.support.models import TARGET, prompts
@@ -196,7 +196,7 @@ def test_a_draft_that_fails_ends_speculation_only(plain_outputs, monkeypatch, fa
     """In the middle of 8 requests, trees of the step before still to be verified."""
     expected = plain_outputs(prompts(8), GREEDY)
     said, calls = [], []
-    original = getattr(TreeProposer, fails_in)
+    original = getattr(TreeProposerV1, fails_in)
 
     def failing(self, *args, **kwargs):
         calls.append(fails_in)
@@ -204,7 +204,7 @@ def test_a_draft_that_fails_ends_speculation_only(plain_outputs, monkeypatch, fa
             raise RuntimeError("the draft's file is gone")
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(TreeProposer, fails_in, failing)
+    monkeypatch.setattr(TreeProposerV1, fails_in, failing)
     monkeypatch.setattr(draft_failure.logger, "exception", said.append)
     with running(sequoia()) as llm:
         assert tokens_of(llm.generate(prompts(8), GREEDY, use_tqdm=False)) == expected

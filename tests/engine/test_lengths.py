@@ -6,7 +6,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from sequoia_vllm.engine import hooks
-from sequoia_vllm.engine.v1.proposer import TreeProposer
+from sequoia_vllm.engine.v1.proposer import TreeProposerV1
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.models import TARGET, save_llama
 
@@ -28,13 +28,13 @@ def pair(tmp_path_factory):
 def draft_positions(monkeypatch):
     """The largest position of each of the draft's forward passes."""
     found = []
-    forward = TreeProposer._forward
+    forward = TreeProposerV1._forward
 
     def recording(self, tokens, positions, *args, **kwargs):
         found.append(int(positions.max()))
         return forward(self, tokens, positions, *args, **kwargs)
 
-    monkeypatch.setattr(TreeProposer, "_forward", recording)
+    monkeypatch.setattr(TreeProposerV1, "_forward", recording)
     return found
 
 

@@ -12,7 +12,7 @@ def take_and_fill():
     from sequoia_vllm.drafting.draft_batch import DraftBatch
     from sequoia_vllm.drafting.drafted_trees import DraftedTrees
     from sequoia_vllm.drafting.tree_tables import TreeTables
-    from sequoia_vllm.engine.v2.drafting.reading import DraftReading
+    from sequoia_vllm.engine.v2.drafting.draft_progress import ModelDraftProgress
     from sequoia_vllm.tree import TokenTree
     from tests.support.device_apart import (
         DEVICE,
@@ -28,8 +28,8 @@ def take_and_fill():
     with device_apart():
         with setting_up():
             batch = DraftBatch(4, DEVICE)
-            reading = DraftReading(4, [0, 1, 1, 2], unknown_drafts=3, device=DEVICE)
-            reading.use_cache({0: 1})
+            progress = ModelDraftProgress(4, [0, 1, 1, 2], unknown_drafts=3, device=DEVICE)
+            progress.use_cache({0: 1})
             levels = TreeTables(tree, DEVICE).levels
             drafted = DraftedTrees.empty(4, 8, 2, tree.size, 9, torch.float32, DEVICE)
             modes = torch.zeros(4, dtype=torch.int32, device=DEVICE)
@@ -47,16 +47,16 @@ def take_and_fill():
         def bounds_after(slots: list[int], cached: list[int], scheduled: list[int]) -> np.ndarray:
             """Rows to read once requests have started and their prompts are in the cache."""
             for slot, tokens_cached in zip(slots, cached, strict=True):
-                reading.start(slot, tokens_cached, [blocks[slot // 2]])
+                progress.start(slot, tokens_cached, [blocks[slot // 2]])
             numbers = (np.array(values, dtype=np.int32) for values in (cached, scheduled))
-            reading.gain(np.array(slots), *numbers, None, np.ones(len(slots), dtype=bool))
-            return reading.take_bounds(np.array(slots), 64)
+            progress.gain(np.array(slots), *numbers, None, np.ones(len(slots), dtype=bool))
+            return progress.take_bounds(np.array(slots), 64)
 
         bounds_after([2], [0], [3])  # the draft fills three blocks, which slot 2 finds again
         bounds = bounds_after([2, 0], [3, 0], [2, 7])
         batch.begin(
             requests=requests, computed=computed, num_sampled=sampled,
-            bounds=buffers.async_tensor_h2d(bounds, device=DEVICE), read=reading.read,
+            bounds=buffers.async_tensor_h2d(bounds, device=DEVICE), read=progress.read,
             modes=modes, most_nodes=most, temperature=temperature, top_k=top_k, top_p=top_p,
             min_p=min_p, seeds=seeds, drafted_nodes=drafted.nodes,
             drafted_rows=drafted.rows, levels=levels, longest=99, max_trees=4,

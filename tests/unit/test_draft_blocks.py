@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
-from sequoia_vllm.engine.v1 import reading as v1_reading
-from sequoia_vllm.engine.v2.drafting import reading, request_reading
+from sequoia_vllm.engine.v1 import draft_progress as v1_progress
+from sequoia_vllm.engine.v2.drafting import draft_progress
 from tests.support.prefix_cache import (
     BLOCK,
     DEPTH,
@@ -80,10 +80,10 @@ def test_null_blocks_before_a_window_count_as_filled():
 
 
 class V1Reader:
-    """The V1 `DraftReading` among the requests of an `Engine`."""
+    """The V1 `ModelDraftProgress` among the requests of an `Engine`."""
 
     def __init__(self):
-        self.progress = v1_reading.DraftReading(LONGEST - 4, 0, DraftBlocks({0: BLOCK}))
+        self.progress = v1_progress.DraftProgressV1(LONGEST - 4, 0, DraftBlocks({0: BLOCK}))
 
     def start(self, request):
         self.progress.start(request.name, request.computed, [request.blocks])
@@ -140,26 +140,26 @@ class Staged:
 
 
 class V2Reader:
-    """The V2 `DraftReading` among requests of an `Engine` whose outcomes are known a step late."""
+    """`ModelDraftProgress` among requests of an `Engine` whose outcomes are known a step late."""
 
     def __init__(self):
-        self.reading = reading.DraftReading(
+        self.progress = draft_progress.ModelDraftProgress(
             SLOTS, DEPTHS, unknown_drafts=DRAFTS, device=torch.device("cpu")
         )
-        self.reading.use_cache({0: BLOCK})
+        self.progress.use_cache({0: BLOCK})
 
     def start(self, request):
-        self.reading.start(request.slot, request.computed, [request.blocks])
+        self.progress.start(request.slot, request.computed, [request.blocks])
 
     def extend(self, request, blocks):
-        self.reading.extend(request.slot, [blocks])
+        self.progress.extend(request.slot, [blocks])
 
     def finish(self, request):
         pass
 
     def read(self, batch, drafting, budget):
         slots = np.array([scheduled.request.slot for scheduled in batch], dtype=np.intp)
-        self.reading.gain(
+        self.progress.gain(
             slots,
             np.array([s.computed + s.rejected_before for s in batch], dtype=np.int32),
             np.array([s.num_scheduled for s in batch], dtype=np.int32),
@@ -168,18 +168,18 @@ class V2Reader:
         )
         if not (batch and drafting):
             return {}
-        most = self.reading.most_unread(slots)
-        bounds = self.reading.take_bounds(slots, budget)
+        most = self.progress.most_unread(slots)
+        bounds = self.progress.take_bounds(slots, budget)
         assert bounds.sum() <= budget
         assert bounds.max() <= most
         reads = {}
         for scheduled, bound in zip(batch, bounds.tolist(), strict=True):
             # As `kernels.begin_drafting` does it.
             request = scheduled.request
-            start = int(self.reading.read[request.slot])
+            start = int(self.progress.read[request.slot])
             end = request.computed + bool(scheduled.sampled)
             count = max(min(end - start, bound), 0)
-            self.reading.read[request.slot] = start + count
+            self.progress.read[request.slot] = start + count
             drafts = bool(scheduled.sampled) and start + count == end
             if count > 0 or drafts:
                 reads[request.name] = (start, start + count)
@@ -199,7 +199,7 @@ READERS = {"V1": V1Reader, "V2": V2Reader}
 @pytest.fixture(autouse=True, scope="module")
 def no_kernels():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request_reading, "StagedWriteTensor", Staged)
+        patch.setattr(draft_progress, "StagedWriteTensor", Staged)
         yield
 
 

@@ -27,7 +27,7 @@ class DraftBlocks:
     place of those that lie before the window. Nobody reads or writes these, so they
     count as filled.
 
-    Both runners' `DraftReading` tells it when requests begin, get blocks and finish, and
+    Both runners' `ModelDraftProgress` tells it when requests begin, get blocks and finish, and
     calls `read` when a drafting pass reads their tokens.
 
     Args:

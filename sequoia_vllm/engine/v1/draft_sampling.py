@@ -52,7 +52,7 @@ def _mend_broken(draft: Tensor) -> None:
 class DraftSampling:
     """Draws children without replacement, and keeps Q where the verifier will need it.
 
-    The runner makes one for each drafting pass. `TreeProposer.grow` calls `start`, then
+    The runner makes one for each drafting pass. `TreeProposerV1.grow` calls `start`, then
     `children` for each level from the root down, and `finish`, which hands over the
     tree's tokens with the stored Q.
 

@@ -23,7 +23,7 @@ from sequoia_vllm.tree import TokenTree
 class DraftedTrees:
     """What one drafting pass grew, for the B requests that it drew drafts for.
 
-    `TreeProposer.grow` returns it at the end of a step, and the runner keeps it for
+    `TreeProposerV1.grow` returns it at the end of a step, and the runner keeps it for
     each of the requests (`Draft`). In the next step `schedule_trees` compares its tokens
     with those that the scheduler sends back, and the verifier reads its distributions.
 

@@ -20,9 +20,9 @@ from sequoia_vllm.engine.common.replicas import as_alone
 from sequoia_vllm.engine.runner.attention_layers import freed_behind
 from sequoia_vllm.engine.runner.cpu_attention import CPUTreeAttentionMetadata, TreeQueries
 from sequoia_vllm.engine.runner.vocabulary import draft_vocabulary
+from sequoia_vllm.engine.v1.draft_progress import CommittedTokens
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
 from sequoia_vllm.engine.v1.drafts import DraftedTrees
-from sequoia_vllm.engine.v1.reading import CommittedTokens
 
 PADDING_SLOT = -1  # vLLM's cache-update op skips it
 
@@ -51,7 +51,7 @@ class InnerNodes:
     max_keys: int
 
 
-class TreeProposer(DraftModelProposer):
+class TreeProposerV1(DraftModelProposer):
     """vLLM's draft-model proposer (loading, KV cache, compilation) growing trees.
 
     Instead of its `propose`, the runner calls two methods at the end of a step. `advance`

@@ -37,11 +37,11 @@ from sequoia_vllm.engine.runner.draft_failure import survive_draft
 from sequoia_vllm.engine.runner.kv_commit import TargetCaches, accepted_moves
 from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.runner.tensor_parallel import broadcast_from_rank0
+from sequoia_vllm.engine.v1.draft_progress import CommittedTokens, DraftProgressV1
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
 from sequoia_vllm.engine.v1.drafts import Draft, ScoringTrees, logits_rows, schedule_trees
 from sequoia_vllm.engine.v1.path_edits import PathEdits
-from sequoia_vllm.engine.v1.proposer import TreeProposer
-from sequoia_vllm.engine.v1.reading import CommittedTokens, DraftReading
+from sequoia_vllm.engine.v1.proposer import TreeProposerV1
 from sequoia_vllm.engine.v1.sampler_output import SamplerRows, combine_outputs, wants_logprobs
 from sequoia_vllm.engine.v1.seeded import SessionSeeds
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution, truncation_of
@@ -77,7 +77,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self.tree = settings.tree
         self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
         self.draft_has_failed = False
-        self.drafter = TreeProposer(vllm_config, device, self)
+        self.drafter = TreeProposerV1(vllm_config, device, self)
         self.tree_verifier = TreeVerifier(
             greedy_argmax=self.sampler.greedy_sample,
             seeded_argmax=torch.ops._C.fused_gumbel_argmax,
@@ -116,11 +116,11 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         ]
 
     @cached_property
-    def draft_reading(self) -> DraftReading:
+    def draft_progress(self) -> DraftProgressV1:
         """How far the draft has read each request; made when the cache is there."""
         group = self.drafter.kv_cache_gid
         spec = self.kv_cache_config.kv_cache_groups[group].kv_cache_spec
-        return DraftReading(
+        return DraftProgressV1(
             self.drafter.draft_max_len, self.max_num_tokens, DraftBlocks({group: spec.block_size})
         )
 
@@ -145,20 +145,20 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         for request_id in scheduler_output.finished_req_ids:
             self._drafts.pop(request_id, None)
             self._session_seeds.forget(request_id)
-            self.draft_reading.forget(request_id)
+            self.draft_progress.forget(request_id)
         for new in scheduler_output.scheduled_new_reqs:
             known = self.requests.get(new.req_id)
             if known is not None and new.req_id not in scheduler_output.finished_req_ids:
                 self._session_seeds.continue_session(known, new.num_computed_tokens)
-            self.draft_reading.start(new.req_id, new.num_computed_tokens, new.block_ids)
+            self.draft_progress.start(new.req_id, new.num_computed_tokens, new.block_ids)
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
                 computed = cached.num_computed_tokens[index]
-                self.draft_reading.start(request_id, computed, blocks)
+                self.draft_progress.start(request_id, computed, blocks)
             elif blocks is not None:
-                self.draft_reading.extend(request_id, blocks)
+                self.draft_progress.extend(request_id, blocks)
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(
@@ -411,7 +411,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         computed = self.input_batch.num_computed_tokens_cpu[:num_reqs]
         sampled = sampled_token_ids.cpu().numpy()
         discarded = self.discard_request_mask.np[:num_reqs]
-        return self.draft_reading.take(
+        return self.draft_progress.take(
             self.input_batch.req_ids,
             self.input_batch.token_ids_cpu,
             known=(computed + scheduled - np.array(drafted)).astype(np.int64),

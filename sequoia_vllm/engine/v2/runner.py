@@ -23,7 +23,7 @@ from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.v2.adapters import AdaptersOfNodes
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTrees, TreeScoring
-from sequoia_vllm.engine.v2.drafting.proposer import TreeProposer
+from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 from sequoia_vllm.engine.v2.drafting.proposers import new_proposer
 from sequoia_vllm.engine.v2.drafting.tree_memory import most_masked
 from sequoia_vllm.engine.v2.path_copies import PathCopies
@@ -55,7 +55,7 @@ class TreeRunner(GPUModelRunner):
         tables = TreeTables(self.tree, device)
         self.tree_backend = self.backend_class(tables.ancestors, settings.context_attention)
 
-        def init_speculator(config: VllmConfig, where: torch.device, states: Any) -> TreeProposer:
+        def init_speculator(config: VllmConfig, where: torch.device, states: Any) -> TreeProposerV2:
             return new_proposer(config, where, states, tables, self.tree_backend)
 
         with swapped(model_runner, "init_speculator", init_speculator):
@@ -146,7 +146,7 @@ class TreeRunner(GPUModelRunner):
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if blocks is not None:
                 slot = self.req_states.req_id_to_index[request_id]
-                self.speculator.reading.extend(slot, blocks)
+                self.speculator.progress.extend(slot, blocks)
 
     # -- before the target's forward -----------------------------------------------
 

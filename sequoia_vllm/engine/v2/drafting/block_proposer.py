@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,14 +10,18 @@ from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
-from sequoia_vllm.drafting.block_growth import BlockGrowth, BlockLogits, IndependentLogits
-from sequoia_vllm.drafting.growth import DraftStates, TreeGrowth
-from sequoia_vllm.engine.v2.drafting.draft_model import CachedBlockModel
+from sequoia_vllm.drafting.block_growth import (
+    BlockGrowth,
+    BlockLogits,
+    BlockModel,
+    IndependentLogits,
+)
+from sequoia_vllm.drafting.growth import DraftQueries, DraftStates, TreeGrowth
 from sequoia_vllm.engine.v2.drafting.ragged_rows import RaggedRows
 from sequoia_vllm.engine.v2.drafting.state_proposer import StateTreeProposer
 
 
-class BlockTreeProposer(StateTreeProposer, DFlashSpeculator):
+class BlockTreeProposer(StateTreeProposer, DFlashSpeculator, BlockModel):
     """vLLM's speculator of DFlash heads (loading, KV cache, buffers) growing trees.
 
     Of committed tokens such a head reads nothing but the target's states, which become keys
@@ -36,17 +41,26 @@ class BlockTreeProposer(StateTreeProposer, DFlashSpeculator):
 
     def _new_growth(self, **shared: Any) -> TreeGrowth:
         queries = self.tree.depth + 1
-        sees_all = torch.ones(queries, queries, dtype=torch.bool, device=self.device)
+        self._chain = torch.ones(queries, queries, dtype=torch.bool, device=self.device).tril()
         return BlockGrowth(
             **shared,
-            model=CachedBlockModel(
-                self._cache, self.backend, self.run_draft, self.compute_logits, self.feedback_of,
-                self._store_context, self.block_logits, self._causal_layers, sees_all.tril(),
-            ),
+            model=self,
             mask_token=self.parallel_drafting_token_id,
             root_predicts=self.sample_from_anchor,
             levels=self._levels_of_blocks(),
-        )  # fmt: skip
+        )
+
+    def _metadata_of(
+        self, queries: DraftQueries, slots: Tensor, groups: dict[str, int]
+    ) -> dict[str, Any]:
+        """In causal layers the block is a chain: its positions see none after their own."""
+        chain = {name: group for name, group in groups.items() if name in self._causal_layers}
+        block = {name: group for name, group in groups.items() if name not in self._causal_layers}
+        as_chain = replace(queries, ancestors=self._chain)
+        return {
+            **super()._metadata_of(queries, slots, block),
+            **super()._metadata_of(as_chain, slots, chain),
+        }
 
     def _levels_of_blocks(self) -> int | None:
         """See `BlockGrowth`."""
@@ -60,13 +74,13 @@ class BlockTreeProposer(StateTreeProposer, DFlashSpeculator):
 
     def _forward_ragged(self, batch: InputBatch, rows: RaggedRows) -> DraftStates:
         """Keeps the context; nothing is computed of it."""
-        states = self._ragged_feedback(rows)
+        states = self._ragged_states(rows)
         longest = self.draft_model_config.max_model_len - 1
-        self._store_context(states, rows.positions.clamp(max=longest), rows.slots)
+        self.store_context(states, rows.positions.clamp(max=longest), rows.slots)
         return DraftStates(states)
 
     @torch.inference_mode()
-    def _store_context(self, states: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def store_context(self, states: Tensor, positions: Tensor, slots: Tensor) -> None:
         """See `BlockModel.store_context`."""
         names = self.model.get_draft_kv_cache_layer_names()
         by_layer = self._cache.by_layer(slots)
@@ -81,9 +95,9 @@ class BlockTreeProposer(StateTreeProposer, DFlashSpeculator):
         positions: Tensor,
         metadata: dict[str, Any] | None,
         slots: dict[str, Tensor] | None,
-        feedback: Tensor | None,
+        recurrent_states: Tensor | None,
     ) -> DraftStates:
         """See `TreeSpeculator.run_draft`; the states of the target only where nothing is kept."""
-        if metadata is None and feedback is not None:
-            self.model.precompute_and_store_context_kv(feedback, positions)
+        if metadata is None and recurrent_states is not None:
+            self.model.precompute_and_store_context_kv(recurrent_states, positions)
         return DraftStates(self._run_head(token_ids, positions, metadata, slots))

@@ -28,12 +28,14 @@ class _LevelTreeProposer(StateTreeProposer):
         positions: Tensor,
         metadata: dict[str, Any] | None,
         slots: dict[str, Tensor] | None,
-        feedback: Tensor | None,
+        recurrent_states: Tensor | None,
     ) -> DraftStates:
         """See `TreeSpeculator.run_draft`."""
-        states = self._run_head(token_ids, positions, metadata, slots, hidden_states=feedback)
-        hidden, fed_back = states if isinstance(states, tuple) else (states, states)
-        return DraftStates(hidden, fed_back)
+        states = self._run_head(
+            token_ids, positions, metadata, slots, hidden_states=recurrent_states
+        )
+        hidden, recurrent = states if isinstance(states, tuple) else (states, states)
+        return DraftStates(hidden, recurrent)
 
 
 class HeadTreeProposer(_LevelTreeProposer, EagleSpeculator):
@@ -52,6 +54,6 @@ class LayerTreeProposer(_LevelTreeProposer, MTPSpeculator):
     def _states_read(self, last: Tensor, auxiliary: list[Tensor] | None) -> list[Tensor]:
         return [last]
 
-    def feedback_of(self, target_states: Tensor) -> Tensor:
-        """See `DraftModel.feedback_of`."""
+    def combine_hidden_states(self, target_states: Tensor) -> Tensor:
+        """See `DraftModel.combine_hidden_states`."""
         return target_states

@@ -12,11 +12,11 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from sequoia_vllm.drafting.draft_plan import depths_by_drafts
 from sequoia_vllm.drafting.growth import DraftStates
 from sequoia_vllm.engine.runner.vocabulary import draft_vocabulary
-from sequoia_vllm.engine.v2.drafting.proposer import TreeProposer
-from sequoia_vllm.engine.v2.drafting.reading import DraftReading
+from sequoia_vllm.engine.v2.drafting.draft_progress import ModelDraftProgress
+from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 
 
-class ModelTreeProposer(TreeProposer, StandaloneARSpeculator):
+class ModelTreeProposer(TreeProposerV2, StandaloneARSpeculator):
     """vLLM's draft-model speculator (loading, KV cache, buffers) growing trees.
 
     A draft with another vocabulary is given, and gives, the target's tokens.
@@ -27,8 +27,8 @@ class ModelTreeProposer(TreeProposer, StandaloneARSpeculator):
         super().allocate(target_model)
         self._vocabulary = draft_vocabulary(self.vllm_config, self.device)
 
-    def _new_reading(self, steps_ahead: int) -> DraftReading:
-        return DraftReading(
+    def _new_progress(self, steps_ahead: int) -> ModelDraftProgress:
+        return ModelDraftProgress(
             self.max_num_reqs,
             depths_by_drafts(self.tree),
             unknown_drafts=steps_ahead * self.tree.num_speculative_tokens,
@@ -48,7 +48,7 @@ class ModelTreeProposer(TreeProposer, StandaloneARSpeculator):
         positions: Tensor,
         metadata: dict[str, Any] | None,
         slots: dict[str, Tensor] | None,
-        feedback: Tensor | None,
+        recurrent_states: Tensor | None,
     ) -> DraftStates:
         """See `TreeSpeculator.run_draft`."""
         own_ids = self._vocabulary.read(token_ids)

@@ -20,7 +20,7 @@ from sequoia_vllm.engine.v2.drafting.ragged_rows import RaggedRows
 from sequoia_vllm.engine.v2.drafting.tree_speculator import TreeSpeculator
 
 
-class TreeProposer(TreeSpeculator):
+class TreeProposerV2(TreeSpeculator):
     """What the speculator does in a step: its `propose` replaces vLLM's.
 
     Whatever a step decided stays on the device. Subclasses say, too, what a kind of draft
@@ -44,7 +44,7 @@ class TreeProposer(TreeSpeculator):
     ) -> None:
         """Notes the target's states ``[T, H]`` of this step: the last ones, and others."""
 
-    def _ragged_feedback(self, rows: RaggedRows) -> Tensor | None:
+    def _ragged_states(self, rows: RaggedRows) -> Tensor | None:
         """What these rows read."""
         return None
 
@@ -123,7 +123,7 @@ class TreeProposer(TreeSpeculator):
         drafts: int,
     ) -> None:
         """Reads what the step committed, as far as it has to be read, and grows the trees."""
-        self.reading.gain(
+        self.progress.gain(
             batch.idx_mapping_np,
             batch.num_computed_tokens_np,
             batch.num_scheduled_tokens,
@@ -149,7 +149,7 @@ class TreeProposer(TreeSpeculator):
         num_reqs, levels = batch.num_reqs, self.tables.levels_of(drafts)
         num_trees = min(num_reqs, self.plan.most_requests(drafts))
         width = chain_width(levels)
-        is_long = self.reading.most_unread(batch.idx_mapping_np) > width
+        is_long = self.progress.most_unread(batch.idx_mapping_np) > width
         is_long |= not self._fits_growth(num_trees, num_reqs, width)
         readers = num_reqs if is_long else num_trees
         bounds = self._begin(batch, num_sampled, temperature, seeds, levels, readers, num_trees)
@@ -191,7 +191,7 @@ class TreeProposer(TreeSpeculator):
         The first ``readers`` requests read, and the first ``num_trees`` have trees.
         """
         bounds = np.zeros(batch.num_reqs, dtype=np.int32)
-        bounds[:readers] = self.reading.take_bounds(
+        bounds[:readers] = self.progress.take_bounds(
             batch.idx_mapping_np[:readers], self.max_num_tokens
         )
         self.batch.begin(
@@ -199,7 +199,7 @@ class TreeProposer(TreeSpeculator):
             computed=self.req_states.num_computed_tokens.gpu,
             num_sampled=num_sampled,
             bounds=async_tensor_h2d(bounds, device=self.device),
-            read=self.reading.read,
+            read=self.progress.read,
             modes=self.modes.gpu,
             most_nodes=self.modes.most_nodes,
             temperature=temperature,
@@ -238,12 +238,12 @@ class TreeProposer(TreeSpeculator):
         last = self.req_states.all_token_ids.gpu.shape[1] - 1
         return self.run_draft(
             self.req_states.all_token_ids.gpu[
-                batch.idx_mapping[rows.requests], (positions + self.lag).clamp(max=last)
+                batch.idx_mapping[rows.requests], (positions + self.state_offset).clamp(max=last)
             ],
             positions.clamp(max=self.draft_model_config.max_model_len - 1),
             metadata,
             self._cache.by_layer(rows.slots),
-            self._ragged_feedback(rows),
+            self._ragged_states(rows),
         )
 
     @property

@@ -17,9 +17,9 @@ from sequoia_vllm.engine.v2.drafting.corrected_blocks import (
 )
 from sequoia_vllm.engine.v2.drafting.head_proposer import HeadTreeProposer, LayerTreeProposer
 from sequoia_vllm.engine.v2.drafting.model_proposer import ModelTreeProposer
-from sequoia_vllm.engine.v2.drafting.proposer import TreeProposer
+from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 
-_BY_METHOD: dict[str, type[TreeProposer]] = {
+_BY_METHOD: dict[str, type[TreeProposerV2]] = {
     "draft_model": ModelTreeProposer,
     "eagle3": HeadTreeProposer,
     "dflash": BlockTreeProposer,
@@ -27,7 +27,7 @@ _BY_METHOD: dict[str, type[TreeProposer]] = {
     "mtp": LayerTreeProposer,
 }
 # Of vLLM's method "dflash" by the draft's architecture, as vLLM does.
-_BY_ARCHITECTURE: dict[str, type[TreeProposer]] = {
+_BY_ARCHITECTURE: dict[str, type[TreeProposerV2]] = {
     "DFlash2DraftModel": CandidateTreeProposer,
     "LiLiCorrDraftModel": LatticeTreeProposer,
 }
@@ -39,7 +39,7 @@ def new_proposer(
     req_states: RequestState,
     tables: TreeTables,
     backend: TreeBackend,
-) -> TreeProposer:
+) -> TreeProposerV2:
     """The proposer of an engine whose trees vLLM knows by the method that it schedules like."""
     speculative_config = vllm_config.speculative_config
     proposer = _BY_METHOD[speculative_config.method]

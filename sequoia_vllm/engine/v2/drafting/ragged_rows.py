@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch
-from sequoia_vllm.engine.v2.drafting.draft_model import DraftCache
+from sequoia_vllm.engine.v2.drafting.draft_cache import DraftCache
 
 
 @dataclass(frozen=True)

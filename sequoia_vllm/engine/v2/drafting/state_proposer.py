@@ -12,13 +12,13 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 
 from sequoia_vllm.drafting.draft_plan import depths_by_drafts
-from sequoia_vllm.engine.v2.drafting.proposer import TreeProposer
+from sequoia_vllm.engine.v2.drafting.draft_progress import HeadDraftProgress
+from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 from sequoia_vllm.engine.v2.drafting.ragged_rows import RaggedRows
-from sequoia_vllm.engine.v2.drafting.step_reading import StepReading
 from sequoia_vllm.kernels.target_states import gather_target_states
 
 
-class StateTreeProposer(TreeProposer):
+class StateTreeProposer(TreeProposerV2):
     """Follows what the target's forward leaves, and gathers it for a head.
 
     A step leaves the target's states of some layers, or its last ones, at all nodes; the
@@ -26,10 +26,10 @@ class StateTreeProposer(TreeProposer):
     the step: the head reads in every one, whether it drafts or not.
     """
 
-    lag = 1
+    state_offset = 1
 
-    def _new_reading(self, steps_ahead: int) -> StepReading:
-        return StepReading(self.max_num_reqs, depths_by_drafts(self.tree), self.device)
+    def _new_progress(self, steps_ahead: int) -> HeadDraftProgress:
+        return HeadDraftProgress(self.max_num_reqs, depths_by_drafts(self.tree), self.device)
 
     def allocate(self, target_model: torch.nn.Module) -> None:
         """See `TreeSpeculator.allocate`; room for the target's states of the largest pass that is
@@ -70,8 +70,8 @@ class StateTreeProposer(TreeProposer):
     def _target_states(self) -> Tensor:
         return self._gathered
 
-    def feedback_of(self, target_states: Tensor) -> Tensor:
-        """See `DraftModel.feedback_of`: of several layers' states one of the head's width."""
+    def combine_hidden_states(self, target_states: Tensor) -> Tensor:
+        """Combines the states of several layers to one of the head's width."""
         return self.model.combine_hidden_states(target_states)
 
     def _run_head(
@@ -98,7 +98,7 @@ class StateTreeProposer(TreeProposer):
     # -- one drafting pass -----------------------------------------------------------------
 
     def propose(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As `TreeProposer`'s; lets go of the step's states, which take memory of the next."""
+        """As `TreeProposerV2`'s; lets go of the step's states, which take memory of the next."""
         try:
             return super().propose(*args, **kwargs)
         finally:
@@ -123,12 +123,12 @@ class StateTreeProposer(TreeProposer):
         rows = num_trees * width
         self._gather(requests[:rows], offsets[:rows], self._gathered[:rows])
 
-    def _ragged_feedback(self, rows: RaggedRows) -> Tensor:
+    def _ragged_states(self, rows: RaggedRows) -> Tensor:
         states = self._gathered.new_empty(len(rows.requests), self._gathered.shape[1])
-        return self.feedback_of(self._gather(rows.requests, rows.offsets, states))
+        return self.combine_hidden_states(self._gather(rows.requests, rows.offsets, states))
 
-    def _dummy_feedback(self, rows: int) -> Tensor:
-        return self.feedback_of(self._gathered.new_zeros(rows, self._gathered.shape[1]))
+    def _dummy_states(self, rows: int) -> Tensor:
+        return self.combine_hidden_states(self._gathered.new_zeros(rows, self._gathered.shape[1]))
 
     def _gather(self, requests: Tensor, offsets: Tensor, states: Tensor) -> Tensor:
         gather_target_states(

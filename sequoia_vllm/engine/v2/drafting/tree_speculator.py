@@ -20,18 +20,18 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.draft_plan import DraftPlan
-from sequoia_vllm.drafting.growth import DraftStates, TreeGrowth
+from sequoia_vllm.drafting.growth import DraftModel, DraftQueries, DraftStates, TreeGrowth
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.common.load import fewer_drafts, scheduled_drafts
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.attention_layers import freed_behind
 from sequoia_vllm.engine.runner.draft_failure import survive_draft
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
+from sequoia_vllm.engine.v2.drafting.draft_cache import DraftCache
 from sequoia_vllm.engine.v2.drafting.draft_graphs import DraftGraphs
 from sequoia_vllm.engine.v2.drafting.draft_loading import nothing_offloaded
-from sequoia_vllm.engine.v2.drafting.draft_model import CachedDraftModel, DraftCache
+from sequoia_vllm.engine.v2.drafting.draft_progress import DraftProgress
 from sequoia_vllm.engine.v2.drafting.request_modes import RequestModes
-from sequoia_vllm.engine.v2.drafting.request_reading import RequestReading
 from sequoia_vllm.engine.v2.drafting.tree_memory import (
     allocate_drafted,
     has_soft_cap,
@@ -40,19 +40,19 @@ from sequoia_vllm.engine.v2.drafting.tree_memory import (
 )
 
 
-class TreeSpeculator(DraftModelSpeculator):
-    """vLLM's speculator of a draft (loading, KV cache, buffers) for growing trees.
+class TreeSpeculator(DraftModelSpeculator, DraftModel):
+    """vLLM's speculator of a draft (loading, KV cache, buffers), and the draft that growth runs.
 
-    Subclasses say how a kind of draft is run: those of vLLM's speculators that they derive
-    from load it.
+    Subclasses say how a kind of draft is run. They derive from the speculator of vLLM's that
+    loads it, too.
 
     Attributes:
-        lag: See `kernels.begin_drafting`.
+        state_offset: See `kernels.begin_drafting`.
         most_scored: Rows of logits of the target that a step has at most, warm-up included.
         has_failed: Whether the draft has; then it is not asked again.
     """
 
-    lag: ClassVar[int] = 0
+    state_offset: ClassVar[int] = 0
     has_failed = False
     _serves = False
 
@@ -75,15 +75,15 @@ class TreeSpeculator(DraftModelSpeculator):
         self.most_scored = most_scored(drafts, tree.size, self.max_num_tokens)
         self.plan = DraftPlan(tree, drafts, self.max_num_tokens, fewer, self._least_rows())
         steps_ahead = vllm_config.max_concurrent_batches - 1
-        self.reading = self._new_reading(steps_ahead)
-        self.batch = DraftBatch(self.max_num_reqs, device, self.lag)
+        self.progress = self._new_progress(steps_ahead)
+        self.batch = DraftBatch(self.max_num_reqs, device, self.state_offset)
         self._logits_size = vllm_config.model_config.get_vocab_size()
         self._graphs: DraftGraphs | None = None
 
     # -- what kinds of drafts differ in ---------------------------------------------------
 
     @abstractmethod
-    def _new_reading(self, steps_ahead: int) -> RequestReading:
+    def _new_progress(self, steps_ahead: int) -> DraftProgress:
         """Follows what the draft has read; vLLM schedules so many steps ahead."""
 
     @abstractmethod
@@ -97,7 +97,7 @@ class TreeSpeculator(DraftModelSpeculator):
         positions: Tensor,
         metadata: dict[str, Any] | None,
         slots: dict[str, Tensor] | None,
-        feedback: Tensor | None,
+        recurrent_states: Tensor | None,
     ) -> DraftStates:
         """Runs the draft in vLLM's forward context; see `DraftModel.forward`."""
 
@@ -105,15 +105,15 @@ class TreeSpeculator(DraftModelSpeculator):
         """The draft's logits ``[rows, V]`` of the target's tokens."""
         return self.model.compute_logits(hidden)
 
-    def feedback_of(self, target_states: Tensor) -> Tensor:
-        """See `DraftModel.feedback_of`."""
+    def combine_hidden_states(self, target_states: Tensor) -> Tensor:
+        """See `DraftModel.combine_hidden_states`."""
         return target_states
 
     def _least_rows(self) -> int:
         """Rows that every request has in some pass, however small its tree."""
         return 1
 
-    def _dummy_feedback(self, rows: int) -> Tensor | None:
+    def _dummy_states(self, rows: int) -> Tensor | None:
         """What a forward of so many rows reads, of no request."""
         return None
 
@@ -150,7 +150,7 @@ class TreeSpeculator(DraftModelSpeculator):
             if name in self.draft_attn_layer_names
         }
         specs = {i: self.kv_cache_config.kv_cache_groups[i].kv_cache_spec for i in groups.values()}
-        self.reading.use_cache({index: spec.block_size for index, spec in specs.items()})
+        self.progress.use_cache({index: spec.block_size for index, spec in specs.items()})
         windows = {i: w for i, spec in specs.items() if (w := freed_behind(spec)) is not None}
         if windows and min(windows.values()) <= self.tree.depth + 1:
             raise ValueError(
@@ -170,10 +170,32 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def _new_growth(self, **shared: Any) -> TreeGrowth:
         """What grows trees; ``shared`` is all that it gets but the model."""
-        model = CachedDraftModel(
-            self._cache, self.backend, self.run_draft, self.compute_logits, self.feedback_of
-        )
-        return TreeGrowth(**shared, model=model)
+        return TreeGrowth(**shared, model=self)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        queries: DraftQueries,
+        recurrent_states: Tensor | None = None,
+    ) -> DraftStates:
+        """See `DraftModel.forward`; layers of a cache group share their attention metadata."""
+        metadata = self._metadata_of(queries, slots, self._cache.groups)
+        by_layer = self._cache.by_layer(slots)
+        return self.run_draft(token_ids, positions, metadata, by_layer, recurrent_states)
+
+    def _metadata_of(
+        self, queries: DraftQueries, slots: Tensor, groups: dict[str, int]
+    ) -> dict[str, Any]:
+        """Attention metadata by layer, for layers with these cache groups."""
+        tables = self._cache.block_tables.input_block_tables
+        num_reqs = len(queries.context_lens)
+        by_group = {
+            group: self.backend.draft_metadata(queries, tables[group][:num_reqs], slots[group])
+            for group in set(groups.values())
+        }
+        return {name: by_group[group] for name, group in groups.items()}
 
     # -- graphs ----------------------------------------------------------------------------
 
@@ -196,7 +218,7 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def start_request(self, slot: int, request: NewRequestData) -> None:
         """A new or resumed request takes this slot; `apply_starts` follows."""
-        self.reading.start(slot, request.num_computed_tokens, request.block_ids)
+        self.progress.start(slot, request.num_computed_tokens, request.block_ids)
         self.modes.start(slot, request.sampling_params)
 
     def apply_starts(self) -> None:
@@ -232,7 +254,7 @@ class TreeSpeculator(DraftModelSpeculator):
         """The largest forward, and the widest level's logits; to profile memory, the target's."""
         rows = batch.num_tokens
         states = self.run_draft(
-            batch.input_ids[:rows], batch.positions[:rows], None, None, self._dummy_feedback(rows)
+            batch.input_ids[:rows], batch.positions[:rows], None, None, self._dummy_states(rows)
         )
         self.compute_logits(states.hidden[: min(rows, self.plan.widest_level)])
         if is_profile:

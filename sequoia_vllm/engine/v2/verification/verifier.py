@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 
 from sequoia_vllm.engine.runner.tensor_parallel import broadcast_from_rank0
-from sequoia_vllm.engine.v2.drafting.proposer import TreeProposer
+from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 from sequoia_vllm.engine.v2.verification.emitted_rows import emitted_rows
 from sequoia_vllm.engine.v2.verification.logits_needs import LogitsNeeds
 from sequoia_vllm.kernels.modes import SAMPLED
@@ -89,7 +89,7 @@ class TreeVerifier(RejectionSampler):
         method: How sampled requests are verified.
     """
 
-    def __init__(self, sampler: Sampler, speculator: TreeProposer, method: Method) -> None:
+    def __init__(self, sampler: Sampler, speculator: TreeProposerV2, method: Method) -> None:
         super().__init__(sampler, speculator.speculative_config, speculator.device)
         self._speculator = speculator
         self._traverses = method == "traversal"

@@ -1,27 +1,101 @@
-"""How much of each request the draft model has read: exact on the device, bounded on the host.
+"""How much of each request the draft has read: exact on the device, bounded on the host.
 
 The draft *reads* a token when it computes the token's keys and values into its own KV
-cache.
-
-A step's outcome stays on the device (vLLM schedules the next step before it is
-known), so the host knows only how many tokens a request may have gained at
-most. That bounds the rows of the draft's next pass; the device knows which of
-them are real.
+cache. A step's outcome stays on the device: vLLM schedules the next step before it is
+known. So the host knows only how many tokens a request may have gained at most. That
+bounds the rows of the draft's next pass. The device knows which of them are real.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
-from sequoia_vllm.engine.v2.drafting.request_reading import RequestReading
 
 
-class DraftReading(RequestReading):
+class DraftProgress(ABC):
+    """Follows how many tokens of each request the draft has read.
+
+    Before the target's forward, the runner calls `start` for requests that begin or resume
+    and `extend` for those that get more cache blocks. After every step the proposer calls
+    `gain`; if the draft is to read it then asks `most_unread`, which decides how it reads,
+    and calls `take_bounds` for the rows of its pass. That pass adds to `read` on the device
+    what it has really read.
+
+    Args:
+        max_num_reqs: How many request slots the engine has.
+        depths: The most drafts that a step can accept if it scores 0, 1, 2, ... of them.
+        device: The engine's device.
+    """
+
+    def __init__(self, max_num_reqs: int, depths: Sequence[int], device: torch.device) -> None:
+        self._depths = np.array(depths, dtype=np.int32)
+        self._read = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)
+
+    @property
+    def read(self) -> Tensor:
+        """int32 ``[max_num_reqs]``: tokens read, by request slot; written by drafting passes."""
+        return self._read.gpu
+
+    @abstractmethod
+    def use_cache(self, block_sizes: Mapping[int, int]) -> None:
+        """Called when the KV cache is allocated; for its block sizes see `DraftBlocks`."""
+
+    @abstractmethod
+    def start(
+        self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """A request begins, or resumes after preemption.
+
+        Args:
+            slot: Its request slot.
+            num_computed_tokens: How many of its first tokens are in the prefix cache, so
+                that the target does not compute them.
+            block_ids: The ids of its blocks, for each cache group.
+        """
+
+    @abstractmethod
+    def extend(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """The request in this slot gets more blocks, whose ids are given for each cache group."""
+
+    @abstractmethod
+    def gain(
+        self,
+        slots: NDArray[np.intp],
+        computed: NDArray[np.int32],
+        num_scheduled: NDArray[np.int32],
+        num_drafts: NDArray[np.int32] | None,
+        is_prefilling: NDArray[np.bool_],
+    ) -> None:
+        """Notes how many tokens each request of a step may have gained at most.
+
+        Args:
+            slots: ``[R]``: the request slots of the batch.
+            computed: ``[R]``: tokens in the target's cache before the step, as the
+                scheduler counts them.
+            num_scheduled: ``[R]``: tokens in the target's forward, drafts included.
+            num_drafts: ``[R]``: drafts in the target's forward; None if there were none.
+            is_prefilling: ``[R]``: whether the step read a prompt (it may have
+                sampled a token too).
+        """
+
+    @abstractmethod
+    def most_unread(self, slots: NDArray[np.intp]) -> int:
+        """Tokens that the draft may have to read of one of these requests."""
+
+    @abstractmethod
+    def take_bounds(self, slots: NDArray[np.intp], budget: int) -> NDArray[np.int32]:
+        """Rows to read now, int32 ``[R]``: all there may be, up to ``budget`` in sum."""
+
+
+class ModelDraftProgress(DraftProgress):
     """Follows how many tokens of each request the draft model has read.
 
     While a schedule asks for no drafts, the draft reads nothing; when it asks for some
@@ -29,7 +103,7 @@ class DraftReading(RequestReading):
     the draft reads those that it has not read for another request.
 
     Args:
-        max_num_reqs, depths, device: As of `RequestReading`.
+        max_num_reqs, depths, device: As of `DraftProgress`.
         unknown_drafts: The most drafts of a request that the scheduler counts as accepted
             because it does not know yet what became of them.
     """
@@ -52,13 +126,13 @@ class DraftReading(RequestReading):
         self._blocks = DraftBlocks({})
 
     def use_cache(self, block_sizes: Mapping[int, int]) -> None:
-        """See `RequestReading.use_cache`."""
+        """See `DraftProgress.use_cache`."""
         self._blocks = DraftBlocks(block_sizes)
 
     def start(
         self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """See `RequestReading.start`."""
+        """See `DraftProgress.start`."""
         self._cached.pop(slot, None)
         self._cached[slot] = num_computed_tokens
         self._blocks.start(slot, block_ids, num_computed_tokens)
@@ -66,7 +140,7 @@ class DraftReading(RequestReading):
         self._computed_at_least[slot] = num_computed_tokens
 
     def extend(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """See `RequestReading.extend`."""
+        """See `DraftProgress.extend`."""
         self._blocks.extend(slot, block_ids)
 
     def gain(
@@ -77,7 +151,7 @@ class DraftReading(RequestReading):
         num_drafts: NDArray[np.int32] | None,
         is_prefilling: NDArray[np.bool_],
     ) -> None:
-        """See `RequestReading.gain`."""
+        """See `DraftProgress.gain`."""
         drafts = np.zeros_like(num_scheduled) if num_drafts is None else num_drafts
         certain = num_scheduled - drafts
         self._unread_bound[slots] += certain + is_prefilling + self._depths[drafts]
@@ -85,14 +159,14 @@ class DraftReading(RequestReading):
         self._computed_at_least[slots] = np.maximum(self._computed_at_least[slots], at_least)
 
     def most_unread(self, slots: NDArray[np.intp]) -> int:
-        """See `RequestReading.most_unread`."""
+        """See `DraftProgress.most_unread`."""
         bounds = self._unread_bound[slots]
         for slot, row in self._beginning(slots).items():
             bounds[row] += self._unread_cached(slot)
         return int(bounds.max())
 
     def take_bounds(self, slots: NDArray[np.intp], budget: int) -> NDArray[np.int32]:
-        """See `RequestReading.take_bounds`.
+        """See `DraftProgress.take_bounds`.
 
         Requests that begin come last, in the order in which they started: the
         prefix cache gives a request blocks that an earlier one fills in this very
@@ -150,3 +224,51 @@ class DraftReading(RequestReading):
         read = zip(*(values[crossed].tolist() for values in (slots, before, after)), strict=True)
         for slot, start, end in read:
             self._blocks.read(slot, start, end)
+
+
+class HeadDraftProgress(DraftProgress):
+    """Follows the requests of an engine whose head reads in every step."""
+
+    def __init__(self, max_num_reqs: int, depths: Sequence[int], device: torch.device) -> None:
+        super().__init__(max_num_reqs, depths, device)
+        self._bounds = np.zeros(max_num_reqs, dtype=np.int32)
+
+    def use_cache(self, block_sizes: Mapping[int, int]) -> None:
+        """Nothing: blocks have what the head read of them when the target computed them."""
+
+    def start(
+        self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """See `DraftProgress.start`.
+
+        Of the prefix cache vLLM takes one block less for a head, whose last entry comes with a
+        token of the next block.
+        """
+        self._read.stage_write_elem(slot, num_computed_tokens)
+
+    def extend(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Nothing: see `use_cache`."""
+
+    def gain(
+        self,
+        slots: NDArray[np.intp],
+        computed: NDArray[np.int32],
+        num_scheduled: NDArray[np.int32],
+        num_drafts: NDArray[np.int32] | None,
+        is_prefilling: NDArray[np.bool_],
+    ) -> None:
+        """See `DraftProgress.gain`: what the target may have computed for good in this step."""
+        drafts = np.zeros_like(num_scheduled) if num_drafts is None else num_drafts
+        self._bounds[slots] = num_scheduled - drafts + self._depths[drafts]
+
+    def most_unread(self, slots: NDArray[np.intp]) -> int:
+        """See `DraftProgress.most_unread`."""
+        return int(self._bounds[slots].max())
+
+    def take_bounds(self, slots: NDArray[np.intp], budget: int) -> NDArray[np.int32]:
+        """See `DraftProgress.take_bounds`.
+
+        They are no more than the target's rows of the step, and so within any ``budget``.
+        """
+        self._read.apply_write()
+        return self._bounds[slots]

@@ -40,13 +40,13 @@ class CommittedTokens:
         return self.counts.cumsum() - 1
 
 
-class DraftReading:
+class DraftProgressV1:
     """Follows how many tokens of each request the draft model has read.
 
     Before the target's forward, the runner calls `forget` for the requests that have
     finished, `start` for those that begin or resume, and `extend` for those that get more
     cache blocks. After the step has sampled, and only if drafts are due, it calls `take`
-    once: that returns the tokens to read, which `TreeProposer.advance` reads at once, and
+    once: that returns the tokens to read, which `TreeProposerV1.advance` reads at once, and
     counts them as read.
 
     While a schedule asks for no drafts at this batch size, the draft reads nothing; when
