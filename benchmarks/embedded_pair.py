@@ -13,7 +13,7 @@ PROMPTS = "examples/models/prompts.jsonl"
 
 
 def encoded_prompts(count: int) -> list[list[int]]:
-    """Token ids of its first prompts; 200 at most. A grown target's are the same."""
+    """Token ids of its first prompts; 200 at most. A synthetic target's are the same."""
     from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
     return encode_prompts(load_prompts(Path(PROMPTS), count), load_tokenizer(TARGET))

@@ -1,9 +1,9 @@
 """What a new user gets: an engine that nobody tuned, after a while, against plain vLLM and chains.
 
-``python -m benchmarks.untuned`` runs the pair in ``examples/models``; ``--model`` takes a grown
-target. All engines first complete so many tokens of every request (``--warm-up``); then they take
-turns, and every one completes the same prompts. Trees and what engines learned are kept in a
-directory of this run, which is empty at first.
+``python -m benchmarks.untuned`` runs the pair in ``examples/models``; ``--model`` takes a
+synthetic target. All engines first complete so many tokens of every request (``--warm-up``). Then
+they take turns, and every one completes the same prompts. Trees and what engines learned are kept
+in a directory of this run, which is empty at first.
 
 Above temperature 0 vLLM's chain samples wrongly on CPUs, so its tokens and its speed tell nothing.
 The same chain then runs as a tree of ours, frozen, with Algorithm 2, which for a chain is vLLM's

@@ -1,8 +1,8 @@
 """Traversal against Algorithm 2: the same tree, sampled, in alternating rounds.
 
 ``python -m benchmarks.verification`` runs the pair in ``examples/models``; ``--model`` takes a
-grown target, and ``--offload-directory`` reads its layers from a disk in every pass. Both engines
-get the same tree and the same prompts, at batch size 1.
+synthetic target, and ``--offload-directory`` reads its layers from a disk in every pass. Both
+engines get the same tree and the same prompts, at batch size 1.
 """
 
 from __future__ import annotations

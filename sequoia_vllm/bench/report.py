@@ -133,7 +133,7 @@ class BenchModel(FileModel):
     name: str = Field(min_length=1)
     hashes: dict[str, str] = Field(description="SHA-256 of its files, where they are local.")
     grown_from: dict[str, Any] | None = Field(
-        default=None, description="If it was grown (sequoia-vllm grow): from what, and how."
+        default=None, description="Origin of a synthetic target; none: an ordinary model."
     )
 
 

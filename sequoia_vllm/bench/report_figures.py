@@ -141,10 +141,10 @@ def _colour(result: Result) -> str:
 
 
 def _save(figure: Figure, report: BenchReport, path: Path) -> Path:
-    """Writes the picture; of a grown model it says so."""
+    """Writes the picture, with the pair below it, and whether the target is synthetic."""
     said = f"{report.target.name} with {report.draft.name}, {report.dtype}, {report.device}"
     if report.target.grown_from:
-        said += "; the target is a grown model"
+        said += "; the target is synthetic"
     figure.supxlabel(said, fontsize=7.5, color=GREY)
     save_figure(figure, path)
     return path

@@ -14,10 +14,10 @@ from sequoia_vllm.bench.predict import Basis, middle_context
 from sequoia_vllm.bench.report import BenchModel, BenchReport, Prediction
 from sequoia_vllm.bench.rounds import Case
 from sequoia_vllm.bench.summary import results, searched
-from sequoia_vllm.enlarge.mark import grown_from
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.measuring.engines import Progress
 from sequoia_vllm.measuring.provenance import model_hashes, provenance
+from sequoia_vllm.measuring.synthetic_target import synthetic_origin
 
 # What changes speed on CPUs, of the environment.
 _ENVIRONMENT = (
@@ -64,7 +64,7 @@ def run_bench(
             return None
         return basis.predict(runs.tree, runs.drafts, case.batch_size, case.temperature)
 
-    models = [BenchModel(name=name, hashes=model_hashes(name), grown_from=grown_from(name))
+    models = [BenchModel(name=name, hashes=model_hashes(name), grown_from=synthetic_origin(name))
               for name in (settings.engine.target, settings.engine.draft)]  # fmt: skip
     return BenchReport(
         date=datetime.datetime.now(datetime.UTC).date(),
@@ -76,19 +76,20 @@ def run_bench(
         results=results(found, predict, chain_is_wrong=_chain_samples_wrongly()),
         searched=None if found.search is None else searched(found.search, settings.engine.draft),
         greedy=found.greedy,
-        notes=[note for model in models if (note := grown_note(model)) is not None],
+        notes=[note for model in models if (note := synthetic_note(model)) is not None],
         provenance=stated,
     )
 
 
-def grown_note(model: BenchModel) -> str | None:
-    """What must be said of numbers measured on a grown model; None: it is an ordinary one."""
-    if (mark := model.grown_from) is None:
+def synthetic_note(model: BenchModel) -> str | None:
+    """Remark on figures of a synthetic target; None: the model is an ordinary one."""
+    if (origin := model.grown_from) is None:
         return None
     return (
-        f"{model.name} was grown from {mark.get('from')}: {mark.get('layers')} layers, MLP width "
-        f"{mark.get('intermediate_size')}. It computes what the small model does: speeds are those "
-        "of a larger model whose draft is accepted as often as the small pair's."
+        f"{model.name} is a synthetic target made from {origin.get('from')}: "
+        f"{origin.get('layers')} layers, MLP width {origin.get('intermediate_size')}. It computes "
+        "what the small model does: speeds are those of a larger model whose draft is accepted as "
+        "often as the small pair's."
     )
 
 

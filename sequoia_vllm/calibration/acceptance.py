@@ -26,11 +26,11 @@ from sequoia_vllm.measuring.engines import (
 )
 from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.measuring.provenance import (
-    grown_models,
     model_hashes,
     provenance,
     settings_as_data,
 )
+from sequoia_vllm.measuring.synthetic_target import synthetic_models
 from sequoia_vllm.prompts import (
     encode_prompts,
     load_prompts,
@@ -268,7 +268,7 @@ def _file(task: AcceptanceTask, checkpoint: Checkpoint, stopped_by: StoppedBy) -
                 prompts=task.measures["prompts"],
                 **({} if settings.tree is None else {"tree": list(settings.tree.parents)}),
             ),
-            grown=grown_models(engine.target, engine.draft),
+            grown=synthetic_models(engine.target, engine.draft),
         ),
     )
 

@@ -37,12 +37,12 @@ from sequoia_vllm.measuring.engines import (
 )
 from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.measuring.provenance import (
-    grown_models,
     model_hashes,
     provenance,
     settings_as_data,
 )
 from sequoia_vllm.measuring.step_recorder import EXTENSION
+from sequoia_vllm.measuring.synthetic_target import synthetic_models
 from sequoia_vllm.prompts import (
     encode_prompts,
     load_prompts,
@@ -165,7 +165,7 @@ def profile_of(
                 "target": model_hashes(engine.target),
                 "draft": model_hashes(engine.draft),
             },
-            grown=grown_models(engine.target, engine.draft),
+            grown=synthetic_models(engine.target, engine.draft),
             prompts_sha256=prompts_hash,
             target_forward="the forward pass, the LM head, and all of a step that grows with "
             "the tree but verification (preparing inputs); steps gives the first two alone",

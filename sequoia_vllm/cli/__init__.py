@@ -23,7 +23,6 @@ COMMANDS = {
     "profile": "sequoia_vllm.cli.profile:profile",
     "tune": "sequoia_vllm.cli.tune:tune",
     "bench": "sequoia_vllm.cli.bench:bench",
-    "grow": "sequoia_vllm.cli.grow:grow",
     "gpu-check": "sequoia_vllm.cli.gpu_check:gpu_check",
     "demo": "sequoia_vllm.cli.demo:demo",
     "doctor": "sequoia_vllm.cli.doctor:doctor",

@@ -26,7 +26,7 @@ from sequoia_vllm.cli.measuring import (
     check_models,
     check_output,
     measuring,
-    note_grown,
+    note_synthetic,
     offload_spec,
     quiet_engines,
     write_file,
@@ -93,7 +93,7 @@ def calibrate(
     quiet_engines()
     with friendly_errors():
         check_models(target, draft)
-    note_grown(target, draft)
+    note_synthetic(target, draft)
     engine = EngineSpec(
         target, draft, dtype=dtype, tensor_parallel_size=tensor_parallel_size,
         enforce_eager=eager, kv_cache_gib=kv_cache_gib,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,15 +54,19 @@ def demo(
     ] = 4,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 1,
     dtype: Annotated[str, typer.Option(help="float32 makes identical output certain.")] = "float32",
-    grow: Annotated[
+    synthetic_layers: Annotated[
         int,
         typer.Option(
             min=0,
             help="Layers to add to the target that cost their time and change nothing: the "
-            "speeds of a larger target, the output of this one.",
+            "speeds of a larger target, the output of this one. In a checkout only.",
         ),
     ] = 0,
-    grow_width: Annotated[int, typer.Option(help="MLP width of the grown target.")] = 4096,
+    synthetic_width: Annotated[
+        int, typer.Option(min=1, help="MLP width of this synthetic target.")
+    ] = 4096,
+    grow: Annotated[int, typer.Option(min=0, hidden=True)] = 0,
+    grow_width: Annotated[int, typer.Option(min=0, hidden=True)] = 0,
     eager: Annotated[bool, typer.Option(help="Do not compile: starts faster.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -76,10 +79,11 @@ def demo(
     with contextlib.ExitStack() as stack:
         stack.enter_context(friendly_errors())
         check_models(target, draft)
-        if grow:
+        if layers := synthetic_layers or grow:
             stack.enter_context(sigterm_raises())
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sequoia-demo-"))
-            target = _grown(target, Path(folder), grow, grow_width, dtype)
+            width = grow_width or synthetic_width
+            target = _synthetic(target, Path(folder) / "target", layers, width, dtype)
         from sequoia_vllm.bench.measure import BenchSettings
         from sequoia_vllm.bench.methods import chain, plain, sequoia
         from sequoia_vllm.measuring.engines import EngineSpec
@@ -99,16 +103,18 @@ def demo(
         _compare(settings, texts[0].prompt or "", as_json)
 
 
-def _grown(target: str, folder: Path, layers: int, width: int, dtype: str) -> str:
-    from sequoia_vllm.enlarge import grow_model
-    from sequoia_vllm.enlarge.checkpoint import find_checkpoint
+def _synthetic(target: str, folder: Path, layers: int, width: int, dtype: str) -> str:
+    from sequoia_vllm.measuring.engines import load_config
+    from sequoia_vllm.measuring.synthetic_target import make_synthetic_target
 
-    config = json.loads((find_checkpoint(target) / "config.json").read_text(encoding="utf-8"))
-    grown = grow_model(
-        target, folder, layers=config["num_hidden_layers"] + layers,
-        width=max(width, config["intermediate_size"]), dtype=dtype,
-    )  # fmt: skip
-    return str(grown.folder)
+    config = load_config(target)
+    sizes = {
+        "--layers": config.num_hidden_layers + layers,
+        "--width": max(width, config.intermediate_size),
+        "--dtype": dtype,
+    }
+    words = [word for option, size in sizes.items() for word in (option, str(size))]
+    return str(make_synthetic_target(target, folder, *words)["folder"])
 
 
 def _compare(settings: BenchSettings, prompt: str, as_json: bool) -> None:

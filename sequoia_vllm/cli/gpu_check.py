@@ -16,7 +16,8 @@ def gpu_check(
         Path, typer.Option("--output", "-o", help="File for the report; written after each stage.")
     ] = Path("gpu-check.json"),
     models: Annotated[
-        Path | None, typer.Option(help="Folder of the pair (target, draft) that is grown.")
+        Path | None,
+        typer.Option(help="Folder of the pair to make synthetic models of."),
     ] = None,
     tiny: Annotated[
         bool,

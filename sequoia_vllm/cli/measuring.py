@@ -99,14 +99,14 @@ def check_models(target: str, draft: str) -> None:
         note(found.in_words)
 
 
-def note_grown(target: str, draft: str) -> None:
-    """Says it where a model was made by `grow`: it costs what a larger one does, no more."""
-    from sequoia_vllm.measuring.provenance import grown_models
+def note_synthetic(target: str, draft: str) -> None:
+    """Notes which model is a synthetic target, so that its times pass for no trained model's."""
+    from sequoia_vllm.measuring.synthetic_target import synthetic_models
 
-    for role, mark in grown_models(target, draft).items():
+    for role, origin in synthetic_models(target, draft).items():
         note(
-            f"the {role} is a grown model: it computes what {mark.get('from')} does, at the cost "
-            f"of {mark.get('parameters', 0) / 1e6:.0f} million parameters"
+            f"the {role} is a synthetic target: it computes what {origin.get('from')} does, at the "
+            f"cost of {origin.get('parameters', 0) / 1e6:.0f} million parameters"
         )
 
 

@@ -24,7 +24,7 @@ from sequoia_vllm.cli.measuring import (
     check_models,
     check_output,
     measuring,
-    note_grown,
+    note_synthetic,
     numbers,
     offload_spec,
     quiet_engines,
@@ -80,7 +80,7 @@ def profile(
     quiet_engines()
     with friendly_errors():
         check_models(target, draft)
-    note_grown(target, draft)
+    note_synthetic(target, draft)
     engine = EngineSpec(
         target, draft, dtype=dtype, tensor_parallel_size=tensor_parallel_size,
         enforce_eager=eager, kv_cache_gib=kv_cache_gib,

@@ -8,7 +8,9 @@ from typer.core import TyperGroup
 
 from sequoia_vllm.cli.common import fail
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "grow": "python -m benchmarks.synthetic_target, in a checkout of the repository",
+}
 """A removed command without ``sequoia-vllm``, like ``tree generate``: its replacement."""
 
 

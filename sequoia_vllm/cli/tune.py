@@ -29,7 +29,7 @@ from sequoia_vllm.cli.measuring import (
     TensorParallelOption,
     TopPOption,
     check_models,
-    note_grown,
+    note_synthetic,
     numbers,
     offload_spec,
     quiet_engines,
@@ -159,7 +159,7 @@ def tune(
     if acceptance is None or profile is None:
         with friendly_errors():
             check_models(target, draft)
-    note_grown(target, draft)
+    note_synthetic(target, draft)
     budget = QUICK if quick else FULL
     usual_context = context or budget.context
     usual_sizes = budget.tokens

@@ -1,4 +1,4 @@
-"""The full engine: plain vLLM, its chain and trees, on a target grown to 7B parameters."""
+"""The full engine: plain vLLM, its chain and trees, on a synthetic target of 7B parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sequoia_vllm.gpu_check.stage import StageRun
 if TYPE_CHECKING:
     from sequoia_vllm.bench.measure import BenchSettings
 
-_TARGET_PARAMETERS, _DRAFT_PARAMETERS = 6.74e9, 68e6
+_TARGET_PARAMETERS, _DRAFT_PARAMETERS = "6.74B", "68M"
 _PROMPTS, _MAX_TOKENS, _ROUNDS = 4, 128, 3
 _CHAINS = ["4"]
 _TREES = ["16x5", "64x8"]
@@ -29,32 +29,32 @@ def why_not(tiny: bool) -> str | None:
 
 
 def run_engine(run: StageRun, models: Path) -> None:
-    """Grows the pair in ``models`` ("target" and "draft"), and compares methods on it.
+    """Compares methods on synthetic models made of the pair in ``models`` ("target" and "draft").
 
     Raises:
         GpuCheckError: If the pair is not there.
     """
     if not (models / "target" / "config.json").is_file():
-        raise GpuCheckError(f"{models}: no models to grow; give --models the folder of a pair")
+        raise GpuCheckError(f"{models}: no pair there; give --models the folder of a pair")
     from sequoia_vllm.measuring.engine_processes import engines_end_here
 
     with run.attempt("engine"), tempfile.TemporaryDirectory() as folder, engines_end_here():
-        target, draft = _grown(run, models, Path(folder))
+        target, draft = _synthetic(run, models, Path(folder))
         settings = _settings(target, draft)
         _compare(run, settings)
 
 
-def _grown(run: StageRun, models: Path, folder: Path) -> tuple[str, str]:
-    from sequoia_vllm.enlarge import grow_model
+def _synthetic(run: StageRun, models: Path, folder: Path) -> tuple[str, str]:
+    from sequoia_vllm.measuring.synthetic_target import make_synthetic_target
 
-    grown = []
-    for role, parameters in (("target", _TARGET_PARAMETERS), ("draft", _DRAFT_PARAMETERS)):
-        made = grow_model(
-            str(models / role), folder / f"grown-{role}", parameters=parameters, dtype="bfloat16"
+    folders = []
+    for role, size in (("target", _TARGET_PARAMETERS), ("draft", _DRAFT_PARAMETERS)):
+        made = make_synthetic_target(
+            str(models / role), folder / role, "--params", size, "--dtype", "bfloat16"
         )
-        run.say(f"{role} grown to {made.shape.parameters:,} parameters")
-        grown.append(str(made.folder))
-    return grown[0], grown[1]
+        run.say(f"synthetic {role} of {made['parameters']:,} parameters")
+        folders.append(str(made["folder"]))
+    return folders[0], folders[1]
 
 
 def _settings(target: str, draft: str) -> BenchSettings:

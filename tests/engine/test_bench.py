@@ -146,10 +146,11 @@ def test_the_best_chain_is_looked_for_and_run(monkeypatch):
     assert (found.greedy.compared, found.greedy.identical) == (6, 6)
 
 
-def test_demo_with_a_grown_target():
+def test_demo_with_a_synthetic_target():
     done = CliRunner().invoke(
         app,
-        ["demo", "--num-prompts", "2", "--max-tokens", "16", "--grow", "2", "--grow-width", "1024",
+        ["demo", "--num-prompts", "2", "--max-tokens", "16", "--synthetic-layers", "2",
+         "--synthetic-width", "1024",
          "--eager", "--json"],
     )  # fmt: skip
     assert done.exit_code == 0, done.output

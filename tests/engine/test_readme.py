@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -30,7 +31,7 @@ _BENCH = "--batch-sizes 1 --temperature 0 --trees 4x2 --chain 2 --num-prompts 1 
 SMALLER = {
     "tune": f"{_TUNE} --eager --kv-cache-gib 0.0625",
     "bench": f"{_BENCH} --max-tokens 16 --eager --kv-cache-gib 0.0625",
-    "grow": "--params 30M",
+    "benchmarks.synthetic_target": "--params 30M",
 }
 
 
@@ -101,6 +102,10 @@ def test_commands_work(command, folder, monkeypatch):
     monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(folder / "trees"))  # where no other test finds it
     for part in command.split(" && "):
         words = shlex.split(part)
+        if words[:2] == ["python", "-m"]:
+            words += shlex.split(SMALLER[words[2]])
+            subprocess.run([sys.executable, *words[1:]], check=True)
+            continue
         assert words[0] == "sequoia-vllm"
         assert (SCRIPTS / words[0]).exists()
         words += shlex.split(SMALLER.get(words[1], ""))

@@ -471,12 +471,12 @@ def test_measured_over_predicted():
 # -- the report ------------------------------------------------------------------------------
 
 
-def report(grown=None, predict=lambda runs, case: None, greedy=None):
-    models = BenchModel(name="t", hashes={}, grown_from=grown), BenchModel(name="d", hashes={})
+def report(origin=None, predict=lambda runs, case: None, greedy=None):
+    models = BenchModel(name="t", hashes={}, grown_from=origin), BenchModel(name="d", hashes={})
     return BenchReport(
         date="2026-01-31", device="a CPU", target=models[0], draft=models[1], dtype="bfloat16",
         settings={}, results=summed(predict), greedy=greedy,
-        notes=[note for model in models if (note := run.grown_note(model))], provenance={},
+        notes=[note for model in models if (note := run.synthetic_note(model))], provenance={},
     )  # fmt: skip
 
 
@@ -511,7 +511,7 @@ def test_tables_say_everything_that_must_be_said(capsys, monkeypatch):
     assert "prompt 2: differs after 7 tokens (3, not 4)" in printed.out
     assert "a near-tie (within 0.25 nats)" in printed.out
     assert "2.5 nats below the best: an error" in printed.out
-    assert "grown from small: 23 layers" in printed.err
+    assert "synthetic target made from small: 23 layers" in printed.err
     assert "vllm-project/vllm#55005" in printed.err
 
 

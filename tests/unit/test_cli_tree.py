@@ -650,10 +650,10 @@ class TestCommand:
     @pytest.mark.parametrize("group", [(), ("tree",)])
     def test_a_removed_command_names_its_replacement(self, group, monkeypatch):
         name = " ".join([*group, "sprout"])
-        monkeypatch.setitem(removed.REMOVED, name, "sequoia-vllm grow")
+        monkeypatch.setitem(removed.REMOVED, name, "sequoia-vllm bench")
         for arguments in ((), ("--help",), ("--size", "4", "x")):
             answer = fails(*group, "sprout", *arguments)
-            assert f"there is no command '{name}' any more: use sequoia-vllm grow" in answer
+            assert f"there is no command '{name}' any more: use sequoia-vllm bench" in answer
         assert "sprout" not in run(*group, "--help").stdout
 
     def test_a_plain_function_can_be_a_command(self, monkeypatch):

@@ -31,7 +31,7 @@ from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.errors import CalibrationError
-from sequoia_vllm.measuring.provenance import grown_models
+from sequoia_vllm.measuring.synthetic_target import synthetic_models
 from tests.support.models import DRAFT, TARGET
 
 HERE = PairKey(current_cpu_name(), TARGET, DRAFT, "float32")
@@ -336,22 +336,22 @@ def test_tune_says_what_it_expects(library, files):
     assert "speculation does not pay here: the best tree at batch size 1 would run at 0." in shown
 
 
-def test_grown_models_are_named(library, files, tmp_path):
+def test_synthetic_targets_are_named(library, files, tmp_path):
     """Times measured on one must not pass for those of a trained model of its size."""
-    grown = tmp_path / "grown"
-    shutil.copytree(TARGET, grown)
-    config = json.loads((grown / "config.json").read_text())
+    made = tmp_path / "made"
+    shutil.copytree(TARGET, made)
+    config = json.loads((made / "config.json").read_text())
     mark = {"from": "org/small", "parameters": 800_000_000}
-    (grown / "config.json").write_text(json.dumps({**config, "sequoia_grown": mark}))
-    assert grown_models(str(grown), DRAFT) == {"target": mark}
-    assert grown_models(TARGET, DRAFT) == {}
+    (made / "config.json").write_text(json.dumps({**config, "sequoia_grown": mark}))
+    assert synthetic_models(str(made), DRAFT) == {"target": mark}
+    assert synthetic_models(TARGET, DRAFT) == {}
     result = CliRunner().invoke(
         app,
-        ["tune", "--model", str(grown), "--draft-model", DRAFT, "--acceptance", files[0]],
+        ["tune", "--model", str(made), "--draft-model", DRAFT, "--acceptance", files[0]],
     )
     assert result.exit_code == 2  # the acceptance file is of another target
     shown = " ".join(result.output.split())
-    assert "the target is a grown model: it computes what org/small does" in shown
+    assert "the target is a synthetic target: it computes what org/small does" in shown
     assert "at the cost of 800 million parameters" in shown
 
 

@@ -1,4 +1,4 @@
-"""``sequoia-vllm grow``: a larger model that computes what a small trained one does."""
+"""``python -m benchmarks.synthetic_target``: writes a synthetic target."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from sequoia_vllm.cli.common import console, fail, friendly_errors, print_json
 from sequoia_vllm.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from sequoia_vllm.enlarge.check import Agreement
-    from sequoia_vllm.enlarge.write import Growth
+    from benchmarks.synthetic_target.write import Agreement, SyntheticTarget
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
 
 
-def grow(
+@app.command()
+def synthetic_target(
     source: Annotated[
         str, typer.Argument(help="Small trained model: a folder, or a name on the Hub.")
     ],
-    folder: Annotated[Path, typer.Argument(help="Where the grown model goes.")],
+    folder: Annotated[Path, typer.Argument(help="Where the synthetic target goes.")],
     params: Annotated[
         str | None,
         typer.Option(help='Parameters it shall have, like "800M" or "7B"; met within 2 %.'),
@@ -34,7 +35,8 @@ def grow(
         int | None, typer.Option(min=1, help="MLP width (intermediate_size), likewise.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Of its weights: auto (the source's), float32, bfloat16, float16.")
+        str,
+        typer.Option(help="Type of its weights: auto (the source's), float32, bfloat16, float16."),
     ] = "auto",
     check: Annotated[
         bool,
@@ -42,13 +44,13 @@ def grow(
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Make a larger model that computes exactly what a small trained one does.
+    """Write a larger model that computes exactly what a small trained one does.
 
-    For timing realistic sizes with realistic acceptance where no trained large
-    pair is at hand: added layers and MLP columns cost their full compute and
-    memory traffic and change nothing. Its config.json says what it is.
+    Added layers and MLP columns cost their full compute and memory traffic and
+    change no logit. So realistic sizes can be timed, with realistic acceptance,
+    where no trained large pair is at hand. Its config.json says what it is.
     """
-    from sequoia_vllm.enlarge.write import DTYPES, grow_model
+    from benchmarks.synthetic_target.write import DTYPES, write_synthetic_target
 
     if (params is None) == (layers is None and width is None):
         fail("give either --params, or --layers and/or --width")
@@ -56,51 +58,51 @@ def grow(
         fail(f"--dtype {dtype!r}: give one of {', '.join(DTYPES)}")
     count = None if params is None else parse_parameters(params)
     with friendly_errors():
-        with progress_bar("grow:") as report:
-            grown = grow_model(
+        with progress_bar("synthetic target:") as report:
+            made = write_synthetic_target(
                 source, folder, parameters=count, layers=layers, width=width, dtype=dtype,
                 report=report,
             )  # fmt: skip
-        agreement = _check(source, grown) if check else None
+        agreement = _check(source, made) if check else None
     if as_json:
-        print_json(_as_dict(grown, agreement))
+        print_json(_as_dict(made, agreement))
     else:
-        _print(grown, agreement)
+        _print(made, agreement)
 
 
 def parse_parameters(text: str) -> float:
-    """A parameter count like "800M"; ends the command if it is none."""
+    """Reads a parameter count like "800M"; ends the command if it is none."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBG]?)", text.strip().upper())
     if found is None:
         fail(f"--params {text!r}: give a number like 800M or 1.5B")
     return float(found[1]) * _UNITS[found[2]]
 
 
-def _check(source: str, grown: Growth) -> Agreement:
+def _check(source: str, made: SyntheticTarget) -> Agreement:
     from transformers.utils import logging
 
-    from sequoia_vllm.enlarge.check import check_growth
+    from benchmarks.synthetic_target.write import check_synthetic_target
 
     logging.disable_progress_bar()
-    return check_growth(source, grown.folder, grown.dtype)
+    return check_synthetic_target(source, made.folder, made.dtype)
 
 
-def _as_dict(grown: Growth, agreement: Agreement | None) -> dict[str, object]:
+def _as_dict(made: SyntheticTarget, agreement: Agreement | None) -> dict[str, object]:
     from dataclasses import asdict
 
     return {
-        "folder": str(grown.folder),
-        "dtype": grown.dtype,
-        **asdict(grown.shape),
+        "folder": str(made.folder),
+        "dtype": made.dtype,
+        **asdict(made.shape),
         "check": asdict(agreement) if agreement else None,
     }
 
 
-def _print(grown: Growth, agreement: Agreement | None) -> None:
-    shape, own = grown.shape, grown.source
+def _print(made: SyntheticTarget, agreement: Agreement | None) -> None:
+    shape, own = made.shape, made.source
     out = console()
     out.print(
-        f"{grown.folder}: {shape.parameters / 1e6:,.1f}M parameters in {grown.dtype}, "
+        f"{made.folder}: {shape.parameters / 1e6:,.1f}M parameters in {made.dtype}, "
         f"{shape.layers} layers of MLP width {shape.width} "
         f"(from {own.parameters(own.layers, own.width) / 1e6:,.1f}M, {own.layers} layers of "
         f"{own.width})",
@@ -114,3 +116,7 @@ def _print(grown: Growth, agreement: Agreement | None) -> None:
             f"{agreement.difference:.1e} (their standard deviation is {agreement.deviation:.2f}).",
             soft_wrap=True,
         )
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m benchmarks.synthetic_target")

@@ -1,15 +1,15 @@
-"""How deep and how wide a grown model is."""
+"""Depth and width of a synthetic target."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from sequoia_vllm.enlarge.mark import GrowError
+from benchmarks.synthetic_target.checkpoint import SyntheticTargetError
 
 # MLP widths are multiples of this: matrix kernels and tensor parallelism like them.
 WIDTH_STEP = 64
-# A size asked for is met within this share.
+# Largest deviation from the number of parameters asked for.
 TOLERANCE = 0.02
 # Models in use have about 24 layers at 1B parameters, 42 at 8B and 75 at 70B.
 _LAYERS_AT_1B, _DEPTH_EXPONENT = 24, 0.27
@@ -18,7 +18,7 @@ _MOST_LAYERS = 512
 
 @dataclass(frozen=True)
 class SourceShape:
-    """Sizes of the model that is grown; parameter counts.
+    """Sizes of the source model, as parameter counts.
 
     Attributes:
         layers: Decoder layers.
@@ -40,44 +40,46 @@ class SourceShape:
 
 
 @dataclass(frozen=True)
-class GrownShape:
-    """Decoder layers and MLP width of a grown model, and its parameters."""
+class SyntheticShape:
+    """Decoder layers, MLP width and parameters of a synthetic target."""
 
     layers: int
     width: int
     parameters: int
 
 
-def explicit_shape(source: SourceShape, layers: int | None, width: int | None) -> GrownShape:
-    """The shape with these sizes; None: the source's own.
+def explicit_shape(source: SourceShape, layers: int | None, width: int | None) -> SyntheticShape:
+    """Returns the shape with these sizes; None keeps the source's own.
 
     Raises:
-        GrowError: If a size is below the source's.
+        SyntheticTargetError: If a size is below the source's.
     """
     layers, width = layers or source.layers, width or source.width
     for what, asked, own in (("layers", layers, source.layers), ("width", width, source.width)):
         if asked < own:
-            raise GrowError(
-                f"{asked} {what}: the model already has {own}, and growing only adds; give {own} "
-                "or more"
+            raise SyntheticTargetError(
+                f"{asked} {what}: the source already has {own}, and sizes are only added to; give "
+                f"{own} or more"
             )
-    return GrownShape(layers, width, source.parameters(layers, width))
+    return SyntheticShape(layers, width, source.parameters(layers, width))
 
 
-def shape_for_parameters(source: SourceShape, parameters: float) -> GrownShape:
-    """The shape of about this many parameters, as deep as models of that size usually are.
+def shape_for_parameters(source: SourceShape, parameters: float) -> SyntheticShape:
+    """Returns a shape of about this many parameters, as deep as models of that size usually are.
 
     The hidden size stays, so the MLP's width takes up what depth does not.
 
     Raises:
-        GrowError: If the source is larger, or no shape comes within 2 %.
+        SyntheticTargetError: If the source is larger, or no shape comes within 2 %.
     """
     own = source.parameters(source.layers, source.width)
     if parameters < own * (1 - TOLERANCE):
-        raise GrowError(f"{parameters:.4g} parameters: the model already has {own:,}; give more")
+        raise SyntheticTargetError(
+            f"{parameters:.4g} parameters: the source already has {own:,}; give more"
+        )
     usual = _LAYERS_AT_1B * (parameters / 1e9) ** _DEPTH_EXPONENT
 
-    def rank(shape: GrownShape) -> tuple[bool, float]:
+    def rank(shape: SyntheticShape) -> tuple[bool, float]:
         missed = abs(shape.parameters / parameters - 1)
         return missed > TOLERANCE, missed if missed > TOLERANCE else _distance(shape.layers, usual)
 
@@ -86,7 +88,7 @@ def shape_for_parameters(source: SourceShape, parameters: float) -> GrownShape:
         key=rank,
     )
     if rank(best)[0]:
-        raise GrowError(
+        raise SyntheticTargetError(
             f"{parameters:.4g} parameters cannot be met within {TOLERANCE:.0%}: the nearest shape "
             f"has {best.parameters:,} ({best.layers} layers, MLP width {best.width}); ask for "
             "that, or give --layers and --width"
@@ -94,7 +96,7 @@ def shape_for_parameters(source: SourceShape, parameters: float) -> GrownShape:
     return best
 
 
-def _with_layers(source: SourceShape, layers: int, parameters: float) -> GrownShape:
+def _with_layers(source: SourceShape, layers: int, parameters: float) -> SyntheticShape:
     columns = (parameters - source.outside) / layers - source.per_layer
     width = round(columns / source.per_column / WIDTH_STEP) * WIDTH_STEP
     return explicit_shape(source, layers, max(width, source.width))

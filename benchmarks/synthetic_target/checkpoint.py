@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sequoia_vllm.enlarge.mark import GrowError
+from sequoia_vllm.errors import SequoiaError
 
 if TYPE_CHECKING:
     import torch
@@ -18,17 +18,23 @@ _SINGLE = "model.safetensors"
 SHARD_BYTES = 1 << 30  # at most so much is in memory before it is written
 
 
+class SyntheticTargetError(SequoiaError, ValueError):
+    """A synthetic target that cannot be made as asked; the message names the fix."""
+
+
 def find_checkpoint(model: str) -> Path:
-    """The folder of a model given by path or by name; a name is downloaded if need be.
+    """Finds the folder of a model given by path or by name; downloads a name if need be.
 
     Raises:
-        GrowError: If there is none, or it is not in safetensors.
+        SyntheticTargetError: If there is none, or it is not in safetensors.
     """
     folder = Path(model) if Path(model).is_dir() else _download(model)
     if not (folder / "config.json").is_file():
-        raise GrowError(f"{model}: there is no config.json; give the folder of a checkpoint")
+        raise SyntheticTargetError(
+            f"{model}: there is no config.json; give the folder of a checkpoint"
+        )
     if not any((folder / name).is_file() for name in (_INDEX, _SINGLE)):
-        raise GrowError(
+        raise SyntheticTargetError(
             f"{model}: there is no {_SINGLE}; save the model in safetensors "
             "(transformers' save_pretrained does)"
         )
@@ -41,13 +47,13 @@ def _download(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model"]))
     except (OSError, ValueError) as error:
-        raise GrowError(
+        raise SyntheticTargetError(
             f"{model!r} is no folder, and cannot be had from the Hub: {error}"
         ) from error
 
 
-class Checkpoint:
-    """The tensors of a safetensors checkpoint, by name, read when asked for."""
+class SourceCheckpoint:
+    """Reads tensors of a safetensors checkpoint by name, when asked for."""
 
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
@@ -62,19 +68,19 @@ class Checkpoint:
         self._config = folder / "config.json"
 
     def names(self) -> list[str]:
-        """Names of all tensors."""
+        """Returns the names of all tensors."""
         return list(self._handles)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor; nothing is read."""
+        """Returns a tensor's shape; reads no data."""
         return tuple(self._handles[name].get_slice(name).get_shape())
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, as stored."""
+        """Returns a tensor in the dtype in which it is stored."""
         return self._handles[name].get_tensor(name)
 
     def sha256(self) -> str:
-        """Of config.json and the weights, hexadecimal."""
+        """Hashes config.json and the weights; hexadecimal."""
         total = hashlib.sha256()
         for path in (self._config, *self._files):
             with path.open("rb") as file:
@@ -113,7 +119,7 @@ def _temporary(number: int) -> str:
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
-    """Gives shards their final names, which hold how many there are."""
+    """Gives shards their final names, which contain the number of shards."""
     weight_map: dict[str, Any] = {}
     for number, names in enumerate(shards):
         final = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"

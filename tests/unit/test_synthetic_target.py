@@ -1,4 +1,4 @@
-"""A grown model is larger, says so, and computes exactly what its source does."""
+"""A synthetic target is larger, says so, and computes exactly what its source does."""
 
 import json
 import shutil
@@ -20,16 +20,19 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from sequoia_vllm.cli import app
-from sequoia_vllm.enlarge import (
-    GrowError,
+from benchmarks.synthetic_target import (
     SourceShape,
+    SyntheticTargetError,
+    check_synthetic_target,
     checkpoint,
-    grow_model,
-    grown_from,
     shape_for_parameters,
+    write_synthetic_target,
 )
-from sequoia_vllm.enlarge.check import check_growth
+from benchmarks.synthetic_target.__main__ import app
+from sequoia_vllm.cli import app as package_app
+from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.measuring import synthetic_target
+from sequoia_vllm.measuring.synthetic_target import make_synthetic_target, synthetic_origin
 from tests.support.models import TARGET
 
 SIZES = {
@@ -75,27 +78,27 @@ def logits(folder):
 
 
 def test_the_function_is_preserved(source, tmp_path):
-    grown = grow_model(str(source), tmp_path / "grown", layers=5, width=448)
-    expected, found = logits(source), logits(grown.folder)
+    made = write_synthetic_target(str(source), tmp_path / "made", layers=5, width=448)
+    expected, found = logits(source), logits(made.folder)
     assert torch.equal(expected.argmax(-1), found.argmax(-1))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert check_growth(str(source), grown.folder, grown.dtype).difference < 1e-4
+    assert check_synthetic_target(str(source), made.folder, made.dtype).difference < 1e-4
 
 
 def test_parameters_and_shape_are_as_said(source, tmp_path):
-    grown = grow_model(str(source), tmp_path / "grown", parameters=1e6)
-    model = AutoModelForCausalLM.from_pretrained(grown.folder)
-    assert sum(parameter.numel() for parameter in model.parameters()) == grown.shape.parameters
-    assert grown.shape.parameters == pytest.approx(1e6, rel=0.02)
-    assert model.config.num_hidden_layers == grown.shape.layers
-    assert model.config.intermediate_size == grown.shape.width
+    made = write_synthetic_target(str(source), tmp_path / "made", parameters=1e6)
+    model = AutoModelForCausalLM.from_pretrained(made.folder)
+    assert sum(parameter.numel() for parameter in model.parameters()) == made.shape.parameters
+    assert made.shape.parameters == pytest.approx(1e6, rel=0.02)
+    assert model.config.num_hidden_layers == made.shape.layers
+    assert model.config.intermediate_size == made.shape.width
 
 
 def test_added_layers_cost_their_full_time(tmp_path):
-    grown = grow_model(
+    made = write_synthetic_target(
         str(save_model("llama", tmp_path / "s")), tmp_path / "g", layers=4, width=224
     )
-    tensors = load_file(grown.folder / "model.safetensors")
+    tensors = load_file(made.folder / "model.safetensors")
     for layer in range(4):
         for part in ("gate_proj", "up_proj"):
             weight = tensors[f"model.layers.{layer}.mlp.{part}.weight"]
@@ -105,76 +108,76 @@ def test_added_layers_cost_their_full_time(tmp_path):
 
 
 def test_the_config_says_what_it_is(source, tmp_path):
-    grown = grow_model(str(source), tmp_path / "grown", layers=4)
-    mark = grown_from(grown.folder)
-    assert mark is not None
-    assert (mark["from"], mark["from_layers"], mark["layers"]) == (str(source), 3, 4)
-    assert mark["parameters"] == grown.shape.parameters
-    assert len(mark["from_sha256"]) == 64
-    assert AutoConfig.from_pretrained(grown.folder).sequoia_grown == mark
-    assert grown_from(source) is None
-    assert grown_from("nobody/has-this-model") is None
+    made = write_synthetic_target(str(source), tmp_path / "made", layers=4)
+    origin = synthetic_origin(made.folder)
+    assert origin is not None
+    assert (origin["from"], origin["from_layers"], origin["layers"]) == (str(source), 3, 4)
+    assert origin["parameters"] == made.shape.parameters
+    assert len(origin["from_sha256"]) == 64
+    assert AutoConfig.from_pretrained(made.folder).sequoia_grown == origin
+    assert synthetic_origin(source) is None
+    assert synthetic_origin("nobody/has-this-model") is None
 
 
 def test_the_hash_is_of_the_weights_and_the_config(tmp_path):
     source = save_model("llama", tmp_path / "source")
-    before = grow_model(str(source), tmp_path / "a").folder
+    before = write_synthetic_target(str(source), tmp_path / "a").folder
     tensors = load_file(source / "model.safetensors")
     tensors["model.norm.weight"] += 1
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    after = grow_model(str(source), tmp_path / "b").folder
-    assert grown_from(before)["from_sha256"] != grown_from(after)["from_sha256"]
+    after = write_synthetic_target(str(source), tmp_path / "b").folder
+    assert synthetic_origin(before)["from_sha256"] != synthetic_origin(after)["from_sha256"]
 
 
 def test_layer_types_of_added_layers(tmp_path):
     source = save_model("qwen2-sliding", tmp_path / "source")
-    grown = grow_model(str(source), tmp_path / "grown", layers=5)
-    types = json.loads((grown.folder / "config.json").read_text())["layer_types"]
+    made = write_synthetic_target(str(source), tmp_path / "made", layers=5)
+    types = json.loads((made.folder / "config.json").read_text())["layer_types"]
     assert types == ["full_attention"] + ["sliding_attention"] * 4
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_dtype(tmp_path, dtype):
     source = save_model("llama", tmp_path / "source")
-    grown = grow_model(str(source), tmp_path / "grown", layers=4, dtype=dtype)
-    tensors = load_file(grown.folder / "model.safetensors")
+    made = write_synthetic_target(str(source), tmp_path / "made", layers=4, dtype=dtype)
+    tensors = load_file(made.folder / "model.safetensors")
     assert {str(tensor.dtype) for tensor in tensors.values()} == {f"torch.{dtype}"}
-    assert str(AutoConfig.from_pretrained(grown.folder).dtype) == f"torch.{dtype}"
-    check_growth(str(source), grown.folder, dtype)
+    assert str(AutoConfig.from_pretrained(made.folder).dtype) == f"torch.{dtype}"
+    check_synthetic_target(str(source), made.folder, dtype)
 
 
 def test_shards(tmp_path, monkeypatch):
     """Both a source in shards and a result in shards."""
     monkeypatch.setattr(checkpoint, "SHARD_BYTES", 100_000)
     source = save_model("qwen2", tmp_path / "source")
-    first = grow_model(str(source), tmp_path / "first", layers=4)
+    first = write_synthetic_target(str(source), tmp_path / "first", layers=4)
     assert len(list(first.folder.glob("model-*.safetensors"))) > 2
-    second = grow_model(str(first.folder), tmp_path / "second", layers=5)
+    second = write_synthetic_target(str(first.folder), tmp_path / "second", layers=5)
     torch.testing.assert_close(logits(second.folder), logits(source), rtol=1e-4, atol=1e-4)
     assert not list(second.folder.glob("*partial*"))
 
 
 def test_the_tokenizer_comes_along(tmp_path):
-    grown = grow_model(TARGET, tmp_path / "grown", layers=5)
+    made = write_synthetic_target(TARGET, tmp_path / "made", layers=5)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        assert (grown.folder / name).is_file()
+        assert (made.folder / name).is_file()
 
 
 def test_a_model_that_computes_something_else_is_found(tmp_path):
     source = save_model("llama", tmp_path / "source")
-    grown = grow_model(str(source), tmp_path / "grown", layers=4)
-    path = grown.folder / "model.safetensors"
+    made = write_synthetic_target(str(source), tmp_path / "made", layers=4)
+    path = made.folder / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.3.mlp.down_proj.weight"] += 0.01
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(GrowError, match="does not compute what"):
-        check_growth(str(source), grown.folder, "float32")
+    with pytest.raises(SyntheticTargetError, match="does not compute what"):
+        check_synthetic_target(str(source), made.folder, "float32")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel; can grow Llama"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel; can use Llama"),
         ({"architectures": None}, "architecture none named"),
         ({"quantization_config": {"quant_method": "awq"}}, "is quantized"),
     ],
@@ -183,28 +186,28 @@ def test_other_models_are_refused_by_name(tmp_path, change, message):
     source = save_model("llama", tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(GrowError, match=message):
-        grow_model(str(source), tmp_path / "grown", layers=4)
+    with pytest.raises(SyntheticTargetError, match=message):
+        write_synthetic_target(str(source), tmp_path / "made", layers=4)
 
 
 def test_nothing_is_overwritten(tmp_path):
     source = save_model("llama", tmp_path / "source")
-    with pytest.raises(GrowError, match="not empty"):
-        grow_model(str(source), source, layers=4)
+    with pytest.raises(SyntheticTargetError, match="not empty"):
+        write_synthetic_target(str(source), source, layers=4)
 
 
 @pytest.mark.parametrize("sizes", [{"layers": 2}, {"width": 100}, {"parameters": 1000}])
 def test_nothing_shrinks(tmp_path, sizes):
     source = save_model("llama", tmp_path / "source")
-    with pytest.raises(GrowError, match="give"):
-        grow_model(str(source), tmp_path / "grown", **sizes)
+    with pytest.raises(SyntheticTargetError, match="give"):
+        write_synthetic_target(str(source), tmp_path / "made", **sizes)
 
 
 def test_weights_must_be_in_safetensors(tmp_path):
     shutil.copytree(TARGET, tmp_path / "source")
     (tmp_path / "source" / "model.safetensors").unlink()
-    with pytest.raises(GrowError, match="save the model in safetensors"):
-        grow_model(str(tmp_path / "source"), tmp_path / "grown", layers=5)
+    with pytest.raises(SyntheticTargetError, match="save the model in safetensors"):
+        write_synthetic_target(str(tmp_path / "source"), tmp_path / "made", layers=5)
 
 
 EMBEDDED = SourceShape(
@@ -231,14 +234,16 @@ def test_any_size_is_met(factor):
 
 def test_a_size_between_two_steps_is_refused_with_the_nearest():
     coarse = SourceShape(layers=4, width=672, outside=0, per_layer=10**8, per_column=10**6)
-    with pytest.raises(GrowError, match=r"has 3,472,000,000 \(4 layers, MLP width 768\)"):
+    with pytest.raises(
+        SyntheticTargetError, match=r"has 3,472,000,000 \(4 layers, MLP width 768\)"
+    ):
         shape_for_parameters(coarse, 3.35e9)
     assert shape_for_parameters(coarse, 3.472e9).width == 768
 
 
 def test_command(tmp_path):
     source = save_model("llama", tmp_path / "source")
-    command = ["grow", str(source), str(tmp_path / "grown"), "--params", "0.5M", "--json"]
+    command = [str(source), str(tmp_path / "made"), "--params", "0.5M", "--json"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)
@@ -259,6 +264,30 @@ def test_command(tmp_path):
     ],
 )
 def test_wrong_options(tmp_path, options, message):
-    done = CliRunner().invoke(app, ["grow", TARGET, str(tmp_path / "grown"), *options])
+    done = CliRunner().invoke(app, [TARGET, str(tmp_path / "made"), *options])
     assert done.exit_code == 2
     assert message in done.output
+
+
+def test_the_package_runs_the_program_of_the_checkout(tmp_path, monkeypatch):
+    """Relative paths are those of the caller, whatever directory the program runs in."""
+    monkeypatch.chdir(save_model("llama", tmp_path / "source").parent)
+    made = make_synthetic_target("source", tmp_path / "made", "--layers", "4")
+    assert (made["folder"], made["layers"]) == (str(tmp_path / "made"), 4)
+    assert synthetic_origin(made["folder"])["from"] == str(tmp_path / "source")
+    with pytest.raises(SequoiaError, match="no synthetic target was made"):
+        make_synthetic_target("source", tmp_path / "made", "--layers", "4")
+
+
+def test_an_installed_package_says_where_synthetic_targets_are_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(synthetic_target, "_CHECKOUT", tmp_path)
+    for option in ("--synthetic-layers", "--grow"):
+        done = CliRunner().invoke(package_app, ["demo", option, "2"])
+        assert done.exit_code == 2
+        assert "clone the repository" in done.output
+
+
+def test_the_command_that_went_names_the_program():
+    done = CliRunner().invoke(package_app, ["grow", TARGET, "made", "--params", "800M"])
+    assert done.exit_code == 2
+    assert "use python -m benchmarks.synthetic_target" in done.output

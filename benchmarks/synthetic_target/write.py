@@ -1,4 +1,4 @@
-"""Writes a larger model that computes the same function as a small trained one.
+"""Writes a synthetic target, and checks that it computes the same as its source.
 
 Added decoder layers have zero output projections, so each adds nothing to the
 residual stream; added MLP columns meet zero columns of ``down_proj``. Both cost
@@ -17,14 +17,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sequoia_vllm.enlarge.checkpoint import Checkpoint, find_checkpoint, write_checkpoint
-from sequoia_vllm.enlarge.mark import MARK, GrowError
-from sequoia_vllm.enlarge.shape import (
-    GrownShape,
+from benchmarks.synthetic_target.checkpoint import (
+    SourceCheckpoint,
+    SyntheticTargetError,
+    find_checkpoint,
+    write_checkpoint,
+)
+from benchmarks.synthetic_target.shape import (
     SourceShape,
+    SyntheticShape,
     explicit_shape,
     shape_for_parameters,
 )
+from sequoia_vllm.measuring.synthetic_target import CONFIG_KEY
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +39,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 Report = Callable[[str, int, int], None]
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _INITIAL_STD = 0.02
-# What is added to the residual stream: zero in added layers.
+# Share of the standard deviation of logits. Wider rows are summed in another order, which in
+# float32 makes a thousandth of this.
+TOLERANCE = 1e-3
+_SEQUENCES, _LENGTH = 2, 32
+# These are added to the residual stream: zero in added layers.
 _OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
 _WIDE_ROWS = ("mlp.gate_proj", "mlp.up_proj")
 _WIDE_COLUMNS = "mlp.down_proj.weight"
@@ -45,23 +54,23 @@ _TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True)
-class Growth:
-    """A grown model.
+class SyntheticTarget:
+    """A synthetic target that was written.
 
     Attributes:
         folder: Where it is.
         shape: Its layers, MLP width and parameters.
-        source: Sizes of the model it was grown from.
-        dtype: Of its weights.
+        source: Sizes of its source.
+        dtype: Type of its weights.
     """
 
     folder: Path
-    shape: GrownShape
+    shape: SyntheticShape
     source: SourceShape
     dtype: str
 
 
-def grow_model(
+def write_synthetic_target(
     source: str,
     folder: Path,
     *,
@@ -70,26 +79,26 @@ def grow_model(
     width: int | None = None,
     dtype: str = "auto",
     report: Report | None = None,
-) -> Growth:
-    """Writes a larger copy of a model that computes the same.
+) -> SyntheticTarget:
+    """Writes a larger copy of a model that computes the same logits.
 
     Args:
         source: Llama-, Qwen2- or Qwen3-type checkpoint in safetensors.
         folder: Where the copy goes; made if it is not there, must be empty.
-        parameters: About how many it shall have; its shape then follows. Else:
-        layers: Decoder layers in all; None: the source's.
-        width: MLP width (``intermediate_size``); None: the source's.
-        dtype: Of its weights; "auto": the source's.
+        parameters: Parameters it shall have, within 2 %; or None, with:
+        layers: Decoder layers in all; None keeps the source's.
+        width: MLP width (``intermediate_size``); None keeps the source's.
+        dtype: Type of its weights; "auto" keeps the source's.
         report: Progress, called with (what, layers done, all).
 
     Raises:
-        GrowError: If the model is of another architecture or quantized, the
+        SyntheticTargetError: If the model is of another architecture or quantized, the
             size cannot be met, or ``folder`` holds something.
     """
     origin = find_checkpoint(source)
     config = json.loads((origin / "config.json").read_text(encoding="utf-8"))
-    check_growable(config, source)
-    checkpoint = Checkpoint(origin)
+    check_source(config, source)
+    checkpoint = SourceCheckpoint(origin)
     own = source_shape(config, checkpoint)
     shape = (
         explicit_shape(own, layers, width)
@@ -98,11 +107,11 @@ def grow_model(
     )
     name = _dtype_name(config, checkpoint) if dtype == "auto" else dtype
     if folder.is_dir() and any(folder.iterdir()):
-        raise GrowError(f"{folder} is not empty: give a new folder")
+        raise SyntheticTargetError(f"{folder} is not empty: give a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     write_checkpoint(folder, _tensors(checkpoint, own, shape, name, report))
-    grown = _grown_config(config, own, shape, name)
-    grown[MARK] = {
+    changed = _changed_config(config, own, shape, name)
+    changed[CONFIG_KEY] = {
         "from": source,
         "from_sha256": checkpoint.sha256(),
         "from_layers": own.layers,
@@ -113,25 +122,27 @@ def grow_model(
     }
     # Last, so that an interrupted run leaves nothing that loads.
     _copy_tokenizer(origin, folder)
-    (folder / "config.json").write_text(json.dumps(grown, indent=2) + "\n", encoding="utf-8")
-    return Growth(folder, shape, own, name)
+    (folder / "config.json").write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
+    return SyntheticTarget(folder, shape, own, name)
 
 
-def check_growable(config: dict[str, Any], model: str) -> None:
-    """Whether the checkpoint with this config.json can be grown.
+def check_source(config: dict[str, Any], model: str) -> None:
+    """Checks that a synthetic target can be made of a checkpoint with this config.json.
 
     Raises:
-        GrowError: If not, with the reason.
+        SyntheticTargetError: If it cannot; with the reason.
     """
     found = ", ".join(config.get("architectures") or []) or "none named"
     if found not in ARCHITECTURES:
-        raise GrowError(f"{model}: architecture {found}; can grow {', '.join(ARCHITECTURES)}")
+        raise SyntheticTargetError(
+            f"{model}: architecture {found}; can use {', '.join(ARCHITECTURES)}"
+        )
     if config.get("quantization_config"):
-        raise GrowError(f"{model} is quantized: grow the unquantized model")
+        raise SyntheticTargetError(f"{model} is quantized: give the unquantized model")
 
 
-def source_shape(config: dict[str, Any], checkpoint: Checkpoint) -> SourceShape:
-    """Sizes of a checkpoint, counted from its tensors."""
+def source_shape(config: dict[str, Any], checkpoint: SourceCheckpoint) -> SourceShape:
+    """Counts a checkpoint's sizes from its tensors."""
     layers, width = int(config["num_hidden_layers"]), int(config["intermediate_size"])
     outside = per_layer = per_column = 0
     for name in _parameter_names(config, checkpoint):
@@ -149,8 +160,8 @@ def source_shape(config: dict[str, Any], checkpoint: Checkpoint) -> SourceShape:
     return SourceShape(layers, width, outside, per_layer, per_column)
 
 
-def _parameter_names(config: dict[str, Any], checkpoint: Checkpoint) -> list[str]:
-    """Names of the tensors that are parameters: not buffers, not a tied copy."""
+def _parameter_names(config: dict[str, Any], checkpoint: SourceCheckpoint) -> list[str]:
+    """Names of the tensors that are parameters: no buffers, no tied copy."""
     tied = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
     return [
         name
@@ -163,16 +174,20 @@ def _is_widened(name: str) -> bool:
     return name.startswith(_WIDE_ROWS) or name == _WIDE_COLUMNS
 
 
-def _dtype_name(config: dict[str, Any], checkpoint: Checkpoint) -> str:
+def _dtype_name(config: dict[str, Any], checkpoint: SourceCheckpoint) -> str:
     named = config.get("dtype") or config.get("torch_dtype")
     stored = checkpoint.tensor("model.norm.weight").dtype
     return str(named or stored).removeprefix("torch.")
 
 
 def _tensors(
-    checkpoint: Checkpoint, own: SourceShape, shape: GrownShape, dtype: str, report: Report | None
+    checkpoint: SourceCheckpoint,
+    own: SourceShape,
+    shape: SyntheticShape,
+    dtype: str,
+    report: Report | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the grown model, layer by layer."""
+    """Yields every tensor of the synthetic target, layer by layer."""
     import torch
 
     kind = getattr(torch, dtype)
@@ -191,10 +206,10 @@ def _tensors(
         for part, name in parts.items():
             size = _widened(part, checkpoint.shape(name), shape.width)
             if number < own.layers:
-                grown = _own_tensor(part, checkpoint.tensor(name), size, random)
+                made = _own_tensor(part, checkpoint.tensor(name), size, random)
             else:
-                grown = _added_tensor(part, size, random)
-            yield f"model.layers.{number}.{part}", grown.to(kind)
+                made = _added_tensor(part, size, random)
+            yield f"model.layers.{number}.{part}", made.to(kind)
 
 
 def _widened(part: str, size: tuple[int, ...], width: int) -> tuple[int, ...]:
@@ -206,20 +221,20 @@ def _widened(part: str, size: tuple[int, ...], width: int) -> tuple[int, ...]:
 def _own_tensor(
     part: str, tensor: torch.Tensor, size: tuple[int, ...], random: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """The source's tensor, and beside it what its wider MLP adds."""
+    """Pads the source's tensor with what the wider MLP adds."""
     if tensor.shape == size:
         return tensor
     import torch
 
-    grown = torch.zeros(size) if part == _WIDE_COLUMNS else random(size)
-    grown[tuple(slice(length) for length in tensor.shape)] = tensor
-    return grown
+    padded = torch.zeros(size) if part == _WIDE_COLUMNS else random(size)
+    padded[tuple(slice(length) for length in tensor.shape)] = tensor
+    return padded
 
 
 def _added_tensor(
     part: str, size: tuple[int, ...], random: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """A tensor of an added layer."""
+    """Makes a tensor of an added layer."""
     import torch
 
     if part.startswith(_OUTPUTS) or part.endswith(".bias"):
@@ -233,8 +248,8 @@ def _random(size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.empty(size).normal_(0, _INITIAL_STD, generator=generator)
 
 
-def _grown_config(
-    config: dict[str, Any], own: SourceShape, shape: GrownShape, dtype: str
+def _changed_config(
+    config: dict[str, Any], own: SourceShape, shape: SyntheticShape, dtype: str
 ) -> dict[str, Any]:
     changes: dict[str, Any] = {
         "num_hidden_layers": shape.layers,
@@ -254,3 +269,49 @@ def _copy_tokenizer(origin: Path, folder: Path) -> None:
                 shutil.copy(path, folder / path.name)
             else:
                 shutil.copytree(path, folder / path.name)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Comparison of two models' float32 logits on the same random tokens.
+
+    Attributes:
+        difference: Largest difference of a logit.
+        deviation: Standard deviation of the source's logits.
+        positions: Positions compared.
+    """
+
+    difference: float
+    deviation: float
+    positions: int
+
+
+def check_synthetic_target(source: str, folder: Path, dtype: str) -> Agreement:
+    """Compares float32 logits, with the source's weights rounded as the synthetic target's are.
+
+    Raises:
+        SyntheticTargetError: If they differ by more than floating point explains.
+    """
+    expected = _logits(find_checkpoint(source), dtype)
+    found = _logits(folder, dtype)
+    difference = float((expected - found).abs().max())
+    agreement = Agreement(difference, float(expected.std()), expected.shape[0] * expected.shape[1])
+    if not difference <= TOLERANCE * agreement.deviation:  # so written, a NaN fails too
+        raise SyntheticTargetError(
+            f"{folder} does not compute what {source} does: logits differ by {difference:.3g} "
+            f"(their standard deviation is {agreement.deviation:.3g}); please report this"
+        )
+    return agreement
+
+
+def _logits(folder: Path, dtype: str) -> torch.Tensor:
+    """float32 ``[2, 32, vocabulary]``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).float()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.config.vocab_size, (_SEQUENCES, _LENGTH), generator=generator)
+    with torch.inference_mode():
+        logits: torch.Tensor = model(tokens).logits
+    return logits
