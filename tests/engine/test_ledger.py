@@ -184,12 +184,12 @@ def test_ledger_lists_every_swap():
     swaps = [
         (getattr(module, owner), name)
         for module in our_modules()
-        for owner, name in re.findall(r"\bswapped\((\w+), \"(\w+)\"", inspect.getsource(module))
+        for owner, name in re.findall(r"\bpatched\((\w+), \"(\w+)\"", inspect.getsource(module))
     ]
     assert len(set(swaps)) == len(swaps)
     assert set(swaps) == places("swap")
     source = "".join(map(inspect.getsource, our_modules()))
-    assert len(re.findall(r"\bswapped\((?!\s*owner)", source)) == len(swaps)
+    assert len(re.findall(r"\bpatched\((?!\s*owner)", source)) == len(swaps)
 
 
 def test_every_override_says_why_and_when_it_can_go():

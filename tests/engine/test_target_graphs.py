@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-from sequoia_vllm.engine.common.load import fewer_drafts
+from sequoia_vllm.engine.common.draft_schedule import fewer_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.v2.attention.target_graphs import TreeGraphManager
 from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget

@@ -10,7 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.engine.common import load
+from sequoia_vllm.engine.common import draft_schedule
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.frontend import engine_config, tree_choice
 from sequoia_vllm.engine.frontend.draft_config import DraftReader
@@ -272,15 +272,15 @@ def test_trees_may_be_larger_where_steps_wait_for_weights(monkeypatch):
 def test_cuda_graphs_reach_as_far_as_the_schedule(monkeypatch, caplog):
     """Of Model Runner V2. Here vLLM takes the sizes away after that: CPUs have no graphs."""
     caplog.set_level(logging.INFO, "vllm.sequoia")
-    planned, plan_load = [], load.plan_load
+    planned, plan_schedule = [], draft_schedule.plan_schedule
 
     def plan(vllm_config, keep_schedule):
         with monkeypatch.context() as within:
             within.setattr(VllmConfig, "use_v2_model_runner", True)
-            plan_load(vllm_config, keep_schedule)
+            plan_schedule(vllm_config, keep_schedule)
         planned.append(vllm_config.compilation_config.cudagraph_capture_sizes)
 
-    monkeypatch.setattr(load, "plan_load", plan)
+    monkeypatch.setattr(draft_schedule, "plan_schedule", plan)
     limited(max_num_seqs=16)
     limited(max_num_seqs=2)
     limited(max_num_seqs=16, cudagraph_capture_sizes=[1, 2, 64])

@@ -66,7 +66,7 @@ def run() -> dict[str, Any]:
 @contextmanager
 def recording_masks() -> Iterator[list[dict[str, Any]]]:
     """Of each step with masks within the block: their number, and each request's scored nodes."""
-    from sequoia_vllm.engine.common.swap import swapped
+    from sequoia_vllm.engine.common.patched import patched
     from sequoia_vllm.engine.v2.runner import TreeRunner
 
     sample, found = TreeRunner.sample, []
@@ -82,7 +82,7 @@ def recording_masks() -> Iterator[list[dict[str, Any]]]:
             found.append({"masks": masks, "masked": nodes[True], "free": nodes[False]})
         return sample(self, hidden_states, batch, grammar_output)
 
-    with swapped(TreeRunner, "sample", recording):
+    with patched(TreeRunner, "sample", recording):
         yield found
 
 

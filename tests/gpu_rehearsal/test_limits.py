@@ -76,7 +76,7 @@ def watching_logits() -> Iterator[tuple[list[int], list[int]]]:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()  # the stand-ins, without which the modules below find no GPU
-    from sequoia_vllm.engine.common.swap import swapped
+    from sequoia_vllm.engine.common.patched import patched
     from sequoia_vllm.engine.v2.drafting import tree_speculator
     from sequoia_vllm.engine.v2.runner import TreeRunner
 
@@ -92,8 +92,8 @@ def watching_logits() -> Iterator[tuple[list[int], list[int]]]:
         return sample(self, hidden_states, input_batch, *args)
 
     with (
-        swapped(tree_speculator, "take_logits_memory", take_logits_memory),
-        swapped(TreeRunner, "sample", watched),
+        patched(tree_speculator, "take_logits_memory", take_logits_memory),
+        patched(TreeRunner, "sample", watched),
     ):
         yield scored, profiled
 

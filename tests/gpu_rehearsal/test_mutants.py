@@ -56,13 +56,13 @@ def run(models: str) -> dict[str, Any]:
     """What became of trees that the target drafted itself: unchanged, and with each mistake."""
     from sequoia_vllm.drafting.draft_batch import DraftBatch
     from sequoia_vllm.drafting.growth import TreeGrowth
-    from sequoia_vllm.engine.common.swap import swapped
+    from sequoia_vllm.engine.common.patched import patched
 
     def grown(mistake: Any) -> Any:
-        return swapped(TreeGrowth, "read_and_grow", mistake(TreeGrowth.read_and_grow))
+        return patched(TreeGrowth, "read_and_grow", mistake(TreeGrowth.read_and_grow))
 
     def begun(mistake: Any) -> Any:
-        return swapped(DraftBatch, "begin", mistake(DraftBatch.begin))
+        return patched(DraftBatch, "begin", mistake(DraftBatch.begin))
 
     target, _ = save_related_pair(Path(models))
     return {

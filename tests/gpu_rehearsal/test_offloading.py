@@ -53,11 +53,11 @@ def start_and_generate(models: str) -> dict[str, Any]:
 
 def with_the_draft_offloaded(config: dict, options: dict) -> Any:
     """What the draft has offloaded, or how the engine fails to start."""
-    from sequoia_vllm.engine.common.swap import swapped
+    from sequoia_vllm.engine.common.patched import patched
     from sequoia_vllm.engine.v2.drafting import tree_speculator
 
     options = {**options, "enforce_eager": True}
-    with swapped(tree_speculator, "nothing_offloaded", nullcontext):
+    with patched(tree_speculator, "nothing_offloaded", nullcontext):
         try:
             with rehearsing(config, **options) as llm:
                 return offloaded(llm)["draft"]
@@ -69,11 +69,11 @@ def without_waiting_before_replays(config: dict, requests: list, params: Any, en
     """Tokens of trees whose graphs do not wait for the copies of offloaded layers."""
     from vllm.model_executor.offloader.prefetch import PrefetchOffloader
 
-    from sequoia_vllm.engine.common.swap import swapped
+    from sequoia_vllm.engine.common.patched import patched
 
     with (
         rehearsing(config, **engine, **PREFETCH) as llm,
-        swapped(PrefetchOffloader, "sync_prev_onload", lambda _: None),
+        patched(PrefetchOffloader, "sync_prev_onload", lambda _: None),
     ):
         return generate(llm, requests, params)["tokens"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sequoia_vllm.engine.common.swap import swapped
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.core.adapting import freeze
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import (
@@ -102,7 +102,7 @@ def counting_rows(llm: Any) -> Iterator[Counter[str]]:
             rows["of trees" if drafts.get(request) else beside] += scheduled
         return output
 
-    with swapped(scheduler_of(llm), "schedule", schedule):
+    with patched(scheduler_of(llm), "schedule", schedule):
         yield rows
 
 

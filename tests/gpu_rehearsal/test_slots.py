@@ -67,10 +67,10 @@ def run(models: str) -> dict[str, Any]:
 
 def too_few_slots() -> Any:
     """A mistake: trees are grown where nothing is reserved for them."""
-    from sequoia_vllm.engine.common.swap import swapped
+    from sequoia_vllm.engine.common.patched import patched
     from sequoia_vllm.engine.core import draft_slots
 
-    return swapped(draft_slots, "_slots_for", lambda *_: 0)
+    return patched(draft_slots, "_slots_for", lambda *_: 0)
 
 
 def run_heads(models: str) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def processed_chunks() -> Iterator[list[bool]]:
     """
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    from sequoia_vllm.engine.common.swap import swapped
+    from sequoia_vllm.engine.common.patched import patched
     from sequoia_vllm.engine.v2.verification.verifier import TreeVerifier
 
     apply, verify = Sampler.apply_sampling_params, TreeVerifier._verify_requests
@@ -133,8 +133,8 @@ def processed_chunks() -> Iterator[list[bool]]:
         chunks.append(bool(calls))
 
     with (
-        swapped(Sampler, "apply_sampling_params", applying),
-        swapped(TreeVerifier, "_verify_requests", verifying),
+        patched(Sampler, "apply_sampling_params", applying),
+        patched(TreeVerifier, "_verify_requests", verifying),
     ):
         yield chunks
 

@@ -16,7 +16,7 @@ def only_own_blocks() -> Iterator[None]:
     """Within the block, every step's tables end where its requests' blocks end."""
     from vllm.v1.worker.gpu.block_table import BlockTables
 
-    from sequoia_vllm.engine.common.swap import swapped
+    from sequoia_vllm.engine.common.patched import patched
 
     original = BlockTables.gather_block_tables
 
@@ -28,5 +28,5 @@ def only_own_blocks() -> Iterator[None]:
             self.input_block_tables[group][: len(requests)].fill_(OUTSIDE)
         return original(self, requests, *args, **kwargs)
 
-    with swapped(BlockTables, "gather_block_tables", gather_block_tables):
+    with patched(BlockTables, "gather_block_tables", gather_block_tables):
         yield

@@ -40,7 +40,7 @@ def counting_eager_growth() -> Iterator[list[int]]:
     from gpu_stand_in import graphs
 
     from sequoia_vllm.drafting.growth import TreeGrowth
-    from sequoia_vllm.engine.common.swap import swapped
+    from sequoia_vllm.engine.common.patched import patched
 
     original, eager = TreeGrowth.read_and_grow, []
 
@@ -49,7 +49,7 @@ def counting_eager_growth() -> Iterator[list[int]]:
             eager.append(num_reqs)
         original(self, num_reqs, *args)
 
-    with swapped(TreeGrowth, "read_and_grow", read_and_grow):
+    with patched(TreeGrowth, "read_and_grow", read_and_grow):
         yield eager
 
 
@@ -58,7 +58,7 @@ def recording_kernels() -> Iterator[set[tuple[str, ...]]]:
     """Our kernels that are launched within the block: name, then its tensors' dtypes."""
     from triton.runtime.interpreter import GridExecutor
 
-    from sequoia_vllm.engine.common.swap import swapped
+    from sequoia_vllm.engine.common.patched import patched
 
     original: Any = GridExecutor.__call__
     found: set[tuple[str, ...]] = set()
@@ -69,7 +69,7 @@ def recording_kernels() -> Iterator[set[tuple[str, ...]]]:
             found.add((self.fn.__name__, *dtypes))
         original(self, *args, **kwargs)
 
-    with swapped(GridExecutor, "__call__", call):
+    with patched(GridExecutor, "__call__", call):
         yield found
 
 

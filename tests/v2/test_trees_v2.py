@@ -208,7 +208,7 @@ PADDED = [0, 1, 4]
 @contextmanager
 def counting_rows() -> Iterator[list[list[int]]]:
     """Tokens of each request in each step that is scheduled within the block."""
-    from sequoia_vllm.engine.common.swap import swapped
+    from sequoia_vllm.engine.common.patched import patched
     from sequoia_vllm.engine.v2.scheduler import TreeScheduler
 
     schedule, found = TreeScheduler.schedule, []
@@ -218,7 +218,7 @@ def counting_rows() -> Iterator[list[list[int]]]:
         found.append(list(output.num_scheduled_tokens.values()))
         return output
 
-    with swapped(TreeScheduler, "schedule", recording):
+    with patched(TreeScheduler, "schedule", recording):
         yield found
 
 
@@ -226,7 +226,7 @@ def counting_rows() -> Iterator[list[list[int]]]:
 def failing_draft(at: int) -> Iterator[list[str]]:
     """What the engine says as its draft fails, in the pass of this number within the block."""
     from sequoia_vllm.drafting.growth import TreeGrowth
-    from sequoia_vllm.engine.common.swap import swapped
+    from sequoia_vllm.engine.common.patched import patched
     from sequoia_vllm.engine.runner import draft_failure
 
     grow_level, said, passes = TreeGrowth.grow_level, [], itertools.count(1)
@@ -237,8 +237,8 @@ def failing_draft(at: int) -> Iterator[list[str]]:
         return grow_level(self, *args, **kwargs)
 
     with (
-        swapped(TreeGrowth, "grow_level", failing),
-        swapped(draft_failure.logger, "exception", said.append),
+        patched(TreeGrowth, "grow_level", failing),
+        patched(draft_failure.logger, "exception", said.append),
     ):
         yield said
 

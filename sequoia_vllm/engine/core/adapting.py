@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from sequoia_vllm.adaptation import AdaptationState, DraftController, StateError, Step, Workload
-from sequoia_vllm.engine.common.load import fewer_drafts, token_budget
+from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, token_budget
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
 from sequoia_vllm.library.user_files import (

@@ -23,9 +23,9 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core.adapting import follow, freeze, measured_speedup
+from sequoia_vllm.engine.core.core_messages import keep_drafts
 from sequoia_vllm.engine.core.eligibility import has_custom_processors, reason_without_drafts
 from sequoia_vllm.engine.core.grammar import thinks_first
-from sequoia_vllm.engine.core.messages import keep_drafts
 from sequoia_vllm.metrics import Reason, TreeCounts, TreeMetrics, interval_line
 from sequoia_vllm.tree import TokenTree
 

@@ -18,7 +18,7 @@ from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters import DrafterKind, is_head
 from sequoia_vllm.engine.common.config_tag import to_be_tagged
 from sequoia_vllm.engine.common.device_name import current_device_name
-from sequoia_vllm.engine.common.load import planning_load
+from sequoia_vllm.engine.common.draft_schedule import planning_schedule
 from sequoia_vllm.engine.common.replicas import are_started_apart
 from sequoia_vllm.engine.common.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.engine.compat.contract import check_contract
@@ -81,7 +81,7 @@ def _sequoia_engine_config(
     self.speculative_config = request
     self.spec_method = self.spec_model = self.spec_tokens = None
     is_users = request.get("num_speculative_tokens_per_batch_size") is not None
-    with planning_load(keep_schedule=is_users):
+    with planning_schedule(keep_schedule=is_users):
         vllm_config = original(self, *args, **kwargs)
     if SequoiaSettings.declined(vllm_config):
         return vllm_config
@@ -203,7 +203,7 @@ def create_speculative_config(
     replace(resolved.settings, maps_vocabulary=maps).store(speculative_config)
     if self.enable_lora:
         # vLLM wants a token budget for the whole tree at all loads then: it knows no schedule.
-        # `plan_load` puts the number back.
+        # `plan_schedule` puts the number back.
         speculative_config.num_speculative_tokens = 1
     return speculative_config
 
@@ -218,7 +218,7 @@ def _as_chain(config: SequoiaConfig, resolved: Resolved) -> dict[str, Any]:
     drafts = resolved.choice.tree.num_speculative_tokens
     # A schedule is always given: without one, vLLM pads requests that join
     # with placeholder drafts, to keep CUDA graphs uniform. It is fitted to the
-    # engine's limits when these are known, see `plan_load`.
+    # engine's limits when these are known, see `plan_schedule`.
     schedule = resolved.choice.schedule or [(1, 1, drafts)]
     # Of the target's own layers vLLM knows where they lie, and that they are quantized alike.
     model = {} if resolved.drafter == "mtp" else {"model": resolved.draft}

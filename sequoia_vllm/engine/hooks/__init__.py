@@ -22,10 +22,10 @@ from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.spec_decode.metrics import SpecDecodingProm
 from vllm.v1.structured_output import StructuredOutputManager
 
-from sequoia_vllm.engine.common import load
+from sequoia_vllm.engine.common import draft_schedule
 from sequoia_vllm.engine.common.config_tag import is_or_will_be_tagged, is_tagged
 from sequoia_vllm.engine.common.request_options import check_options
-from sequoia_vllm.engine.core import draft_slots, grammar, messages, sessions, tree_reports
+from sequoia_vllm.engine.core import core_messages, draft_slots, grammar, sessions, tree_reports
 from sequoia_vllm.engine.frontend import batch_limits, engine_config, request, shown
 
 _ORIGINAL = "_sequoia_original"  # set on what replaces a function of vLLM, to that function
@@ -42,12 +42,12 @@ def install() -> None:
     tree_reports.add_report_field()
     _wrap(Scheduler, "update_from_output", tree_reports.update_from_output)
     _wrap(Scheduler, "schedule", draft_slots.schedule)
-    _wrap(EngineCore, "post_step", messages.post_step)
+    _wrap(EngineCore, "post_step", core_messages.post_step)
     _wrap(Scheduler, "_handle_stopped_request", sessions.handle_stopped_request)
     _wrap(StatLoggerManager, "__init__", tree_reports.init_stat_logger_manager)
     _wrap(SpeculativeConfig, "__repr__", shown.describe)
     _wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _verify_vocabulary_size)
-    _wrap(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", load.check_schedule)
+    _wrap(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", draft_schedule.check_schedule)
     if hasattr(VllmConfig, "_limit_max_model_len_to_draft"):  # from 0.33 on
         _wrap(VllmConfig, "_limit_max_model_len_to_draft", engine_config.limit_length)
     _wrap(VllmConfig, "_set_max_num_scheduled_tokens", batch_limits.check_budget)

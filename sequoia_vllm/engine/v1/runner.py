@@ -21,9 +21,9 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.request_options import most_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.common.swap import swapped
 from sequoia_vllm.engine.core.eligibility import never_drafts
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.attention_layers import replaced_backends, supported_layers
@@ -71,7 +71,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         # vLLM drops logits processors when it speculates; requests that need
         # them are served here, without drafts.
-        with swapped(gpu_model_runner, "build_logitsprocs", build_all_logitsprocs):
+        with patched(gpu_model_runner, "build_logitsprocs", build_all_logitsprocs):
             super().__init__(vllm_config, device)
         settings = SequoiaSettings.of(vllm_config)
         self.tree = settings.tree

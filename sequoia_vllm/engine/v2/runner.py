@@ -16,8 +16,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.common.swap import swapped
 from sequoia_vllm.engine.runner.attention_layers import supported_layers
 from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.v2.adapters import AdaptersOfNodes
@@ -58,7 +58,7 @@ class TreeRunner(GPUModelRunner):
         def init_speculator(config: VllmConfig, where: torch.device, states: Any) -> TreeProposerV2:
             return new_proposer(config, where, states, tables, self.tree_backend)
 
-        with swapped(model_runner, "init_speculator", init_speculator):
+        with patched(model_runner, "init_speculator", init_speculator):
             super().__init__(vllm_config, device)
         self.lora_state = AdaptersOfNodes(self.max_num_reqs)
         self.stats = StepStats(self.tree)
@@ -90,7 +90,7 @@ class TreeRunner(GPUModelRunner):
         """
         with (
             self.tree_backend.replace_attention(),
-            swapped(model_runner, "StructuredOutputsWorker", self._masks_of_nodes),
+            patched(model_runner, "StructuredOutputsWorker", self._masks_of_nodes),
         ):
             super().load_model(*args, **kwargs)
 

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.model_executor.offloader.base import get_offloader
 from vllm.v1.worker.gpu import model_runner
 
-from sequoia_vllm.engine.common.swap import swapped
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.offload.vllms import report_offloading
 from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 from sequoia_vllm.engine.v2.attention.target_graphs import TreeGraphManager
@@ -26,5 +26,5 @@ class SequoiaGPUModelRunner(TreeRunner):
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """As vLLM's, which makes the manager of the target's CUDA graphs."""
-        with swapped(model_runner, "ModelCudaGraphManager", TreeGraphManager):
+        with patched(model_runner, "ModelCudaGraphManager", TreeGraphManager):
             super().initialize_kv_cache(*args, **kwargs)

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from sequoia_vllm.engine.common.cluster import check_group, check_ranks, check_worker
 from sequoia_vllm.engine.common.device_name import current_device_name
 from sequoia_vllm.engine.common.replicas import in_lock_step
-from sequoia_vllm.engine.core.messages import attach_drafts, takes_single_steps
+from sequoia_vllm.engine.core.core_messages import attach_drafts, takes_single_steps
 from sequoia_vllm.engine.core.tree_reports import attach_limit, attach_paths
 from sequoia_vllm.engine.worker.start.timing import time_at_start
 

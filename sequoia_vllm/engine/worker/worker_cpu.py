@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu import model_runner as cpu_model_runner_v2
 
-from sequoia_vllm.engine.common.swap import swapped
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.compat.contract import check_contract
 from sequoia_vllm.engine.offload.worker import OffloadingCPUWorker
 from sequoia_vllm.engine.worker.worker_base import AgreeingWorker, SequoiaWorker
@@ -21,17 +21,17 @@ class SequoiaCPUWorker(SequoiaWorker, OffloadingCPUWorker):
     def init_device(self) -> None:
         """As vLLM's, which builds `CPUModelRunner` by that module-level name.
 
-        The name is swapped meanwhile: no second runner, with its buffers, is
+        The name is patched meanwhile: no second runner, with its buffers, is
         built only to be thrown away.
         """
         check_contract(v2=self.use_v2_model_runner)
         if self.use_v2_model_runner:
             from sequoia_vllm.engine.v2.runner_cpu import SequoiaCPUModelRunnerV2
 
-            with swapped(cpu_model_runner_v2, "CPUModelRunner", SequoiaCPUModelRunnerV2):
+            with patched(cpu_model_runner_v2, "CPUModelRunner", SequoiaCPUModelRunnerV2):
                 super().init_device()
             return
         from sequoia_vllm.engine.v1.runner import SequoiaCPUModelRunner
 
-        with swapped(cpu_worker, "CPUModelRunner", SequoiaCPUModelRunner):
+        with patched(cpu_worker, "CPUModelRunner", SequoiaCPUModelRunner):
             super().init_device()

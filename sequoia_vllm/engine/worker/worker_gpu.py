@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.worker import gpu_worker
 
-from sequoia_vllm.engine.common.swap import swapped
+from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.compat.contract import check_contract
 from sequoia_vllm.engine.v2.warming_up import warm_up
 from sequoia_vllm.engine.worker.worker_base import AgreeingWorker, SequoiaWorker
@@ -34,5 +34,5 @@ class SequoiaGPUWorker(SequoiaWorker):
         """
         self.model_runner.rejection_sampler.warm_up(self.model_config.dtype)
         fewer_requests = partial(warm_up, gpu_worker.warmup_kernels)
-        with swapped(gpu_worker, "warmup_kernels", fewer_requests):
+        with patched(gpu_worker, "warmup_kernels", fewer_requests):
             return super().compile_or_warm_up_model()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
-from sequoia_vllm.engine.common.load import fewer_drafts, scheduled_drafts
+from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, scheduled_drafts
 from sequoia_vllm.hardware.graph_sizes import decode_shapes
 
 

@@ -22,7 +22,7 @@ from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.draft_plan import DraftPlan
 from sequoia_vllm.drafting.growth import DraftModel, DraftQueries, DraftStates, TreeGrowth
 from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.engine.common.load import fewer_drafts, scheduled_drafts
+from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, scheduled_drafts
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.attention_layers import freed_behind
 from sequoia_vllm.engine.runner.draft_failure import survive_draft

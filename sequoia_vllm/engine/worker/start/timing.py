@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
-from sequoia_vllm.engine.common.load import fewer_drafts, scheduled_drafts
+from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, scheduled_drafts
 from sequoia_vllm.engine.common.replicas import in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.tensor_parallel import broadcast_from_rank0

@@ -46,8 +46,8 @@ def fewer_drafts(vllm_config: Any) -> list[int]:
 
 
 @contextmanager
-def planning_load(keep_schedule: bool) -> Iterator[None]:
-    """Within it vLLM's check of a configuration calls `plan_load`."""
+def planning_schedule(keep_schedule: bool) -> Iterator[None]:
+    """Within it vLLM's check of a configuration calls `plan_schedule`."""
     token = _is_users.set(keep_schedule)
     try:
         yield
@@ -65,10 +65,10 @@ def check_schedule(original: Callable[..., None], self: Any) -> None:
     if not SequoiaSettings.enabled(self):
         original(self)
     elif (is_users := _is_users.get()) is not None:
-        plan_load(self, keep_schedule=is_users)
+        plan_schedule(self, keep_schedule=is_users)
 
 
-def plan_load(vllm_config: Any, keep_schedule: bool) -> None:
+def plan_schedule(vllm_config: Any, keep_schedule: bool) -> None:
     """Fits the schedule of a Sequoia engine to its token budget, and CUDA graphs to the schedule.
 
     Called while vLLM checks its configuration: limits are known then, and

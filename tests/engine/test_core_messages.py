@@ -7,7 +7,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 
-from sequoia_vllm.engine.core import messages
+from sequoia_vllm.engine.core import core_messages
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.models import DRAFT, prompts
 
@@ -91,12 +91,12 @@ def test_drafts_are_told_once_and_asked_for_where_the_output_had_none():
     core = engine_core()
     drafts = DraftTokenIds(["a"], [[1, 2]])
     output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
-    messages.keep_drafts(core.scheduler, messages.attach_drafts(output, drafts))
-    messages.post_step(asks, core, True)
+    core_messages.keep_drafts(core.scheduler, core_messages.attach_drafts(output, drafts))
+    core_messages.post_step(asks, core, True)
     assert core.told == [drafts]
-    messages.post_step(asks, core, True)
-    messages.keep_drafts(core.scheduler, EMPTY_MODEL_RUNNER_OUTPUT)
-    messages.post_step(asks, core, False)
+    core_messages.post_step(asks, core, True)
+    core_messages.keep_drafts(core.scheduler, EMPTY_MODEL_RUNNER_OUTPUT)
+    core_messages.post_step(asks, core, False)
     assert core.told == [drafts]
     assert core.asked == [True, False]
 
@@ -104,8 +104,8 @@ def test_drafts_are_told_once_and_asked_for_where_the_output_had_none():
 def test_a_step_without_drafts_asks_for_none():
     core = engine_core()
     output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
-    messages.keep_drafts(core.scheduler, messages.attach_drafts(output, None))
-    messages.post_step(asks, core, True)
+    core_messages.keep_drafts(core.scheduler, core_messages.attach_drafts(output, None))
+    core_messages.post_step(asks, core, True)
     assert core.asked == []
     [told] = core.told
     assert told.req_ids == []
@@ -114,4 +114,4 @@ def test_a_step_without_drafts_asks_for_none():
 @pytest.mark.parametrize("ahead", [True, False])
 def test_engines_that_work_a_step_ahead_are_left_alone(ahead):
     config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead))
-    assert messages.takes_single_steps(config) is not ahead
+    assert core_messages.takes_single_steps(config) is not ahead

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @contextmanager
-def swapped(owner: ModuleType | type, name: str, value: Any) -> Iterator[None]:
+def patched(owner: ModuleType | type, name: str, value: Any) -> Iterator[None]:
     """Within the block, ``owner.name`` is ``value``."""
     original = getattr(owner, name)
     setattr(owner, name, value)
