@@ -50,8 +50,15 @@ class _Strict(BaseModel):
         return data
 
 
+_REMOVED_KEYS = {
+    "tune_at_start": "engines time nothing at their start any more: leave the key out",
+}
+
+
 def unknown_key(key: str, valid: Iterable[str]) -> str:
-    """The message for a key we do not know, with the nearest one that we do."""
+    """The message for a key we do not know: what became of it, or the nearest one that we do."""
+    if key in _REMOVED_KEYS:
+        return f"unknown key {key!r}: {_REMOVED_KEYS[key]}"
     names = sorted(valid)
     nearest = difflib.get_close_matches(key[:99], names, n=1)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"valid keys are {', '.join(names)}."
@@ -148,12 +155,6 @@ class SequoiaConfig(_Strict):
         "which may be nothing; learned anew for each pair and device, and kept for the next start. "
         "False: as configured. None: true, unless num_speculative_tokens_per_batch_size is given.",
     )
-    tune_at_start: bool = Field(
-        default=True,
-        description="Where the tree is chosen without times measured for this pair on this device, "
-        "time some steps in the engine's warm-up (3 seconds, more where steps are very slow), and "
-        "keep them in the user's directory: the next start's tree is chosen with them.",
-    )
     offload: OffloadSpec | None = Field(
         default=None,
         description="On CPUs: read the target's layers from a disk in every pass, for models that "
@@ -219,7 +220,7 @@ class SequoiaConfig(_Strict):
         """The keys that are vLLM's own, as given."""
         ours = {
             "method", "model", "drafter", "tree", "acceptance", "num_speculative_tokens",
-            "context_attention", "verification", "adapt", "tune_at_start", "offload",
+            "context_attention", "verification", "adapt", "offload",
         }  # fmt: skip
         return self.model_dump(exclude=ours, exclude_none=True)
 

@@ -6,7 +6,6 @@ from sequoia_vllm.hardware.cost import CostModel, Estimate
 from sequoia_vllm.hardware.device import (
     Device,
     DeviceError,
-    DeviceHints,
     DeviceSpec,
     current_cpu_name,
     identify,
@@ -22,7 +21,6 @@ __all__ = [
     "Curve",
     "Device",
     "DeviceError",
-    "DeviceHints",
     "DeviceSpec",
     "Estimate",
     "MemoryFit",

@@ -9,7 +9,7 @@ batches draft a smaller prefix of the tree.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 
 Ranges = list[tuple[int, int, int]]
 """vLLM's ``num_speculative_tokens_per_batch_size``: (first, last, drafts), from 1, ascending."""
@@ -75,13 +75,14 @@ def _fitting(drafts: int, batch: int, most: int) -> int:
     return nodes - 1 if nodes >= SMALLEST_TREE else 0
 
 
-def rungs(scheduled: Iterable[int]) -> list[int]:
+def rungs(scheduled: Iterable[int], between: bool = False) -> list[int]:
     """Numbers of drafts to choose among: the largest, then each with about half as many nodes.
 
     Those of the schedule where it has one of nearly this size: they need nothing of their own.
 
     Args:
         scheduled: Numbers of drafts that the schedule has, in any order.
+        between: Also one between each and the next, where no number needs CUDA graphs of its own.
 
     Returns:
         From the largest down; without 0.
@@ -94,7 +95,9 @@ def rungs(scheduled: Iterable[int]) -> list[int]:
         half = (drafts + 1) / 2
         alike = [n for n in numbers if half / _ALIKE <= n + 1 <= half * _ALIKE]
         drafts = min(alike, key=lambda n: abs(n + 1 - half), default=int(half) - 1)
-    return found
+    if between:
+        found += [(more + fewer) // 2 for more, fewer in pairwise(found)]
+    return sorted(set(found), reverse=True)
 
 
 def drafts_by_batch(

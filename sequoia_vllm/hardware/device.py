@@ -142,20 +142,6 @@ class Device:
     mig: str | None = None
 
 
-@dataclass(frozen=True)
-class DeviceHints:
-    """What an engine can say about a device that is not in the table; None: unknown."""
-
-    memory_gb: float | None = None
-    bandwidth_gb_s: float | None = None
-    bf16_tflops: float | None = None
-
-    @classmethod
-    def of(cls, spec: DeviceSpec) -> DeviceHints:
-        """The same three values of a known device."""
-        return cls(spec.memory_gb, spec.bandwidth_gb_s, spec.bf16_tflops)
-
-
 @cache
 def known_devices() -> dict[str, KnownDevice]:
     """The device table, by id."""
@@ -216,24 +202,23 @@ def current_cpu_name() -> str:
     return platform.processor() or ("cpu" if machine in ("x86_64", "amd64") else machine or "cpu")
 
 
-def nearest(hints: DeviceHints, candidates: Mapping[str, DeviceSpec]) -> tuple[str, str]:
+def nearest(spec: DeviceSpec | None, candidates: Mapping[str, DeviceSpec]) -> tuple[str, str]:
     """The candidate most like the device, and why.
 
     The best tree depends on operations per byte (from which size scoring more
     tokens costs more time) and on bandwidth (how large the launch overhead of a
-    draft level looks beside the target); both are compared as ratios, as is the
-    memory when nothing better is known. A device nothing is known of gets the
-    candidate with the fewest operations per byte: the smallest, safest trees.
+    draft level looks beside the target); both are compared as ratios. A device
+    that is not known gets the candidate with the fewest operations per byte: the
+    smallest, safest trees.
 
     Args:
-        hints: What is known of the device.
+        spec: The device's datasheet; None: nothing is known of it.
         candidates: Devices with trees, by id; not empty.
 
     Returns:
         Candidate id and the reason in words.
     """
-    features = _features(hints)
-    if not features:
+    if spec is None:
         cautious = min(candidates, key=lambda id_: (candidates[id_].ridge, id_))
         return cautious, (
             f"nothing but its name is known, so the most cautious trees, those of {cautious}, "
@@ -241,33 +226,16 @@ def nearest(hints: DeviceHints, candidates: Mapping[str, DeviceSpec]) -> tuple[s
         )
 
     def distance(id_: str) -> tuple[float, str]:
-        other = _of_candidate(candidates[id_])
-        return math.hypot(*(math.log(features[key] / other[key]) for key in features)), id_
+        other = candidates[id_]
+        ratios = spec.ridge / other.ridge, spec.bandwidth_gb_s / other.bandwidth_gb_s
+        return math.hypot(*map(math.log, ratios)), id_
 
     best = min(candidates, key=distance)
-    other = _of_candidate(candidates[best])
-    compared = ", ".join(
-        f"{value:.4g} against {other[key]:.4g} {_UNITS[key]}" for key, value in features.items()
+    other = candidates[best]
+    return best, (
+        f"{best} is the nearest by roofline ({spec.ridge:.4g} against {other.ridge:.4g} operations "
+        f"per byte, {spec.bandwidth_gb_s:.4g} against {other.bandwidth_gb_s:.4g} GB/s)"
     )
-    return best, f"{best} is the nearest by roofline ({compared})"
-
-
-_UNITS = {"ridge": "operations per byte", "bandwidth": "GB/s", "memory": "GB"}
-
-
-def _features(hints: DeviceHints) -> dict[str, float]:
-    features = {}
-    if hints.bf16_tflops and hints.bandwidth_gb_s:
-        features["ridge"] = hints.bf16_tflops * 1e3 / hints.bandwidth_gb_s
-    if hints.bandwidth_gb_s:
-        features["bandwidth"] = hints.bandwidth_gb_s
-    elif hints.memory_gb:
-        features["memory"] = hints.memory_gb
-    return features
-
-
-def _of_candidate(spec: DeviceSpec) -> dict[str, float]:
-    return {"ridge": spec.ridge, "bandwidth": spec.bandwidth_gb_s, "memory": spec.memory_gb}
 
 
 def _split_mig(name: str) -> tuple[str, int | None, int]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -156,8 +155,6 @@ class PairShapes:
         head: What the draft is, if it reads the target's hidden states; None: a model.
         streamed: Weights of the target that are not in the devices' memory; None: all are, or
             how many are not is not known (`PairKey.offloading` tells which).
-        locate: Gives these shapes with ``streamed``, where finding it takes time, as reading a
-            disk does; None: ``streamed`` is what there is to know.
     """
 
     target: ModelShape | None
@@ -165,11 +162,6 @@ class PairShapes:
     problem: str | None = None
     streamed: StreamedWeights | None = None
     head: HeadKind | None = None
-    locate: Callable[[], PairShapes] | None = field(default=None, compare=False)
-
-    def located(self) -> PairShapes:
-        """With ``streamed``, whatever that takes."""
-        return self if self.locate is None else self.locate()
 
     @property
     def quantized(self) -> bool:

@@ -1,11 +1,9 @@
 """Profiles: how long each part of a step takes on one device for one model pair.
 
 A profile is a JSON file (`Profile`), written by the measuring tool
-(``"source": "measured"``), by an engine in its warm-up (``"source": "warm-up"``), or
-computed, from datasheet values (``"source": "roofline"``, see
-`sequoia_vllm.hardware.roofline`) or from measurements of other models
-(``"source": "scaled"``, see `sequoia_vllm.hardware.scaled_profile`). All times are
-in seconds, per engine step, for the whole batch.
+(``"source": "measured"``) or computed from datasheet values (``"source": "roofline"``, see
+`sequoia_vllm.hardware.roofline`). Earlier versions wrote "warm-up" and "scaled", too, which
+are still read. All times are in seconds, per engine step, for the whole batch.
 """
 
 from __future__ import annotations
@@ -100,8 +98,8 @@ class Profile(FileModel):
         default="sequoia-vllm/profile/v1", alias="schema"
     )
     source: ProfileSource = Field(
-        description="Where the times come from: a running engine, an engine's warm-up, datasheet "
-        "values, or the times of models of other sizes on the same device."
+        description="Where the times come from: a running engine, or datasheet values. Earlier "
+        "versions also wrote: an engine's warm-up, times of other models on the same device."
     )
     date: datetime.date = Field(description="Day of the measurement, or of the datasheet values.")
     device: str = Field(min_length=1, description="Device name as the driver gives it.")

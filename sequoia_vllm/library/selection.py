@@ -1,29 +1,38 @@
-"""Which of a device's stored trees serves a model pair."""
+"""Which of a device's stored trees serves a model pair, and the tree computed where none does."""
 
 from __future__ import annotations
 
 import logging
-import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from sequoia_vllm.drafters import NAMES
-from sequoia_vllm.hardware.device import Device
+from sequoia_vllm.hardware.device import Device, DeviceSpec
 from sequoia_vllm.hardware.models import (
-    ModelShape,
     PairShapes,
     nearest_class,
     parameters_from_name,
     size_name,
 )
+from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.schedule import Schedule
 from sequoia_vllm.hardware.step_profile import HOW_TIMED
-from sequoia_vllm.library.files import LibraryError, LibraryFile, Table, TreeEntry
-from sequoia_vllm.library.identity import KnownModels
+from sequoia_vllm.library.files import AcceptanceFile, LibraryError, LibraryFile, TreeEntry
+from sequoia_vllm.library.generate import (
+    OFFLOADED,
+    fastest_schedule,
+    make_entry,
+    profile_reference,
+    size_class,
+)
 from sequoia_vllm.library.pair_key import PairKey, is_local
 from sequoia_vllm.tree.token_tree import TokenTree
 
 logger = logging.getLogger("vllm.sequoia.library")  # shown by vLLM's own handler
+
+IsPair = Callable[[str | None, str | None], bool]
+"""Whether a target and a draft, by their names in the library, are the pair of an engine."""
 
 
 @dataclass(frozen=True)
@@ -31,59 +40,58 @@ class Selection:
     """The tree to use, and why.
 
     Attributes:
-        name: Name of the entry; `load` takes it, unless it was computed for this pair.
-        schedule: The tree and its prefix by batch size.
-        entry: Everything the tree was made from.
-        source: "user" (tuned here), or how the times were had that it was chosen with, see
-            `Profile.source`.
-        expected_tokens: Tokens per request and step at the batch size asked for.
-        expected_speedup: Against plain decoding at that batch size.
+        entry: The tree, its schedule, and everything it was made from.
         reason: One line: what was chosen and why.
-        is_timed: Whether its times were measured with this pair here.
     """
 
-    name: str
-    schedule: Schedule
     entry: TreeEntry
-    source: str
-    expected_tokens: float
-    expected_speedup: float
     reason: str
-    is_timed: bool = True
+
+    @property
+    def name(self) -> str:
+        """Name of the entry; `TreeLibrary.load` takes it, unless the tree was computed here."""
+        return self.entry.name
+
+    @property
+    def source(self) -> str:
+        """How the times were had: "user" (tuned here), or see `Profile.source`."""
+        return "user" if self.name.startswith("user/") else self.entry.profile.source
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The tree and its prefix by batch size."""
+        return self.entry.to_schedule()
 
     @property
     def tree(self) -> TokenTree:
         """The whole stored tree; `schedule` says how much of it to draft."""
         return self.schedule.tree
 
+    @property
+    def expected_speedup(self) -> float:
+        """Speedup over plain decoding at batch size 1."""
+        return self.schedule.estimate(1).speedup
 
-# Sizes closer than this are the same: some count norms and biases, some do not.
-_SAME_SIZE = 1e-3
+
+def selection(entry: TreeEntry, reasons: list[str]) -> Selection:
+    """The selection of this entry, logged once."""
+    estimate = entry.to_schedule().estimate(1)
+    reason = (
+        f"tree {entry.name}: {entry.tree.size} nodes, depth {entry.tree.depth}, expected "
+        f"{estimate.speedup:.2f}x plain decoding at batch size {estimate.batch_size} "
+        f"({HOW_TIMED[entry.profile.source]}); " + "; ".join(reasons)
+    )
+    _log_once(reason)
+    return Selection(entry, reason)
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a tree is looked for.
-
-    Attributes:
-        pair: Device, models, and how they run.
-        known: By what models are told to be the library's.
-        acceptance_class: Draft strength class; None: as is known of the pair.
-        temperature: Usual sampling temperature; None: unknown.
-    """
-
-    pair: PairKey
-    known: KnownModels
-    acceptance_class: str | None = None
-    temperature: float | None = None
-
-    def is_of(self, target: str | None, draft: str | None) -> bool:
-        """Whether this pair is the one that the library calls so."""
-        return self.known.same_pair(target, draft, self.pair)
+@cache
+def _log_once(line: str) -> None:
+    logger.info("%s", line)
 
 
 def read_alike(entries: list[TreeEntry], pair: PairKey) -> list[TreeEntry]:
-    """Those for weights that are streamed, if the pair's are, or else those for weights in memory.
+    """The entries for streamed weights if the pair's are, or else those for weights in memory.
 
     The best trees of the two differ by hundreds of nodes.
     """
@@ -91,52 +99,12 @@ def read_alike(entries: list[TreeEntry], pair: PairKey) -> list[TreeEntry]:
     return [entry for entry in entries if (entry.streamed is not None) == is_offloaded]
 
 
-def none_alike(device: str, reason: str) -> LibraryError:
-    """What to do where a device has no entries read alike, and why none was computed."""
-    return LibraryError(
-        f"the library has no trees for offloaded targets on {device}, and none was computed "
-        f'({reason}): give a tree size, such as "tree": {{"size": 64, "depth": 10}}'
-    )
-
-
-def differences(entry: TreeEntry, pair: PairKey) -> list[str]:
-    """What of an entry's run is not as here, in words."""
-    compared = (
-        ("TP size", entry.tensor_parallel_size, pair.tensor_parallel_size),
-        ("dtype", entry.dtype, pair.dtype),
-    )
-    return [
-        f"made for {what} {stored}, not {here}" for what, stored, here in compared if stored != here
-    ]
-
-
-def made_for(entries: list[TreeEntry], request: Request) -> tuple[list[TreeEntry], str]:
-    """The entries for exactly this pair, none if there are none, and why."""
-    exact = [entry for entry in entries if request.is_of(entry.target, entry.draft)]
-    return exact, f"made for {exact[0].target} with {exact[0].draft}" if exact else ""
-
-
-def timed_at_size(entries: list[TreeEntry], shapes: PairShapes) -> tuple[list[TreeEntry], str]:
-    """The entries measured with other models of exactly these sizes, and why."""
-    if shapes.target is None or shapes.draft is None or shapes.quantized or shapes.head:
-        return [], ""
-    sizes = shapes.target.parameters, shapes.draft.parameters
-    found = [
-        entry
-        for entry in entries
-        if entry.profile.source == "measured"
-        and math.isclose(entry.target_parameters, sizes[0], rel_tol=_SAME_SIZE)
-        and math.isclose(entry.draft_parameters, sizes[1], rel_tol=_SAME_SIZE)
-    ]
-    return found, f"times measured with models of the same size, {size_names(shapes)}"
-
-
 def runs_as_here(
     entry: TreeEntry, file: LibraryFile, device: Device, pair: PairKey, shapes: PairShapes
 ) -> bool:
-    """Whether an entry is for models running as here; else computing says more.
+    """Whether an entry is for models running as here; else a computed tree is better.
 
-    Without a datasheet nothing better than what was measured can be computed.
+    Nothing can be computed without a datasheet.
     """
     if file.datasheet is None:
         return True
@@ -147,53 +115,43 @@ def runs_as_here(
     return same_run and device.id == file.device and device.mig is None
 
 
-def timed_here(entries: list[TreeEntry], pair: PairKey, *, is_cpu: bool) -> bool:
-    """Whether entries that are for a pair were timed with it on this type of device.
+def choose_vector(vectors: Sequence[AcceptanceFile], is_pair: IsPair) -> tuple[AcceptanceFile, str]:
+    """The vector to assume for a pair, and why.
 
-    Never on CPUs: their names do not say how many cores an engine has.
+    It is the one measured on the pair, the greedy one of several; else the weakest of those that
+    were published.
     """
-    here = pair.device, pair.dtype, pair.tensor_parallel_size
-    return not is_cpu and any(
-        entry.profile.source == "measured"
-        and (entry.profile.device, entry.dtype, entry.tensor_parallel_size) == here
-        for entry in entries
+    own = [vector for vector in vectors if is_pair(vector.target, vector.draft)]
+    if own:
+        found = min(own, key=lambda vector: vector.temperature or 0.0)
+        return found, f"acceptance {found.name} measured on this pair"
+    # A vector measured on another pair says nothing of this one.
+    others = [vector for vector in vectors if vector.source == "published"] or vectors
+    weakest = min(others, key=lambda vector: (vector.vector.table[0, 0], vector.name))
+    return weakest, f"acceptance of this pair not measured: the weakest class, {weakest.name}"
+
+
+def best_entry(
+    entries: list[TreeEntry], pair: PairKey, vector: AcceptanceFile
+) -> tuple[TreeEntry, list[str]]:
+    """The entry made for this vector, and what of its run is not as here, in words."""
+    alike = [entry for entry in entries if entry.acceptance_class == vector.name]
+    entry = min(alike, key=lambda e: abs(e.tensor_parallel_size - pair.tensor_parallel_size))
+    compared = (
+        ("TP size", entry.tensor_parallel_size, pair.tensor_parallel_size),
+        ("dtype", entry.dtype, pair.dtype),
     )
-
-
-def parameters_of(
-    pair: PairKey,
-    shapes: PairShapes | None,
-    target_parameters: float | None,
-    draft_parameters: float | None,
-) -> tuple[float | None, float | None]:
-    """Parameters of target and draft: given, or of the shape, or as a name on the Hub says.
-
-    The name of a head says how many its target has.
-    """
-
-    def size(
-        model: str, given: float | None, shape: ModelShape | None, is_head: bool
-    ) -> float | None:
-        if given or shape:
-            return given or (shape.parameters if shape else None)
-        return None if is_local(model) or is_head else parameters_from_name(model)
-
-    has_head = shapes is not None and shapes.head is not None
-    return (
-        size(pair.target, target_parameters, shapes.target if shapes else None, False),
-        size(pair.draft, draft_parameters, shapes.draft if shapes else None, has_head),
-    )
+    return entry, [
+        f"made for {what} {stored}, not {here}" for what, stored, here in compared if stored != here
+    ]
 
 
 def nearest_in_size(
-    entries: list[TreeEntry],
-    pair: PairKey,
-    target_parameters: float | None,
-    draft_parameters: float | None,
+    entries: list[TreeEntry], pair: PairKey, shapes: PairShapes | None
 ) -> tuple[list[TreeEntry], str]:
     """The entries of the model class nearest to a pair in size, and why."""
     sizes = {e.model_class: (e.target_parameters, e.draft_parameters) for e in entries}
-    match = nearest_class(sizes, target_parameters, draft_parameters)
+    match = nearest_class(sizes, *parameters_of(pair, shapes))
     if match is not None:
         return [e for e in entries if e.model_class == match.id], match.reason
     # Nothing is known of the models: the smallest tree is the safest.
@@ -204,97 +162,73 @@ def nearest_in_size(
     )
 
 
-def of_strength(entries: list[TreeEntry], request: Request) -> tuple[list[TreeEntry], str]:
-    """The entries of one draft strength class, and why this one; errors as `choose_strength`."""
-    strengths = [
-        Strength(
-            entry.acceptance_class, entry.acceptance_source, entry.acceptance_target,
-            entry.acceptance_draft, entry.temperature, entry.acceptance,
-        )
-        for entry in entries
-    ]  # fmt: skip
-    name, why = choose_strength(strengths, request)
-    return [entry for entry in entries if entry.acceptance_class == name], why
+def parameters_of(pair: PairKey, shapes: PairShapes | None) -> tuple[float | None, float | None]:
+    """Parameters of target and draft: of the shape, or as a name on the Hub says; None: unknown.
+
+    The name of a head says how many its target has.
+    """
+
+    def named(model: str) -> float | None:
+        return None if is_local(model) else parameters_from_name(model)
+
+    target = shapes.target if shapes else None
+    draft = shapes.draft if shapes else None
+    draft_named = None if shapes is not None and shapes.head else named(pair.draft)
+    return (
+        target.parameters if target else named(pair.target),
+        draft.parameters if draft else draft_named,
+    )
 
 
-@dataclass(frozen=True)
-class Strength:
-    """What is known of an acceptance vector; of fields see `AcceptanceFile`."""
+def computed_entry(
+    device: str, spec: DeviceSpec, shapes: PairShapes, pair: PairKey, vector: AcceptanceFile
+) -> tuple[TreeEntry, str]:
+    """The entry that the library would have for models of these shapes, by the roofline.
 
-    name: str
-    source: str
-    target: str | None
-    draft: str | None
-    temperature: float | None
-    acceptance: Table
+    Args:
+        device: Id of the device; or of the one whose datasheet is used for it.
+        spec: The datasheet.
+        shapes: Shapes of the pair.
+        pair: How the pair runs.
+        vector: The acceptance to assume.
 
-    @property
-    def first(self) -> float:
-        """Acceptance of the root's first child."""
-        row = self.acceptance[0]
-        return row[0] if isinstance(row, list) else row
-
-
-def choose_strength(strengths: list[Strength], request: Request) -> tuple[str, str]:
-    """The name of the vector to assume for a pair, and why.
-
-    That asked for by name, or measured on the pair (at the nearest temperature), or
-    the weakest of those that were published.
+    Returns:
+        The entry, and what it was computed from.
 
     Raises:
-        LibraryError: If the one asked for is not there; lists those that are.
+        LibraryError: It cannot be computed; says why.
     """
-    asked = request.acceptance_class
-    if asked is not None:
-        names = {strength.name for strength in strengths}
-        if asked not in names:
-            raise LibraryError(
-                f"no acceptance class {asked!r} for this pair; there are {', '.join(sorted(names))}"
-            )
-        return asked, f"acceptance class {asked} as asked"
-    own = [s for s in strengths if request.is_of(s.target, s.draft)]
-    if own:
-        wanted = request.temperature or 0.0
-        name = min(own, key=lambda s: abs((s.temperature or 0.0) - wanted)).name
-        return name, f"acceptance {name} measured on this pair"
-    # One measured on another pair says nothing of this one.
-    others = [s for s in strengths if s.source == "published"] or strengths
-    weakest = min(others, key=lambda s: (s.first, s.name)).name
-    return weakest, f"acceptance of this pair not measured: the weakest class, {weakest}"
+    target, draft, streamed = shapes.target, shapes.draft, shapes.streamed
+    if target is None or draft is None:
+        raise LibraryError(shapes.problem or "the models' shapes are not known")
+    if pair.offloading is not None and streamed is None:
+        raise LibraryError(shapes.problem or "how much of the target is offloaded is not known")
+    devices = pair.tensor_parallel_size
+    try:
+        profile = roofline_profile(spec, target, draft, pair.dtype, devices, streamed=streamed)
+    except ValueError as error:
+        raise LibraryError(str(error)) from error
+    sizes = size_class(profile) + ("" if pair.offloading is None else OFFLOADED)
+    entry = make_entry(
+        f"computed/{device}/{sizes}/{vector.name}",
+        sizes,
+        profile,
+        profile_reference(profile),
+        vector,
+        fastest_schedule(profile, vector),
+    )
+    how = f"{pair.dtype}, TP size {devices}"
+    if shapes.quantized:
+        how += ", quantized weights"
+    if streamed is not None:
+        size = streamed.bytes_per_pass / 1e9
+        how += f", {size:.1f} GB of weights read in each pass: {streamed.source}"
+    return entry, f"computed for {_size_names(shapes)} ({how})"
 
 
-def size_names(shapes: PairShapes) -> str:
+def _size_names(shapes: PairShapes) -> str:
     """Sizes of a pair in words."""
     sizes = (shape.parameters if shape else None for shape in (shapes.target, shapes.draft))
     target, draft = map(size_name, sizes)
     drafter = NAMES[shapes.head] if shapes.head else "a draft"
     return f"a target of {target} and {drafter} of {draft} parameters"
-
-
-def selection(
-    entry: TreeEntry, source: str, batch_size: int, reasons: list[str], *, is_timed: bool
-) -> Selection:
-    """The selection, logged once."""
-    schedule = entry.to_schedule()
-    estimate = schedule.estimate(batch_size)
-    reason = (
-        f"tree {entry.name}: {entry.tree.size} nodes, depth {entry.tree.depth}, expected "
-        f"{estimate.speedup:.2f}x plain decoding at batch size {estimate.batch_size} "
-        f"({HOW_TIMED[entry.profile.source]}); " + "; ".join(reasons)
-    )
-    _log_once(reason)
-    return Selection(
-        name=entry.name,
-        schedule=schedule,
-        entry=entry,
-        source=source,
-        expected_tokens=estimate.expected_tokens,
-        expected_speedup=estimate.speedup,
-        reason=reason,
-        is_timed=is_timed,
-    )
-
-
-@cache
-def _log_once(line: str) -> None:
-    logger.info("%s", line)

@@ -7,14 +7,13 @@ in `user_directory` and take precedence.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
-from sequoia_vllm.hardware.device import X86_CPU, Device, DeviceHints, identify, nearest
+from sequoia_vllm.hardware.device import X86_CPU, Device, identify, nearest
 from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.json_file import dump_json, read_model
-from sequoia_vllm.library.computed import Basis, computed_entry
 from sequoia_vllm.library.files import (
     AcceptanceFile,
     LibraryError,
@@ -22,30 +21,23 @@ from sequoia_vllm.library.files import (
     TreeEntry,
     UserTree,
 )
-from sequoia_vllm.library.identity import KnownModels
-from sequoia_vllm.library.learned import learned_acceptance
-from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.pair_key import KnownModels, PairKey
 from sequoia_vllm.library.selection import (
-    Request,
     Selection,
-    differences,
-    made_for,
+    best_entry,
+    choose_vector,
+    computed_entry,
     nearest_in_size,
-    none_alike,
-    of_strength,
-    parameters_of,
     read_alike,
     runs_as_here,
     selection,
-    timed_at_size,
-    timed_here,
 )
-from sequoia_vllm.library.start_times import Runs, load_start_times
 from sequoia_vllm.library.user_files import (
     Measurements,
     adaptation_path,
     files_in,
     is_there,
+    learned_acceptance,
     make_writable,
     readable_directory,
     user_directory,
@@ -194,130 +186,94 @@ class TreeLibrary:
 
     # -- choosing --------------------------------------------------------------
 
-    def select(
-        self,
-        pair: PairKey,
-        *,
-        shapes: PairShapes | None = None,
-        target_parameters: float | None = None,
-        draft_parameters: float | None = None,
-        temperature: float | None = None,
-        acceptance_class: str | None = None,
-        batch_size: int = 1,
-        hints: DeviceHints | None = None,
-        runs: Runs | None = None,
-    ) -> Selection:
+    def select(self, pair: PairKey, shapes: PairShapes | None = None) -> Selection:
         """The tree for this device, model pair and way of running.
 
-        Looked for in this order: the user's own tree for exactly this device,
-        pair, dtype, TP size and offloading; one computed here from what an engine of it timed
-        when it started; a shipped tree of the device for the pair itself, or measured with
-        models of its sizes; one computed here from the pair's shapes, on the device's datasheet
-        or from what was measured with other models on it, for the acceptance that engines
-        counted while they served this pair, if they did. Where shapes are not known: the
-        shipped trees of the device, or of the one nearest to it by roofline, for the nearest
-        model class. Of these the draft strength class asked for, or measured on the pair, or
-        else the weakest. One line is logged, once for each different choice.
+        The first of these:
 
-        A name is compared as it is; a directory by its files, not by its path.
+        1. the user's own tree for exactly this pair, device, dtype, TP size and offloading;
+        2. the library's tree for the pair on this device, run as here;
+        3. a tree computed from the pair's shapes on the device's datasheet, for the acceptance
+           that engines counted while they served the pair, if they did;
+        4. the library's tree of the device, or of the nearest one by roofline, for the model class
+           nearest in size. Devices without a datasheet (CPUs) have only the first two.
+
+        Trees of the library are for the acceptance measured on the pair, or the weakest published
+        one. One line is logged, once for each different choice. A name is compared as it is; a
+        directory by its files, not by its path.
 
         Args:
             pair: What the tree is for.
             shapes: What the models' configurations say; None: nothing is known of them.
-            target_parameters: Parameters of the target; None: of its shape, or read off its
-                name on the Hub.
-            draft_parameters: Parameters of the draft, likewise.
-            temperature: Usual sampling temperature, 0 for greedy; None: unknown.
-            acceptance_class: Draft strength class; None: see above.
-            batch_size: What the expectations in the result are for.
-            hints: Values of a device that is not in the device table.
-            runs: How the engine runs; None: what engines timed at their start is not looked at.
-
-        Returns:
-            The selection.
 
         Raises:
             DeviceError: If the device name is empty.
-            LibraryError: If the class asked for is not there, or the library
-                has no tree at all for this kind of device.
+            LibraryError: If there is no tree for this pair on this kind of device.
         """
         path, kept = self._user_file(pair.file_name), self.readable
         if path is not None:
-            entry = self._user_tree(path).entry
-            reason = f"tuned here ({path})"
-            return selection(entry, "user", batch_size, [reason], is_timed=True)
+            return selection(self._user_tree(path).entry, [f"tuned here ({path})"])
         device = identify(pair.device)
-        request = Request(pair, self._known_models(), acceptance_class, temperature)
-        learned = None
-        if kept is not None:
-            learned = learned_acceptance(adaptation_path(kept, pair.file_name), pair)
-        if kept is not None and shapes is not None and runs is not None:
-            timed = load_start_times(kept, pair, shapes, runs)
-            if timed is not None:
-                name = device.id or "this-device"
-                basis = Basis(name, None, [], self._vectors(), learned, own=timed[0])
-                found, why = computed_entry(basis, shapes, request)
-                if found is not None:
-                    reasons = [f"timed when this pair started here ({timed[1]})", why]
-                    source = found.profile.source
-                    return selection(found, source, batch_size, reasons, is_timed=True)
-        file, reasons = self._file_for(device, hints or DeviceHints())
+        file, on = self._file_for(device)
+        is_pair = partial(self._known_models().same_pair, pair=pair)
         alike = read_alike(file.entries, pair)
-        entries, why = made_for(alike, request)
-        is_timed = timed_here(entries, pair, is_cpu=device.id == X86_CPU)
-        if shapes is not None:
-            # What was counted on the pair says more than times of models of its sizes.
-            if not entries and learned is None:
-                entries, why = timed_at_size(alike, shapes)
-            if not any(runs_as_here(entry, file, device, pair, shapes) for entry in entries):
-                basis = self._basis(file, device, learned)
-                found, reason = computed_entry(basis, shapes, request)
-                if found is not None:
-                    on = [_identified(device)] if device.id else reasons
-                    source = found.profile.source
-                    return selection(found, source, batch_size, [*on, reason], is_timed=False)
-                reasons.append(reason)
+        entries = [entry for entry in alike if is_pair(entry.target, entry.draft)]
+        why = [f"made for {entries[0].target} with {entries[0].draft}"] if entries else []
+        spec = device.spec or file.datasheet
+        if not entries and spec is None:
+            raise LibraryError(
+                f"the library has no trees for this pair on {file.device}, where nothing can be "
+                "computed: tune one (sequoia-vllm tune)"
+            )
+        reasons = [on]
+        if (
+            spec is not None
+            and shapes is not None
+            and not any(runs_as_here(entry, file, device, pair, shapes) for entry in entries)
+        ):
+            learned = kept and learned_acceptance(adaptation_path(kept, pair.file_name), pair)
+            vector, assumed = (
+                (learned, f"acceptance {learned.description}")
+                if learned
+                else choose_vector(self._vectors(), is_pair)
+            )
+            try:
+                found, how = computed_entry(device.id or file.device, spec, shapes, pair, vector)
+            except LibraryError as error:
+                reasons.append(str(error))
+            else:
+                return selection(found, [_identified(device) if device.id else on, how, assumed])
+        if not alike:
+            raise LibraryError(
+                f"the library has no trees for offloaded targets on {file.device}, and none was "
+                f"computed ({reasons[-1]}): give a tree size, such as "
+                '"tree": {"size": 64, "depth": 10}'
+            )
         if not entries:
-            sizes = parameters_of(pair, shapes, target_parameters, draft_parameters)
-            if not alike:
-                raise none_alike(file.device, reasons[-1])
-            entries, why = nearest_in_size(alike, pair, *sizes)
-        reasons.append(why)
-        entries, why = of_strength(entries, request)
-        reasons.append(why)
-        entry = min(entries, key=lambda e: abs(e.tensor_parallel_size - pair.tensor_parallel_size))
-        reasons += differences(entry, pair)
+            entries, nearest_why = nearest_in_size(alike, pair, shapes)
+            why = [nearest_why]
+        classes = {entry.acceptance_class for entry in entries}
+        vectors = [vector for vector in self._vectors() if vector.name in classes]
+        vector, assumed = choose_vector(vectors, is_pair)
+        entry, differences = best_entry(entries, pair, vector)
+        reasons += [*why, assumed, *differences]
         if device.mig:
             reasons.append("the slice is treated as the whole device")
-        source = entry.profile.source
-        return selection(entry, source, batch_size, reasons, is_timed=is_timed)
+        return selection(entry, reasons)
 
     def _known_models(self) -> KnownModels:
         paths = sorted((self.shipped / "profiles").glob("*.json"))
         return KnownModels.of(_read_profile(path) for path in paths)
 
-    def _basis(
-        self, file: LibraryFile, device: Device, learned: AcceptanceFile | None = None
-    ) -> Basis:
-        """What a pair's tree is computed from where this file's trees would be used."""
-        names = sorted({entry.profile.file for entry in file.entries if entry.profile.file})
-        paths = [self.shipped / name for name in names]
-        return Basis(
-            device=device.id or file.device,
-            spec=device.spec or file.datasheet,
-            measured=[_read_profile(path) for path in paths if path.is_file()],
-            vectors=self._vectors(),
-            learned=learned,
-        )
-
     def _vectors(self) -> list[AcceptanceFile]:
         paths = sorted((self.shipped / "acceptance").glob("*.json"))
         return [AcceptanceFile.load(path) for path in paths]
 
-    def _file_for(self, device: Device, hints: DeviceHints) -> tuple[LibraryFile, list[str]]:
+    def _file_for(self, device: Device) -> tuple[LibraryFile, str]:
+        """The trees of this device, or of the nearest one, and why."""
         devices = self.devices()
         if device.id in devices:
-            return self.file(device.id), [_identified(device)]
+            return self.file(device.id), _identified(device)
         files = [self.file(id_) for id_ in devices]
         specs = {file.device: file.datasheet for file in files if file.datasheet}
         if device.id == X86_CPU or not specs:
@@ -326,9 +282,8 @@ class TreeLibrary:
                 "(sequoia-vllm tune), or give a tree size: "
                 '"tree": {"size": 8, "depth": 4}'
             )
-        known = DeviceHints.of(device.spec) if device.spec else hints
-        best, why = nearest(known, specs)
-        return self.file(best), [f"no trees for device {device.name!r}: {why}"]
+        best, why = nearest(device.spec, specs)
+        return self.file(best), f"no trees for device {device.name!r}: {why}"
 
     def _unknown_name(self, name: str) -> str:
         import difflib
@@ -344,9 +299,9 @@ def load(name: str) -> TokenTree:
     return TreeLibrary().load(name)
 
 
-def select(pair: PairKey, shapes: PairShapes | None = None, runs: Runs | None = None) -> Selection:
+def select(pair: PairKey, shapes: PairShapes | None = None) -> Selection:
     """`TreeLibrary.select` of the default library."""
-    return TreeLibrary().select(pair, shapes=shapes, runs=runs)
+    return TreeLibrary().select(pair, shapes)
 
 
 def tuned_measurements(pair: PairKey) -> Measurements | None:

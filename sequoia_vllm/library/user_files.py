@@ -6,13 +6,19 @@ not enter the home that it is given, on a read-only disk. It runs all the same, 
 
 from __future__ import annotations
 
+import datetime
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
 
-from sequoia_vllm.library.files import LibraryError
+from sequoia_vllm.adaptation import AdaptationState, StateError
+from sequoia_vllm.library.files import AcceptanceFile, LibraryError
+from sequoia_vllm.library.pair_key import PairKey
+
+logger = logging.getLogger("vllm.sequoia.library")  # shown by vLLM's own handler
 
 USER_DIRECTORY_VARIABLE = "SEQUOIA_VLLM_TREES"
 _FIX = f"set {USER_DIRECTORY_VARIABLE} to a directory that can be written to"
@@ -66,6 +72,28 @@ def files_in(directory: Path | None) -> list[Path]:
         return [] if directory is None else sorted(directory.glob("*.json"))
     except OSError:
         return []
+
+
+def learned_acceptance(path: Path, pair: PairKey) -> AcceptanceFile | None:
+    """What the file of a pair says; None: it is not there, or too little was counted."""
+    try:
+        found = AdaptationState.load(path).usual_acceptance() if is_there(path) else None
+    except (StateError, ValueError, LookupError, OSError) as error:
+        logger.warning("Sequoia: what was learned while serving is not used: %s", error)
+        return None
+    if found is None:
+        return None
+    workload, acceptance = found
+    return AcceptanceFile(
+        name="learned",
+        description=f"counted while serving {workload} requests ({path})",
+        source="measured",
+        date=datetime.date.fromtimestamp(path.stat().st_mtime),
+        target=pair.target,
+        draft=pair.draft,
+        temperature=0.0 if workload == "greedy" else None,
+        acceptance=acceptance.to_list(),
+    )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from sequoia_vllm.offload.allocator import keep_freed_memory
 from sequoia_vllm.offload.layer_ring import LayerRing
-from sequoia_vllm.offload.read_rate import read_rate
 from sequoia_vllm.offload.weight_file import OffloadError, Region, WeightFile
 
-__all__ = ["LayerRing", "OffloadError", "Region", "WeightFile", "keep_freed_memory", "read_rate"]
+__all__ = ["LayerRing", "OffloadError", "Region", "WeightFile", "keep_freed_memory"]

@@ -120,13 +120,15 @@ def epyc(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("epyc")
-def test_trees_are_computed_from_what_vllm_says_of_the_models(tmp_path):
+def test_trees_are_computed_from_what_vllm_says_of_the_models(tmp_path, monkeypatch):
     """A draft that the library has nothing of: 64 wide, one layer, its own output matrix."""
     draft = save_random_draft(tmp_path / "draft-7B")
+    assert "default size; the library has no trees for this pair" in source(TARGET, str(draft))
+    monkeypatch.setattr(engine_config, "current_device_name", lambda: "NVIDIA L40S")
     found = source(TARGET, str(draft))
     assert "computed for a target of 4.16m and a draft of 0.561m parameters" in found
     assert "(bfloat16, TP size 1)" in found
-    assert "(scaled from measurements of other models)" in found
+    assert "(roofline, not measured)" in found
 
 
 @pytest.mark.usefixtures("epyc")
@@ -165,7 +167,7 @@ def test_shapes_are_read_only_where_the_tree_depends_on_them():
 def declining(pair, monkeypatch):
     """As if the library's answer were: do not speculate."""
     none = tree_choice.TreeChoice(TokenTree((-1,)), "too slow here", [(1, 256, 0)])
-    monkeypatch.setattr(tree_choice, "_from_library", lambda pair, shapes, runs: none)
+    monkeypatch.setattr(tree_choice, "_from_library", lambda pair, shapes: none)
 
 
 def test_auto_may_answer_no_speculation(monkeypatch):
@@ -244,7 +246,7 @@ def test_default_limits_have_room_for_prompts(caplog):
 
 def test_schedules_of_the_library_are_fitted_too(monkeypatch):
     found = tree_choice.TreeChoice(TokenTree.chain(9), "measured", [(1, 4, 9), (5, 256, 5)])
-    monkeypatch.setattr(tree_choice, "_resolve", lambda config, pair, shapes, runs, levels: found)
+    monkeypatch.setattr(tree_choice, "_resolve", lambda config, pair, shapes, levels: found)
     assert scheduled(limited(max_num_seqs=64)) == [(1, 4, 9), (5, 256, 5)]
     fitted = [(1, 4, 9), (5, 21, 5), (22, 32, 3)]
     assert scheduled(limited(max_num_seqs=32, max_num_batched_tokens=256)) == fitted

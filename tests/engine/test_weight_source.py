@@ -37,25 +37,13 @@ def test_on_cpus_vllms_offloaders_do_nothing():
 
 
 def test_layers_on_a_disk(disk):
-    """Those that do not stay in memory, at the rate that the disk has, and kept apart by name."""
+    """They are kept apart by how many of them stay in memory."""
 
-    def found(**keys):
+    def name(**keys) -> str:
         offload = {"weights": "disk", "directory": str(disk), **keys}
-        return weight_source(arguments(additional_config={"sequoia_offload": offload}))
+        return weight_source(arguments(additional_config={"sequoia_offload": offload})).name
 
-    def streamed(devices=1, **keys):
-        return found(**keys).streamed(LLAMA, "bfloat16", "AMD EPYC", devices)
-
-    assert (found().name, found(memory_gib=1.5).name) == ("disk-0gib", "disk-1.5gib")
-    whole, halves = streamed(), streamed(devices=2)
-    assert whole.bytes_per_pass == 80 * LAYER == 2 * halves.bytes_per_pass
-    assert whole.overlaps
-    assert whole.tile_rows is None
-    assert whole.buffer_bytes == 3 * LAYER
-    assert whole.bytes_per_second > 1e6
-    some = streamed(memory_gib=10.5 * LAYER / GIB)
-    assert some.bytes_per_pass == pytest.approx(70 * LAYER)
-    assert streamed(memory_gib=81 * LAYER / GIB) is None
+    assert (name(), name(memory_gib=1.5)) == ("disk-0gib", "disk-1.5gib")
 
 
 def test_uva_is_per_device():
@@ -151,8 +139,6 @@ def test_auto_chooses_for_what_is_offloaded(monkeypatch, tmp_path):
     assert "of weights read in each pass: PCIe 4.0 x16, uva" in after.tree_source
     assert "-offloaded/" not in before.tree_source
     assert after.adapts_as != before.adapts_as
-    assert after.to_time.pair.offloading == "uva-1gib"
-    assert before.to_time.pair.offloading is None
 
 
 def test_all_that_is_read_of_the_arguments_is_there():

@@ -67,7 +67,7 @@ def test_two_nodes_answer_as_plain_vllm(tmp_path):
 @pytest.mark.parametrize(
     ("unlike", "difference"),
     [
-        ({"tune_at_start": False}, "times steps at its start: no (rank 0 on"),  # else: for ever
+        ({"verification": "traversal"}, "verification: traversal (rank 0 on"),
         ({"tree": {"parents": [-1]}}, "tree: none (rank 0 on"),
     ],
 )

@@ -110,6 +110,13 @@ def test_numbers_of_drafts_to_choose_among():
     assert rungs([0]) == []
 
 
+def test_numbers_between_where_none_needs_graphs():
+    assert rungs([15], between=True) == [15, 11, 7, 5, 3, 2, 1]
+    assert rungs([5, 3, 2, 1], between=True) == [5, 3, 2]
+    assert rungs([1, 0], between=True) == [1]
+    assert rungs([0], between=True) == []
+
+
 @given(st.lists(st.integers(0, 300), min_size=1))
 def test_each_rung_is_about_half_of_the_one_before(scheduled):
     found = rungs(scheduled)

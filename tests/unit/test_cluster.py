@@ -19,8 +19,6 @@ from sequoia_vllm.engine.common.cluster import (
     decisions,
 )
 from sequoia_vllm.engine.common.settings import DECLINED, SequoiaSettings
-from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.start_times import ToTime
 from sequoia_vllm.tree import TokenTree
 
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
@@ -75,7 +73,6 @@ class _Config:
 
 
 TREE = TokenTree.chain(2)
-TO_TIME = ToTime(PairKey(H100, "a/target", "a/draft", "bfloat16"), {}, 7e9, 68e6)
 
 
 def test_nodes_may_know_a_tree_from_different_files():
@@ -90,7 +87,6 @@ def test_nodes_may_know_a_tree_from_different_files():
         (_Config(TokenTree((-1, 0, 0))), r"tree: 3 nodes, depth 2, checksum \w+ \(rank 0 on "),
         (_Config(None), r"tree: 3 nodes, .* \(rank 0 on node-0\); none \(rank 2 on node-1\)"),
         (_Config(TREE, drafts=0), "drafts by batch size: 1 to 8: 2 .*; 1 to 4: 2, 5 to 8: 0"),
-        (_Config(TREE, to_time=TO_TIME), r"start: no \(rank 0 .*; yes \(rank 2 on node-1\)"),
         (_Config(TREE, verification="traversal"), "verification: sequoia .*; traversal "),
         (_Config(TREE, drafter="eagle3"), "drafter: model .*; eagle3 "),
         (_Config(TREE, adapts_as="a-pair"), "adapts: no .*; yes "),

@@ -12,10 +12,10 @@ import pytest
 
 from sequoia_vllm.adaptation import AdaptationState
 from sequoia_vllm.adaptation.state import FadedCounts
-from sequoia_vllm.hardware import Profile, identify, roofline_profile
+from sequoia_vllm.hardware import identify, roofline_profile
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, PairShapes, model_classes
-from sequoia_vllm.hardware.scaled_profile import scaled_profile
+from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import Selection, TreeLibrary, shipped_directory
 from sequoia_vllm.library.user_files import adaptation_path
@@ -23,6 +23,7 @@ from sequoia_vllm.tree import TokenTree
 from tests.support.models import DRAFT, TARGET
 
 H100, L40S, CPU = "NVIDIA H100 80GB HBM3", "NVIDIA L40S", "AMD EPYC"
+UNTIMED = r"no trees for this pair on x86-cpu.*sequoia-vllm tune"
 SMALL = model_classes()["7b-68m"]
 SHAPES_7B = PairShapes(SMALL.target, SMALL.draft)
 
@@ -33,8 +34,6 @@ def read(path: str) -> ModelShape:
 
 EMBEDDED = PairShapes(read(TARGET), read(DRAFT))
 GROWN = EMBEDDED.target.model_copy(update={"layers": 23, "intermediate": 44864})
-LARGER_GROWN = GROWN.model_copy(update={"layers": 24})
-DRAFT_8M = EMBEDDED.draft.model_copy(update={"layers": 16})
 
 
 @pytest.fixture
@@ -45,10 +44,6 @@ def library(tmp_path) -> TreeLibrary:
 
 def key(device: str, target: str = "/m/t", draft: str = "/m/d", **more) -> PairKey:
     return PairKey(device, target, draft, **{"dtype": "bfloat16", **more})
-
-
-def profiles() -> list[Profile]:
-    return [Profile.load(path) for path in sorted((shipped_directory() / "profiles").glob("amd*"))]
 
 
 def content(selection: Selection):
@@ -111,17 +106,16 @@ def test_a_folder_that_contains_a_name_is_not_that_model(library, tmp_path):
         (folder / "config.json").write_text("{}")
         folders.append(str(folder))
     assert "are unknown: the most cautious" in library.select(key(L40S, *folders)).reason
-    found = library.select(key(CPU, *folders), shapes=EMBEDDED)
-    assert "times measured with models of the same size" in found.reason
+    with pytest.raises(LibraryError, match=UNTIMED):
+        library.select(key(CPU, *folders), shapes=EMBEDDED)
 
 
 def test_other_weights_of_the_same_shape_are_another_model(library, tmp_path):
     shutil.copytree(TARGET, tmp_path / "target")
     with (tmp_path / "target" / "model.safetensors").open("ab") as file:
         file.write(b"\0")
-    found = library.select(key(CPU, str(tmp_path / "target"), DRAFT), shapes=EMBEDDED)
-    assert "times measured with models of the same size" in found.reason
-    assert "acceptance of this pair not measured" in found.reason
+    with pytest.raises(LibraryError, match=UNTIMED):
+        library.select(key(CPU, str(tmp_path / "target"), DRAFT), shapes=EMBEDDED)
 
 
 def test_names_on_the_hub_keep_their_entries(library):
@@ -225,7 +219,7 @@ def test_what_cannot_be_computed_gets_the_nearest_class(library, shapes, more, r
     assert "is the nearest to a target of" in found.reason
 
 
-# -- on CPUs: what was measured there, scaled --------------------------------------
+# -- on CPUs: the pairs that were measured there -----------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -235,72 +229,19 @@ def test_the_embedded_pair_keeps_its_measured_entry(library, dtype):
     assert found.tree.size == 1
 
 
-def test_the_grown_pair_keeps_its_measured_entry(library):
-    found = library.select(key(CPU), shapes=PairShapes(GROWN, EMBEDDED.draft))
-    assert found.name == "x86-cpu/800m-1.67m/shipped"
-    assert found.source == "measured"
-
-
-def test_other_sizes_are_scaled(library, caplog):
-    caplog.set_level(logging.INFO, "vllm.sequoia")
-    shapes = PairShapes(LARGER_GROWN, DRAFT_8M)
-    found = library.select(key(CPU), shapes=shapes)
-    assert caplog.messages == [found.reason]
-    assert found.source == "scaled"
-    assert "most cautious" not in found.reason
-    assert "a target of 834m and a draft of 7.86m parameters" in found.reason
-    measured = library.entry("x86-cpu/800m-1.67m/shipped").to_schedule().estimate(1)
-    assert 1.5 < found.expected_speedup < measured.speedup
-    tiny = LARGER_GROWN.model_copy(update={"layers": 1})
-    assert library.select(key(CPU), shapes=PairShapes(tiny, DRAFT_8M)).tree.size == 1
-
-
-def test_scaling_gives_measured_models_their_own_times():
-    embedded, grown = profiles()
-    found = scaled_profile([embedded, grown], GROWN, EMBEDDED.draft, "bfloat16")
-    for curve, measured in zip(found.target_forward, grown.target_forward, strict=True):
-        assert curve.tokens == measured.tokens
-        highest = [max(measured.seconds[: n + 1]) for n in range(len(measured.tokens))]
-        assert curve.seconds == pytest.approx(highest, rel=1e-3)
-
-
-def test_scaled_times_follow_the_bytes():
-    def plain(target: ModelShape, draft: ModelShape = DRAFT_8M, dtype: str = "bfloat16"):
-        found = scaled_profile(profiles(), target, draft, dtype)
-        return found.target_forward[0].seconds[0], found.draft_level[0].seconds[0]
-
-    sizes = [GROWN.model_copy(update={"layers": n}) for n in (1, 4, 23, 46, 92)]
-    times = [plain(target)[0] for target in sizes]
-    assert times == sorted(times)
-    bytes_of = [target.matmul_bytes(2.0) for target in sizes]
-    assert times[4] / times[3] == pytest.approx(bytes_of[4] / bytes_of[3])
-    assert plain(GROWN, dtype="float32")[0] == pytest.approx(2 * times[2], rel=0.01)
-    # Launches are left, however small the model is.
-    assert plain(GROWN, EMBEDDED.draft)[1] == plain(GROWN, EMBEDDED.draft.model_copy(
-        update={"layers": 1}))[1] < plain(GROWN, DRAFT_8M)[1]  # fmt: skip
-
-
-def test_two_cpus_are_not_measured(library):
-    shapes = PairShapes(LARGER_GROWN, DRAFT_8M)
-    found = library.select(key(CPU, tensor_parallel_size=2), shapes=shapes)
-    assert "TP size 1 and not 2" in found.reason
-
-
-def test_quantized_weights_are_not_scaled(library):
-    small = LARGER_GROWN.model_copy(update={"layer_weight_bytes": 0.5})
-    found = library.select(key(CPU), shapes=PairShapes(small, DRAFT_8M))
-    assert "times of quantized weights cannot be scaled" in found.reason
-    assert found.name == "x86-cpu/800m-1.67m/shipped"
+@pytest.mark.parametrize("shapes", [EMBEDDED, PairShapes(GROWN, EMBEDDED.draft), None])
+def test_other_pairs_have_no_tree_before_they_are_tuned(library, shapes):
+    """Whatever their sizes: times of other models, or of other CPUs, say less than serving does."""
+    with pytest.raises(LibraryError, match=UNTIMED):
+        library.select(key(CPU), shapes=shapes)
 
 
 def test_a_library_without_profiles_has_its_classes(tmp_path):
-    """A directory of trees alone: no times to scale, and no files to know models by."""
-    shutil.copy(shipped_directory() / "x86-cpu.json", tmp_path)
+    """A directory of trees alone: no files to know models by."""
+    shutil.copy(shipped_directory() / "l40s.json", tmp_path)
     shutil.copytree(shipped_directory() / "acceptance", tmp_path / "acceptance")
-    library = TreeLibrary(tmp_path, tmp_path / "user")
-    found = library.select(key(CPU), shapes=PairShapes(LARGER_GROWN, DRAFT_8M))
-    assert "no times of x86-cpu to compute from" in found.reason
-    assert found.name == "x86-cpu/800m-1.67m/shipped"
+    found = TreeLibrary(tmp_path, tmp_path / "user").select(key(L40S))
+    assert "are unknown: the most cautious" in found.reason
 
 
 def test_computed_times_are_the_library_roofline(library):

@@ -138,3 +138,8 @@ def test_draft_keys_are_vllms_own():
 
 def test_verification_names_the_verifiers_methods():
     assert get_args(Verification) == get_args(Method) == tuple(METHODS)
+
+
+def test_removed_keys_say_what_became_of_them():
+    with pytest.raises(ConfigError, match="time nothing at their start any more: leave the key"):
+        SequoiaConfig.parse({"method": "sequoia", "tune_at_start": False})

@@ -19,16 +19,13 @@ from sequoia_vllm.hardware import (
     roofline_profile,
 )
 from sequoia_vllm.hardware.cost import Prefixes
-from sequoia_vllm.hardware.heads import HeadShape
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import PairShapes, head_classes, model_classes
-from sequoia_vllm.hardware.scaled_profile import scaled_profile
 from sequoia_vllm.hardware.step_curves import draft_curves
 from sequoia_vllm.hardware.step_profile import Curve, Overhead
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.selection import parameters_of, timed_at_size
-from sequoia_vllm.library.start_times import ToTime
-from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
+from sequoia_vllm.library.selection import parameters_of
+from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.tree import Acceptance, TokenTree
 from tests.support.reference_trees import published
 
@@ -300,28 +297,6 @@ def test_measured_passes_of_each_kind():
     assert found == pytest.approx(0.01 + 0.002, abs=1e-6)
 
 
-def test_what_an_engine_is_to_time_knows_the_head():
-    pair = PairKey("NVIDIA L4", "/m/t", "/m/h", "bfloat16")
-    for head_shape in (None, HeadShape(kind="eagle3", reads=12288, output_vocab=32000)):
-        wanted = ToTime(pair, {"vllm": "0.32"}, 8e9, 4e8, head_shape)
-        assert ToTime.from_dict(json.loads(json.dumps(wanted.to_dict()))) == wanted
-
-
-def measured_profiles() -> list[Profile]:
-    paths = sorted((shipped_directory() / "profiles").glob("amd*"))
-    return [Profile.load(path) for path in paths]
-
-
-def test_scaled_times_of_heads():
-    target = model_classes()["8b-1b"].target
-    eagle_3, dflash = (head_classes()[name].draft for name in ("8b-eagle3", "8b-dflash"))
-    cost = CostModel(scaled_profile(measured_profiles(), target, eagle_3, "bfloat16"))
-    level, first = cost.draft_seconds(1, 1), cost.first_draft_seconds(1, 1, 1)
-    assert float(first / level) == pytest.approx((374_341_632 + FC) / 374_341_632, rel=5e-3)
-    with pytest.raises(ValueError, match="one pass cannot be scaled"):
-        scaled_profile(measured_profiles(), target, dflash, "bfloat16")
-
-
 # -- the library -------------------------------------------------------------------
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -349,24 +324,9 @@ def test_trees_of_heads_are_computed(tmp_path, name, words):
     assert found.tree == choose_schedule(vector, profile).tree
 
 
-def test_times_of_models_of_a_heads_size_are_not_its_own():
-    _, shapes = pair_of("8b-eagle3")
-    entries = TreeLibrary().file("x86-cpu").entries
-    assert entries
-    alike = PairShapes(shapes.target, shapes.draft)
-    entry = entries[0].model_copy(
-        update={
-            "target_parameters": alike.target.parameters,
-            "draft_parameters": alike.draft.parameters,
-        }
-    )
-    assert timed_at_size([entry], alike)[0] == [entry]
-    assert timed_at_size([entry], shapes)[0] == []
-
-
 def test_the_name_of_a_head_has_its_targets_size():
     key, shapes = pair_of("8b-eagle3")
-    assert parameters_of(key, PairShapes(None, None), None, None) == (8e9, 8e9)
-    assert parameters_of(key, PairShapes(None, None, head="eagle3"), None, None) == (8e9, None)
-    sizes = parameters_of(key, PairShapes(None, shapes.draft, head="eagle3"), None, None)
+    assert parameters_of(key, PairShapes(None, None)) == (8e9, 8e9)
+    assert parameters_of(key, PairShapes(None, None, head="eagle3")) == (8e9, None)
+    sizes = parameters_of(key, PairShapes(None, shapes.draft, head="eagle3"))
     assert sizes == (8e9, 374_341_632 + FC)

@@ -13,7 +13,6 @@ import pytest
 from sequoia_vllm.hardware import (
     CostModel,
     DeviceError,
-    DeviceHints,
     Profile,
     choose_schedule,
     identify,
@@ -208,11 +207,10 @@ def test_by_driver_name(library, device, name):
 
 
 def test_batch_size_decides_what_is_expected(library):
-    one = library.select(H200, batch_size=1)
-    many = library.select(H200, batch_size=200)
-    assert one.expected_speedup > many.expected_speedup
-    assert one.schedule.num_speculative_tokens(200) < one.schedule.num_speculative_tokens(1)
-    assert many.expected_tokens == many.schedule.estimate(128).expected_tokens
+    schedule = library.select(H200).schedule
+    assert schedule.estimate(1).speedup > schedule.estimate(200).speedup
+    assert schedule.num_speculative_tokens(200) < schedule.num_speculative_tokens(1)
+    assert schedule.estimate(200) == schedule.estimate(128)
 
 
 def test_paths_say_nothing_of_sizes(library, tmp_path):
@@ -227,10 +225,8 @@ def test_nearest_class_by_parameters_or_name(library):
     named = library.select(of("Qwen/Qwen3-14B", "Qwen/Qwen3-0.6B"))
     assert named.entry.model_class == "8b-0.6b"
     assert "nearest to a target of 14b and a draft of 600m parameters" in named.reason
-    given = library.select(
-        of("/models/a", "/models/b"), target_parameters=65e9, draft_parameters=1.3e9
-    )
-    assert given.entry.model_class == "70b-1b"
+    large = library.select(of("some/target-65B", "some/draft-1.3B"))
+    assert large.entry.model_class == "70b-1b"
     unknown = library.select(of("/models/a", "/models/b"))
     assert "sizes of /models/a and /models/b are unknown" in unknown.reason
     exact = library.select(of("meta-llama/Llama-2-7b-hf", "JackFram/llama-68m"))
@@ -241,14 +237,10 @@ def test_acceptance_class(library):
     weakest = library.select(H200)
     assert weakest.entry.acceptance_class == SHIPPED_CLASS
     assert "not measured: the weakest class, shipped" in weakest.reason
-    asked = library.select(H200, acceptance_class=STRONG_CLASS)
-    assert asked.entry.acceptance_class == STRONG_CLASS
     measured_on = library.select(
         of("meta-llama/Meta-Llama-3-70B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct")
     )
     assert measured_on.name == "h200/70b-8b/appendix-e"
-    with pytest.raises(LibraryError, match=r"no acceptance class 'superb'.*appendix-e, shipped"):
-        library.select(H200, acceptance_class="superb")
 
 
 def test_differences_from_how_it_was_made_are_said(library):
@@ -260,13 +252,10 @@ def test_differences_from_how_it_was_made_are_said(library):
 def test_unknown_devices_get_the_nearest_with_one_log_line(library, caplog):
     with caplog.at_level(logging.INFO, logger="vllm.sequoia.library"):
         for _ in range(3):
-            selection = library.select(
-                on("NVIDIA Z9000"),
-                hints=DeviceHints(memory_gb=50, bandwidth_gb_s=900, bf16_tflops=350),
-            )
+            selection = library.select(on("NVIDIA RTX 6000 Ada Generation"))
     assert selection.name.startswith("l40s/")
-    assert "no trees for device 'NVIDIA Z9000': l40s is the nearest by roofline" in selection.reason
-    assert "388.9 against 419 operations per byte" in selection.reason
+    assert "Ada Generation': l40s is the nearest by roofline" in selection.reason
+    assert "operations per byte" in selection.reason
     assert len(caplog.records) == 1
     assert caplog.records[0].getMessage() == selection.reason
 
@@ -330,6 +319,17 @@ def test_user_trees_come_first(library):
 def test_user_trees_are_for_exactly_their_key(library, other):
     library.save_user_tree(H200, tuned_entry(library))
     assert library.select(replace(H200, **other)).source != "user"
+
+
+@pytest.mark.parametrize("source", ["warm-up", "scaled"])
+def test_user_trees_of_earlier_versions_are_read(library, source):
+    """Versions that timed steps at their start, and scaled times of other models."""
+    entry = tuned_entry(library)
+    profile = entry.profile.model_copy(update={"source": source})
+    library.save_user_tree(H200, entry.model_copy(update={"profile": profile}))
+    (library.user / "timed_at_start").mkdir()
+    selection = library.select(H200)
+    assert (selection.source, selection.tree) == ("user", entry.tree.tree)
 
 
 def test_corrupt_user_tree(library):
@@ -410,11 +410,10 @@ def test_measured_files_add_entries(inputs, tmp_path):
     assert len(entry.profile.sha256) == 64
     # No GPU has the measured pair's class, and its vector serves no other pair.
     assert all("pair-" not in text for name, text in files.items() if name != "x86-cpu.json")
-    for temperature, wanted in ((0.0, "pair-greedy"), (0.8, "pair-sampled"), (None, "pair-greedy")):
-        selection = library.select(PairKey(cpu, *pair, "bfloat16"), temperature=temperature)
-        assert selection.entry.acceptance_class == wanted
-        assert selection.source == "measured"
-        assert "(measured)" in selection.reason
+    selection = library.select(PairKey(cpu, *pair, "bfloat16"))
+    assert selection.entry.acceptance_class == "pair-greedy"
+    assert selection.source == "measured"
+    assert "(measured)" in selection.reason
 
 
 def test_a_measured_profile_replaces_the_roofline(inputs):

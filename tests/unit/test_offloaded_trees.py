@@ -12,15 +12,13 @@ from sequoia_vllm.calibration.tune import check_profile
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.frontend.resolve import resolve
 from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
-from sequoia_vllm.hardware import Curve, Overhead, Profile, identify
+from sequoia_vllm.hardware import identify
 from sequoia_vllm.hardware.models import PairShapes, every_class
 from sequoia_vllm.hardware.offloading import streamed_layers
 from sequoia_vllm.hardware.roofline import roofline_profile
-from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.library import user_files
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.start_times import ToTime, load_start_times, save_start_times
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.library.user_files import adaptation_path
 from sequoia_vllm.measuring.errors import CalibrationError
@@ -33,7 +31,6 @@ OFFLOADED = replace(NAMED, offloading="prefetch-72-of-80-2-ahead")
 WEIGHTS = streamed_layers(PAIR.target, 100e9, 25e9, "PCIe")
 SHAPES = PairShapes(PAIR.target, PAIR.draft, streamed=WEIGHTS)
 IN_MEMORY = replace(SHAPES, streamed=None)
-RUNS = {"vllm": "0.32.0"}
 
 
 @pytest.fixture
@@ -85,8 +82,7 @@ def test_no_tree_is_made_up_where_it_is_not_known_what_is_read(library):
     with pytest.raises(LibraryError, match=r"how much.*give a tree size"):
         library.select(pair, shapes=replace(IN_MEMORY, problem="how much is not known"))
     choice = choose_engine_tree(SequoiaConfig(model="some/draft"), pair, lambda: IN_MEMORY)
-    assert choice.tree.size == 16
-    assert choice.lacks_times
+    assert (choice.tree.size, choice.tree.depth) == (64, 8)
 
 
 def test_a_draft_that_does_not_fit_is_said(library):
@@ -95,23 +91,19 @@ def test_a_draft_that_does_not_fit_is_said(library):
         library.select(pair, shapes=SHAPES)
 
 
-def test_cpus_read_from_whatever_gives_bytes_and_a_rate(library):
-    disk = StreamedWeights(
-        bytes_per_pass=2e9, bytes_per_second=1e9, source="a disk", overlaps=False
-    )
+def test_targets_on_a_disk_have_the_default_tree_before_they_are_tuned(library):
+    """On CPUs; it is as large as pays where a pass waits for the disk."""
     small = every_class()["8b-1b"]
-    pair = PairKey(CPU, "/m/t", "/m/d", "bfloat16", offloading="disk")
-    shapes = PairShapes(small.target, small.draft, streamed=disk)
-    from_disk = library.select(pair, shapes=shapes)
-    in_memory = library.select(
-        replace(pair, offloading=None), shapes=replace(shapes, streamed=None)
-    )
-    assert from_disk.entry.streamed == disk
-    assert from_disk.tree.size >= in_memory.tree.size
-    assert "2.0 GB of weights read in each pass: a disk" in from_disk.reason
+    pair = PairKey(CPU, "/m/t", "/m/d", "bfloat16", offloading="disk-0gib")
+    shapes = PairShapes(small.target, small.draft)
+    config = SequoiaConfig(model="/m/d", tree="auto")
+    from_disk = choose_engine_tree(config, pair, lambda: shapes)
+    in_memory = choose_engine_tree(config, replace(pair, offloading=None), lambda: shapes)
+    assert (from_disk.tree.size, in_memory.tree.size) == (64, 16)
+    assert from_disk.device is in_memory.device is None
 
 
-# -- what was tuned, timed and learned ---------------------------------------------
+# -- what was tuned and learned ---------------------------------------------------
 
 
 @pytest.mark.parametrize("tuned", [NAMED, OFFLOADED])
@@ -120,50 +112,6 @@ def test_tuned_trees_serve_what_they_were_tuned_for(library, tuned):
     for pair in (NAMED, OFFLOADED, replace(OFFLOADED, offloading="uva-60gib")):
         shapes = IN_MEMORY if pair.offloading is None else SHAPES
         assert (library.select(pair, shapes=shapes).source == "user") == (pair == tuned)
-
-
-@pytest.mark.parametrize("timed", [NAMED, OFFLOADED])
-def test_times_of_a_start_serve_starts_like_it(library, timed):
-    to_time = ToTime(timed, RUNS, PAIR.target.parameters, PAIR.draft.parameters)
-    assert ToTime.from_dict(to_time.to_dict()) == to_time
-    profile = Profile(
-        source="warm-up", date="2026-11-23", device=L40, target=timed.target, draft=timed.draft,
-        target_parameters=PAIR.target.parameters, draft_parameters=PAIR.draft.parameters,
-        target_forward=[Curve(batch_size=1, context_length=1, tokens=[1, 8], seconds=[1, 1.5])],
-        draft_level=[Curve(batch_size=1, context_length=1, tokens=[1], seconds=[0.01])],
-        overhead=[Overhead(batch_size=1, plain_seconds=0, tree_seconds=0)],
-        provenance={"runs": RUNS},
-    )  # fmt: skip
-    save_start_times(library.user, to_time, profile)
-    assert located(library, timed) == 0
-    for pair in (NAMED, OFFLOADED, replace(OFFLOADED, offloading="uva-60gib")):
-        shapes = IN_MEMORY if pair.offloading is None else SHAPES
-        found = load_start_times(library.user, pair, shapes, RUNS)
-        assert (found is not None) == (pair == timed)
-        selection = library.select(pair, shapes=shapes, runs=RUNS)
-        assert (selection.source == "warm-up") == (pair == timed)
-        assert selection.name.endswith("-offloaded/shipped") == (pair.offloading is not None)
-
-
-@pytest.mark.parametrize("tuned", [True, False])
-def test_the_rate_is_found_only_where_it_decides(library, tuned):
-    """Reading a disk takes time."""
-    if tuned:
-        library.save_user_tree(OFFLOADED, library.entry("l40/70b-8b/shipped"))
-    assert located(library, OFFLOADED) == (0 if tuned else 1)
-
-
-def located(library, pair: PairKey) -> int:
-    """How often what is streamed had to be found for a choice, which knows it then."""
-    calls = []
-
-    def locate() -> PairShapes:
-        calls.append(pair)
-        return SHAPES
-
-    found = library.select(pair, shapes=replace(IN_MEMORY, locate=locate), runs=RUNS)
-    assert not calls or found.entry.streamed == WEIGHTS
-    return len(calls)
 
 
 def test_what_was_learned_serves_engines_like_it(library):
@@ -186,7 +134,7 @@ def resolved(pair: PairKey):
     return resolve(
         SequoiaConfig(model=pair.draft, tree="auto"), device=pair.device, target=pair.target,
         dtype=pair.dtype, tensor_parallel_size=1, read_shapes=lambda draft, drafter: shapes,
-        runs=RUNS, offloading=pair.offloading,
+        offloading=pair.offloading,
     )  # fmt: skip
 
 

@@ -14,10 +14,8 @@ from sequoia_vllm.hardware.memory import more_to_offload
 from sequoia_vllm.hardware.models import every_class
 from sequoia_vllm.hardware.offloading import UVA_TILE_ROWS, Offload, host_link, streamed_layers
 from sequoia_vllm.hardware.roofline import STREAMED_MAX_SIZE, roofline_profile
-from sequoia_vllm.hardware.scaled_profile import scaled_profile
 from sequoia_vllm.hardware.scaling import scaling
 from sequoia_vllm.hardware.streaming import LINKS, StreamedWeights
-from sequoia_vllm.library.tree_library import shipped_directory
 from sequoia_vllm.tree import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
 from tests.support.reference_trees import published
@@ -146,23 +144,6 @@ def test_profiles_say_what_they_took_to_be_streamed(tmp_path):
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json").streamed == streamed(backend="uva")
     assert "streamed" not in predicted(None).to_dict()
-
-
-def test_measured_times_of_other_models_are_streamed_too():
-    """As on CPUs, from a disk: whoever knows bytes and rate."""
-    measured = [Profile.load(p) for p in (shipped_directory() / "profiles").glob("amd*")]
-    pair = every_class()["8b-1b"]
-    disk = StreamedWeights(
-        bytes_per_pass=10e9, bytes_per_second=2e9, source="a disk", overlaps=False
-    )
-    plain, slow = (
-        scaled_profile(measured, pair.target, pair.draft, "bfloat16", weights)
-        for weights in (None, disk)
-    )
-    for before, after in zip(plain.target_forward, slow.target_forward, strict=True):
-        assert after.seconds == pytest.approx([seconds + 5 for seconds in before.seconds])
-    assert slow.draft_level == plain.draft_level
-    assert slow.streamed == disk
 
 
 # -- memory ------------------------------------------------------------------------

@@ -4,8 +4,7 @@ The front end writes down its own versions, and the device that it chose a tree
 for; each worker compares at start-up, before any weight is loaded. Where one command
 starts all of an engine they agree on the rest, too. But each node of ``--nnodes``, and of
 data parallelism with ``--headless``, has a command of its own, which chooses by the files
-that lie there: unequal trees would be scored as one, and a rank that times steps alone
-would wait for the others forever.
+that lie there: unequal trees would be scored as one.
 """
 
 from __future__ import annotations
@@ -94,7 +93,6 @@ def decisions(vllm_config: Any) -> dict[str, str]:
         "draft with another vocabulary": _in_words(settings.maps_vocabulary),
         "context_attention": settings.context_attention,
         "adapts": _in_words(settings.adapts_as is not None),
-        "times steps at its start": _in_words(settings.to_time is not None),
     }
 
 

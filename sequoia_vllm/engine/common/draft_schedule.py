@@ -42,7 +42,7 @@ def fewer_drafts(vllm_config: Any) -> list[int]:
     """Numbers of drafts that an engine may change over to, see `rungs`; none if it is frozen."""
     if SequoiaSettings.of(vllm_config).adapts_as is None:
         return []
-    return rungs(scheduled_drafts(vllm_config))
+    return rungs(scheduled_drafts(vllm_config), between=not vllm_config.use_v2_model_runner)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from typing import Any
 from sequoia_vllm.config import ContextAttention, Verification
 from sequoia_vllm.drafters import DrafterKind
 from sequoia_vllm.engine.common.config_tag import is_tagged, tag, tagged_settings
-from sequoia_vllm.library.start_times import ToTime
 from sequoia_vllm.tree import TokenTree
 
 DECLINED = "sequoia_declined"
@@ -30,7 +29,6 @@ class SequoiaSettings:
         context_attention, verification: See `SequoiaConfig`.
         adapts_as: Name of the file that keeps what the engine learns of how much to draft; None:
             it drafts as configured.
-        to_time: What it times in its warm-up for the next start; None: nothing.
         expected_speedup: Against plain decoding at batch size 1; None: not known.
         drafter: What trees are grown with.
         maps_vocabulary: Whether the draft has other tokens than the target.
@@ -44,7 +42,6 @@ class SequoiaSettings:
     context_attention: ContextAttention = "triton"
     verification: Verification = "sequoia"
     adapts_as: str | None = None
-    to_time: ToTime | None = None
     expected_speedup: float | None = None
     drafter: DrafterKind = "model"
     maps_vocabulary: bool = False
@@ -74,7 +71,6 @@ class SequoiaSettings:
             data["context_attention"],
             data["verification"],
             data["adapts_as"],
-            ToTime.from_dict(data["to_time"]) if data["to_time"] else None,
             data["expected_speedup"],
             data["drafter"],
             data["maps_vocabulary"],
@@ -91,7 +87,6 @@ class SequoiaSettings:
             "context_attention": self.context_attention,
             "verification": self.verification,
             "adapts_as": self.adapts_as,
-            "to_time": self.to_time.to_dict() if self.to_time else None,
             "expected_speedup": self.expected_speedup,
             "drafter": self.drafter,
             "maps_vocabulary": self.maps_vocabulary,

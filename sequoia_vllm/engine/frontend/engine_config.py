@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -39,9 +38,12 @@ from sequoia_vllm.engine.frontend.request import sequoia_request
 from sequoia_vllm.engine.frontend.resolve import Resolved, resolve
 from sequoia_vllm.engine.offload.choice import choose_offloading
 from sequoia_vllm.engine.offload.settings import with_offload
-from sequoia_vllm.engine.offload.weight_source import weight_source, with_streamed
+from sequoia_vllm.engine.offload.weight_source import (
+    OffloadedLayers,
+    weight_source,
+    with_streamed,
+)
 from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies
-from sequoia_vllm.engine.worker.start.runs import how_it_runs
 from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE
 
@@ -145,11 +147,9 @@ def create_speculative_config(
 
     def read_shapes(draft: str, drafter: DrafterKind) -> PairShapes:
         shapes = pair_shapes(draft, reader, drafter)
-        if source is None:
-            return shapes
-        # A disk is read to know its rate: only where the choice of a tree asks for it.
-        find = partial(with_streamed, shapes, source, dtype, device, devices)
-        return replace(shapes, locate=find)
+        if isinstance(source, OffloadedLayers):
+            return with_streamed(shapes, source, dtype, device, devices)
+        return shapes
 
     resolved = resolve(
         config,
@@ -162,7 +162,6 @@ def create_speculative_config(
         read_levels=lambda draft, kind: drafted_levels(kind, lambda: reader.read(draft)),
         read_shapes=read_shapes,
         max_model_len=target_model_config.max_model_len,
-        runs=how_it_runs(config, self.enforce_eager),
         offloading=source.name if source else None,
     )
     tree, tree_source = resolved.choice.tree, resolved.choice.source

@@ -17,7 +17,6 @@ from sequoia_vllm.engine.frontend.tree_choice import TreeChoice, choose_engine_t
 from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.known_pairs import known_drafts
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.start_times import Runs, ToTime
 from sequoia_vllm.library.user_files import reason_not_to_keep
 
 logger = logging.getLogger("vllm.sequoia")
@@ -57,7 +56,6 @@ def resolve(
     read_levels: Callable[[str, DrafterKind], int | None] | None = None,
     read_shapes: Callable[[str, DrafterKind], PairShapes] | None = None,
     max_model_len: int | None = None,
-    runs: Runs | None = None,
     offloading: str | None = None,
 ) -> Resolved:
     """Finds the draft and the tree that this configuration names or leaves to us.
@@ -75,7 +73,6 @@ def resolve(
         read_shapes: Reads the shapes of the target and of this draft of this kind, if the choice
             depends on them; None: they are not known.
         max_model_len: Longest request, in tokens; None: any.
-        runs: How the engine will run; None: it neither times steps nor uses what was timed.
         offloading: See `PairKey`; shapes then say how much of the target is streamed.
 
     Raises:
@@ -103,11 +100,8 @@ def resolve(
     )
     shapes = cache(lambda: read_shapes(draft, drafter)) if read_shapes else None
     levels = read_levels(draft, drafter) if read_levels else None
-    choice = choose_engine_tree(config, pair, shapes, max_model_len, runs, levels)
+    choice = choose_engine_tree(config, pair, shapes, max_model_len, levels)
     check_depth(choice.tree, levels, draft, drafter)
-    to_time, keeps = None, _can_keep(config)
-    if keeps and config.tune_at_start and choice.lacks_times and shapes and runs is not None:
-        to_time = _to_time(pair, shapes(), runs)
     settings = SequoiaSettings(
         tree=choice.tree,
         tree_source=choice.source,
@@ -116,10 +110,9 @@ def resolve(
         context_attention=config.context_attention,
         verification=config.verification or choice.verification,
         adapts_as=pair.file_name if config.adapts else None,
-        to_time=to_time,
         expected_speedup=choice.outlook.speedup,
         drafter=drafter,
-        keeps=keeps,
+        keeps=_can_keep(config),
     )
     return Resolved(draft, drafter, choice, settings)
 
@@ -177,11 +170,3 @@ def _is_usable(draft: str, kind_of: Callable[[str], DrafterKind]) -> bool:
         logger.warning("Sequoia: trying the next drafter that is known, as %s", error)
         return False
     return True
-
-
-def _to_time(pair: PairKey, shapes: PairShapes, runs: Runs) -> ToTime | None:
-    """What the engine is to time; None: trees cannot be computed for models of no known size."""
-    if shapes.target is None or shapes.draft is None:
-        return None
-    target, draft = shapes.target, shapes.draft
-    return ToTime(pair, runs, target.parameters, draft.parameters, draft.head)

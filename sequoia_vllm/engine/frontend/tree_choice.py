@@ -15,13 +15,14 @@ from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.start_times import Runs
 from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vector, is_tree_file
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
 USER = "user"  # what names of trees begin with that were tuned here
 DEFAULT_TREE = TreeSpec(size=16, depth=4)
+# Where a pass waits for weights, scoring more nodes costs little.
+DEFAULT_TREE_OFFLOADED = TreeSpec(size=64, depth=8)
 # Requests draft less where they near their longest length: trees must be small beside it.
 _LENGTH_PER_NODE = 4
 
@@ -37,7 +38,6 @@ class TreeChoice:
             tree at every batch size.
         device: The device whose measurements or datasheet chose it; None: none did.
         verification: What the tree was found better with, see `SequoiaConfig`.
-        lacks_times: It depends on times of this pair on this device, which nobody measured.
         outlook: What it is expected to bring.
     """
 
@@ -46,7 +46,6 @@ class TreeChoice:
     schedule: list[tuple[int, int, int]] | None = None
     device: str | None = None
     verification: Verification = "sequoia"
-    lacks_times: bool = False
     outlook: Outlook = field(default_factory=Outlook)
 
 
@@ -58,7 +57,6 @@ def choose_engine_tree(
     pair: PairKey,
     read_shapes: ReadShapes | None = None,
     max_model_len: int | None = None,
-    runs: Runs | None = None,
     levels: int | None = None,
 ) -> TreeChoice:
     """Resolves the configuration's tree, with its bounds and schedule applied.
@@ -70,7 +68,6 @@ def choose_engine_tree(
             None: nothing is known of them.
         max_model_len: Longest request, in tokens: a tree that we choose takes a quarter of
             it at most. None: any.
-        runs: How the engine will run; None: times of earlier starts do not count.
         levels: The draft drafts no more: a tree that we choose is no deeper. None: any number.
 
     Raises:
@@ -78,7 +75,7 @@ def choose_engine_tree(
             what is wrong with it.
         ConfigError: The given schedule has more drafts than the given tree.
     """
-    choice = _resolve(config, pair, read_shapes, runs, levels)
+    choice = _resolve(config, pair, read_shapes, levels)
     if max_model_len is not None and choice.device is not None:
         choice = _within(choice, max(max_model_len // _LENGTH_PER_NODE, 1))
     if config.num_speculative_tokens is not None:
@@ -107,7 +104,6 @@ def _resolve(
     config: SequoiaConfig,
     pair: PairKey,
     read_shapes: ReadShapes | None,
-    runs: Runs | None,
     levels: int | None,
 ) -> TreeChoice:
     if isinstance(config.tree, TreeSpec):
@@ -122,15 +118,15 @@ def _resolve(
         source = f"{Path(config.tree).name}: {config.tree}" if is_file else config.tree
         found = find_tree(config.tree)
         return TreeChoice(found.tree, source, outlook=_outlook_of(found, pair))
-    assert DEFAULT_TREE.depth is not None
-    default_tree = _of_depth(DEFAULT_TREE, min(DEFAULT_TREE.depth, levels or DEFAULT_TREE.depth))
+    default_tree = DEFAULT_TREE if pair.offloading is None else DEFAULT_TREE_OFFLOADED
+    if levels is not None:
+        default_tree = _of_depth(default_tree, min(default_tree.depth or levels, levels))
     if config.acceptance is not None:
         return _optimal(config, default_tree, "optimal for the given acceptance")
     try:
-        choice = _from_library(pair, read_shapes() if read_shapes else None, runs)
+        choice = _from_library(pair, read_shapes() if read_shapes else None)
     except LibraryError as error:
-        default = _optimal(config, default_tree, f"default size; {error}")
-        return replace(default, lacks_times=True)
+        return _optimal(config, default_tree, f"default size; {error}")
     if levels is not None and choice.tree.depth > levels:
         why = f"default size; the draft drafts {levels} levels at most, fewer than {choice.source}"
         return _optimal(config, default_tree, why)
@@ -141,7 +137,7 @@ def _resolve(
             f'default size; speculation is expected not to pay here ("tree": "{AUTO}" turns it '
             f"off): {choice.source}",
         )
-        return replace(default, lacks_times=choice.lacks_times, outlook=choice.outlook)
+        return replace(default, outlook=choice.outlook)
     return choice
 
 
@@ -165,8 +161,8 @@ def _outlook_of_schedule(schedule: StoredSchedule, source: str) -> Outlook:
     return Outlook(estimate.speedup, source, estimate.expected_tokens)
 
 
-def _from_library(pair: PairKey, shapes: PairShapes | None, runs: Runs | None) -> TreeChoice:
-    selection = tree_library.select(pair, shapes, runs)
+def _from_library(pair: PairKey, shapes: PairShapes | None) -> TreeChoice:
+    selection = tree_library.select(pair, shapes)
     schedule = selection.schedule
     return TreeChoice(
         schedule.tree,
@@ -174,7 +170,6 @@ def _from_library(pair: PairKey, shapes: PairShapes | None, runs: Runs | None) -
         schedule.per_batch_size(),
         pair.device,
         selection.entry.verification or "sequoia",
-        lacks_times=not selection.is_timed,
         outlook=_outlook_of_schedule(schedule, HOW_TIMED[selection.entry.profile.source]),
     )
 

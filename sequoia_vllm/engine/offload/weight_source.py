@@ -7,11 +7,11 @@ Trees are chosen while vLLM makes the speculative configuration, before there is
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.platforms import current_platform
 
-from sequoia_vllm.engine.offload.disk_source import DiskLayers
+from sequoia_vllm.config import OffloadSpec
 from sequoia_vllm.engine.offload.settings import offload_of
 from sequoia_vllm.engine.offload.vllms import chosen_backend
 from sequoia_vllm.hardware.models import ModelShape, PairShapes
@@ -20,31 +20,6 @@ from sequoia_vllm.hardware.roofline import bytes_per_value
 from sequoia_vllm.hardware.streaming import LINKS, StreamedWeights
 
 _GIB = 2**30
-
-
-class WeightSource(Protocol):
-    """Where weights come from that are read in every pass."""
-
-    @property
-    def name(self) -> str:
-        """What tells it from others, for `PairKey.offloading`."""
-        ...
-
-    def streamed(
-        self, target: ModelShape, dtype: str, device: str, devices: int
-    ) -> StreamedWeights | None:
-        """The bytes of a pass and their rate; None: they cannot be told.
-
-        Args:
-            target: Its shape.
-            dtype: Its type, such as "bfloat16".
-            device: Name that the driver gives.
-            devices: That the target is split over.
-
-        Raises:
-            ValueError: If the type is not known.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +53,17 @@ class OffloadedLayers:
     def streamed(
         self, target: ModelShape, dtype: str, device: str, devices: int
     ) -> StreamedWeights | None:
-        """See `WeightSource`; not told where only some parameters of a layer are offloaded."""
+        """The bytes of a pass and their rate; None where only some parameters are offloaded.
+
+        Args:
+            target: Its shape.
+            dtype: Its type, such as "bfloat16".
+            device: Name that the driver gives.
+            devices: Devices that the target is split over.
+
+        Raises:
+            ValueError: If the type is not known.
+        """
         if self.parameters:
             return None
         value_bytes = bytes_per_value(dtype)
@@ -101,11 +86,11 @@ class OffloadedLayers:
 
 
 def with_streamed(
-    shapes: PairShapes, source: WeightSource, dtype: str, device: str, devices: int
+    shapes: PairShapes, source: OffloadedLayers, dtype: str, device: str, devices: int
 ) -> PairShapes:
     """Shapes that say what of the target is streamed, or why that is not known.
 
-    Arguments as of `WeightSource.streamed`.
+    Arguments as of `OffloadedLayers.streamed`.
     """
     if shapes.target is None:
         return shapes
@@ -120,17 +105,19 @@ def with_streamed(
     return replace(shapes, streamed=found)
 
 
-def weight_source(arguments: Any) -> WeightSource | None:
+def weight_source(arguments: Any) -> OffloadedLayers | OffloadSpec | None:
     """Where an engine reads weights from in every pass; None: all lie in its devices' memory.
 
     On CPUs vLLM's offloaders do nothing, and ours reads from a disk.
 
     Args:
         arguments: vLLM's engine arguments.
+
+    Returns:
+        Its ``name`` is for `PairKey.offloading`.
     """
     if current_platform.is_cpu():
-        spec = offload_of(arguments.additional_config)
-        return None if spec is None else DiskLayers(spec)
+        return offload_of(arguments.additional_config)
     return offloaded_layers(arguments)
 
 

@@ -14,7 +14,6 @@ from sequoia_vllm.engine.common.device_name import current_device_name
 from sequoia_vllm.engine.common.replicas import in_lock_step
 from sequoia_vllm.engine.core.core_messages import attach_drafts, takes_single_steps
 from sequoia_vllm.engine.core.tree_reports import attach_limit, attach_paths
-from sequoia_vllm.engine.worker.start.timing import time_at_start
 
 
 class AgreeingWorker(Worker):
@@ -62,10 +61,9 @@ class SequoiaWorker(AgreeingWorker):
                 self.model_runner.set_up_trees()
 
     def compile_or_warm_up_model(self) -> Any:
-        """As vLLM's; then times steps for the next start's choice of a tree, if it has to."""
+        """Warms up like vLLM's worker, then forgets the steps of its dummy requests."""
         warmed_up = super().compile_or_warm_up_model()
-        time_at_start(self)
-        self.model_runner.forget_steps()  # of this, and of vLLM's own requests
+        self.model_runner.forget_steps()
         return warmed_up
 
     @cached_property

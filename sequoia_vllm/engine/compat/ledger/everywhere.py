@@ -310,9 +310,9 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
     Override(
         f"{_WORKER}.compile_or_warm_up_model", ("self",),
         kind="subclass",
-        why="vLLM warms up with no request that needs its temperature only; and steps are timed "
-        "for the next start's choice of a tree",
-        until="its warm-up has a sampled request without penalties; for times: never",
+        why="vLLM warms up with no request that needs its temperature only; and what its own dummy "
+        "requests left in our statistics is forgotten",
+        until="its warm-up has a sampled request without penalties; for statistics: never",
     ),
     Override(
         f"{_WORKER}.execute_model", ("self", "scheduler_output"),
@@ -329,30 +329,9 @@ EVERYWHERE: tuple[Expected | Override, ...] = (
         why="timed for sequoia_stats; its output takes the counts of trees along",
         until=_METRICS,
     ),
-    # start/dummy_requests.py
-    Expected(f"{_OUTPUT}:SchedulerOutput.make_empty", ()),
-    Expected(f"{_OUTPUT}:CachedRequestData.make_empty", ()),
-    Expected(
-        f"{_OUTPUT}:NewRequestData.from_request",
-        ("request", "block_ids", "prefill_token_ids"),
-        may_grow=True,
-    ),
     Expected(f"{_OUTPUT}:SchedulerOutput.scheduled_spec_decode_tokens"),
-    *(Expected(f"{_OUTPUT}:CachedRequestData.{field}") for field in (
-        "num_computed_tokens", "num_output_tokens",
-    )),
-    Expected(
-        "vllm.v1.request:Request",
-        ("request_id", "prompt_token_ids", "sampling_params", "pooling_params"),
-        may_grow=True,
-    ),
-    Expected("vllm.v1.kv_cache_interface:KVCacheConfig.num_blocks"),
     Expected(f"{_WORKER}.take_draft_token_ids", ("self",)),
-    *(Expected(f"vllm.v1.outputs:ModelRunnerOutput.{field}") for field in (
-        "req_id_to_index", "sampled_token_ids",
-    )),
     Expected("vllm.v1.outputs:DraftTokenIds", ("req_ids", "draft_token_ids")),
-    Expected("vllm.v1.outputs:AsyncModelRunnerOutput.get_output", ("self",)),
     # worker_cpu.py, v2/backend_cpu.py, v2/backend_gpu.py
     Expected("vllm.v1.attention.selector:_cached_get_attn_backend.cache_clear"),
     Expected(f"{_REGISTRY}:register_backend", ("backend", "class_path"), may_grow=True),
