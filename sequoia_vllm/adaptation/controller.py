@@ -333,7 +333,7 @@ class DraftController:
         return sorted({0, *self._sizes, self._schedule[batch_size]})
 
     def _batch_sizes(self, batch_size: int) -> slice:
-        """Those that are decided on together with this one."""
+        """The batch sizes that are decided on together with this one."""
         first = 1 << (batch_size.bit_length() - 1)
         return slice(first, min(2 * first, len(self.lookup)))
 

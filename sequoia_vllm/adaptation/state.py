@@ -24,7 +24,7 @@ class StateError(SequoiaError, ValueError):
 
 
 class FadedCounts(FileModel):
-    """Of one workload, see `FadingAcceptance`."""
+    """Counts of one workload, see `FadingAcceptance`."""
 
     trees: float = Field(ge=0, description="Weight of its verified trees.")
     offered: list[list[float]] = Field(description="[depth][child], at their weight.")

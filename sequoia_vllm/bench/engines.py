@@ -20,7 +20,7 @@ from sequoia_vllm.bench.decode_rate import Arrival
 from sequoia_vllm.bench.methods import AUTO, BenchError, Kind, Method
 from sequoia_vllm.bench.parts import part_seconds
 from sequoia_vllm.hardware.budget import warm_up_length
-from sequoia_vllm.hardware.step_curves import StepTimes
+from sequoia_vllm.hardware.step_curves import StepRecord
 from sequoia_vllm.measuring.engines import EngineSpec, Progress, load_config, open_engine
 from sequoia_vllm.measuring.step_recorder import EXTENSION
 from sequoia_vllm.measuring.vocabularies import compare_models
@@ -175,7 +175,7 @@ class BenchEngine:
         Only of steps in which ``batch_size`` requests decoded and none read its prompt.
         """
         steps = self._llm.collective_rpc("sequoia_take_steps", args=(batch_size,))[0]
-        return part_seconds([StepTimes(**step) for step in steps])
+        return part_seconds([StepRecord(**step) for step in steps])
 
     def take_counters(self) -> dict[str, Any] | None:
         """Sequoia's counters since the last call; None: the engine has none."""

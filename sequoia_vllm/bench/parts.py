@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sequoia_vllm.hardware.step_curves import StepTimes
+from sequoia_vllm.hardware.step_curves import StepRecord
 
 PARTS = ("target", "draft", "drawing", "verify")
 
 
-def part_seconds(steps: Sequence[StepTimes]) -> dict[str, float]:
+def part_seconds(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Seconds of each of `PARTS`, and the number of "steps"."""
     return {
         "target": sum(step.target for step in steps),

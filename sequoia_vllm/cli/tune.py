@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from sequoia_vllm.hardware.cost import Estimate
     from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
     from sequoia_vllm.library.pair_key import PairKey
-    from sequoia_vllm.library.user_files import Measurements
+    from sequoia_vllm.library.user_files import TunedFiles
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def _compared(
     settings: AcceptanceSettings,
     entry: TreeEntry,
     vector: AcceptanceFile,
-    files: Measurements,
+    files: TunedFiles,
     restart: bool,
 ) -> tuple[Verification, AcceptanceFile]:
     """The verification that emits more from this tree, and its acceptance there.

@@ -12,7 +12,7 @@ from sequoia_vllm.hardware.device import (
 )
 from sequoia_vllm.hardware.memory import MemoryFit, memory_fit
 from sequoia_vllm.hardware.roofline import roofline_profile
-from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate, ScheduleRange
+from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile, ProfileError
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "ProfileError",
     "Schedule",
     "ScheduleEstimate",
-    "ScheduleRange",
     "choose_schedule",
     "choose_tree",
     "current_cpu_name",

@@ -10,8 +10,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from sequoia_vllm.hardware.budget import Ranges
 from sequoia_vllm.hardware.cost import CostModel, Estimate, Prefixes, check_batch_sizes
-from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate, ScheduleRange
+from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
@@ -125,7 +126,7 @@ def choose_schedule(
     )
     full = _SpeedTable.of(table.tree, acceptance, cost, sizes)
     ranges = _ranges(full, tolerance)
-    used = max(entry.num_speculative_tokens for entry in ranges)
+    used = max(drafts for _, _, drafts in ranges)
     optimum = {
         probe: _speedups(Prefixes.of(fastest, acceptance), cost, probe)[-1]
         for probe, fastest in best.items()
@@ -254,13 +255,13 @@ class _SpeedTable:
         return float(np.log(self.speedups.max(axis=1)).mean())
 
 
-def _ranges(table: _SpeedTable, tolerance: float) -> list[ScheduleRange]:
+def _ranges(table: _SpeedTable, tolerance: float) -> Ranges:
     """Fewest ranges in which one prefix is within ``tolerance`` of the best everywhere."""
     best = table.speedups.max(axis=1, keepdims=True)
     good = table.speedups >= best * (1 - tolerance)
     # A prefix slower than plain decoding is never good enough.
     good[:, 1:] &= table.speedups[:, 1:] > 1 + _SAME
-    ranges = []
+    ranges: Ranges = []
     first = 0
     while first < len(good):
         shared = good[first]
@@ -271,39 +272,31 @@ def _ranges(table: _SpeedTable, tolerance: float) -> list[ScheduleRange]:
         means = np.log(table.speedups[first : last + 1, shared]).mean(axis=0)
         # The shortest of the equally fast.
         chosen = int(np.flatnonzero(shared)[np.flatnonzero(means >= means.max() - _SAME)[0]])
-        ranges.append(
-            ScheduleRange(
-                first=1 if first == 0 else table.batch_sizes[first],
-                last=table.batch_sizes[last],
-                num_speculative_tokens=chosen,
-            )
-        )
+        start = 1 if first == 0 else table.batch_sizes[first]
+        ranges.append((start, table.batch_sizes[last], chosen))
         first = last + 1
     return _without_gaps(ranges)
 
 
-def _without_gaps(ranges: list[ScheduleRange]) -> list[ScheduleRange]:
+def _without_gaps(ranges: Ranges) -> Ranges:
     """Batch sizes nobody asked for belong to the range before them."""
-    lasts = [following.first - 1 for following in ranges[1:]] + [ranges[-1].last]
-    merged: list[ScheduleRange] = []
-    for entry, last in zip(ranges, lasts, strict=True):
-        if merged and merged[-1].num_speculative_tokens == entry.num_speculative_tokens:
-            merged[-1] = merged[-1].model_copy(update={"last": last})
-        else:
-            merged.append(entry.model_copy(update={"last": last}))
+    lasts = [following[0] - 1 for following in ranges[1:]] + [ranges[-1][1]]
+    merged: Ranges = []
+    for (first, _, drafts), last in zip(ranges, lasts, strict=True):
+        if merged and merged[-1][2] == drafts:
+            first = merged.pop()[0]
+        merged.append((first, last, drafts))
     return merged
 
 
 def _estimate(
     table: _SpeedTable,
-    ranges: list[ScheduleRange],
+    ranges: Ranges,
     batch_size: int,
     optimum: float,
     cost: CostModel,
 ) -> ScheduleEstimate:
-    drafts = next(
-        entry.num_speculative_tokens for entry in ranges if entry.first <= batch_size <= entry.last
-    )
+    drafts = next(drafts for first, last, drafts in ranges if first <= batch_size <= last)
     row = table.batch_sizes.index(batch_size)
     speedup = float(table.speedups[row, drafts])
     return ScheduleEstimate(

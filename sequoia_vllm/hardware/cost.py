@@ -201,7 +201,7 @@ class Prefixes:
 
     @classmethod
     def of(cls, tree: TokenTree, acceptance: Acceptance) -> Prefixes:
-        """Of this tree; remembered, since choosing looks at few trees many times."""
+        """The prefixes of this tree; remembered, since choosing looks at few trees many times."""
         return _prefixes(tree, acceptance)
 
     @classmethod
@@ -279,7 +279,7 @@ Entry = TypeVar("Entry", Curve, Overhead)
 
 
 def _nearest_context(entries: Sequence[Entry], context_length: int | None) -> list[Entry]:
-    """Those of the context nearest to this one (None: the shortest), by batch size."""
+    """The entries of the context nearest to this one (None: the shortest), by batch size."""
     contexts = {entry.context_length or 0 for entry in entries}
     wanted = context_length or 0
     nearest = min(contexts, key=lambda context: (abs(context - wanted), context))

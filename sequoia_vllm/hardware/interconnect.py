@@ -43,7 +43,7 @@ class Interconnect:
     """The links between the devices of one tensor-parallel group."""
 
     def __init__(self, device: DeviceSpec, devices: int, assumed: Assumptions) -> None:
-        """Of ``devices`` devices of this kind in one node."""
+        """Describes the links of ``devices`` devices of this kind in one node."""
         self.devices = devices
         self._assumed = assumed
         self._bytes_per_second = device.interconnect_gb_s * 1e9 * assumed.link_efficiency

@@ -37,7 +37,7 @@ class MemoryFit:
 
     @property
     def weights_share(self) -> float:
-        """Of the memory."""
+        """Share of the memory that weights take; more than 1: they do not fit."""
         return self.weights_bytes / self.memory_bytes
 
     def problem(self, tokens: int = 1) -> str | None:
@@ -51,7 +51,7 @@ class MemoryFit:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """The fields as JSON data, with the problem in words."""
         return {
             "memory_gib": round(self.memory_bytes / 2**30, 2),
             "weights_gib": round(self.weights_bytes / 2**30, 2),

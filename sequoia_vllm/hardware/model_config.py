@@ -7,8 +7,7 @@ from typing import Any
 
 from sequoia_vllm.drafters import HeadKind
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.hardware.heads import HeadShape
-from sequoia_vllm.hardware.models import ModelShape
+from sequoia_vllm.hardware.models import HeadShape, ModelShape
 
 # How many experts, and low ranks of attention: none in a dense model.
 _EXPERTS = (
@@ -79,7 +78,7 @@ _EAGLE_3_READS = 3
 
 
 def _head_shape(reader: _Reader, kind: HeadKind) -> HeadShape:
-    """As vLLM builds heads of these kinds."""
+    """The shape that vLLM builds for heads of these kinds."""
     if kind == "mtp":
         return HeadShape(kind=kind, reads=0)
     width = reader.count("target_hidden_size", reader.count("hidden_size"))
@@ -194,7 +193,7 @@ def _nested(stated: Mapping[str, Any], key: str) -> Any:
 
 
 def _group_bits(stated: Mapping[str, Any]) -> Iterator[Any]:
-    """Of compressed-tensors: each group of layers has a format of its own."""
+    """Reads compressed-tensors: each group of layers has a format of its own."""
     groups = stated.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None

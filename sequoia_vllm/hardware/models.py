@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -11,11 +10,46 @@ from pathlib import Path
 from pydantic import Field
 
 from sequoia_vllm.drafters import HeadKind
-from sequoia_vllm.hardware.heads import HeadShape
 from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.json_file import FileModel, read_model
 
 _FILE = Path(__file__).with_name("models.json")
+
+
+class HeadShape(FileModel):
+    """Matrices of a head that a model of its own has not.
+
+    Of all but MTP layers a matrix takes the target's hidden states to the head's width,
+    when what was committed is read (vLLM's ``fc``, which is on each device as a whole). The
+    embedding is the target's.
+
+    An EAGLE-3 head drafts level by level: its first layer's queries, keys and values are made
+    of two vectors, the token's embedding and the parent's hidden state. A DFlash head drafts
+    all levels in one pass over a block, a position for each level and one before them; so does
+    a DSpark head, whose matrices for the tokens drafted meanwhile are not counted.
+    An MTP layer drafts level by level: a matrix of its own makes one vector of the token's
+    embedding and the parent's hidden state, in every pass. Its output matrix is the target's.
+    """
+
+    kind: HeadKind
+    reads: int = Field(
+        ge=0,
+        description="Width of what it reads of the target for one token, the hidden states of "
+        "some layers side by side; 0: one hidden state, as it is.",
+    )
+    output_vocab: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens of its own output matrix; none: it uses the target's.",
+    )
+    levels: int | None = Field(
+        default=None, ge=1, description="Most levels that it drafts; none: any number."
+    )
+
+    @property
+    def drafts_in_one_pass(self) -> bool:
+        """Whether deeper trees need no more passes."""
+        return self.kind in ("dflash", "dspark")
 
 
 class ModelShape(FileModel):
@@ -68,12 +102,12 @@ class ModelShape(FileModel):
 
     @property
     def output_parameters(self) -> int:
-        """Of the output matrix, whosever it is."""
+        """Parameters of the output matrix, whosever it is."""
         return self.hidden * self.output_vocab
 
     @property
     def reading_parameters(self) -> int:
-        """Those of a head that only a pass over committed tokens multiplies with; else 0."""
+        """Parameters of a head that only a pass over committed tokens multiplies with; else 0."""
         return 0 if self.head is None else self.head.reads * self.hidden
 
     @property
@@ -88,7 +122,7 @@ class ModelShape(FileModel):
 
     @property
     def _vocabulary_parameters(self) -> int:
-        """Of embedding and output matrix, as far as they are its own."""
+        """Parameters of embedding and output matrix, as far as they are its own."""
         if self.head is None:
             return (1 if self.tied else 2) * self.hidden * self.vocab
         return 0 if self.head.output_vocab is None else self.output_parameters
@@ -209,7 +243,7 @@ def model_classes() -> dict[str, ModelClass]:
 
 @cache
 def offloaded_classes() -> dict[str, tuple[ModelClass, list[str]]]:
-    """Those with a target that is offloaded, and the devices that the library has them for."""
+    """Classes with a target that is offloaded, and the devices that the library has them for."""
     return {
         name: (_class(name, entry.pair), entry.devices)
         for name, entry in _class_file().offloaded.items()
@@ -218,7 +252,7 @@ def offloaded_classes() -> dict[str, tuple[ModelClass, list[str]]]:
 
 @cache
 def head_classes() -> dict[str, ModelClass]:
-    """Those with a head as their draft: `tree build` knows them, the library has none."""
+    """Classes with a head as their draft: `tree build` knows them, the library has none."""
     return {name: _class(name, pair) for name, pair in _class_file().heads.items()}
 
 
@@ -237,47 +271,6 @@ def parameters_from_name(name: str) -> float | None:
         return None
     number, unit = found[-1]
     return float(number) * (1e9 if unit in "bB" else 1e6)
-
-
-@dataclass(frozen=True)
-class ClassMatch:
-    """The model class nearest to a pair.
-
-    Attributes:
-        id: The class.
-        reason: Why it, in words.
-    """
-
-    id: str
-    reason: str
-
-
-def nearest_class(
-    sizes: dict[str, tuple[float, float]], target: float | None, draft: float | None
-) -> ClassMatch | None:
-    """The class whose target and draft are nearest in size.
-
-    Target time and draft-to-target ratio both scale with sizes, so sizes are
-    compared as ratios. A size that is not known is left out.
-
-    Args:
-        sizes: Target and draft parameters of each class.
-        target: Parameters of the target, or None.
-        draft: Parameters of the draft, or None.
-
-    Returns:
-        The match; None if there are no classes or neither size is known.
-    """
-    if not sizes or (target is None and draft is None):
-        return None
-
-    def distance(name: str) -> tuple[float, str]:
-        pairs = zip((target, draft), sizes[name], strict=True)
-        return math.hypot(*(math.log(a / b) for a, b in pairs if a is not None)), name
-
-    best = min(sizes, key=distance)
-    given = f"target of {size_name(target)} and a draft of {size_name(draft)} parameters"
-    return ClassMatch(best, f"model class {best} is the nearest to a {given}")
 
 
 def size_name(parameters: float | None) -> str:

@@ -8,7 +8,7 @@ where both take as long, as neither hides all of the other (`_Forward._roofline`
 Decoding is bound by bytes, so that scoring a tree costs little more than one
 token until the device's operations per byte are half used up: what Sequoia lives on.
 
-A head (`sequoia_vllm.hardware.heads`) reads more in a step's first pass than in those over levels.
+A head (`sequoia_vllm.hardware.models`) reads more in a step's first pass than in those over levels.
 One that drafts all levels in its first pass draws below it: the logits are there.
 
 More devices divide products and attention. They do not divide launches and
@@ -182,7 +182,7 @@ def _check_draft_fits(
     devices: int,
     streamed: StreamedWeights,
 ) -> None:
-    """That the draft and the buffers leave something of the memory.
+    """Checks that the draft and the buffers leave some memory.
 
     Raises:
         ValueError: If not; says what would.
@@ -248,7 +248,7 @@ class _Forward:
         return rows * shape.vocab * 4 * passes / self._bytes_per_second
 
     def _merges(self, shape: ModelShape, tokens: int, batch: int) -> float:
-        """Of tree attention's splits; plain decoding's are in its launches."""
+        """Seconds to merge tree attention's splits; plain decoding's are in its launches."""
         key_heads = shape.kv_heads * shape.kv_copies(self._devices) / self._devices
         if tokens == 1 or batch * key_heads >= self._assumed.split_below:
             return 0.0
@@ -294,7 +294,7 @@ class _Forward:
         return self._links.all_gather(gathered) + self.logits_passes(shape, rows)
 
     def _sums(self, shape: ModelShape, rows: int) -> float:
-        """Of the residual stream: after attention, after the MLP, and after the embedding."""
+        """Seconds to add up the residual stream: after embedding, attention and MLP."""
         return (2 * shape.layers + 1) * self._links.all_reduce(
             rows * shape.hidden * self._activation_bytes
         )

@@ -6,18 +6,9 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
+from sequoia_vllm.hardware.budget import Ranges
 from sequoia_vllm.json_file import FileModel
 from sequoia_vllm.tree.token_tree import TokenTree
-
-
-class ScheduleRange(FileModel):
-    """Batch sizes that use the same prefix of the tree."""
-
-    first: int = Field(ge=1, description="Smallest batch size of the range.")
-    last: int = Field(ge=1, description="Largest batch size of the range.")
-    num_speculative_tokens: int = Field(
-        ge=0, description="Drafts per request: nodes 1..n of the tree; 0: no speculation."
-    )
 
 
 class ScheduleEstimate(FileModel):
@@ -41,25 +32,22 @@ class Schedule:
 
     Attributes:
         tree: In value order; its largest prefix that any range uses.
-        ranges: From batch size 1, ascending, without gaps; the last one also
-            stands for every larger batch.
+        ranges: vLLM's ``num_speculative_tokens_per_batch_size``: (first, last, drafts), from
+            batch size 1, ascending, without gaps; the last one also stands for every larger
+            batch. With 0 drafts it does not speculate.
         estimates: Expectations at the powers of two.
     """
 
     tree: TokenTree
-    ranges: list[ScheduleRange]
+    ranges: Ranges
     estimates: list[ScheduleEstimate]
 
     def num_speculative_tokens(self, batch_size: int) -> int:
         """Drafts per request at this batch size; 0: do not speculate."""
-        for entry in self.ranges:
-            if batch_size <= entry.last:
-                return entry.num_speculative_tokens
-        return self.ranges[-1].num_speculative_tokens
-
-    def per_batch_size(self) -> list[tuple[int, int, int]]:
-        """vLLM's ``num_speculative_tokens_per_batch_size``: (first, last, drafts)."""
-        return [(entry.first, entry.last, entry.num_speculative_tokens) for entry in self.ranges]
+        for _, last, drafts in self.ranges:
+            if batch_size <= last:
+                return drafts
+        return self.ranges[-1][2]
 
     def estimate(self, batch_size: int) -> ScheduleEstimate:
         """The estimate at the nearest batch size that has one, not above if possible."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_vllm.hardware.heads import HeadShape
+from sequoia_vllm.hardware.models import HeadShape
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, ProfileError
 from sequoia_vllm.tree.token_tree import TokenTree
 
@@ -32,7 +32,7 @@ _DIGITS = 7  # a tenth of a microsecond
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class StepRecord:
     """One step of an engine; times in seconds.
 
     Attributes:
@@ -79,7 +79,7 @@ class StepTimes:
 class TimedStep:
     """A step and its time up to the start of the next one, seconds."""
 
-    step: StepTimes
+    step: StepRecord
     seconds: float
 
 
@@ -132,13 +132,13 @@ def steady_steps(
     """The steps in which every request scores a tree of ``size`` nodes, and so does the next.
 
     Args:
-        records: Consecutive steps (fields of `StepTimes`).
+        records: Consecutive steps (fields of `StepRecord`).
         batch_size: Requests that must be in the step.
         size: Tokens of each; 1 is plain decoding.
     """
-    steps = [StepTimes(**record) for record in records]
+    steps = [StepRecord(**record) for record in records]
 
-    def is_wanted(step: StepTimes) -> bool:
+    def is_wanted(step: StepRecord) -> bool:
         return (step.requests, step.fewest, step.most) == (batch_size, size, size)
 
     return [
@@ -245,7 +245,7 @@ class _Levels:
     seconds: list[float]
     spreads: list[float]
 
-    def seconds_of(self, step: StepTimes) -> float:
+    def seconds_of(self, step: StepRecord) -> float:
         """What the cost model says of this step's drafting."""
         rows = [width for width, _ in step.levels()]
         seconds = np.maximum.accumulate(self.seconds)
@@ -279,7 +279,7 @@ def _medians(
 
 
 def _commit_seconds(by_size: Mapping[int, list[TimedStep]]) -> float:
-    """Of trees that move anything; what chains accept is in place."""
+    """Median seconds of commits that move something; what chains accept is in place."""
     commits = [timed.step.commit for steps in by_size.values() for timed in steps]
     return _median([seconds for seconds in commits if seconds > 0] or [0.0])
 

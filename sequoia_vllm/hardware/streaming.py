@@ -90,5 +90,5 @@ class StreamedWeights(FileModel):
 
     @property
     def from_device_bytes(self) -> float:
-        """Those of its bytes that the device's own memory is read for: none that stay outside."""
+        """Bytes of the target that the device's own memory is read for: none that stay outside."""
         return 0.0 if self.tile_rows is not None else self.bytes_per_pass

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.device import DeviceSpec
-from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate, ScheduleRange
+from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate
 from sequoia_vllm.hardware.step_profile import ProfileSource
 from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.json_file import FileModel, read_model
@@ -221,11 +221,7 @@ class TreeEntry(FileModel):
 
     def to_schedule(self) -> Schedule:
         """The tree and its schedule, as an engine uses them."""
-        ranges = [
-            ScheduleRange(first=first, last=last, num_speculative_tokens=drafts)
-            for first, last, drafts in self.schedule
-        ]
-        return Schedule(self.tree.tree, ranges, list(self.estimates))
+        return Schedule(self.tree.tree, list(self.schedule), list(self.estimates))
 
 
 class LibraryFile(FileModel):

@@ -133,7 +133,7 @@ def make_entry(
         profile=reference,
         streamed=profile.streamed,
         tree=StoredTree.of(schedule.tree),
-        schedule=schedule.per_batch_size(),
+        schedule=schedule.ranges,
         estimates=schedule.estimates,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -11,7 +12,6 @@ from sequoia_vllm.drafters import NAMES
 from sequoia_vllm.hardware.device import Device, DeviceSpec
 from sequoia_vllm.hardware.models import (
     PairShapes,
-    nearest_class,
     parameters_from_name,
     size_name,
 )
@@ -149,17 +149,28 @@ def best_entry(
 def nearest_in_size(
     entries: list[TreeEntry], pair: PairKey, shapes: PairShapes | None
 ) -> tuple[list[TreeEntry], str]:
-    """The entries of the model class nearest to a pair in size, and why."""
-    sizes = {e.model_class: (e.target_parameters, e.draft_parameters) for e in entries}
-    match = nearest_class(sizes, *parameters_of(pair, shapes))
-    if match is not None:
-        return [e for e in entries if e.model_class == match.id], match.reason
-    # Nothing is known of the models: the smallest tree is the safest.
-    smallest = min(entries, key=lambda e: (e.tree.size, e.name)).model_class
-    return [e for e in entries if e.model_class == smallest], (
-        f"the sizes of {pair.target} and {pair.draft} are unknown: the most cautious model class, "
-        f"{smallest}"
-    )
+    """The entries of the model class nearest to a pair in size, and why.
+
+    The target's time and the draft's share of it both scale with sizes, so these are compared
+    as ratios. A size that is not known is left out.
+    """
+    sizes = parameters_of(pair, shapes)
+
+    def distance(entry: TreeEntry) -> tuple[float, str]:
+        stored = entry.target_parameters, entry.draft_parameters
+        ratios = [size / own for size, own in zip(sizes, stored, strict=True) if size is not None]
+        return math.hypot(*map(math.log, ratios)), entry.model_class
+
+    if sizes == (None, None):  # the smallest tree is the safest
+        best = min(entries, key=lambda e: (e.tree.size, e.name)).model_class
+        why = f"the sizes of {pair.target} and {pair.draft} are unknown: the most cautious model "
+        why += f"class, {best}"
+    else:
+        best = min(entries, key=distance).model_class
+        target, draft = map(size_name, sizes)
+        why = f"model class {best} is the nearest to a target of {target} and a draft of {draft} "
+        why += "parameters"
+    return [entry for entry in entries if entry.model_class == best], why
 
 
 def parameters_of(pair: PairKey, shapes: PairShapes | None) -> tuple[float | None, float | None]:

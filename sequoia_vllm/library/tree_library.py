@@ -33,7 +33,7 @@ from sequoia_vllm.library.selection import (
     selection,
 )
 from sequoia_vllm.library.user_files import (
-    Measurements,
+    TunedFiles,
     adaptation_path,
     files_in,
     is_there,
@@ -166,15 +166,15 @@ class TreeLibrary:
         path.write_text(dump_json(tree.to_dict()), encoding="utf-8")
         return path
 
-    def measurements(self, pair: PairKey) -> Measurements:
+    def measurements(self, pair: PairKey) -> TunedFiles:
         """Where the tune command keeps what it measured for this key.
 
-        The files may not be there (`Measurements.exist`).
+        The files may not be there (`TunedFiles.exist`).
 
         Raises:
             LibraryError: If this user has no directory.
         """
-        return Measurements(self.user / "measurements" / pair.file_name)
+        return TunedFiles(self.user / "measurements" / pair.file_name)
 
     def _user_file(self, name: str) -> Path | None:
         """The file of a user tree, if it is there."""
@@ -294,17 +294,12 @@ class TreeLibrary:
         return f"no tree named {name!r} in the library{hint} (sequoia-vllm tree list shows all)"
 
 
-def load(name: str) -> TokenTree:
-    """`TreeLibrary.load` of the default library."""
-    return TreeLibrary().load(name)
-
-
 def select(pair: PairKey, shapes: PairShapes | None = None) -> Selection:
     """`TreeLibrary.select` of the default library."""
     return TreeLibrary().select(pair, shapes)
 
 
-def tuned_measurements(pair: PairKey) -> Measurements | None:
+def tuned_measurements(pair: PairKey) -> TunedFiles | None:
     """What the tune command measured for this key, or None if it did not."""
     library = TreeLibrary()
     found = None if library.readable is None else library.measurements(pair)

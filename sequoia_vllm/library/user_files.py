@@ -97,8 +97,8 @@ def learned_acceptance(path: Path, pair: PairKey) -> AcceptanceFile | None:
 
 
 @dataclass(frozen=True)
-class Measurements:
-    """What a user's own tree was made from.
+class TunedFiles:
+    """The files that a user's own tree was made from.
 
     Attributes:
         directory: Where both files lie; it may not exist.

@@ -24,7 +24,7 @@ class StepRecorder:
         self._sequoia_recording = recording_of(self.model_runner)
 
     def sequoia_take_steps(self, decoding: int | None = None) -> list[dict[str, Any]]:
-        """The steps recorded since the last call: fields of `hardware.step_curves.StepTimes`.
+        """The steps recorded since the last call: fields of `hardware.step_curves.StepRecord`.
 
         Args:
             decoding: Only steps in which so many requests decoded, and none read its prompt.

@@ -4,8 +4,7 @@ The worker counts (`engine.runner.step_stats`), `engine.core.tree_reports` carri
 vLLM's front end, and this package, which does not import vLLM, shows them.
 """
 
-from sequoia_vllm.metrics.counts import TreeCounts, paths_of
-from sequoia_vllm.metrics.interval import interval_line
+from sequoia_vllm.metrics.counts import TreeCounts, interval_line, paths_of
 from sequoia_vllm.metrics.prometheus import PrometheusKinds, Reason, TreeMetrics
 
 __all__ = ["PrometheusKinds", "Reason", "TreeCounts", "TreeMetrics", "interval_line", "paths_of"]

@@ -33,7 +33,7 @@ from sequoia_vllm.bench.summary import CHAIN_SAMPLES_WRONGLY, DECLINED, results
 from sequoia_vllm.cli.bench_view import print_report
 from sequoia_vllm.config import OffloadSpec
 from sequoia_vllm.hardware import CostModel, Curve, Overhead, Profile
-from sequoia_vllm.hardware.step_curves import StepTimes
+from sequoia_vllm.hardware.step_curves import StepRecord
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.step_recorder import StepRecorder
@@ -220,7 +220,7 @@ def timed_worker(runner):
 
 
 def parts_of(worker, batch_size):
-    return part_seconds([StepTimes(**step) for step in worker.sequoia_take_steps(batch_size)])
+    return part_seconds([StepRecord(**step) for step in worker.sequoia_take_steps(batch_size)])
 
 
 def test_parts_of_steady_steps_only(clock):
@@ -300,7 +300,7 @@ def test_parts_of_steps_of_model_runner_v2(clock):
         runner.speculator.propose()
     [found] = worker.sequoia_take_steps(2)
     assert found["passes"] == [(6, 500), (2, 500)]
-    assert part_seconds([StepTimes(**found)]) == {
+    assert part_seconds([StepRecord(**found)]) == {
         "target": 11, "draft": 1000, "drawing": 0, "verify": 100, "steps": 1,
     }  # fmt: skip
     assert worker.sequoia_take_steps() == []

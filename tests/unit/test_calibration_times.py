@@ -18,7 +18,7 @@ from sequoia_vllm.figures import FigureFormatError
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.step_curves import (
     BatchTimes,
-    StepTimes,
+    StepRecord,
     TimedStep,
     batch_curves,
     measuring_tree,
@@ -170,7 +170,7 @@ def climbed(ladder, target_of, plain=0.1):
 
     def timed(target, passes=()):
         drafting = 0.002 * len(passes)
-        step = StepTimes(
+        step = StepRecord(
             start=0.0, requests=1, fewest=1, most=1, target=target, verify=0.001,
             drafting=drafting, passes=[(width, 0.002) for width in passes],
         )  # fmt: skip
@@ -223,11 +223,11 @@ def test_any_vector_may_need_larger_trees():
 def test_a_slow_moment_does_not_end_the_ladder():
     ladder = Ladder.of([USUAL], 64)
     timed = TimedStep(
-        StepTimes(start=0.0, requests=1, fewest=8, most=8, target=0.1, verify=0.001,
+        StepRecord(start=0.0, requests=1, fewest=8, most=8, target=0.1, verify=0.001,
                   drafting=0.006, passes=[(1, 0.002)] * 3), 0.11,
     )  # fmt: skip
     slow = TimedStep(replace(timed.step, target=5.0), 5.01)
-    plain = TimedStep(StepTimes(start=0.0, requests=1, fewest=1, most=1, target=0.1), 0.1)
+    plain = TimedStep(StepRecord(start=0.0, requests=1, fewest=1, most=1, target=0.1), 0.1)
     times = BatchTimes(1, 64, [[plain] * 5], {8: [[timed, timed, timed, slow, slow]]})
     assert ladder.goes_on(times, 8)
 

@@ -47,7 +47,7 @@ def key(device: str, target: str = "/m/t", draft: str = "/m/d", **more) -> PairK
 
 
 def content(selection: Selection):
-    return selection.tree, selection.schedule.per_batch_size(), selection.expected_speedup
+    return selection.tree, selection.schedule.ranges, selection.expected_speedup
 
 
 # -- on GPUs: the roofline ---------------------------------------------------------
@@ -57,7 +57,7 @@ def test_a_path_gives_what_the_class_of_its_size_has(library):
     stored = library.entry("l40s/7b-68m/shipped")
     found = library.select(key(L40S), shapes=SHAPES_7B)
     assert found.tree == stored.tree.tree
-    assert found.schedule.per_batch_size() == stored.schedule
+    assert found.schedule.ranges == stored.schedule
     assert found.entry.estimates == stored.estimates
 
 

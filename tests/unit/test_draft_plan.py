@@ -98,7 +98,7 @@ def test_passes_of_the_librarys_trees_fit_where_nothing_is_set(max_num_seqs, bud
         if drafts == 0:
             continue
         for fitted in (
-            fit_to_budget(schedule.per_batch_size(), drafts, max_num_seqs, budget),
+            fit_to_budget(schedule.ranges, drafts, max_num_seqs, budget),
             [(1, max_num_seqs, drafts)],  # a user's own: the whole tree at all loads
         ):
             by_batch = drafts_by_batch(fitted, drafts, max_num_seqs)

@@ -20,7 +20,7 @@ from sequoia_vllm.engine.frontend.drafter_kind import (
 )
 from sequoia_vllm.engine.frontend.model_shapes import head_shape, pair_shapes
 from sequoia_vllm.engine.frontend.refusals import _drafter_reasons
-from sequoia_vllm.hardware.heads import HeadShape
+from sequoia_vllm.hardware.models import HeadShape
 from sequoia_vllm.tree import TokenTree
 from tests.support.models import DRAFT
 

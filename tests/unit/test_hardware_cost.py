@@ -239,7 +239,7 @@ def gpu(device: str, name: str = "7b-68m", **options):
 class TestSchedule:
     def test_table_covers_all_batch_sizes(self):
         schedule = choose_schedule(SHIPPED, gpu("NVIDIA H200", "8b-0.6b"))
-        ranges = schedule.per_batch_size()
+        ranges = schedule.ranges
         assert ranges[0][0] == 1
         assert ranges[-1][1] == 256
         for (_, last, _), (first, _, _) in pairwise(ranges):
@@ -288,7 +288,7 @@ class TestSchedule:
         schedule = choose_schedule(
             SHIPPED, profile(lambda n, b: float(n * b), free, batches=(1, 64))
         )
-        assert schedule.per_batch_size() == [(1, 256, 0)]
+        assert schedule.ranges == [(1, 256, 0)]
         assert schedule.tree.size == 1
         assert schedule.num_speculative_tokens(9) == 0
 
@@ -302,7 +302,7 @@ class TestSchedule:
     def test_batch_sizes_nobody_asked_for_belong_to_the_range_before(self):
         times = profile(lambda n, b: 1 + 0.05 * (n * b - 1), lambda n, b: 0.02, batches=(1, 4, 16))
         schedule = choose_schedule(SHIPPED, times, batch_sizes=[1, 4, 16])
-        ranges = schedule.per_batch_size()
+        ranges = schedule.ranges
         assert ranges[0][0] == 1
         assert ranges[-1][1] == 16
         assert schedule.num_speculative_tokens(3) == schedule.num_speculative_tokens(1)
@@ -321,7 +321,7 @@ class TestSchedule:
         utils = vllm_schedule_module()
         schedule = choose_schedule(SHIPPED, gpu("NVIDIA H200", "8b-1b"))
         lookup = utils.build_dynamic_sd_schedule_lookup(
-            schedule.per_batch_size(), 300, schedule.tree.num_speculative_tokens
+            schedule.ranges, 300, schedule.tree.num_speculative_tokens
         )
         assert lookup[1:] == [schedule.num_speculative_tokens(batch) for batch in range(1, 301)]
 

@@ -8,7 +8,6 @@ from sequoia_vllm.hardware import DeviceError, current_cpu_name, identify
 from sequoia_vllm.hardware.device import known_devices, nearest, normalize
 from sequoia_vllm.hardware.models import (
     model_classes,
-    nearest_class,
     parameters_from_name,
     size_name,
 )
@@ -207,15 +206,6 @@ class TestModels:
             "meta-llama/Llama-3.2-1B": 1.236, "Qwen/Qwen3-0.6B": 0.596,
         }.items():  # fmt: skip
             assert sizes[name] == pytest.approx(billions, rel=0.001)
-
-    def test_nearest_class(self):
-        sizes = {c.id: (c.target.parameters, c.draft.parameters) for c in model_classes().values()}
-        assert nearest_class(sizes, 14e9, 0.6e9).id == "8b-0.6b"
-        assert nearest_class(sizes, 72e9, 7e9).id == "70b-8b"
-        assert nearest_class(sizes, 72e9, None).id in ("70b-1b", "70b-8b")
-        assert nearest_class(sizes, None, 68e6).id in ("7b-68m", "13b-68m")
-        assert nearest_class(sizes, None, None) is None
-        assert nearest_class({}, 1e9, 1e9) is None
 
     def test_size_names(self):
         assert [size_name(n) for n in (6.738e9, 68e6, 1.5e9, None)] == [

@@ -101,6 +101,8 @@ def test_targets_on_a_disk_have_the_default_tree_before_they_are_tuned(library):
     in_memory = choose_engine_tree(config, replace(pair, offloading=None), lambda: shapes)
     assert (from_disk.tree.size, in_memory.tree.size) == (64, 16)
     assert from_disk.device is in_memory.device is None
+    short = choose_engine_tree(config, pair, lambda: shapes, max_model_len=64)
+    assert short.tree == from_disk.tree.trim(16)
 
 
 # -- what was tuned and learned ---------------------------------------------------
@@ -150,13 +152,13 @@ def test_tuning_takes_no_times_of_streamed_weights():
 
 
 def test_named_trees_say_what_they_were_made_for():
-    def outlook(pair: PairKey, name: str):
-        return choose_engine_tree(SequoiaConfig(model=pair.draft, tree=name), pair).outlook
+    def gain(pair: PairKey, name: str):
+        return choose_engine_tree(SequoiaConfig(model=pair.draft, tree=name), pair).gain
 
     in_memory, offloaded = "l40/70b-8b/shipped", "l40/70b-8b-offloaded/shipped"
-    assert outlook(NAMED, in_memory).speedup < 4 < outlook(OFFLOADED, offloaded).speedup
-    assert outlook(NAMED, offloaded).made_for == "targets that are offloaded"
+    assert gain(NAMED, in_memory).speedup < 4 < gain(OFFLOADED, offloaded).speedup
+    assert gain(NAMED, offloaded).made_for == "targets that are offloaded"
     # It pays all the more, by nobody knows how much.
-    pays = outlook(OFFLOADED, in_memory)
+    pays = gain(OFFLOADED, in_memory)
     assert (pays.speedup, pays.made_for) == (None, None)
     assert pays.tokens > 2

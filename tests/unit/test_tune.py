@@ -92,7 +92,7 @@ def test_the_entry_is_the_best_schedule_of_the_context():
         vector().vector, PAYS, batch_sizes=range(1, 9), max_size=32, context_length=1024
     )
     assert entry.tree.tree == expected.tree
-    assert entry.schedule == expected.per_batch_size()
+    assert entry.schedule == expected.ranges
     assert entry.profile.context_length == 1024
     assert entry.tree.size > 4
     assert tuned_entry(vector(), PAYS, 256, max_size=4).tree.size == 4

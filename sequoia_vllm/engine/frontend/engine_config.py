@@ -31,8 +31,8 @@ from sequoia_vllm.engine.frontend.drafter_kind import (
     kinds_here,
     vllm_method,
 )
+from sequoia_vllm.engine.frontend.expected_gain import gain_line
 from sequoia_vllm.engine.frontend.model_shapes import pair_shapes
-from sequoia_vllm.engine.frontend.outlook import outlook_line
 from sequoia_vllm.engine.frontend.refusals import refuse_unsupported
 from sequoia_vllm.engine.frontend.request import sequoia_request
 from sequoia_vllm.engine.frontend.resolve import Resolved, resolve
@@ -180,8 +180,8 @@ def create_speculative_config(
             on_cpu = current_platform.is_cpu()
             target_parallel_config.worker_cls = PLAIN_CPU_WORKER if on_cpu else PLAIN_GPU_WORKER
         return None
-    level, line = outlook_line(
-        resolved.choice.outlook, resolved.draft, tree.size, tree.depth, drafter=resolved.drafter,
+    level, line = gain_line(
+        resolved.choice.gain, resolved.draft, tree.size, tree.depth, drafter=resolved.drafter,
         adapts=config.adapts, on_cpu=current_platform.is_cpu(),
     )  # fmt: skip
     logger.log(level, "%s", line)

@@ -110,7 +110,7 @@ def resolve(
         context_attention=config.context_attention,
         verification=config.verification or choice.verification,
         adapts_as=pair.file_name if config.adapts else None,
-        expected_speedup=choice.outlook.speedup,
+        expected_speedup=choice.gain.speedup,
         drafter=drafter,
         keeps=_can_keep(config),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sequoia_vllm.config import AUTO, ConfigError, Schedule, SequoiaConfig, TreeSpec, Verification
-from sequoia_vllm.engine.frontend.outlook import Outlook
+from sequoia_vllm.engine.frontend.expected_gain import ExpectedGain
 from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.hardware.schedule import Schedule as StoredSchedule
@@ -38,7 +38,7 @@ class TreeChoice:
             tree at every batch size.
         device: The device whose measurements or datasheet chose it; None: none did.
         verification: What the tree was found better with, see `SequoiaConfig`.
-        outlook: What it is expected to bring.
+        gain: Its expected gain.
     """
 
     tree: TokenTree
@@ -46,7 +46,7 @@ class TreeChoice:
     schedule: list[tuple[int, int, int]] | None = None
     device: str | None = None
     verification: Verification = "sequoia"
-    outlook: Outlook = field(default_factory=Outlook)
+    gain: ExpectedGain = field(default_factory=ExpectedGain)
 
 
 ReadShapes = Callable[[], PairShapes]
@@ -76,7 +76,7 @@ def choose_engine_tree(
         ConfigError: The given schedule has more drafts than the given tree.
     """
     choice = _resolve(config, pair, read_shapes, levels)
-    if max_model_len is not None and choice.device is not None:
+    if max_model_len is not None and config.is_tree_chosen:
         choice = _within(choice, max(max_model_len // _LENGTH_PER_NODE, 1))
     if config.num_speculative_tokens is not None:
         choice = replace(choice, tree=choice.tree.trim(config.num_speculative_tokens + 1))
@@ -117,7 +117,7 @@ def _resolve(
         is_file = is_tree_file(config.tree)
         source = f"{Path(config.tree).name}: {config.tree}" if is_file else config.tree
         found = find_tree(config.tree)
-        return TreeChoice(found.tree, source, outlook=_outlook_of(found, pair))
+        return TreeChoice(found.tree, source, gain=_gain_of(found, pair))
     default_tree = DEFAULT_TREE if pair.offloading is None else DEFAULT_TREE_OFFLOADED
     if levels is not None:
         default_tree = _of_depth(default_tree, min(default_tree.depth or levels, levels))
@@ -137,28 +137,28 @@ def _resolve(
             f'default size; speculation is expected not to pay here ("tree": "{AUTO}" turns it '
             f"off): {choice.source}",
         )
-        return replace(default, outlook=choice.outlook)
+        return replace(default, gain=choice.gain)
     return choice
 
 
-def _outlook_of(found: NamedTree, pair: PairKey) -> Outlook:
-    """Of a tree that the user named: its own figures where it was made for this device."""
+def _gain_of(found: NamedTree, pair: PairKey) -> ExpectedGain:
+    """The gain of a tree that the user named, known if it was made for this device."""
     entry = found.entry
     if entry is None or (pair.offloading is not None and entry.streamed is None):
         # A tree for weights in memory pays where they are streamed: how much, it does not say.
         vector = found.acceptance
-        return Outlook(tokens=None if vector is None else found.tree.expected_tokens(vector))
+        return ExpectedGain(tokens=None if vector is None else found.tree.expected_tokens(vector))
     if pair.offloading is None and entry.streamed is not None:
-        return Outlook(made_for="targets that are offloaded")
+        return ExpectedGain(made_for="targets that are offloaded")
     made_for = entry.name.split("/")[0]
     if made_for in (USER, identify(pair.device).id):
-        return _outlook_of_schedule(entry.to_schedule(), HOW_TIMED[entry.profile.source])
-    return Outlook(made_for=made_for)
+        return _gain_of_schedule(entry.to_schedule(), HOW_TIMED[entry.profile.source])
+    return ExpectedGain(made_for=made_for)
 
 
-def _outlook_of_schedule(schedule: StoredSchedule, source: str) -> Outlook:
+def _gain_of_schedule(schedule: StoredSchedule, source: str) -> ExpectedGain:
     estimate = schedule.estimate(1)
-    return Outlook(estimate.speedup, source, estimate.expected_tokens)
+    return ExpectedGain(estimate.speedup, source, estimate.expected_tokens)
 
 
 def _from_library(pair: PairKey, shapes: PairShapes | None) -> TreeChoice:
@@ -167,10 +167,10 @@ def _from_library(pair: PairKey, shapes: PairShapes | None) -> TreeChoice:
     return TreeChoice(
         schedule.tree,
         selection.reason,
-        schedule.per_batch_size(),
+        schedule.ranges,
         pair.device,
         selection.entry.verification or "sequoia",
-        outlook=_outlook_of_schedule(schedule, HOW_TIMED[selection.entry.profile.source]),
+        gain=_gain_of_schedule(schedule, HOW_TIMED[selection.entry.profile.source]),
     )
 
 
@@ -198,7 +198,7 @@ def _optimal(config: SequoiaConfig, spec: TreeSpec, why: str) -> TreeChoice:
     return TreeChoice(
         tree,
         f"{why}; {expected:.2f} tokens per step if acceptance is as assumed",
-        outlook=Outlook(tokens=expected),
+        gain=ExpectedGain(tokens=expected),
     )
 
 

@@ -43,7 +43,7 @@ class RecordingV2:
             self._around(self._speculator, "propose", "drafting")
 
     def take(self, decoding: int | None = None) -> list[dict[str, Any]]:
-        """The steps since the last call: fields of `StepTimes`.
+        """The steps since the last call: fields of `StepRecord`.
 
         Args:
             decoding: Only steps in which so many requests decoded, and none read its prompt.

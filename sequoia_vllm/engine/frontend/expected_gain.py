@@ -12,7 +12,7 @@ _MOST_ON_CPUS = 64
 
 
 @dataclass(frozen=True)
-class Outlook:
+class ExpectedGain:
     """What a tree is expected to bring.
 
     Attributes:
@@ -34,8 +34,8 @@ class Outlook:
         return None if self.speedup is None else self.speedup > 1
 
 
-def outlook_line(
-    outlook: Outlook,
+def gain_line(
+    gain: ExpectedGain,
     draft: str,
     size: int,
     depth: int,
@@ -47,7 +47,7 @@ def outlook_line(
     """One line for the log.
 
     Args:
-        outlook: What the tree is expected to bring.
+        gain: What the tree is expected to bring.
         draft: Name of the draft.
         size: Nodes of the tree, root included.
         depth: Of the tree, in edges.
@@ -58,25 +58,25 @@ def outlook_line(
     Returns:
         The level of the logging module, WARNING where the tree may well not pay, and the line.
     """
-    doubt = _doubt(outlook, size, on_cpu)
+    doubt = _doubt(gain, size, on_cpu)
     if doubt is not None:
         words = f"{doubt}; {_remedy(adapts)}"
-    elif outlook.speedup is not None:
-        words = f"expected {outlook.speedup:.2f}x plain decoding, one request ({outlook.source})"
-    elif outlook.tokens is not None:
-        words = f"expected {outlook.tokens:.2f} tokens per step, if acceptance is as assumed"
+    elif gain.speedup is not None:
+        words = f"expected {gain.speedup:.2f}x plain decoding, one request ({gain.source})"
+    elif gain.tokens is not None:
+        words = f"expected {gain.tokens:.2f} tokens per step, if acceptance is as assumed"
     else:
         words = "what it brings is not known before it runs"
     line = f"Sequoia: {short_name(drafter)} {draft}; tree of {size} nodes, depth {depth}: {words}"
     return (logging.INFO if doubt is None else logging.WARNING), line
 
 
-def _doubt(outlook: Outlook, size: int, on_cpu: bool) -> str | None:
-    if outlook.pays is False:
+def _doubt(gain: ExpectedGain, size: int, on_cpu: bool) -> str | None:
+    if gain.pays is False:
         return "expected not to pay here"
-    if outlook.made_for is not None:
-        return f"made for {outlook.made_for}, and may not pay here"
-    if on_cpu and size > _MOST_ON_CPUS and outlook.pays is None:
+    if gain.made_for is not None:
+        return f"made for {gain.made_for}, and may not pay here"
+    if on_cpu and size > _MOST_ON_CPUS and gain.pays is None:
         return f"more nodes than usually pay on CPUs, {_MOST_ON_CPUS}"
     return None
 
