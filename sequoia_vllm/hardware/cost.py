@@ -200,24 +200,16 @@ class Prefixes:
         return depths
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def of(cls, tree: TokenTree, acceptance: Acceptance) -> Prefixes:
         """The prefixes of this tree; remembered, since choosing looks at few trees many times."""
-        return _prefixes(tree, acceptance)
-
-    @classmethod
-    def compute(cls, tree: TokenTree, acceptance: Acceptance) -> Prefixes:
-        """Adds the nodes one by one, in stored order."""
+        # Nodes are added one by one, in stored order.
         widths = np.zeros((tree.size, max(1, tree.depth)), dtype=np.int64)
         for node, children in enumerate(tree.children):
             if node and children:
                 # The node needs the draft as soon as its first child is in the prefix.
                 widths[children[0] :, tree.depths[node] - 1] += 1
         return cls(np.cumsum(tree.values(acceptance)), widths)
-
-
-@lru_cache(maxsize=1024)
-def _prefixes(tree: TokenTree, acceptance: Acceptance) -> Prefixes:
-    return Prefixes.compute(tree, acceptance)
 
 
 class _Surface:

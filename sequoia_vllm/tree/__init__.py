@@ -1,7 +1,7 @@
 """Token trees: topology, stored order, optimizer (pure Python and NumPy)."""
 
 from sequoia_vllm.tree.acceptance import Acceptance, AcceptanceError
-from sequoia_vllm.tree.optimize import Frontier, optimize_frontier, optimize_tree
+from sequoia_vllm.tree.optimize import Frontier, optimize_tree
 from sequoia_vllm.tree.token_tree import TokenTree, TreeError
 
 __all__ = [
@@ -10,6 +10,5 @@ __all__ = [
     "Frontier",
     "TokenTree",
     "TreeError",
-    "optimize_frontier",
     "optimize_tree",
 ]

@@ -74,41 +74,15 @@ def optimize_tree(
     return TokenTree(parents).sorted_by_value(acceptance)
 
 
-def optimize_frontier(
-    acceptance: Acceptance | ArrayLike,
-    max_size: int,
-    max_depth: int,
-    max_branch: int | None = None,
-    progress: Progress | None = None,
-) -> NDArray[np.float64]:
-    """Most expected tokens for every size and depth at once.
-
-    Args:
-        acceptance: As in `optimize_tree`.
-        max_size: Largest size, root included.
-        max_depth: Largest depth, in edges.
-        max_branch: As in `optimize_tree`.
-        progress: As in `optimize_tree`.
-
-    Returns:
-        float64, shape ``[max_size + 1, max_depth + 1]``: ``G[n, d]`` is the
-        best expectation of a tree of at most n nodes, root included, and at
-        most d edges deep. Row 0 is 0 (no tree); ``G[n, 0]`` is 1 (root only).
-
-    Raises:
-        AcceptanceError: If ``acceptance`` is not an acceptance vector.
-        TreeError: If a limit is not a whole number of at least 1.
-    """
-    return Frontier.of(acceptance, max_size, max_depth, max_branch, progress).expected_tokens
-
-
 @dataclass(frozen=True)
 class Frontier:
     """Every optimal tree up to a size and a depth, from one run of the DP.
 
     Attributes:
         acceptance: The vector it is optimal for.
-        expected_tokens: ``G[n, d]`` as `optimize_frontier` returns it.
+        expected_tokens: float64, shape ``[max_size + 1, max_depth + 1]``: ``G[n, d]`` is the
+            best expectation of a tree of at most n nodes, root included, and at most d edges
+            deep. Row 0 is 0 (no tree); ``G[n, 0]`` is 1 (root only).
     """
 
     acceptance: Acceptance
@@ -126,7 +100,19 @@ class Frontier:
         max_branch: int | None = None,
         progress: Progress | None = None,
     ) -> Frontier:
-        """Runs the DP; arguments and errors as `optimize_frontier`."""
+        """Runs the DP.
+
+        Args:
+            acceptance: As in `optimize_tree`.
+            max_size: Largest size, root included.
+            max_depth: Largest depth, in edges.
+            max_branch: As in `optimize_tree`.
+            progress: As in `optimize_tree`.
+
+        Raises:
+            AcceptanceError: If ``acceptance`` is not an acceptance vector.
+            TreeError: If a limit is not a whole number of at least 1.
+        """
         acceptance = Acceptance.of(acceptance)
         _check_limits(max_size=max_size, max_depth=max_depth, max_branch=max_branch)
         # A tree of n nodes is at most n - 1 deep: deeper columns repeat the last one.

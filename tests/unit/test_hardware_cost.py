@@ -25,7 +25,7 @@ from sequoia_vllm.hardware import (
 from sequoia_vllm.hardware.cost import Prefixes
 from sequoia_vllm.hardware.models import model_classes
 from sequoia_vllm.library.tree_library import shipped_directory
-from sequoia_vllm.tree import Acceptance, TokenTree, optimize_frontier, optimize_tree
+from sequoia_vllm.tree import Acceptance, Frontier, TokenTree, optimize_tree
 from tests.support.reference_trees import acceptances, published, trees
 
 SHIPPED = Acceptance.of(published()["shipped"])
@@ -477,6 +477,6 @@ class TestAgainstAnH100:
 
 def test_frontier_matches_paper_ordering_at_every_size():
     """Deeper limits are never worse, and by how much depth helps grows with the size."""
-    frontier = optimize_frontier(SHIPPED, 128, 16)
+    frontier = Frontier.of(SHIPPED, 128, 16).expected_tokens
     gain = frontier[:, 16] / np.maximum(frontier[:, 4], 1)
     assert gain[128] > gain[32] > gain[8]

@@ -15,7 +15,6 @@ from sequoia_vllm.tree import (
     Frontier,
     TokenTree,
     TreeError,
-    optimize_frontier,
     optimize_tree,
 )
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
@@ -110,7 +109,7 @@ def test_at_least_as_good_as_each_published_tree(vector):
     assert len(growmaps) == 100
     deep = [tree for tree in growmaps if tree["depth"] > 20]
     shallow = [tree for tree in growmaps if tree["depth"] <= 20]
-    frontier = optimize_frontier(acceptance, max(tree["size"] for tree in shallow), 20)
+    frontier = Frontier.of(acceptance, max(tree["size"] for tree in shallow), 20).expected_tokens
     for tree in shallow:
         theirs = expected(tree_of(tree), acceptance)
         assert frontier[tree["size"], tree["depth"]] >= theirs - 1e-12, tree["name"]
@@ -159,7 +158,7 @@ def test_stored_in_value_order(acceptance, size, max_depth):
 
 
 def test_prefixes_of_the_stored_order_are_near_optimal():
-    frontier = optimize_frontier(REFERENCE_ACCEPTANCE, 128, 19)
+    frontier = Frontier.of(REFERENCE_ACCEPTANCE, 128, 19).expected_tokens
     tree = optimize_tree(REFERENCE_ACCEPTANCE, 128, 19)
     prefixes = np.cumsum(tree.values(REFERENCE_ACCEPTANCE))
     ratio = prefixes / frontier[1:, 19]
@@ -230,9 +229,9 @@ class TestLimits:
 
     def test_bad_limits_of_the_frontier(self):
         with pytest.raises(TreeError, match="max_size must be at least 1"):
-            optimize_frontier([0.5], 0, 3)
+            Frontier.of([0.5], 0, 3)
         with pytest.raises(TreeError, match="max_depth must be at least 1"):
-            optimize_frontier([0.5], 4, 0)
+            Frontier.of([0.5], 4, 0)
 
 
 def test_progress_is_reported_to_the_end():
