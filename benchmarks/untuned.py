@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _compare(options: Any) -> None:
-    from sequoia_vllm.bench.engines import Limits, open_engines
+    from sequoia_vllm.bench.engines import engine_options, open_engines
     from sequoia_vllm.bench.methods import Kind, Method, plain
     from sequoia_vllm.measuring.engines import EngineSpec
 
@@ -56,9 +56,9 @@ def _compare(options: Any) -> None:
     methods = [plain(), *chains, untuned]
     batch_sizes = [int(size) for size in options.batch_sizes.split(",")]
     longest = max(options.warm_up, options.max_tokens)
-    limits = Limits(max_model_len=longest + 128, max_num_seqs=max(batch_sizes), most_drafts=16)
+    room = engine_options(longest + 128, max(batch_sizes), most_drafts=16)
     spec = EngineSpec(options.model, options.draft_model, dtype=options.dtype, kv_cache_gib=0.25)
-    with open_engines(methods, spec, limits, lambda *_: None) as engines:
+    with open_engines(methods, spec, room, lambda *_: None) as engines:
         for batch_size in batch_sizes:
             _compare_at(engines, batch_size, options)
 
@@ -75,10 +75,10 @@ def _chain(draft: str, length: int, temperature: float) -> Any:
 
 
 def _compare_at(engines: dict[str, Any], batch_size: int, options: Any) -> None:
-    from sequoia_vllm.bench.rounds import Case, run_round
+    from sequoia_vllm.bench.rounds import BenchCase, run_round
 
     prompts = _prompts(batch_size, 1 + options.rounds)
-    case = Case(batch_size, options.temperature)
+    case = BenchCase(batch_size, options.temperature)
     for engine in engines.values():
         run_round(engine, prompts[0], case, options.warm_up)
     runs: dict[str, list[Any]] = {name: [] for name in engines}

@@ -35,7 +35,8 @@ def main() -> None:
 
 
 def _compare(options: Any) -> None:
-    from sequoia_vllm.bench.measure import BenchSettings, measure
+    from sequoia_vllm.bench.measure import measure
+    from sequoia_vllm.bench.rounds import BenchSettings
     from sequoia_vllm.config import OffloadSpec
     from sequoia_vllm.measuring.engines import EngineSpec
 

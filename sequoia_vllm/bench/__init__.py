@@ -1,7 +1,9 @@
 """Side by side: plain vLLM, vLLM's own chain of drafts, and Sequoia's trees.
 
-`methods`, `decode_rate`, `outputs`, `parts`, `report` and `summary` are pure.
-`engines` and `measure` run engines, whose recorders (`measuring`) run inside vLLM's
-worker; `predict` asks the cost model; `run` makes the report of it all, and
-`report_figures` draws it.
+- `methods`, `engines`: ways to decode, and a running engine for each;
+- `decode_rate`, `rounds`: one round of prompts through an engine, and its rates;
+- `chains`: the search for vLLM's best chain;
+- `measure`: all methods in alternating rounds, and the check of greedy outputs;
+- `predict`: what the cost model expects;
+- `run`, `report`, `report_figures`: the report of it all, its format and its pictures.
 """

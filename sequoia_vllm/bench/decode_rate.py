@@ -1,4 +1,4 @@
-"""From the arrival times of tokens to the rate of steady decoding."""
+"""Rates of steady decoding, from the arrival times of tokens, and where steps' time goes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sequoia_vllm.bench.methods import BenchError
+from sequoia_vllm.hardware.step_curves import StepRecord
+
+PARTS = ("target", "draft", "drawing", "verify")
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """What one step of the engine brought.
+    """New tokens of one step of the engine.
 
     Attributes:
-        seconds: When, since the requests were sent.
+        seconds: Time since the requests were sent.
         tokens: New tokens of each request of the batch; zeros are allowed.
-        finished: Whether a request has all its tokens with it.
+        finished: Whether a request has all its tokens now.
     """
 
     seconds: float
@@ -28,26 +31,26 @@ class Steady:
     """Steps in which every request of the batch was decoding.
 
     Attributes:
-        tokens: They brought, all requests together.
-        steps: Their number.
+        step_tokens: Tokens of each request in each step in which it got any.
+        steps: Number of steps.
         seconds: Their time.
         batch_size: Requests.
     """
 
-    tokens: int
+    step_tokens: list[int]
     steps: int
     seconds: float
     batch_size: int
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole batch."""
-        return self.tokens / self.seconds
+        """Tokens of the whole batch in a second."""
+        return sum(self.step_tokens) / self.seconds
 
     @property
     def tokens_per_step(self) -> float:
-        """Of one request."""
-        return self.tokens / self.steps / self.batch_size
+        """Tokens of one request in a step."""
+        return sum(self.step_tokens) / self.steps / self.batch_size
 
     @property
     def step_seconds(self) -> float:
@@ -56,38 +59,15 @@ class Steady:
 
 
 def steady_part(arrivals: Sequence[Arrival]) -> Steady:
-    """The steps after every request has its first token, up to the one that completes one.
+    """Takes the steps after every request has its first token, up to the first completion.
 
-    That one counts with all that it brought, also beyond the last token wanted. Long steps are
-    the likeliest to end a request: without the last one, or with what is cut off of it left out,
-    tokens per step would come out too low, by 7 % for 24 tokens of a tree that is 14 deep.
+    The completing step counts with all its tokens, also those beyond the last one wanted. Long
+    steps are the likeliest to end a request. Without them tokens per step would come out too
+    low, by 7 % for 24 tokens of a tree that is 14 deep.
 
     Raises:
         BenchError: If there are none.
     """
-    start, inside = _steady(arrivals)
-    # A step that brought no tokens (its requests were preempted) still took its time.
-    if start is None or not any(sum(arrival.tokens) for arrival in inside):
-        raise BenchError(
-            "no step had all requests decoding: completions are too short (--max-tokens), or the "
-            "KV cache is too small for the batch (--kv-cache-gib)"
-        )
-    return Steady(
-        tokens=sum(sum(arrival.tokens) for arrival in inside),
-        steps=len(inside),
-        seconds=inside[-1].seconds - start,
-        batch_size=len(arrivals[0].tokens),
-    )
-
-
-def tokens_of_steps(arrivals: Sequence[Arrival]) -> list[int]:
-    """What each request got in each steady step in which it got anything."""
-    _, inside = _steady(arrivals)
-    return [tokens for arrival in inside for tokens in arrival.tokens if tokens]
-
-
-def _steady(arrivals: Sequence[Arrival]) -> tuple[float | None, list[Arrival]]:
-    """When every request had its first token (None: never), and the steps of `steady_part`."""
     received = [0] * len(arrivals[0].tokens) if arrivals else []
     start = None
     inside: list[Arrival] = []
@@ -99,14 +79,32 @@ def _steady(arrivals: Sequence[Arrival]) -> tuple[float | None, list[Arrival]]:
         received = [a + b for a, b in zip(received, arrival.tokens, strict=True)]
         if start is None and min(received) > 0:
             start = arrival.seconds
-    return start, inside
+    step_tokens = [tokens for arrival in inside for tokens in arrival.tokens if tokens]
+    # A step without tokens (its requests were preempted) still took its time.
+    if start is None or not step_tokens:
+        raise BenchError(
+            "no step had all requests decoding: completions are too short (--max-tokens), or the "
+            "KV cache is too small for the batch (--kv-cache-gib)"
+        )
+    return Steady(step_tokens, len(inside), inside[-1].seconds - start, len(received))
 
 
 def pooled(parts: Sequence[Steady]) -> Steady:
-    """Several batches as one: a round's prompts."""
+    """Joins several batches of a round."""
     return Steady(
-        tokens=sum(part.tokens for part in parts),
+        step_tokens=[tokens for part in parts for tokens in part.step_tokens],
         steps=sum(part.steps for part in parts),
         seconds=sum(part.seconds for part in parts),
         batch_size=parts[0].batch_size,
     )
+
+
+def part_seconds(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Seconds of each of `PARTS`, and the number of "steps"."""
+    return {
+        "target": sum(step.target for step in steps),
+        "draft": sum(step.drafting - step.drawing for step in steps),
+        "drawing": sum(step.drawing for step in steps),
+        "verify": sum(step.sampling for step in steps),
+        "steps": len(steps),
+    }

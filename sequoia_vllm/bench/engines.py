@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sequoia_vllm.bench.decode_rate import Arrival
+from sequoia_vllm.bench.decode_rate import Arrival, part_seconds
 from sequoia_vllm.bench.methods import AUTO, BenchError, Kind, Method
-from sequoia_vllm.bench.parts import part_seconds
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.hardware.step_curves import StepRecord
 from sequoia_vllm.measuring.engines import EngineSpec, Progress, load_config, open_engine
@@ -26,41 +25,31 @@ from sequoia_vllm.measuring.step_recorder import EXTENSION
 from sequoia_vllm.measuring.vocabularies import compare_models
 from sequoia_vllm.tree.token_tree import TokenTree
 
-# What an engine takes besides weights and KV cache (measured: 0.9 GiB).
+# Memory of an engine besides weights and KV cache (measured: 0.9 GiB).
 _PROCESS_GIB = 1.0
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How much an engine of a comparison must have room for.
+def engine_options(max_model_len: int, max_num_seqs: int, most_drafts: int) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` that all engines of a comparison share.
 
-    Attributes:
+    Args:
         max_model_len: Longest prompt with its completion.
         max_num_seqs: Largest batch.
-        most_drafts: Of every request and step, whatever the method: all engines are alike.
+        most_drafts: Most drafts of a request and step, whatever the method.
     """
-
-    max_model_len: int
-    max_num_seqs: int
-    most_drafts: int
-
-    def for_vllm(self) -> dict[str, Any]:
-        """Arguments of ``vllm.LLM``."""
-        # Completions end as much later as a step may bring, and trees are never trimmed there.
-        longest = self.max_model_len + 2 * self.most_drafts
-        longest = max(longest, warm_up_length(self.most_drafts + 1))
-        scheduled = self.max_num_seqs * (self.most_drafts + 1)
-        return {
-            "max_model_len": longest,
-            "max_num_seqs": self.max_num_seqs,
-            # Trees take at most half of it. Not more than needed: engines start
-            # with a forward pass over so many tokens.
-            "max_num_batched_tokens": max(512, longest, 2 * scheduled),
-            # Every round reads its prompts anew, in the same chunks.
-            "enable_prefix_caching": False,
-            "worker_extension_cls": EXTENSION,
-            "disable_log_stats": False,
-        }
+    # Completions end as much later as a step may bring, and trees are never trimmed there.
+    longest = max(max_model_len + 2 * most_drafts, warm_up_length(most_drafts + 1))
+    return {
+        "max_model_len": longest,
+        "max_num_seqs": max_num_seqs,
+        # Trees take at most half of it. Not more than needed: engines start
+        # with a forward pass over so many tokens.
+        "max_num_batched_tokens": max(512, longest, 2 * max_num_seqs * (most_drafts + 1)),
+        # Every round reads its prompts anew, in the same chunks.
+        "enable_prefix_caching": False,
+        "worker_extension_cls": EXTENSION,
+        "disable_log_stats": False,
+    }
 
 
 @dataclass(frozen=True)
@@ -68,19 +57,13 @@ class Generation:
     """One batch of completions.
 
     Attributes:
-        token_ids: Of each request.
-        texts: Of each request.
-        arrivals: What each step brought, until every request had its tokens.
+        token_ids, texts: Completion of each request.
+        arrivals: New tokens of each step, until every request had its tokens.
     """
 
     token_ids: list[list[int]]
     texts: list[str]
     arrivals: list[Arrival]
-
-    @property
-    def seconds(self) -> float:
-        """From sending the requests to the end of the last one."""
-        return self.arrivals[-1].seconds
 
 
 class BenchEngine:
@@ -94,7 +77,7 @@ class BenchEngine:
 
     @property
     def dtype(self) -> str:
-        """Of weights and activations."""
+        """Type of weights and activations, as vLLM resolved it."""
         return str(self._config.model_config.dtype).removeprefix("torch.")
 
     @property
@@ -110,7 +93,7 @@ class BenchEngine:
 
     @property
     def tree(self) -> TokenTree | None:
-        """Its tree; None: another method, or "auto" decided not to speculate."""
+        """The engine's tree; None: another method, or "auto" decided not to speculate."""
         from sequoia_vllm.engine.common.settings import SequoiaSettings
 
         if not SequoiaSettings.enabled(self._config):
@@ -135,8 +118,8 @@ class BenchEngine:
     ) -> Generation:
         """Completes a batch; every completion has exactly ``max_tokens`` tokens.
 
-        The engine is asked for more, so that no step is cut off at the last of them; what comes
-        after every request has its tokens is not in the arrivals.
+        The engine is asked for more, so that no step is cut off at the last token. Arrivals end
+        when every request has its tokens.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -164,28 +147,28 @@ class BenchEngine:
 
     @property
     def _most_accepted(self) -> int:
-        """Drafts that a step accepts at most."""
+        """Most drafts that a step accepts."""
         if self.method.kind is Kind.CHAIN:
             return self.method.most_drafts
         return 0 if self.tree is None else self.tree.depth
 
     def take_part_seconds(self, batch_size: int) -> dict[str, float]:
-        """`part_seconds` since the last call, in the first worker.
+        """Takes the first worker's `part_seconds` since the last call.
 
-        Only of steps in which ``batch_size`` requests decoded and none read its prompt.
+        Only steps count in which ``batch_size`` requests decoded and none read its prompt.
         """
         steps = self._llm.collective_rpc("sequoia_take_steps", args=(batch_size,))[0]
         return part_seconds([StepRecord(**step) for step in steps])
 
     def take_counters(self) -> dict[str, Any] | None:
-        """Sequoia's counters since the last call; None: the engine has none."""
+        """Takes Sequoia's counters since the last call; None: the engine has none."""
         if self.tree is None:
             return None
         counters: dict[str, Any] = self._llm.collective_rpc("sequoia_stats", args=(True,))[0]
         return counters
 
     def gaps_to_best(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
-        """How much likelier than each output token the model finds its best one there, nats."""
+        """Log-probability of the model's best token above each output token's, nats."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
@@ -209,7 +192,7 @@ class BenchEngine:
 def _arrival(
     outputs: dict[int, Any], tokens: list[list[int]], seconds: float, wanted: int
 ) -> Arrival:
-    """What a step brought, by row; it is added to the tokens."""
+    """Adds a step's outputs, by row, to the tokens, and counts them."""
     new = [0] * len(tokens)
     for row, output in outputs.items():
         new[row] = len(output.outputs[0].token_ids)
@@ -219,9 +202,18 @@ def _arrival(
 
 @contextmanager
 def open_engines(
-    methods: Sequence[Method], engine: EngineSpec, limits: Limits, progress: Progress
+    methods: Sequence[Method], engine: EngineSpec, options: dict[str, Any], progress: Progress
 ) -> Iterator[dict[str, BenchEngine]]:
-    """An engine for every method, by name, alive together.
+    """Starts an engine for every method; all are alive together.
+
+    Args:
+        methods: What to compare.
+        engine: Models, and how all engines run them.
+        options: `engine_options`.
+        progress: Called with (what is done, engines started, engines in all).
+
+    Yields:
+        The engines, by their methods' names.
 
     Raises:
         CalibrationError: If vLLM cannot start one.
@@ -234,20 +226,15 @@ def open_engines(
     with ExitStack() as stack:
         for number, method in enumerate(order):
             progress(f"starting {method.name}", number, len(order))
-            llm = stack.enter_context(
-                open_engine(
-                    engine,
-                    speculative_config=speculative_config(method, engine),
-                    **limits.for_vllm(),
-                )
-            )
+            config = speculative_config(method, engine)
+            llm = stack.enter_context(open_engine(engine, speculative_config=config, **options))
             engines[method.name] = BenchEngine(method, llm)
             check_runner(engines[method.name])
         yield engines
 
 
 def speculative_config(method: Method, engine: EngineSpec) -> dict[str, Any] | None:
-    """A method's, with what vLLM's chain needs of a draft with another vocabulary."""
+    """Configures vLLM's chain for a draft with another vocabulary; others stay as they are."""
     config = method.speculative_config
     if method.kind is not Kind.CHAIN or config is None:
         return config
@@ -257,7 +244,7 @@ def speculative_config(method: Method, engine: EngineSpec) -> dict[str, Any] | N
 
 
 def _start_order(method: Method) -> tuple[bool, bool]:
-    """Sequoia's worker class first, for engines within this process.
+    """Sorts Sequoia's worker class first, for engines within this process.
 
     vLLM adds an extension to a worker class only while no base of it has it,
     and "auto" may turn out to be a plain engine.
@@ -267,12 +254,12 @@ def _start_order(method: Method) -> tuple[bool, bool]:
 
 
 def check_runner(engine: BenchEngine) -> None:
-    """Whether the engine does what its method's name says.
+    """Checks that the engine does what its method's name says.
 
     Raises:
         BenchError: If vLLM ignores how its chain shall sample.
     """
-    if engine.method.sampling.needs_v2 and not engine.uses_v2:
+    if "block" in engine.method.sampling and not engine.uses_v2:
         raise BenchError(
             f"{engine.method.name}: vLLM's Model Runner V1 runs here, which has no block "
             "verification and falls back without a word: leave :block out of --chain"
@@ -286,7 +273,7 @@ def most_engines(engine: EngineSpec) -> int | None:
 
 
 def check_memory(engine: EngineSpec, count: int) -> None:
-    """Whether the machine has memory for so many engines, where that can be told.
+    """Checks that the machine has memory for so many engines, where that can be told.
 
     Raises:
         BenchError: If not.

@@ -1,21 +1,33 @@
-"""What is compared: ways to decode, each with the configuration of its engine."""
+"""Ways to decode that are compared, each with the configuration of its engine."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from sequoia_vllm.bench.chain_sampling import DEFAULT, ChainSampling, is_known
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.library.tree_reference import find_tree, is_tree_file
 
 AUTO = "auto"
 _SHAPE = re.compile(r"(\d+)x(\d+)")
-# A tree whose size is not known before its engine starts is taken to be this large.
+# Size assumed for a tree whose size is not known before its engine starts.
 _AUTO_SIZE = 128
+
+Sampling = tuple[str, ...]
+"""How vLLM's chain draws and verifies drafts above temperature 0: values that are not vLLM's
+defaults. "probabilistic" draws drafts from the draft's distribution instead of taking the
+likeliest tokens; "block" verifies a whole chain at once instead of token by token."""
+
+DEFAULT: Sampling = ()
+_KEYS = {"probabilistic": "draft_sample_method", "block": "rejection_sample_method"}
+# Greedy drafts are verified as well token by token as in a block: there is one path only,
+# and both accept its first i tokens with the product of the target's probabilities.
+_TRIED: tuple[Sampling, ...] = (DEFAULT, ("probabilistic",), ("probabilistic", "block"))
 
 
 class BenchError(SequoiaError, ValueError):
@@ -35,18 +47,46 @@ class Method:
     """One way to decode.
 
     Attributes:
-        name: In tables and files.
+        name: Name in tables and files.
         kind: Its family.
-        speculative_config: For ``vllm.LLM``; None: plain decoding.
-        most_drafts: Drafts of a request and step, at most.
-        sampling: Of a chain.
+        speculative_config: Argument of ``vllm.LLM``; None: plain decoding.
+        most_drafts: Most drafts of a request and step.
+        sampling: A chain's sampling.
     """
 
     name: str
     kind: Kind
     speculative_config: dict[str, Any] | None
     most_drafts: int
-    sampling: ChainSampling = DEFAULT
+    sampling: Sampling = DEFAULT
+
+
+def is_known(sampling: Sampling, config_class: Any = None) -> bool:
+    """Whether vLLM's speculative configuration has the keys and values of a sampling.
+
+    Args:
+        sampling: What is asked for.
+        config_class: The dataclass of the configuration; None: the installed vLLM's.
+    """
+    if sampling == DEFAULT:
+        return True
+    if config_class is None:
+        from vllm.config import SpeculativeConfig
+
+        config_class = SpeculativeConfig
+    allowed = {field.name: get_args(field.type) for field in dataclasses.fields(config_class)}
+    return all(word in allowed.get(_KEYS.get(word, ""), ()) for word in sampling)
+
+
+def usable_samplings(v2: bool, config_class: Any = None) -> list[Sampling]:
+    """Samplings worth trying above temperature 0, vLLM's default first.
+
+    Args:
+        v2: Whether vLLM's Model Runner V2 runs: V1 has no block verification.
+        config_class: See `is_known`.
+    """
+    known = [sampling for sampling in _TRIED if is_known(sampling, config_class)]
+    return [sampling for sampling in known if v2 or "block" not in sampling]
 
 
 def plain() -> Method:
@@ -54,24 +94,25 @@ def plain() -> Method:
     return Method("plain vLLM", Kind.PLAIN, None, 0)
 
 
-def chain(draft: str, drafts: int, sampling: ChainSampling = DEFAULT) -> Method:
+def chain(draft: str, drafts: int, sampling: Sampling = DEFAULT) -> Method:
     """vLLM's own speculation with a draft model: a chain of ``drafts`` tokens."""
     config: dict[str, Any] = {
-        "method": "draft_model", "model": draft, "num_speculative_tokens": drafts, **sampling.keys,
+        "method": "draft_model", "model": draft, "num_speculative_tokens": drafts,
+        **{_KEYS[word]: word for word in sampling},
     }  # fmt: skip
-    name = ", ".join([f"chain of {drafts}", *sampling.words])
+    name = ", ".join([f"chain of {drafts}", *sampling])
     return Method(name, Kind.CHAIN, config, drafts, sampling)
 
 
 def chain_of_words(draft: str, text: str) -> Method:
-    """A chain as it is written in options: ``4``, ``4:probabilistic``, ``4:probabilistic:block``.
+    """Reads a chain as options name it: ``4``, ``4:probabilistic``, ``4:probabilistic:block``.
 
     Raises:
         BenchError: If there is no such chain, or the installed vLLM has no such sampling.
     """
     length, *words = text.strip().split(":")
-    sampling = ChainSampling.of_words(words)
-    if not length.isdecimal() or int(length) < 1 or sampling is None:
+    sampling = tuple(word for word in _KEYS if word in words)
+    if not length.isdecimal() or int(length) < 1 or len(sampling) != len(words):
         raise BenchError(
             f"chain {text!r}: give its length, from 1 up, and vLLM's sampling if it is not the "
             "default, like 4, 4:probabilistic or 4:probabilistic:block"
@@ -97,7 +138,7 @@ def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
     config: dict[str, Any] = {"method": "sequoia", "model": draft, "tree": tree}
     if tree == AUTO:
         return Method("Sequoia auto", Kind.SEQUOIA, config, _AUTO_SIZE - 1)
-    config["adapt"] = False  # what is compared is this tree
+    config["adapt"] = False  # this tree is compared, not a part of it
     if shape := _SHAPE.fullmatch(tree):
         size, depth = int(shape[1]), int(shape[2])
         if size < 2 or depth < 1:
@@ -112,7 +153,7 @@ def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
 
 
 def methods(
-    draft: str, chains: list[str], trees: list[str], acceptance: Path | None = None
+    draft: str, chains: Sequence[str], trees: Sequence[str], acceptance: Path | None = None
 ) -> list[Method]:
     """Plain decoding, then these chains (`chain_of_words`), then these trees.
 

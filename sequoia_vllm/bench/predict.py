@@ -1,4 +1,4 @@
-"""What the cost model expected of the trees that were measured."""
+"""Speedups that the cost model predicts for the trees that were measured."""
 
 from __future__ import annotations
 
@@ -6,23 +6,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sequoia_vllm.bench.measure import BenchSettings
-from sequoia_vllm.bench.report import Prediction
+from sequoia_vllm.bench.report import PredictedSpeed
+from sequoia_vllm.bench.rounds import BenchSettings
+from sequoia_vllm.calibration.acceptance import (
+    AcceptanceSettings,
+    AcceptanceTask,
+    measure_acceptance,
+)
+from sequoia_vllm.calibration.profiling import ProfileSettings, measure_profile
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.measuring.pair_to_measure import PairToMeasure
+from sequoia_vllm.measuring.engines import Progress
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _ROOT = TokenTree((-1,))
 _HERE = "measured by this command"
+# Largest tree that is timed for predictions, root included, and tokens that are counted.
+_LARGEST = 64
+_TOKENS_TOTAL = 10_000
 
 
 @dataclass(frozen=True)
-class Basis:
-    """What predictions are made from.
+class PredictionBasis:
+    """Measurements that predictions are made from.
 
     Attributes:
         profile: Times of the pair on this machine.
@@ -37,8 +46,10 @@ class Basis:
     context_length: int
 
     @classmethod
-    def load(cls, profile: Path, acceptances: Sequence[Path], context_length: int) -> Basis:
-        """From files.
+    def load(
+        cls, profile: Path, acceptances: Sequence[Path], context_length: int
+    ) -> PredictionBasis:
+        """Reads files.
 
         Raises:
             ProfileError, AcceptanceError: If one cannot be read.
@@ -47,28 +58,57 @@ class Basis:
         return cls(Profile.load(profile), str(profile), vectors, context_length)
 
     @classmethod
-    def tuned(cls, pair: PairKey, context_length: int) -> Basis | None:
-        """From what ``sequoia-vllm tune`` measured for this pair; None: it did not.
+    def tuned(cls, pair: PairKey, context_length: int) -> PredictionBasis | None:
+        """Reads what ``sequoia-vllm tune`` measured for this pair; None: it did not.
 
         Raises:
             ProfileError, AcceptanceError: If a file cannot be read.
         """
         found = tree_library.tuned_measurements(pair)
-        return (
-            None if found is None else cls.load(found.profile, [found.acceptance], context_length)
-        )
+        if found is None:
+            return None
+        return cls.load(found.profile, [found.acceptance], context_length)
 
     @classmethod
     def measured(
-        cls, profile: Profile, acceptances: Sequence[AcceptanceFile], context_length: int
-    ) -> Basis:
-        """From what was measured for this comparison."""
-        return cls(profile, _HERE, [(vector, _HERE) for vector in acceptances], context_length)
+        cls, settings: BenchSettings, prompts: Path | None, raw_prompts: bool, progress: Progress
+    ) -> PredictionBasis:
+        """Measures times of the pair, and its acceptance at each temperature.
+
+        Args:
+            settings: The comparison that is predicted.
+            prompts: File of its prompts; None: the built-in set.
+            raw_prompts: Whether bare prompts are given without the chat template.
+            progress: Called with (what is done, done, all).
+
+        Raises:
+            PromptError, CalibrationError: If something cannot be measured.
+            KeyboardInterrupt: If it is interrupted.
+        """
+        vectors = []
+        for temperature in settings.temperatures:
+            how = AcceptanceSettings(
+                settings.engine, prompts=prompts, num_prompts=len(settings.prompts),
+                raw_prompts=raw_prompts, max_tokens=settings.max_tokens, temperature=temperature,
+                max_tokens_total=_TOKENS_TOTAL,
+            )  # fmt: skip
+            vector = measure_acceptance(AcceptanceTask.prepare(how, "bench"), progress=progress)
+            if vector.calibration is not None and not vector.calibration.complete:
+                raise KeyboardInterrupt
+            vectors.append((vector, _HERE))
+        largest = min(_LARGEST, settings.most_drafts + 1)
+        ladder = [size for size in (1, 2, 4, 8, 16, 32) if size < largest]
+        context = settings.middle_context
+        times = ProfileSettings(
+            settings.engine, prompts=prompts, batch_sizes=settings.batch_sizes,
+            tokens=(*ladder, max(4, largest)), contexts=(max(context, 32),),
+        )  # fmt: skip
+        return cls(measure_profile(times, progress), _HERE, vectors, context)
 
     def predict(
         self, tree: TokenTree | None, drafts: int, batch_size: int, temperature: float
-    ) -> Prediction | None:
-        """Of this many drafts of a tree; None: no acceptance at this temperature is known."""
+    ) -> PredictedSpeed | None:
+        """Predicts this many drafts of a tree; None: no acceptance at this temperature is known."""
         known = [entry for entry in self.acceptances if entry[0].temperature == temperature]
         if not known:
             return None
@@ -76,7 +116,7 @@ class Basis:
         used = _ROOT if tree is None else tree.trim(drafts + 1)
         cost = CostModel(self.profile, self.context_length)
         estimate = cost.estimate(used, vector.vector, batch_size)
-        return Prediction(
+        return PredictedSpeed(
             speedup=estimate.speedup,
             tokens_per_step=estimate.expected_tokens,
             step_seconds=estimate.seconds,
@@ -84,21 +124,3 @@ class Basis:
             profile=self.profile_name,
             acceptance=name,
         )
-
-
-def to_measure(settings: BenchSettings) -> PairToMeasure:
-    """What predictions of a comparison are made from."""
-    return PairToMeasure(
-        engine=settings.engine,
-        num_prompts=len(settings.prompts),
-        max_tokens=settings.max_tokens,
-        temperatures=settings.temperatures,
-        batch_sizes=settings.batch_sizes,
-        context_length=middle_context(settings.prompts, settings.max_tokens),
-        most_nodes=1 + max(method.most_drafts for method in settings.methods),
-    )
-
-
-def middle_context(prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
-    """Tokens of context in the middle of a mean completion."""
-    return round(sum(map(len, prompts)) / len(prompts)) + max_tokens // 2

@@ -39,7 +39,7 @@ class StepSplit(FileModel):
         return self.drawing + self.verify + self.other
 
 
-class Prediction(FileModel):
+class PredictedSpeed(FileModel):
     """What the cost model expected of a tree, from a profile and an acceptance vector."""
 
     speedup: float = Field(gt=0)
@@ -74,7 +74,7 @@ class Result(FileModel):
         description="Sequoia's own timers, seconds per step; prompts included.",
     )
     best_chain: bool = Field(default=False, description="The fastest of vLLM's chains here.")
-    predicted: Prediction | None = None
+    predicted: PredictedSpeed | None = None
     measured_over_predicted: float | None = Field(
         default=None, description="Speedups; none: not predicted."
     )

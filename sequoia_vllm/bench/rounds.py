@@ -1,25 +1,76 @@
-"""One round: all prompts through one engine, once."""
+"""Settings of a comparison, and one round: all prompts through one engine, once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import cycle, islice
 from typing import Any
 
-from sequoia_vllm.bench.decode_rate import Steady, pooled, steady_part, tokens_of_steps
-from sequoia_vllm.bench.engines import BenchEngine
-from sequoia_vllm.measuring.engines import wait_for_quiet
+from sequoia_vllm.bench.decode_rate import Steady, pooled, steady_part
+from sequoia_vllm.bench.engines import BenchEngine, engine_options
+from sequoia_vllm.bench.methods import Method
+from sequoia_vllm.measuring.engines import EngineSpec, wait_for_quiet
+
+MOST_CHAIN_DRAFTS = 8
+"""Length of the longest chain in the search for vLLM's best one."""
 
 _WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """How the engines are used: requests at once, and their temperature."""
 
     batch_size: int
     temperature: float
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What is compared, and how.
+
+    Attributes:
+        engine: Models, and how all engines run them.
+        methods: The first is plain vLLM.
+        search_chains: Look for vLLM's best chain in each case, and run it with the methods.
+        prompts: Token ids; every round completes all of them.
+        batch_sizes: Requests at once; prompts are repeated to fill a batch.
+        temperatures: Temperatures of every request; 0 is greedy.
+        max_tokens: Tokens of every completion.
+        rounds: How often everything is measured.
+    """
+
+    engine: EngineSpec
+    _: KW_ONLY
+    methods: tuple[Method, ...]
+    search_chains: bool = False
+    prompts: tuple[list[int], ...]
+    batch_sizes: tuple[int, ...] = (1,)
+    temperatures: tuple[float, ...] = (0.0,)
+    max_tokens: int = 64
+    rounds: int = 3
+
+    @property
+    def most_drafts(self) -> int:
+        """Most drafts of a request and step, over all methods."""
+        searched = MOST_CHAIN_DRAFTS if self.search_chains else 0
+        return max(searched, *(method.most_drafts for method in self.methods))
+
+    @property
+    def middle_context(self) -> int:
+        """Tokens of context in the middle of a mean completion."""
+        return round(sum(map(len, self.prompts)) / len(self.prompts)) + self.max_tokens // 2
+
+    @property
+    def cases(self) -> list[BenchCase]:
+        """Every temperature with every batch size."""
+        return [BenchCase(b, t) for t in self.temperatures for b in self.batch_sizes]
+
+    def engine_options(self) -> dict[str, Any]:
+        """Arguments of ``vllm.LLM`` that give every engine room for every method."""
+        longest = max(map(len, self.prompts)) + self.max_tokens + 1
+        return engine_options(longest, max(self.batch_sizes), self.most_drafts)
 
 
 @dataclass(frozen=True)
@@ -28,7 +79,6 @@ class RoundRun:
 
     Attributes:
         steady: The steps in which whole batches were decoding.
-        step_tokens: What each request got in each of these steps.
         request_seconds: Mean time of a batch from its start to its end.
         token_ids, texts: Completions, one for each prompt.
         parts: `part_seconds`.
@@ -36,7 +86,6 @@ class RoundRun:
     """
 
     steady: Steady
-    step_tokens: list[int]
     request_seconds: float
     token_ids: list[list[int]]
     texts: list[str]
@@ -45,20 +94,22 @@ class RoundRun:
 
 
 def batches(prompts: Sequence[list[int]], batch_size: int) -> list[list[list[int]]]:
-    """All prompts, in full batches; the first ones are repeated to fill the last."""
+    """Splits prompts into full batches; the first ones are repeated to fill the last."""
     count = -(-len(prompts) // batch_size)
     endless = cycle(prompts)
     return [list(islice(endless, batch_size)) for _ in range(count)]
 
 
-def warm_up(engine: BenchEngine, prompts: Sequence[list[int]], case: Case, max_tokens: int) -> None:
-    """A short batch of the same kind, before an engine is measured in a case."""
+def warm_up(
+    engine: BenchEngine, prompts: Sequence[list[int]], case: BenchCase, max_tokens: int
+) -> None:
+    """Runs a short batch of the same kind, before an engine is measured in a case."""
     batch = batches(prompts, case.batch_size)[0]
     engine.generate(batch, case.temperature, min(_WARM_UP_TOKENS, max_tokens))
 
 
 def run_round(
-    engine: BenchEngine, prompts: Sequence[list[int]], case: Case, max_tokens: int
+    engine: BenchEngine, prompts: Sequence[list[int]], case: BenchCase, max_tokens: int
 ) -> RoundRun:
     """Completes all prompts with ``max_tokens`` tokens each."""
     engine.take_part_seconds(case.batch_size)  # forgets what was before
@@ -71,8 +122,7 @@ def run_round(
     count = len(prompts)
     return RoundRun(
         steady=pooled([steady_part(one.arrivals) for one in found]),
-        step_tokens=[tokens for one in found for tokens in tokens_of_steps(one.arrivals)],
-        request_seconds=sum(one.seconds for one in found) / len(found),
+        request_seconds=sum(one.arrivals[-1].seconds for one in found) / len(found),
         token_ids=[ids for one in found for ids in one.token_ids][:count],
         texts=[text for one in found for text in one.texts][:count],
         parts=engine.take_part_seconds(case.batch_size),

@@ -5,30 +5,48 @@ from __future__ import annotations
 import datetime
 import os
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from sequoia_vllm.bench.measure import BenchSettings, MethodRuns, measure
-from sequoia_vllm.bench.methods import Kind
-from sequoia_vllm.bench.predict import Basis, middle_context
-from sequoia_vllm.bench.report import BenchModel, BenchReport, Prediction
-from sequoia_vllm.bench.rounds import Case
-from sequoia_vllm.bench.summary import results, searched
+from sequoia_vllm.bench.chains import ChainSearch
+from sequoia_vllm.bench.decode_rate import PARTS, pooled
+from sequoia_vllm.bench.measure import BenchRuns, MethodRuns, measure
+from sequoia_vllm.bench.methods import AUTO, Kind, chain
+from sequoia_vllm.bench.predict import PredictionBasis
+from sequoia_vllm.bench.report import (
+    BenchModel,
+    BenchReport,
+    PredictedSpeed,
+    Result,
+    SearchedChain,
+    Spread,
+    StepSplit,
+)
+from sequoia_vllm.bench.rounds import BenchCase, BenchSettings, RoundRun
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.measuring.engines import Progress
 from sequoia_vllm.measuring.provenance import model_hashes, provenance
 from sequoia_vllm.measuring.synthetic_target import synthetic_origin
 
-# What changes speed on CPUs, of the environment.
+# Environment variables that change speed on CPUs.
 _ENVIRONMENT = (
     "LD_PRELOAD", "OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE",
     "VLLM_CPU_SGL_KERNEL", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
+CHAIN_SAMPLES_WRONGLY = (
+    "vLLM's chain samples wrongly at temperatures above 0 on CPUs without Triton "
+    "(vllm-project/vllm#55005): its tokens are not the target's, and it accepts fewer drafts than "
+    "it should, so that its speed there says nothing of vLLM's chain elsewhere"
+)
+DECLINED = '"auto" does not speculate here'
+Predict = Callable[[MethodRuns, BenchCase], PredictedSpeed | None]
 
 
 def run_bench(
     settings: BenchSettings,
-    basis: Basis | None,
+    basis: PredictionBasis | None,
     described: dict[str, Any],
     progress: Progress | None = None,
 ) -> BenchReport:
@@ -36,8 +54,7 @@ def run_bench(
 
     Args:
         settings: What to compare.
-        basis: What predictions are made from; None: what was tuned for this
-            pair, if it was.
+        basis: Measurements to predict from; None: what was tuned for this pair, if it was.
         described: Settings as the report shall show them.
         progress: Called with (what is done, turns done, turns of this case).
 
@@ -45,6 +62,7 @@ def run_bench(
         BenchError, CalibrationError, ProfileError, AcceptanceError: If something
             cannot be measured or read.
     """
+    engine = settings.engine
     found = measure(settings, progress)
     stated = provenance(
         git=git_revision(),
@@ -52,33 +70,135 @@ def run_bench(
         environment={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     )
     if basis is None:
-        engine = settings.engine
         pair = PairKey(
             stated["device"], engine.target, engine.draft, found.dtype,
             engine.tensor_parallel_size, None if engine.offload is None else engine.offload.name,
         )  # fmt: skip
-        basis = Basis.tuned(pair, middle_context(settings.prompts, settings.max_tokens))
+        basis = PredictionBasis.tuned(pair, settings.middle_context)
 
-    def predict(runs: MethodRuns, case: Case) -> Prediction | None:
+    def predict(runs: MethodRuns, case: BenchCase) -> PredictedSpeed | None:
         if basis is None or runs.method.kind is not Kind.SEQUOIA:
             return None
         return basis.predict(runs.tree, runs.drafts, case.batch_size, case.temperature)
 
-    models = [BenchModel(name=name, hashes=model_hashes(name), grown_from=synthetic_origin(name))
-              for name in (settings.engine.target, settings.engine.draft)]  # fmt: skip
+    target, draft = (
+        BenchModel(name=name, hashes=model_hashes(name), grown_from=synthetic_origin(name))
+        for name in (engine.target, engine.draft)
+    )
     return BenchReport(
         date=datetime.datetime.now(datetime.UTC).date(),
         device=stated["device"],
-        target=models[0],
-        draft=models[1],
+        target=target,
+        draft=draft,
         dtype=found.dtype,
         settings=described,
         results=results(found, predict, chain_is_wrong=_chain_samples_wrongly()),
-        searched=None if found.search is None else searched(found.search, settings.engine.draft),
+        searched=None if found.search is None else searched(found.search, engine.draft),
         greedy=found.greedy,
-        notes=[note for model in models if (note := synthetic_note(model)) is not None],
+        notes=[note for model in (target, draft) if (note := synthetic_note(model)) is not None],
         provenance=stated,
     )
+
+
+def results(found: BenchRuns, predict: Predict, *, chain_is_wrong: bool) -> list[Result]:
+    """Sums up each method in each case.
+
+    Args:
+        found: What was measured.
+        predict: Prediction of the cost model for a method in a case.
+        chain_is_wrong: Whether this machine's vLLM has bug #55005.
+    """
+    summed = []
+    for case, runs in found.runs.items():
+        chains = [one for one in runs if one.method.kind is Kind.CHAIN]
+        best = max(chains, key=lambda one: median(_rates(one)), default=None)
+        for one in runs:
+            predicted, note = predict(one, case), _note(case, one, chain_is_wrong)
+            summed.append(_result(case, one, runs[0], predicted, note, one is best))
+    return summed
+
+
+def _rates(runs: MethodRuns) -> list[float]:
+    return [one.steady.tokens_per_second for one in runs.rounds]
+
+
+def _result(
+    case: BenchCase,
+    runs: MethodRuns,
+    plain: MethodRuns,
+    predicted: PredictedSpeed | None,
+    note: str | None,
+    best_chain: bool,
+) -> Result:
+    rates = _rates(runs)
+    speedup = spread([rate / base for rate, base in zip(rates, _rates(plain), strict=True)])
+    steady = pooled([one.steady for one in runs.rounds])
+    depth = 0 if runs.tree is None else runs.tree.trim(runs.drafts + 1).depth
+    return Result(
+        method=runs.method.name,
+        kind=runs.method.kind,
+        batch_size=case.batch_size,
+        temperature=case.temperature,
+        drafts=runs.drafts,
+        depth=runs.drafts if runs.method.kind is Kind.CHAIN else depth,
+        tokens_per_second=spread(rates),
+        speedup=speedup,
+        tokens_per_step=steady.tokens_per_step,
+        step_seconds=steady.step_seconds,
+        split=split(runs.rounds, steady.step_seconds),
+        request_seconds=spread([one.request_seconds for one in runs.rounds]),
+        engine_parts=engine_parts([one.counters for one in runs.rounds if one.counters]),
+        best_chain=best_chain,
+        predicted=predicted,
+        measured_over_predicted=speedup.median / predicted.speedup if predicted else None,
+        note=note,
+    )
+
+
+def _note(case: BenchCase, runs: MethodRuns, chain_is_wrong: bool) -> str | None:
+    if runs.method.kind is Kind.CHAIN and case.temperature > 0 and chain_is_wrong:
+        return CHAIN_SAMPLES_WRONGLY
+    config = runs.method.speculative_config or {}
+    return DECLINED if config.get("tree") == AUTO and runs.drafts == 0 else None
+
+
+def searched(search: ChainSearch, draft: str) -> list[SearchedChain]:
+    """Predictions of every chain in every case."""
+    return [
+        SearchedChain(
+            method=chain(draft, one.chain.drafts, one.chain.sampling).name,
+            batch_size=case.batch_size,
+            temperature=case.temperature,
+            drafts=one.chain.drafts,
+            sampling=list(one.chain.sampling),
+            tokens_per_step=round(one.tokens_per_step, 4),
+            tokens_per_second=round(one.tokens_per_second, 4),
+            run=one.chain in search.chosen[case],
+        )
+        for case, predicted in search.predicted.items()
+        for one in predicted
+    ]
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and range."""
+    return Spread(median=median(values), low=min(values), high=max(values))
+
+
+def split(rounds: Sequence[RoundRun], step_seconds: float) -> StepSplit:
+    """Mean time of each part of a step that takes ``step_seconds``."""
+    steps = max(1, sum(one.parts["steps"] for one in rounds))
+    parts = {part: sum(one.parts[part] for one in rounds) / steps for part in PARTS}
+    return StepSplit(**parts, other=step_seconds - sum(parts.values()))
+
+
+def engine_parts(counters: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+    """Seconds per step of each part that Sequoia's runner times itself."""
+    steps = sum(one["steps"] for one in counters)
+    if steps == 0:
+        return None
+    names = counters[0]["seconds"]
+    return {name: sum(one["seconds"][name] for one in counters) / steps for name in names}
 
 
 def synthetic_note(model: BenchModel) -> str | None:

@@ -34,9 +34,8 @@ from sequoia_vllm.cli.measuring import (
 )
 
 if TYPE_CHECKING:
-    from sequoia_vllm.bench.measure import BenchSettings
-    from sequoia_vllm.bench.predict import Basis
     from sequoia_vllm.bench.report import BenchReport
+    from sequoia_vllm.bench.rounds import BenchSettings
     from sequoia_vllm.prompts import Prompt
 
 MISMATCH = 1  # exit code
@@ -105,9 +104,8 @@ def bench(
     check_output("--output", output)
     if (profile is None) != (acceptance is None) or (predict and profile is not None):
         fail("give both --profile and --acceptance, or --predict to measure them, or neither")
-    from sequoia_vllm.bench.predict import Basis, to_measure
+    from sequoia_vllm.bench.predict import PredictionBasis
     from sequoia_vllm.bench.run import run_bench
-    from sequoia_vllm.calibration.pair import measure_pair
     from sequoia_vllm.figures import require_matplotlib
     from sequoia_vllm.prompts import load_prompts
 
@@ -117,12 +115,12 @@ def bench(
         check_models(target, draft)
         chosen = load_prompts(prompts, num_prompts)
         settings = _settings(options, chosen)
-        basis = None if profile is None else _basis(settings, profile, acceptance)
+        basis = None
+        if profile is not None:
+            basis = PredictionBasis.load(profile, _paths(acceptance), settings.middle_context)
         with measuring("bench:", "interrupted: nothing was kept") as progress:
             if predict:
-                pair = to_measure(settings)
-                measured = measure_pair(pair, prompts, raw_prompts, progress)
-                basis = Basis.measured(*measured, pair.context_length)
+                basis = PredictionBasis.measured(settings, prompts, raw_prompts, progress)
             report = run_bench(settings, basis, _described(options, chosen), progress)
     if output is not None:
         write_file(output, report)
@@ -135,8 +133,8 @@ def bench(
 
 
 def _settings(options: dict[str, Any], prompts: list[Prompt]) -> BenchSettings:
-    from sequoia_vllm.bench.measure import BenchSettings
     from sequoia_vllm.bench.methods import methods
+    from sequoia_vllm.bench.rounds import BenchSettings
     from sequoia_vllm.hardware.cost import check_batch_sizes
     from sequoia_vllm.measuring.engines import EngineSpec
     from sequoia_vllm.prompts import encode_prompts, load_tokenizer
@@ -192,13 +190,6 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 def _paths(text: str | None) -> list[Path]:
     return [Path(part.strip()) for part in text.split(",")] if text else []
-
-
-def _basis(settings: BenchSettings, profile: Path, acceptance: str | None) -> Basis:
-    from sequoia_vllm.bench.predict import Basis, middle_context
-
-    context = middle_context(settings.prompts, settings.max_tokens)
-    return Basis.load(profile, _paths(acceptance), context)
 
 
 def _finish(report: BenchReport, as_json: bool) -> None:

@@ -20,8 +20,8 @@ from sequoia_vllm.cli.measuring import check_models, measuring, quiet_engines
 if TYPE_CHECKING:
     from rich.panel import Panel
 
-    from sequoia_vllm.bench.measure import BenchSettings, MethodRuns
-    from sequoia_vllm.bench.rounds import RoundRun
+    from sequoia_vllm.bench.measure import MethodRuns
+    from sequoia_vllm.bench.rounds import BenchSettings, RoundRun
 
 COMPLETION_LINES = 12
 _PACKAGE = Path(__file__).parents[1]
@@ -84,8 +84,8 @@ def demo(
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sequoia-demo-"))
             width = grow_width or synthetic_width
             target = _synthetic(target, Path(folder) / "target", layers, width, dtype)
-        from sequoia_vllm.bench.measure import BenchSettings
         from sequoia_vllm.bench.methods import chain, plain, sequoia
+        from sequoia_vllm.bench.rounds import BenchSettings
         from sequoia_vllm.measuring.engines import EngineSpec
         from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
@@ -211,7 +211,7 @@ def _print_acceptance(stats: dict[str, Any]) -> None:
 
 
 def _print_step(run: RoundRun) -> None:
-    from sequoia_vllm.bench.summary import split
+    from sequoia_vllm.bench.run import split
 
     seconds = run.steady.step_seconds
     parts = split([run], seconds)

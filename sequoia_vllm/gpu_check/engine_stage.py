@@ -11,7 +11,7 @@ from sequoia_vllm.gpu_check.report import GpuCheckError
 from sequoia_vllm.gpu_check.stage import StageRun
 
 if TYPE_CHECKING:
-    from sequoia_vllm.bench.measure import BenchSettings
+    from sequoia_vllm.bench.rounds import BenchSettings
 
 _TARGET_PARAMETERS, _DRAFT_PARAMETERS = "6.74B", "68M"
 _PROMPTS, _MAX_TOKENS, _ROUNDS = 4, 128, 3
@@ -58,8 +58,8 @@ def _synthetic(run: StageRun, models: Path, folder: Path) -> tuple[str, str]:
 
 
 def _settings(target: str, draft: str) -> BenchSettings:
-    from sequoia_vllm.bench.measure import BenchSettings
     from sequoia_vllm.bench.methods import methods
+    from sequoia_vllm.bench.rounds import BenchSettings
     from sequoia_vllm.measuring.engines import EngineSpec
     from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
@@ -75,15 +75,13 @@ def _settings(target: str, draft: str) -> BenchSettings:
 
 
 def _compare(run: StageRun, settings: BenchSettings) -> None:
-    from sequoia_vllm.bench.predict import Basis, to_measure
+    from sequoia_vllm.bench.predict import PredictionBasis
     from sequoia_vllm.bench.run import run_bench
-    from sequoia_vllm.calibration.pair import measure_pair
 
     def progress(what: str, done: int, total: int) -> None:
         run.say(f"engine: {what} ({done} of {total})")
 
-    pair = to_measure(settings)
-    basis = Basis.measured(*measure_pair(pair, None, False, progress), pair.context_length)
+    basis = PredictionBasis.measured(settings, None, False, progress)
     described = {"max_tokens": settings.max_tokens, "rounds": settings.rounds}
     report = run_bench(settings, basis, described, progress)
     run.found.facts["bench"] = report.to_dict()

@@ -5,12 +5,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from sequoia_vllm.bench import chain_search
+from sequoia_vllm.bench import chains
 from sequoia_vllm.bench.engines import open_engines
-from sequoia_vllm.bench.measure import BenchSettings
 from sequoia_vllm.bench.methods import plain
 from sequoia_vllm.bench.report import BenchReport
-from sequoia_vllm.bench.summary import CHAIN_SAMPLES_WRONGLY
+from sequoia_vllm.bench.rounds import BenchSettings
+from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY
 from sequoia_vllm.cli import app
 from sequoia_vllm.engine.v1.runner import SequoiaCPUModelRunner
 from sequoia_vllm.library import tree_library, user_files
@@ -114,7 +114,8 @@ def test_the_target_scores_its_own_greedy_output_best():
         EngineSpec(TARGET, DRAFT, dtype="float32", enforce_eager=True, kv_cache_gib=0.0625),
         methods=(plain(),), prompts=tuple(prompts), max_tokens=16,
     )  # fmt: skip
-    with open_engines(settings.methods, settings.engine, settings.limits(), print) as engines:
+    options = settings.engine_options()
+    with open_engines(settings.methods, settings.engine, options, print) as engines:
         engine = engines["plain vLLM"]
         outputs = engine.generate(prompts, 0.0, 16).token_ids
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -126,8 +127,8 @@ def test_the_target_scores_its_own_greedy_output_best():
 
 
 def test_the_best_chain_is_looked_for_and_run(monkeypatch):
-    monkeypatch.setattr(chain_search, "_SURELY_RUN", 1)  # fewer engines to start
-    monkeypatch.setattr(chain_search, "_CLOSE", 1.0)
+    monkeypatch.setattr(chains, "_SURELY_RUN", 1)  # fewer engines to start
+    monkeypatch.setattr(chains, "_CLOSE", 1.0)
     done = bench(
         "--dtype", "float32", "--batch-sizes", "1", "--temperature", "0", "--trees", "8x3",
         "--rounds", "1", "--num-prompts", "2", "--max-tokens", "32",

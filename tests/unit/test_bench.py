@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,14 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from sequoia_vllm.bench import engines, run
-from sequoia_vllm.bench.decode_rate import Arrival, Steady, pooled, steady_part
-from sequoia_vllm.bench.engines import Limits, check_memory
-from sequoia_vllm.bench.measure import Measurements, MethodRuns, rotated
+from sequoia_vllm.bench import engines, measure, run
+from sequoia_vllm.bench.decode_rate import Arrival, Steady, part_seconds, pooled, steady_part
+from sequoia_vllm.bench.engines import check_memory, engine_options
+from sequoia_vllm.bench.measure import (
+    NEAR_TIE,
+    BenchRuns,
+    MethodRuns,
+    first_difference,
+    is_near_tie,
+    rotated,
+)
 from sequoia_vllm.bench.methods import BenchError, Kind, chain, methods, plain, sequoia
-from sequoia_vllm.bench.outputs import NEAR_TIE, Difference, first_difference, is_near_tie
-from sequoia_vllm.bench.parts import part_seconds
-from sequoia_vllm.bench.predict import Basis
+from sequoia_vllm.bench.predict import PredictionBasis
 from sequoia_vllm.bench.report import (
     BenchModel,
     BenchReport,
@@ -28,8 +34,8 @@ from sequoia_vllm.bench.report import (
     SearchedChain,
 )
 from sequoia_vllm.bench.report_figures import plot_report, shown
-from sequoia_vllm.bench.rounds import Case, RoundRun, batches
-from sequoia_vllm.bench.summary import CHAIN_SAMPLES_WRONGLY, DECLINED, results
+from sequoia_vllm.bench.rounds import BenchCase, BenchSettings, RoundRun, batches
+from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, results
 from sequoia_vllm.cli.bench_view import print_report
 from sequoia_vllm.config import OffloadSpec
 from sequoia_vllm.hardware import CostModel, Curve, Overhead, Profile
@@ -105,7 +111,7 @@ def test_steady_steps_are_after_every_first_token_until_one_has_all():
             (9.5, (0, 1), "has all"),
         )
     )
-    assert found == Steady(tokens=12, steps=3, seconds=3.0, batch_size=2)
+    assert found == Steady([2, 4, 1, 1, 3, 1], steps=3, seconds=3.0, batch_size=2)
     assert found.tokens_per_second == 4
     assert found.tokens_per_step == 2
     assert found.step_seconds == 1
@@ -310,28 +316,53 @@ def test_parts_of_steps_of_model_runner_v2(clock):
 
 
 def test_first_difference():
-    assert first_difference(0, [1, 2, 3], [1, 2, 3]) is None
-    assert first_difference(4, [1, 9, 3], [1, 2, 3]) == Difference(4, 1, 9, 2)
-    assert first_difference(0, [1, 2], [1, 2, 3]) == Difference(0, 2, None, 3)
-    assert first_difference(0, [1, 2, 3], [1, 2]) == Difference(0, 2, 3, None)
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 9, 3], [1, 2, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+    assert first_difference([1, 2, 3], [1, 2]) == 2
 
 
 def test_only_half_precision_has_near_ties():
-    difference = Difference(0, 1, 9, 2)
-    gaps = [3.0, 0.01, 0.02]  # before the difference nothing is judged
-    assert is_near_tie(difference, gaps, "bfloat16")
-    assert is_near_tie(difference, gaps, "float16")
-    assert not is_near_tie(difference, gaps, "float32")
+    gaps = [0.01, 0.02]
+    assert is_near_tie(gaps, "bfloat16")
+    assert is_near_tie(gaps, "float16")
+    assert not is_near_tie(gaps, "float32")
 
 
 def test_a_wrong_token_after_a_near_tie_is_an_error():
-    gaps = [0.0, 0.01, NEAR_TIE["bfloat16"] * 1.01]
-    assert not is_near_tie(Difference(0, 1, 9, 2), gaps, "bfloat16")
-    assert is_near_tie(Difference(0, 1, 9, 2), gaps[:2], "bfloat16")
+    gaps = [0.01, NEAR_TIE["bfloat16"] * 1.01]
+    assert not is_near_tie(gaps, "bfloat16")
+    assert is_near_tie(gaps[:1], "bfloat16")
+
+
+def checked(output, gaps):
+    """The greedy check of one output, in which plain vLLM's is [1, 2, 3]."""
+    case = BenchCase(1, 0.0)
+    runs = [
+        MethodRuns(method, None, 0, [replace(round_run(1), token_ids=[ids])])
+        for method, ids in ((plain(), [1, 2, 3]), (chain("d", 2), output))
+    ]
+    found = BenchRuns("bfloat16", {case: runs})
+    settings = BenchSettings(EngineSpec("t", "d"), methods=(plain(),), prompts=([7],))
+    target = SimpleNamespace(gaps_to_best=lambda prompt, output: gaps)
+    measure._check_outputs(settings, case, found, target)
+    return found.greedy
 
 
 def test_another_length_is_an_error():
-    assert not is_near_tie(Difference(0, 1, None, 2), [0.0], "bfloat16")
+    check = checked([1, 2], [0.0, 0.0])
+    assert (check.compared, check.identical, check.passed) == (2, 1, False)
+    [mismatch] = check.mismatches
+    assert (mismatch.position, mismatch.token, mismatch.plain_token) == (2, None, 3)
+
+
+def test_nothing_is_judged_before_the_difference():
+    check = checked([1, 9, 3], [3.0, 0.01, 0.02])
+    assert check.passed
+    [mismatch] = check.mismatches
+    assert (mismatch.prompt, mismatch.position, mismatch.token) == (0, 1, 9)
+    assert (mismatch.plain_token, mismatch.gap) == (2, 0.02)
+    assert not checked([1, 9, 3], [0.0, 0.01, 3.0]).passed
 
 
 def test_one_unexplained_mismatch_fails_the_check():
@@ -351,8 +382,7 @@ def round_run(rate, tokens_per_step=1.0, counters=None):
     steps = 50
     tokens = round(steps * tokens_per_step)
     return RoundRun(
-        steady=Steady(tokens, steps, tokens / rate, 1),
-        step_tokens=[round(tokens_per_step)] * steps,
+        steady=Steady([round(tokens_per_step)] * steps, steps, tokens / rate, 1),
         request_seconds=tokens / rate + 1,
         token_ids=[[0] * tokens],
         texts=[""],
@@ -362,7 +392,7 @@ def round_run(rate, tokens_per_step=1.0, counters=None):
 
 
 TREE = TokenTree((-1, 0, 0, 1))
-CASES = [Case(1, 0.0), Case(1, 1.0)]
+CASES = [BenchCase(1, 0.0), BenchCase(1, 1.0)]
 
 
 def measurements():
@@ -374,7 +404,7 @@ def measurements():
         MethodRuns(sequoia("d", "auto"), None, 0, [round_run(9)] * 3),
         MethodRuns(sequoia("d", "4x2"), TREE, 3, [round_run(20, 3, counters)] * 3),
     ]
-    return Measurements("bfloat16", dict.fromkeys(CASES, runs))
+    return BenchRuns("bfloat16", dict.fromkeys(CASES, runs))
 
 
 def summed(predict=lambda runs, case: None, chain_is_wrong=True):
@@ -438,7 +468,7 @@ def basis(**known):
         name="a", description="made up", source="published", date="2026-01-31",
         acceptance=[0.6, 0.2], **known,
     )  # fmt: skip
-    return Basis(profile, "profile.json", [(vector, "acceptance.json")], 64)
+    return PredictionBasis(profile, "profile.json", [(vector, "acceptance.json")], 64)
 
 
 def test_prediction_is_the_cost_models():
@@ -584,7 +614,7 @@ def test_offloaded_engines_need_their_buffers(monkeypatch):
 
 
 def test_room_for_whole_trees():
-    options = Limits(1000, 64, most_drafts=63).for_vllm()
+    options = engine_options(1000, 64, most_drafts=63)
     assert options["max_model_len"] == 1000 + 63 + 63
     assert options["max_num_batched_tokens"] >= 64 * 65
 

@@ -8,20 +8,34 @@ from typing import Literal
 import pytest
 
 from sequoia_vllm.bench import engines, measure
-from sequoia_vllm.bench.chain_probe import ChainProbe
-from sequoia_vllm.bench.chain_sampling import DEFAULT, ChainSampling, is_known, usable
-from sequoia_vllm.bench.chain_search import Chain, Predicted, accepted_shares, choose, predict
-from sequoia_vllm.bench.decode_rate import Arrival, tokens_of_steps
+from sequoia_vllm.bench.chains import (
+    Chain,
+    PredictedChain,
+    accepted_share,
+    choose,
+    predict,
+    search_chains,
+)
+from sequoia_vllm.bench.decode_rate import Arrival, steady_part
 from sequoia_vllm.bench.engines import Generation, check_runner
-from sequoia_vllm.bench.measure import BenchSettings
-from sequoia_vllm.bench.methods import BenchError, Kind, chain, chain_of_words, plain, sequoia
-from sequoia_vllm.bench.rounds import Case, run_round
-from sequoia_vllm.bench.summary import results, searched
+from sequoia_vllm.bench.methods import (
+    DEFAULT,
+    BenchError,
+    Kind,
+    chain,
+    chain_of_words,
+    is_known,
+    plain,
+    sequoia,
+    usable_samplings,
+)
+from sequoia_vllm.bench.rounds import BenchCase, BenchSettings, run_round
+from sequoia_vllm.bench.run import results, searched
 from sequoia_vllm.measuring.engines import EngineSpec
 
-PROBABILISTIC = ChainSampling("probabilistic")
-BLOCK = ChainSampling("probabilistic", "block")
-GREEDY, SAMPLED = Case(1, 0.0), Case(1, 1.0)
+PROBABILISTIC = ("probabilistic",)
+BLOCK = ("probabilistic", "block")
+GREEDY, SAMPLED = BenchCase(1, 0.0), BenchCase(1, 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -60,12 +74,12 @@ class ConfigWithAll:
     ],
 )
 def test_sampling_is_what_vllms_configuration_and_its_runner_have(config, v2, expected):
-    assert usable(v2, config) == expected
+    assert usable_samplings(v2, config) == expected
 
 
 def test_the_installed_vllm_has_both():
-    assert usable(v2=True) == [DEFAULT, PROBABILISTIC, BLOCK]
-    assert not is_known(ChainSampling("telepathic"))
+    assert usable_samplings(v2=True) == [DEFAULT, PROBABILISTIC, BLOCK]
+    assert not is_known(("telepathic",))
 
 
 def test_chains_by_name_and_configuration():
@@ -113,12 +127,12 @@ def test_what_each_request_got_in_each_steady_step():
         Arrival(5.0, (1, 1), True),
         Arrival(6.0, (1, 1), True),
     ]
-    assert tokens_of_steps(arrivals) == [2, 4, 1, 1, 1]
-    assert tokens_of_steps([]) == []
+    assert steady_part(arrivals).step_tokens == [2, 4, 1, 1, 1]
 
 
 def test_shares_accepted():
-    assert accepted_shares([1, 2, 2, 4], 4) == [0.75, 0.25, 0.25, 0]
+    shares = [accepted_share([1, 2, 2, 4], drafts) for drafts in range(1, 5)]
+    assert shares == [0.75, 0.25, 0.25, 0]
 
 
 @dataclass
@@ -138,7 +152,7 @@ class FakePair:
     maps_vocabulary: bool = False
 
     def chance(self, case, sampling):
-        drawn = case.temperature > 0 and sampling.draft == "probabilistic"
+        drawn = case.temperature > 0 and "probabilistic" in sampling
         return self.accepts + self.gain * drawn
 
     def seconds(self, drafts):
@@ -172,7 +186,7 @@ class FakeEngine:
 
     def generate(self, prompts, temperature, max_tokens):
         drafts = self.method.most_drafts if self.method.kind is Kind.CHAIN else 0
-        chance = self.pair.chance(Case(1, temperature), self.method.sampling)
+        chance = self.pair.chance(BenchCase(1, temperature), self.method.sampling)
         arrivals = [Arrival(0.1, (1,) * len(prompts), False)]
         for _ in range(4000):
             got = tuple(self._accepted(drafts, chance) + 1 for _ in prompts)
@@ -208,8 +222,14 @@ def of_probe(pair, cases):
         started.append(method.name)
         yield FakeEngine(method, pair)
 
-    probe = ChainProbe("d", cases, [[1], [2]], 16, open_engine, lambda what, done, total: None)
-    return probe.search(FakeEngine(plain(), pair), most=6), started
+    settings = BenchSettings(
+        EngineSpec("t", "d"), methods=(plain(),), prompts=([1], [2]), max_tokens=16,
+        temperatures=tuple(case.temperature for case in cases),
+    )  # fmt: skip
+    found = search_chains(
+        settings, FakeEngine(plain(), pair), 6, open_engine, lambda what, done, total: None
+    )
+    return found, started
 
 
 def test_predictions_are_what_shorter_chains_do():
@@ -242,7 +262,8 @@ def test_the_better_sampling_is_chosen_where_it_matters(gain):
     assert {one.sampling for one in found.chosen[GREEDY]} == {DEFAULT}
     best = pair.best(SAMPLED, [DEFAULT, PROBABILISTIC])
     assert (best.sampling == DEFAULT) == (gain < 0)
-    assert best.sampling.draft in {one.sampling.draft for one in found.chosen[SAMPLED]}
+    drawn = {"probabilistic" in one.sampling for one in found.chosen[SAMPLED]}
+    assert ("probabilistic" in best.sampling) in drawn
 
 
 @pytest.mark.parametrize(
@@ -265,7 +286,7 @@ def test_chains_of_drafts_with_another_vocabulary_draft_greedily():
 
 def predicted(**rates):
     """Chains k1, k2, ... of vLLM's default sampling, with their tokens per second."""
-    return [Predicted(Chain(int(name[1:])), 2.0, rate) for name, rate in rates.items()]
+    return [PredictedChain(Chain(int(name[1:])), 2.0, rate) for name, rate in rates.items()]
 
 
 def test_a_third_chain_only_if_it_is_close():
@@ -278,9 +299,9 @@ def test_a_third_chain_only_if_it_is_close():
 
 def test_every_case_gets_its_best_before_any_gets_another():
     found = {
-        Case(1, 0.0): predicted(k1=1, k5=10, k6=9),
-        Case(4, 0.0): predicted(k1=5, k3=10, k5=7),
-        Case(16, 0.0): predicted(k1=10, k3=6, k5=2),
+        BenchCase(1, 0.0): predicted(k1=1, k5=10, k6=9),
+        BenchCase(4, 0.0): predicted(k1=5, k3=10, k5=7),
+        BenchCase(16, 0.0): predicted(k1=10, k3=6, k5=2),
     }
 
     def lengths(most):
@@ -301,9 +322,9 @@ def compared(monkeypatch):
     started = []
 
     @contextmanager
-    def open_engines(methods, engine, limits, progress):
+    def open_engines(methods, engine, options, progress):
         started.append([method.name for method in methods])
-        assert limits.most_drafts == 127
+        assert options["max_num_batched_tokens"] >= 2 * 128
         yield {method.name: FakeEngine(method, pair) for method in methods}
 
     monkeypatch.setattr(measure, "open_engines", open_engines)
@@ -314,6 +335,7 @@ def compared(monkeypatch):
             EngineSpec("t", "d", kv_cache_gib=1.0), methods=(plain(), sequoia("d", "auto")),
             search_chains=True, prompts=([1], [2]), temperatures=(0.0, 1.0), rounds=2,
         )  # fmt: skip
+        assert settings.most_drafts == 127
         return measure.measure(settings), started, pair
 
     return run

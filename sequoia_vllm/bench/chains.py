@@ -1,0 +1,198 @@
+"""The search for vLLM's best chain: all lengths, predicted from the longest one.
+
+An engine that drafts a chain of 8 shows how often its first i drafts are accepted, which
+is what a shorter chain would accept too. (Block verification would accept a little more:
+it decides about the whole chain.) A step's time is taken to grow evenly with every
+draft, from plain vLLM's target pass to the one over 9 tokens. Predictions only choose:
+every result reported of a chain was measured with an engine of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from sequoia_vllm.bench.engines import BenchEngine
+from sequoia_vllm.bench.methods import DEFAULT, Method, Sampling, chain, usable_samplings
+from sequoia_vllm.bench.rounds import (
+    MOST_CHAIN_DRAFTS,
+    BenchCase,
+    BenchSettings,
+    RoundRun,
+    run_round,
+    warm_up,
+)
+from sequoia_vllm.measuring.engines import Progress
+
+# Chains of a case that are run: two, and a third that is predicted within 3 % of the first.
+_SURELY_RUN = 2
+_RUN = 3
+_CLOSE = 0.97
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One of vLLM's chains: its length and its sampling."""
+
+    drafts: int
+    sampling: Sampling = DEFAULT
+
+
+@dataclass(frozen=True)
+class PredictedChain:
+    """What a chain would do in a case.
+
+    Attributes:
+        chain: The chain.
+        tokens_per_step: Tokens of one request and step.
+        tokens_per_second: Tokens of the whole batch.
+    """
+
+    chain: Chain
+    tokens_per_step: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class ChainSearch:
+    """What was predicted of vLLM's chains, and which were chosen to be run.
+
+    Attributes:
+        predicted: Predictions in each case.
+        chosen: Chains to run in each case, shortest first.
+    """
+
+    predicted: dict[BenchCase, list[PredictedChain]]
+    chosen: dict[BenchCase, list[Chain]]
+
+    def methods(self, draft: str, case: BenchCase | None = None) -> list[Method]:
+        """The chains chosen for a case; None: for any case, each once."""
+        cases = self.chosen.values() if case is None else [self.chosen[case]]
+        chains = _shortest_first({chain for chosen in cases for chain in chosen})
+        return [chain(draft, one.drafts, one.sampling) for one in chains]
+
+
+def search_chains(
+    settings: BenchSettings,
+    plain: BenchEngine,
+    most: int,
+    open_engine: Callable[[Method], AbstractContextManager[BenchEngine]],
+    report: Progress,
+) -> ChainSearch:
+    """Measures the longest chain with each sampling, and chooses at most ``most`` chains.
+
+    Args:
+        settings: Draft, prompts and cases in which the best chain is wanted.
+        plain: A running engine without speculation.
+        most: Chains to choose, all cases together.
+        open_engine: Starts an engine, with room for chains of 8.
+        report: Called with (what is done, engines done, engines in all as far as known).
+
+    Raises:
+        BenchError, CalibrationError: If something cannot be measured.
+    """
+    base = _rounds(settings, plain, settings.cases)
+    sampled = [case for case in settings.cases if case.temperature > 0]
+    found: dict[BenchCase, list[PredictedChain]] = {case: [] for case in settings.cases}
+    samplings = [DEFAULT]
+    for done, sampling in enumerate(samplings):  # the first engine adds what its runner can do
+        method = chain(settings.engine.draft, MOST_CHAIN_DRAFTS, sampling)
+        report(f"looking for the best chain: {method.name}", done, len(samplings))
+        with open_engine(method) as engine:
+            # vLLM drafts greedily where the draft has another vocabulary.
+            if sampling == DEFAULT and sampled and not engine.maps_vocabulary:
+                samplings += usable_samplings(v2=engine.uses_v2)[1:]
+            cases = settings.cases if sampling == DEFAULT else sampled
+            for case, longest in _rounds(settings, engine, cases).items():
+                found[case] += predict(base[case], longest, sampling)
+    return ChainSearch(found, choose(found, most))
+
+
+def _rounds(
+    settings: BenchSettings, engine: BenchEngine, cases: Sequence[BenchCase]
+) -> dict[BenchCase, RoundRun]:
+    found = {}
+    for case in cases:
+        warm_up(engine, settings.prompts, case, settings.max_tokens)
+        found[case] = run_round(engine, settings.prompts, case, settings.max_tokens)
+    return found
+
+
+def predict(plain: RoundRun, longest: RoundRun, sampling: Sampling) -> list[PredictedChain]:
+    """Predicts every chain up to the longest, shortest first.
+
+    Args:
+        plain: Plain vLLM's round in this case.
+        longest: The round of a chain of `MOST_CHAIN_DRAFTS`, in the same case.
+        sampling: The chain's sampling.
+    """
+    steps = max(1, longest.parts["steps"])
+    drafting = (longest.parts["draft"] + longest.parts["drawing"]) / steps
+    target = longest.parts["target"] / steps
+    first = plain.parts["target"] / max(1, plain.parts["steps"])
+    by_draft = max(0.0, target + drafting - first) / MOST_CHAIN_DRAFTS
+    tokens = 1.0
+    found = []
+    for length in range(1, MOST_CHAIN_DRAFTS + 1):
+        tokens += accepted_share(longest.steady.step_tokens, length)
+        seconds = longest.steady.step_seconds - by_draft * (MOST_CHAIN_DRAFTS - length)
+        rate = longest.steady.batch_size * tokens / seconds
+        found.append(PredictedChain(Chain(length, sampling), tokens, rate))
+    return found
+
+
+def accepted_share(step_tokens: Sequence[int], drafts: int) -> float:
+    """Share of steps that accepted at least the first ``drafts`` drafts.
+
+    Args:
+        step_tokens: Tokens that each request got in each step: one more than were accepted.
+        drafts: From 1.
+    """
+    return sum(tokens > drafts for tokens in step_tokens) / max(1, len(step_tokens))
+
+
+def choose(
+    found: Mapping[BenchCase, Sequence[PredictedChain]], most: int
+) -> dict[BenchCase, list[Chain]]:
+    """The chains to run in each case, with at most ``most`` different ones together.
+
+    First every case gets the one predicted best, then the second, then a third
+    if it is close.
+
+    Args:
+        found: Predictions in each case.
+        most: Engines that may be started; at least 1.
+    """
+    fastest = {
+        case: sorted(predicted, key=lambda one: one.tokens_per_second, reverse=True)
+        for case, predicted in found.items()
+    }
+    wanted = {case: _wanted(predicted) for case, predicted in fastest.items()}
+    # Chains of greedy cases serve sampled cases as well, where there is no room for more.
+    greedy_first = sorted(wanted, key=lambda case: case.temperature > 0)
+    engines: list[Chain] = []
+    for rank in range(_RUN):
+        for case in greedy_first:
+            new = [one for one in wanted[case][rank : rank + 1] if one not in engines]
+            engines += new[: most - len(engines)]
+    chosen = {}
+    for case in found:
+        running = [one for one in wanted[case] if one in engines]
+        if not running:  # too few engines for all cases: the best of those there are
+            running = [one.chain for one in fastest[case] if one.chain in engines][:1]
+        chosen[case] = _shortest_first(running)
+    return chosen
+
+
+def _wanted(fastest: Sequence[PredictedChain]) -> list[Chain]:
+    enough = _CLOSE * fastest[0].tokens_per_second
+    return [
+        one.chain
+        for rank, one in enumerate(fastest[:_RUN])
+        if rank < _SURELY_RUN or one.tokens_per_second >= enough
+    ]
+
+
+def _shortest_first(chains: Iterable[Chain]) -> list[Chain]:
+    return sorted(chains, key=lambda one: (one.drafts, one.sampling))
