@@ -20,9 +20,14 @@ from sequoia_vllm.bench.decode_rate import Arrival, part_seconds
 from sequoia_vllm.bench.methods import AUTO, BenchError, Kind, Method
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.hardware.step_curves import StepRecord
-from sequoia_vllm.measuring.engines import EngineSpec, Progress, load_config, open_engine
+from sequoia_vllm.measuring.engines import (
+    EngineSpec,
+    Progress,
+    compare_models,
+    load_config,
+    open_engine,
+)
 from sequoia_vllm.measuring.step_recorder import EXTENSION
-from sequoia_vllm.measuring.vocabularies import compare_models
 from sequoia_vllm.tree.token_tree import TokenTree
 
 # Memory of an engine besides weights and KV cache (measured: 0.9 GiB).

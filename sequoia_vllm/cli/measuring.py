@@ -86,8 +86,7 @@ def check_models(target: str, draft: str) -> None:
         SequoiaError: If not; names the model and the fix.
     """
     from sequoia_vllm.engine.frontend.draft_checks import check_folder
-    from sequoia_vllm.measuring.engines import load_config
-    from sequoia_vllm.measuring.vocabularies import compare_models
+    from sequoia_vllm.measuring.engines import compare_models, load_config
 
     models = {"target": target, "draft": draft}
     for role, model in models.items():

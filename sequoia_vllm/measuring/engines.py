@@ -1,4 +1,4 @@
-"""Engines for measuring, and prompts of the length wanted."""
+"""Engines for measuring, what their models are, and prompts of the length wanted."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sequoia_vllm.config import OffloadSpec
 from sequoia_vllm.engine.offload.settings import with_offload
 from sequoia_vllm.measuring.engine_processes import interrupts_get_through
 from sequoia_vllm.measuring.errors import CalibrationError
+
+if TYPE_CHECKING:
+    from sequoia_vllm.engine.runner.vocabulary import Comparison
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is done, done, all)."""
@@ -132,6 +135,21 @@ def count_parameters(model: str) -> float:
     except (ValueError, OSError) as error:
         raise CalibrationError(f"cannot count the parameters of {model!r}: {error}") from error
     return float(sum(parameter.numel() for parameter in built.parameters()))
+
+
+def compare_models(target: str, draft: str) -> Comparison:
+    """Compares two models' vocabularies as an engine with both does.
+
+    Raises:
+        SequoiaError: The draft cannot serve this target, or a model is not there.
+    """
+    from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies
+
+    found = (
+        TokensOf(model, load_config(model).get_text_config().vocab_size)
+        for model in (target, draft)
+    )
+    return compare_vocabularies(*found)
 
 
 def token_windows(encoded: Sequence[Sequence[int]], count: int, length: int) -> list[list[int]]:

@@ -1,7 +1,11 @@
-"""Buffers that layers' weights are read into, ahead of the layer that is computed."""
+"""Buffers that layers' weights are read into, ahead of the layer that is computed.
+
+Also an allocator setting for the activations of wide layers, which stand beside the buffers.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -14,6 +18,9 @@ from sequoia_vllm.offload.weight_file import OffloadError, Region, WeightFile
 
 THREADS = 4
 """Reads under way at once: one at a time leaves a disk idle between them."""
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of malloc.h
+_NEVER = -1
 
 
 class LayerRing:
@@ -192,3 +199,20 @@ def _on_any_core() -> None:
     """This thread alone: vLLM binds those that compute, and threads inherit it."""
     with suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
+def keep_freed_memory() -> bool:
+    """Has glibc keep memory that is freed from now on, instead of giving it back to the kernel.
+
+    It maps blocks of more than 32 MiB anew at each allocation, whatever was freed, and the
+    kernel clears their pages at each first touch. Wide layers have such activations.
+
+    Returns:
+        True if it does: not where another allocator or another C library is loaded.
+    """
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    options = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER))
+    return all(bool(set_option(option, value)) for option, value in options)

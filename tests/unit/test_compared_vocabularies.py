@@ -14,8 +14,7 @@ from sequoia_vllm.bench.methods import chain, plain, sequoia
 from sequoia_vllm.cli.measuring import check_models
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies
-from sequoia_vllm.measuring.engines import EngineSpec
-from sequoia_vllm.measuring.vocabularies import compare_models
+from sequoia_vllm.measuring.engines import EngineSpec, compare_models
 from tests.support.models import DRAFT, TARGET
 from tests.support.vocabularies import save_other_draft
 

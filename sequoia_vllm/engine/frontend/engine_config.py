@@ -36,8 +36,7 @@ from sequoia_vllm.engine.frontend.model_shapes import pair_shapes
 from sequoia_vllm.engine.frontend.refusals import refuse_unsupported
 from sequoia_vllm.engine.frontend.request import sequoia_request
 from sequoia_vllm.engine.frontend.resolve import Resolved, resolve
-from sequoia_vllm.engine.offload.choice import choose_offloading
-from sequoia_vllm.engine.offload.settings import with_offload
+from sequoia_vllm.engine.offload.settings import choose_offloading, with_offload
 from sequoia_vllm.engine.offload.weight_source import (
     OffloadedLayers,
     weight_source,

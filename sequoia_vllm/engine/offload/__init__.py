@@ -1,9 +1,9 @@
 """Targets larger than memory: vLLM's own offloading on GPUs, and ours from a disk on CPUs.
 
-- `vllms`: which of vLLM's offloaders is asked for, and what came of it;
-- `settings`, `choice`: what ours is asked for, and which worker does it;
+- `vllms`: which of vLLM's offloaders is asked for, and how much it offloaded;
+- `settings`: what ours is asked for, and the worker that does it;
 - `worker`, `disk`: ours, behind vLLM's abstraction;
-- `weight_source`, `disk_source`: what either costs, for the choice of a tree.
+- `weight_source`: what either costs, for the choice of a tree.
 
 May import: compat.
 """

@@ -42,7 +42,7 @@ class OffloadedLayers:
 
     @property
     def name(self) -> str:
-        """All of it, in a word."""
+        """All settings in one word."""
         if self.bytes_on_each is not None:
             words = [self.backend, f"{self.bytes_on_each / _GIB:g}gib"]
         else:
@@ -80,7 +80,7 @@ class OffloadedLayers:
         )  # fmt: skip
 
     def _layers(self, layers: int) -> int:
-        """Of this many: the last ones of each group; what follows the last group is not one."""
+        """Counts offloaded layers: the last ones of each whole group."""
         offloaded, size = self.layers_of_group
         return sum(layer % size >= size - offloaded for layer in range(layers))
 
@@ -122,7 +122,7 @@ def weight_source(arguments: Any) -> OffloadedLayers | OffloadSpec | None:
 
 
 def offloaded_layers(arguments: Any) -> OffloadedLayers | None:
-    """What vLLM's offloader is asked to do, by its rules; None: nothing."""
+    """Reads what vLLM's offloader is asked to do, by its rules; None: nothing."""
     backend = chosen_backend(
         arguments.offload_backend, arguments.offload_group_size, arguments.cpu_offload_gb
     )

@@ -1,18 +1,22 @@
-"""Prompt files: one prompt per line, as JSON or as text."""
+"""Prompts for measuring: files, the built-in set, and their token ids.
+
+A file has one prompt per line, as JSON or as text. Only `load_tokenizer` imports transformers.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.json_input import parse_json
 
-BUILTIN = Path(__file__).with_name("builtin.jsonl")
+BUILTIN = Path(__file__).with_name("builtin_prompts.jsonl")
 _LINE_HELP = '{"prompt": "text"} or {"messages": [{"role": "user", "content": "text"}]}'
 
 
@@ -56,7 +60,7 @@ class Prompt(_Line):
 
 
 def load_prompts(path: Path | None, count: int | None = None) -> list[Prompt]:
-    """The prompts of a file, or those that come with the package.
+    """Reads the prompts of a file, or those that come with the package.
 
     Args:
         path: ``.jsonl`` (a "prompt" or "messages" per line) or ``.txt`` (one
@@ -71,10 +75,20 @@ def load_prompts(path: Path | None, count: int | None = None) -> list[Prompt]:
     if count is not None and count < 1:
         raise PromptError(f"{count} prompts asked for: at least one is needed")
     file = BUILTIN if path is None else path
-    parse = _parser(file)
+    if file.suffix.lower() not in (".jsonl", ".txt"):
+        raise PromptError(
+            f"prompts {file}: give a .jsonl file with {_LINE_HELP} per line, or a .txt file with "
+            "one prompt per line"
+        )
+    is_text = file.suffix.lower() == ".txt"
     numbered = enumerate(_read(file).split("\n"), start=1)
     lines = [(number, line) for number, line in numbered if line.strip()][:count]
-    prompts = [parse(line, f"prompts {file}, line {number}") for number, line in lines]
+    prompts = [
+        Prompt(prompt=line.rstrip("\r"))
+        if is_text
+        else _parse_json(line, f"prompts {file}, line {number}")
+        for number, line in lines
+    ]
     if not prompts or (count is not None and len(prompts) < count):
         raise PromptError(
             f"prompts {file} holds {len(prompts)} prompts, not {count or 'any'}: "
@@ -91,7 +105,7 @@ def prompts_sha256(prompts: Sequence[Prompt]) -> str:
 
 
 def source_name(path: Path | None) -> str:
-    """How a measurement names its prompts: the file's name, without its directories."""
+    """Names prompts in a measurement: the file's name, without its directories."""
     return "built-in" if path is None else path.name
 
 
@@ -106,20 +120,6 @@ def _read(path: Path) -> str:
         raise PromptError(f"prompts {path} is not UTF-8 text: {error}") from error
 
 
-def _parser(path: Path) -> Callable[[str, str], Prompt]:
-    parsers = {".jsonl": _parse_json, ".txt": _parse_text}
-    if path.suffix.lower() not in parsers:
-        raise PromptError(
-            f"prompts {path}: give a .jsonl file with {_LINE_HELP} per line, or a .txt file with "
-            "one prompt per line"
-        )
-    return parsers[path.suffix.lower()]
-
-
-def _parse_text(line: str, where: str) -> Prompt:
-    return Prompt(prompt=line.rstrip("\r"))
-
-
 def _parse_json(line: str, where: str) -> Prompt:
     try:
         return Prompt.model_validate(parse_json(line))
@@ -130,3 +130,62 @@ def _parse_json(line: str, where: str) -> Prompt:
         raise PromptError(f"{where}: {field + ': ' if field else ''}{message}") from error
     except ValueError as error:
         raise PromptError(f"{where} is not JSON ({error}): every line is {_LINE_HELP}") from error
+
+
+def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
+    """Loads the tokenizer of a model, by name or path.
+
+    Raises:
+        PromptError: If there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError) as error:
+        raise PromptError(f"no tokenizer for the target {model!r}: {error}") from error
+
+
+def encode_prompts(
+    prompts: Sequence[Prompt], tokenizer: Any, *, raw: bool = False
+) -> list[list[int]]:
+    """Encodes prompts, as a server would that gets them in requests.
+
+    A bare prompt is the user's turn of a conversation where the tokenizer has a
+    chat template, since that is what its model was trained to answer.
+
+    Args:
+        prompts: Texts and conversations.
+        tokenizer: The target's, as `transformers` gives it.
+        raw: Encode bare prompts as they are, also where there is a template.
+
+    Raises:
+        PromptError: If a conversation is given and there is no template, the
+            template refuses it, or a prompt has no tokens.
+    """
+    encoded = [_encode(prompt, tokenizer, raw) for prompt in prompts]
+    for number, tokens in enumerate(encoded, start=1):
+        if not tokens:
+            raise PromptError(f"prompt {number} has no tokens in the target's vocabulary")
+    return encoded
+
+
+def _encode(prompt: Prompt, tokenizer: Any, raw: bool) -> list[int]:
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if prompt.prompt is not None and (raw or not has_template):
+        return list(tokenizer.encode(prompt.prompt))
+    if not has_template:
+        raise PromptError(
+            "the prompts are conversations, but the target's tokenizer has no chat template: "
+            'give bare texts ({"prompt": "text"})'
+        )
+    messages = [{"role": "user", "content": prompt.prompt or ""}]
+    if prompt.messages is not None:
+        messages = [message.model_dump() for message in prompt.messages]
+    try:
+        ids: list[int] = tokenizer.apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+    except Exception as error:  # jinja2's, raised by what the template itself checks
+        raise PromptError(f"the target's chat template refuses a prompt: {error}") from error
+    return list(ids)
