@@ -26,7 +26,7 @@ GAIN = 0.03
 _WORTH_KEEPING = 0.01
 _DECIDE_EVERY = 64  # steps
 _COUNT_EVERY = 32  # steps: counting many trees takes as long as counting those of one step
-_FIRST_TRIAL, _BETWEEN_FIRST_TRIALS = 24, 40  # steps; all sizes within the first 200
+_FIRST_TRIAL, _BETWEEN_FIRST_TRIALS = 24, 40  # steps; five sizes within the first 200, none first
 # Steps from one trial of a size to its next; doubled by every trial that is lost.
 _SHORTEST_WAIT, _LONGEST_WAIT = 400, 6400
 # Share of the time that lost trials of a size may take; the next waits until they do not.

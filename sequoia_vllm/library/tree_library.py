@@ -7,8 +7,10 @@ in `user_directory` and take precedence.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 from sequoia_vllm.hardware.device import X86_CPU, Device, identify, nearest
 from sequoia_vllm.hardware.models import PairShapes
@@ -44,6 +46,8 @@ from sequoia_vllm.library.user_files import (
 )
 from sequoia_vllm.tree.token_tree import TokenTree
 
+Content = TypeVar("Content")
+
 
 def shipped_directory() -> Path:
     """Where the shipped trees lie: inside the package, or beside it in a checkout.
@@ -64,34 +68,31 @@ def shipped_directory() -> Path:
 class TreeLibrary:
     """Shipped and user trees.
 
+    Args:
+        shipped, user: Their directories; None: the default ones.
+
+    Attributes:
+        shipped: Directory of the shipped trees.
+        readable: Directory of the user's own trees; None: this user has none, and reading needs
+            none.
+
     Raises:
         LibraryError, ProfileError, AcceptanceError: From any method, if a file it needs
             is corrupt; names the file and the field.
     """
 
     def __init__(self, shipped: Path | None = None, user: Path | None = None) -> None:
-        """Reads nothing yet; None: the default directories."""
-        self._shipped = shipped
-        self._user = user
-
-    @property
-    def shipped(self) -> Path:
-        """Directory of the shipped trees."""
-        return self._shipped or shipped_directory()
+        self.shipped = shipped or shipped_directory()
+        self.readable = user or readable_directory()
 
     @property
     def user(self) -> Path:
-        """Directory of the user's own trees.
+        """`readable`, to write to.
 
         Raises:
-            LibraryError: If this user has none.
+            LibraryError: If this user has none; names the fix.
         """
-        return self._user or user_directory()
-
-    @property
-    def readable(self) -> Path | None:
-        """`user`, or None: reading needs no such directory, nor one that can be looked into."""
-        return self._user or readable_directory()
+        return self.readable or user_directory()
 
     def devices(self) -> list[str]:
         """Ids of the devices with shipped trees."""
@@ -99,7 +100,7 @@ class TreeLibrary:
 
     def file(self, device: str) -> LibraryFile:
         """The shipped trees of a device."""
-        file = _read_library_file(self.shipped / f"{device}.json")
+        file = _read_cached(self.shipped / f"{device}.json", _read_library_file)
         if file.device != device:
             raise LibraryError(
                 f"library file {self.shipped / f'{device}.json'} is of device {file.device!r}"
@@ -263,7 +264,7 @@ class TreeLibrary:
 
     def _known_models(self) -> KnownModels:
         paths = sorted((self.shipped / "profiles").glob("*.json"))
-        return KnownModels.of(_read_profile(path) for path in paths)
+        return KnownModels.of(_read_cached(path, Profile.load) for path in paths)
 
     def _vectors(self) -> list[AcceptanceFile]:
         paths = sorted((self.shipped / "acceptance").glob("*.json"))
@@ -312,18 +313,14 @@ def _identified(device: Device) -> str:
 
 
 def _read_library_file(path: Path) -> LibraryFile:
-    return _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0)
-
-
-@cache
-def _read_cached(path: Path, _mtime: int) -> LibraryFile:
     return read_model(path, LibraryFile, "library", LibraryError)
 
 
-def _read_profile(path: Path) -> Profile:
-    return _read_profile_cached(path, path.stat().st_mtime_ns)
+def _read_cached(path: Path, read: Callable[[Path], Content]) -> Content:
+    """What ``read`` makes of a file, read again only after the file has changed."""
+    return _read_once(path, path.stat().st_mtime_ns if path.is_file() else 0, read)
 
 
 @cache
-def _read_profile_cached(path: Path, _mtime: int) -> Profile:
-    return Profile.load(path)
+def _read_once(path: Path, _mtime: int, read: Callable[[Path], Content]) -> Content:
+    return read(path)
