@@ -1,7 +1,12 @@
 """Hardware: times of a step, the tree and schedule that are fastest on them."""
 
 from sequoia_vllm.hardware.assumptions import Assumptions
-from sequoia_vllm.hardware.choose import choose_schedule, choose_tree
+from sequoia_vllm.hardware.choose import (
+    Schedule,
+    ScheduleEstimate,
+    choose_schedule,
+    choose_tree,
+)
 from sequoia_vllm.hardware.cost import CostModel, Estimate
 from sequoia_vllm.hardware.device import (
     Device,
@@ -12,7 +17,6 @@ from sequoia_vllm.hardware.device import (
 )
 from sequoia_vllm.hardware.memory import MemoryFit, memory_fit
 from sequoia_vllm.hardware.roofline import roofline_profile
-from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile, ProfileError
 
 __all__ = [

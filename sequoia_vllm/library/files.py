@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.hardware.choose import Schedule, ScheduleEstimate
 from sequoia_vllm.hardware.device import DeviceSpec
-from sequoia_vllm.hardware.schedule import Schedule, ScheduleEstimate
 from sequoia_vllm.hardware.step_profile import ProfileSource
 from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.json_file import FileModel, read_model

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sequoia_vllm.hardware.choose import choose_schedule
+from sequoia_vllm.hardware.choose import Schedule, choose_schedule
 from sequoia_vllm.hardware.device import DeviceSpec, identify, known_devices
 from sequoia_vllm.hardware.memory import memory_fit
 from sequoia_vllm.hardware.models import (
@@ -29,7 +29,6 @@ from sequoia_vllm.hardware.models import (
 )
 from sequoia_vllm.hardware.offloading import host_link, streamed_layers
 from sequoia_vllm.hardware.roofline import largest_tree, roofline_profile
-from sequoia_vllm.hardware.schedule import Schedule
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.hardware.streaming import LINKS, StreamedWeights
 from sequoia_vllm.json_file import dump_json

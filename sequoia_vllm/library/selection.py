@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from sequoia_vllm.drafters import NAMES
+from sequoia_vllm.hardware.choose import Schedule
 from sequoia_vllm.hardware.device import Device, DeviceSpec
 from sequoia_vllm.hardware.models import (
     PairShapes,
@@ -16,7 +17,6 @@ from sequoia_vllm.hardware.models import (
     size_name,
 )
 from sequoia_vllm.hardware.roofline import roofline_profile
-from sequoia_vllm.hardware.schedule import Schedule
 from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError, LibraryFile, TreeEntry
 from sequoia_vllm.library.generate import (

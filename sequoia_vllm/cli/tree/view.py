@@ -10,8 +10,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from sequoia_vllm.cli.tree.optimizer_cost import BenchResult
+from sequoia_vllm.hardware.choose import Schedule
 from sequoia_vllm.hardware.cost import Estimate
-from sequoia_vllm.hardware.schedule import Schedule
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.token_tree import TokenTree
 

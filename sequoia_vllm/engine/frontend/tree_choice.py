@@ -8,9 +8,9 @@ from pathlib import Path
 
 from sequoia_vllm.config import AUTO, ConfigError, Schedule, SequoiaConfig, TreeSpec, Verification
 from sequoia_vllm.engine.frontend.expected_gain import ExpectedGain
+from sequoia_vllm.hardware.choose import Schedule as StoredSchedule
 from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import PairShapes
-from sequoia_vllm.hardware.schedule import Schedule as StoredSchedule
 from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import LibraryError
