@@ -1,18 +1,16 @@
-"""``sequoia-vllm bench``: what speculation buys on this machine, side by side."""
+"""``sequoia-vllm bench``: plain vLLM, its chain and Sequoia side by side on this machine."""
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
+from rich.table import Table
 
-from sequoia_vllm.cli.common import (
-    fail,
-    friendly_errors,
-    note,
-    print_json,
-)
+from sequoia_vllm.cli.common import console, fail, friendly_errors, note, print_json
 from sequoia_vllm.cli.measuring import (
     CacheOption,
     DraftOption,
@@ -34,7 +32,7 @@ from sequoia_vllm.cli.measuring import (
 )
 
 if TYPE_CHECKING:
-    from sequoia_vllm.bench.report import BenchReport
+    from sequoia_vllm.bench.report import BenchReport, Mismatch, Result, SearchedChain
     from sequoia_vllm.bench.rounds import BenchSettings
     from sequoia_vllm.prompts import Prompt
 
@@ -193,12 +191,111 @@ def _paths(text: str | None) -> list[Path]:
 
 
 def _finish(report: BenchReport, as_json: bool) -> None:
-    from sequoia_vllm.cli.bench_view import describe, print_report
-
     if as_json:
         print_json(report.to_dict())
     else:
         print_report(report)
     if report.greedy is not None and not report.greedy.passed:
         wrong = next(m for m in report.greedy.mismatches if not m.near_tie)
-        fail(f"greedy output differs from plain vLLM's: {describe(wrong)}", code=MISMATCH)
+        fail(f"greedy output differs from plain vLLM's: {_described_mismatch(wrong)}", MISMATCH)
+
+
+def print_report(report: BenchReport) -> None:
+    """Prints speeds, time splits, the greedy check, and all remarks on them."""
+    out = console()
+    out.print(
+        f"{report.target.name} with {report.draft.name}, {report.dtype}, on {report.device}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    out.print(_speeds(report.results))
+    if report.searched is not None:
+        out.print(_searched(report.searched))
+    out.print(_splits(report.results))
+    if (check := report.greedy) is not None:
+        out.print(f"Greedy output identical to plain vLLM's: {check.identical} of {check.compared}")
+        for mismatch in check.mismatches:
+            near = f"a near-tie (within {check.bound} nats)"
+            verdict = near if mismatch.near_tie else "an error"
+            words = f"  {_described_mismatch(mismatch)}: {verdict}"
+            out.print(words, highlight=False, soft_wrap=True)
+    said = [result.note for result in report.results if result.note]
+    for line in dict.fromkeys([*report.notes, *said]):
+        note(line)
+
+
+def _table(name: str, *columns: str, title: str, caption: str | None = None) -> Table:
+    """Makes a table with a case's temperature and batch size, a column of names, and numbers."""
+    table = Table(title=title, caption=caption, box=None, pad_edge=False, header_style="bold")
+    for column in ("T", "batch", name, *columns):
+        table.add_column(column, justify="left" if column == name else "right")
+    return table
+
+
+def _speeds(results: list[Result]) -> Table:
+    predicted = any(result.predicted for result in results)
+    table = _table(
+        "method", "tokens/s", "speed", "tokens per step", "step ms",
+        *(["predicted", "measured/predicted"] if predicted else []),
+        title="Speed of decoding: medians of rounds (lowest–highest)",
+        caption="+ vLLM's best chain here; * see the notes",
+    )  # fmt: skip
+    for _, group in groupby(results, key=lambda result: (result.temperature, result.batch_size)):
+        for number, result in enumerate(group):
+            speedup = result.speedup
+            marks = (" +" if result.best_chain else "") + (" *" if result.note else "")
+            table.add_row(
+                *(("", "") if number else (f"{result.temperature:g}", str(result.batch_size))),
+                escape(result.method) + marks,
+                f"{result.tokens_per_second.median:.1f}",
+                f"{speedup.median:.2f}x ({speedup.low:.2f}–{speedup.high:.2f})",
+                f"{result.tokens_per_step:.2f}",
+                f"{1e3 * result.step_seconds:.2f}",
+                *(_prediction(result) if predicted else ()),
+            )
+        table.add_section()
+    return table
+
+
+def _prediction(result: Result) -> tuple[str, str]:
+    if result.predicted is None or result.measured_over_predicted is None:
+        return "not predicted" if result.kind == "sequoia" else "", ""
+    words = " (extrapolated)" if result.predicted.extrapolated else ""
+    return f"{result.predicted.speedup:.2f}x{words}", f"{result.measured_over_predicted:.2f}"
+
+
+def _searched(searched: list[SearchedChain]) -> Table:
+    lengths = sorted({one.drafts for one in searched})
+    table = _table(
+        "sampling", *map(str, lengths),
+        title="The search for vLLM's best chain: predicted tokens/s",
+        caption="by drafts; predicted from a chain of "
+        f"{lengths[-1]}, only to choose: those in brackets were run, and are measured above",
+    )  # fmt: skip
+    for (temperature, batch, words), group in groupby(
+        searched, key=lambda one: (one.temperature, one.batch_size, one.sampling)
+    ):
+        rates = [(f"{one.tokens_per_second:.1f}", one.run) for one in group]
+        cells = [f"({rate})" if run else rate for rate, run in rates]
+        sampling = ", ".join(words) or "vLLM's default"
+        table.add_row(f"{temperature:g}", str(batch), sampling, *cells)
+    return table
+
+
+def _splits(results: list[Result]) -> Table:
+    parts = ("target", "draft", "drawing", "verify", "other")
+    table = _table("method", *parts, "outside models", title="A step's time, milliseconds")
+    for result in results:
+        table.add_row(
+            f"{result.temperature:g}", str(result.batch_size), escape(result.method),
+            *(f"{1e3 * getattr(result.split, part):.2f}" for part in parts),
+            f"{result.split.outside / result.step_seconds:.1%}",
+        )  # fmt: skip
+    return table
+
+
+def _described_mismatch(mismatch: Mismatch) -> str:
+    gap = "" if mismatch.gap is None else f", up to {mismatch.gap:.3g} nats below the best"
+    return (
+        f"{mismatch.method}, batch {mismatch.batch_size}, prompt {mismatch.prompt + 1}: differs "
+        f"after {mismatch.position} tokens ({mismatch.token}, not {mismatch.plain_token}){gap}"
+    )

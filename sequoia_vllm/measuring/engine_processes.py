@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -28,7 +28,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def last_interrupt() -> KeyboardInterrupt:
-    """What a measurement that keeps what it has was interrupted by."""
+    """Interrupt that ended a measurement which keeps its counts."""
     return Terminated() if Terminated.came else KeyboardInterrupt()
 
 
@@ -43,7 +43,8 @@ def engines_end_here() -> Iterator[None]:
         try:
             yield
         finally:
-            with _undisturbed():
+            # More signals do not keep this process from ending its engines.
+            with _handled(dict.fromkeys((signal.SIGTERM, signal.SIGINT), signal.SIG_IGN)):
                 _end_processes(before)
 
 
@@ -54,11 +55,8 @@ def interrupts_get_through() -> Iterator[None]:
     vLLM's does while an engine starts (`zmq_socket_ctx`), and then waits for ever.
 
     Raises:
-        KeyboardInterrupt: As the signal's handler would have raised it.
+        KeyboardInterrupt: The one that the signal's handler raised.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def unswallowed(previous: Any) -> Any:
         def handle(number: int, frame: FrameType | None) -> None:
@@ -70,16 +68,12 @@ def interrupts_get_through() -> Iterator[None]:
         return handle
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number, previous in handlers.items():
-        if callable(previous):
-            signal.signal(number, unswallowed(previous))
+    unswallowing = {number: unswallowed(own) for number, own in handlers.items() if callable(own)}
     try:
-        yield
+        with _handled(unswallowing):
+            yield
     except _Stop as stop:
         raise stop.interrupt from None
-    finally:
-        for number, previous in handlers.items():
-            signal.signal(number, previous)
 
 
 class _Stop(BaseException):
@@ -91,7 +85,7 @@ class _Stop(BaseException):
 
 
 def exit_code(interrupt: KeyboardInterrupt) -> int:
-    """As shells report a program that this signal ended."""
+    """Exit code with which shells report a program that this signal ended."""
     ended_by = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
     return 128 + ended_by
 
@@ -117,7 +111,7 @@ def _command(process: Any) -> list[str]:
 
 
 def _end_processes(spared: set[int]) -> None:
-    """Ends all other descendants: asked at first, forced in the end."""
+    """Ends all other descendants: asks them first, kills them in the end."""
     import psutil
 
     deadline = time.monotonic() + _SECONDS_TO_END
@@ -148,28 +142,21 @@ def sigterm_raises() -> Iterator[None]:
             raise Terminated
         os._exit(128 + number)  # a fork that has set no handler of its own yet
 
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-    previous = signal.signal(signal.SIGTERM, terminate)
-    try:
+    with _handled({signal.SIGTERM: terminate}):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """More signals do not keep this process from ending its engines."""
+def _handled(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Gives signals these handlers; does nothing in threads that may not set any."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = signal.SIGTERM, signal.SIGINT
-    previous = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        for number, handler in zip(numbers, previous, strict=True):
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
@@ -189,9 +176,9 @@ def _adopted_orphans() -> Iterator[None]:
 
 @contextmanager
 def _temporary_files() -> Iterator[None]:
-    """All temporary files of engines lie in one folder, which goes with them.
+    """Keeps all temporary files of engines in one folder, which goes with them.
 
-    But for what torch has compiled, which is for later engines, too.
+    Torch's compiled code stays where it was: later engines use it, too.
     """
     kept = {name: os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
     previous = tempfile.tempdir

@@ -36,7 +36,7 @@ from sequoia_vllm.bench.report import (
 from sequoia_vllm.bench.report_figures import plot_report, shown
 from sequoia_vllm.bench.rounds import BenchCase, BenchSettings, RoundRun, batches
 from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, results
-from sequoia_vllm.cli.bench_view import print_report
+from sequoia_vllm.cli.bench import print_report
 from sequoia_vllm.config import OffloadSpec
 from sequoia_vllm.hardware import CostModel, Curve, Overhead, Profile
 from sequoia_vllm.hardware.step_curves import StepRecord
