@@ -75,10 +75,10 @@ def _chain(draft: str, length: int, temperature: float) -> Any:
 
 
 def _compare_at(engines: dict[str, Any], batch_size: int, options: Any) -> None:
-    from sequoia_vllm.bench.rounds import BenchCase, run_round
+    from sequoia_vllm.bench.rounds import EngineCase, run_round
 
     prompts = _prompts(batch_size, 1 + options.rounds)
-    case = BenchCase(batch_size, options.temperature)
+    case = EngineCase(batch_size, options.temperature)
     for engine in engines.values():
         run_round(engine, prompts[0], case, options.warm_up)
     runs: dict[str, list[Any]] = {name: [] for name in engines}

@@ -17,8 +17,8 @@ from sequoia_vllm.bench.engines import BenchEngine
 from sequoia_vllm.bench.methods import DEFAULT, Method, Sampling, chain, usable_samplings
 from sequoia_vllm.bench.rounds import (
     MOST_CHAIN_DRAFTS,
-    BenchCase,
     BenchSettings,
+    EngineCase,
     RoundRun,
     run_round,
     warm_up,
@@ -63,10 +63,10 @@ class ChainSearch:
         chosen: Chains to run in each case, shortest first.
     """
 
-    predicted: dict[BenchCase, list[PredictedChain]]
-    chosen: dict[BenchCase, list[Chain]]
+    predicted: dict[EngineCase, list[PredictedChain]]
+    chosen: dict[EngineCase, list[Chain]]
 
-    def methods(self, draft: str, case: BenchCase | None = None) -> list[Method]:
+    def methods(self, draft: str, case: EngineCase | None = None) -> list[Method]:
         """The chains chosen for a case; None: for any case, each once."""
         cases = self.chosen.values() if case is None else [self.chosen[case]]
         chains = _shortest_first({chain for chosen in cases for chain in chosen})
@@ -94,7 +94,7 @@ def search_chains(
     """
     base = _rounds(settings, plain, settings.cases)
     sampled = [case for case in settings.cases if case.temperature > 0]
-    found: dict[BenchCase, list[PredictedChain]] = {case: [] for case in settings.cases}
+    found: dict[EngineCase, list[PredictedChain]] = {case: [] for case in settings.cases}
     samplings = [DEFAULT]
     for done, sampling in enumerate(samplings):  # the first engine adds what its runner can do
         method = chain(settings.engine.draft, MOST_CHAIN_DRAFTS, sampling)
@@ -110,8 +110,8 @@ def search_chains(
 
 
 def _rounds(
-    settings: BenchSettings, engine: BenchEngine, cases: Sequence[BenchCase]
-) -> dict[BenchCase, RoundRun]:
+    settings: BenchSettings, engine: BenchEngine, cases: Sequence[EngineCase]
+) -> dict[EngineCase, RoundRun]:
     found = {}
     for case in cases:
         warm_up(engine, settings.prompts, case, settings.max_tokens)
@@ -153,8 +153,8 @@ def accepted_share(step_tokens: Sequence[int], drafts: int) -> float:
 
 
 def choose(
-    found: Mapping[BenchCase, Sequence[PredictedChain]], most: int
-) -> dict[BenchCase, list[Chain]]:
+    found: Mapping[EngineCase, Sequence[PredictedChain]], most: int
+) -> dict[EngineCase, list[Chain]]:
     """The chains to run in each case, with at most ``most`` different ones together.
 
     First every case gets the one predicted best, then the second, then a third

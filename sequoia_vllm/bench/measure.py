@@ -17,7 +17,7 @@ from sequoia_vllm.bench.chains import ChainSearch, search_chains
 from sequoia_vllm.bench.engines import BenchEngine, check_memory, most_engines, open_engines
 from sequoia_vllm.bench.methods import Method
 from sequoia_vllm.bench.report import GreedyCheck, Mismatch
-from sequoia_vllm.bench.rounds import BenchCase, BenchSettings, RoundRun, run_round, warm_up
+from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, run_round, warm_up
 from sequoia_vllm.measuring.engines import Progress
 from sequoia_vllm.tree.token_tree import TokenTree
 
@@ -58,7 +58,7 @@ class BenchRuns:
     """
 
     dtype: str
-    runs: dict[BenchCase, list[MethodRuns]] = field(default_factory=dict)
+    runs: dict[EngineCase, list[MethodRuns]] = field(default_factory=dict)
     search: ChainSearch | None = None
     greedy: GreedyCheck | None = None
 
@@ -127,7 +127,7 @@ def rotated(methods: Sequence[Method], turn: int) -> list[Method]:
 
 def _measure_case(
     settings: BenchSettings,
-    case: BenchCase,
+    case: EngineCase,
     methods: Sequence[Method],
     engines: Mapping[str, BenchEngine],
     report: Progress,
@@ -152,7 +152,7 @@ def _measure_case(
 
 
 def _check_outputs(
-    settings: BenchSettings, case: BenchCase, found: BenchRuns, plain: BenchEngine
+    settings: BenchSettings, case: EngineCase, found: BenchRuns, plain: BenchEngine
 ) -> None:
     """Compares every greedy output of this case with plain vLLM's of the first round."""
     check = found.greedy or GreedyCheck(compared=0, identical=0, bound=NEAR_TIE.get(found.dtype))

@@ -19,7 +19,7 @@ _WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class BenchCase:
+class EngineCase:
     """How the engines are used: requests at once, and their temperature."""
 
     batch_size: int
@@ -63,9 +63,9 @@ class BenchSettings:
         return round(sum(map(len, self.prompts)) / len(self.prompts)) + self.max_tokens // 2
 
     @property
-    def cases(self) -> list[BenchCase]:
+    def cases(self) -> list[EngineCase]:
         """Every temperature with every batch size."""
-        return [BenchCase(b, t) for t in self.temperatures for b in self.batch_sizes]
+        return [EngineCase(b, t) for t in self.temperatures for b in self.batch_sizes]
 
     def engine_options(self) -> dict[str, Any]:
         """Arguments of ``vllm.LLM`` that give every engine room for every method."""
@@ -101,7 +101,7 @@ def batches(prompts: Sequence[list[int]], batch_size: int) -> list[list[list[int
 
 
 def warm_up(
-    engine: BenchEngine, prompts: Sequence[list[int]], case: BenchCase, max_tokens: int
+    engine: BenchEngine, prompts: Sequence[list[int]], case: EngineCase, max_tokens: int
 ) -> None:
     """Runs a short batch of the same kind, before an engine is measured in a case."""
     batch = batches(prompts, case.batch_size)[0]
@@ -109,7 +109,7 @@ def warm_up(
 
 
 def run_round(
-    engine: BenchEngine, prompts: Sequence[list[int]], case: BenchCase, max_tokens: int
+    engine: BenchEngine, prompts: Sequence[list[int]], case: EngineCase, max_tokens: int
 ) -> RoundRun:
     """Completes all prompts with ``max_tokens`` tokens each."""
     engine.take_part_seconds(case.batch_size)  # forgets what was before

@@ -24,7 +24,7 @@ from sequoia_vllm.bench.report import (
     Spread,
     StepSplit,
 )
-from sequoia_vllm.bench.rounds import BenchCase, BenchSettings, RoundRun
+from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.measuring.engines import Progress
 from sequoia_vllm.measuring.provenance import model_hashes, provenance
@@ -41,7 +41,7 @@ CHAIN_SAMPLES_WRONGLY = (
     "it should, so that its speed there says nothing of vLLM's chain elsewhere"
 )
 DECLINED = '"auto" does not speculate here'
-Predict = Callable[[MethodRuns, BenchCase], PredictedSpeed | None]
+Predict = Callable[[MethodRuns, EngineCase], PredictedSpeed | None]
 
 
 def run_bench(
@@ -76,7 +76,7 @@ def run_bench(
         )  # fmt: skip
         basis = PredictionBasis.tuned(pair, settings.middle_context)
 
-    def predict(runs: MethodRuns, case: BenchCase) -> PredictedSpeed | None:
+    def predict(runs: MethodRuns, case: EngineCase) -> PredictedSpeed | None:
         if basis is None or runs.method.kind is not Kind.SEQUOIA:
             return None
         return basis.predict(runs.tree, runs.drafts, case.batch_size, case.temperature)
@@ -123,7 +123,7 @@ def _rates(runs: MethodRuns) -> list[float]:
 
 
 def _result(
-    case: BenchCase,
+    case: EngineCase,
     runs: MethodRuns,
     plain: MethodRuns,
     predicted: PredictedSpeed | None,
@@ -155,7 +155,7 @@ def _result(
     )
 
 
-def _note(case: BenchCase, runs: MethodRuns, chain_is_wrong: bool) -> str | None:
+def _note(case: EngineCase, runs: MethodRuns, chain_is_wrong: bool) -> str | None:
     if runs.method.kind is Kind.CHAIN and case.temperature > 0 and chain_is_wrong:
         return CHAIN_SAMPLES_WRONGLY
     config = runs.method.speculative_config or {}

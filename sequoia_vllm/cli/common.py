@@ -19,7 +19,7 @@ _UNLIMITED = 10_000  # columns
 
 
 def console() -> Console:
-    """Standard output; where no terminal is, lines have any length, for who reads them."""
+    """Standard output; without a terminal lines have any length, for programs that read them."""
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _UNLIMITED
@@ -35,8 +35,7 @@ def error_console() -> Console:
 def friendly_errors() -> Iterator[None]:
     """Turns our errors into one message and exit code 2.
 
-    The message of each of them names the fix; any other error is a bug and keeps
-    its traceback.
+    Their messages name the fix. Any other error is a bug and keeps its traceback.
     """
     try:
         yield
@@ -58,7 +57,7 @@ def note(message: str) -> None:
 
 
 def print_json(data: Any) -> None:
-    """One JSON object, plain, lists of numbers on one line."""
+    """Prints one plain JSON object, with lists of numbers on one line."""
     from sequoia_vllm.json_file import dump_json
 
     typer.echo(dump_json(data), nl=False)
@@ -66,7 +65,7 @@ def print_json(data: Any) -> None:
 
 @contextmanager
 def engines_print_to_stderr() -> Iterator[None]:
-    """While engines run, what they and their processes print goes to standard error."""
+    """Sends what engines and their processes print to standard error."""
     sys.stdout.flush()
     ours = os.dup(1)
     os.dup2(2, 1)

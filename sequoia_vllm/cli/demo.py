@@ -28,7 +28,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def shipped_models(package: Path = _PACKAGE) -> Path:
-    """Where the demo's pair lies: inside the package, or beside it in a checkout."""
+    """Finds the demo's pair: inside the package, or beside it in a checkout."""
     inside = package / "examples" / "models"
     return inside if inside.is_dir() else package.parent / "examples" / "models"
 
@@ -153,7 +153,7 @@ def _as_dict(runs: MethodRuns, run: RoundRun) -> dict[str, Any]:
 
 
 def shown_completion(prompt: str, text: str) -> Panel:
-    """The end of a prompt, and the first lines of what was generated: as wide as these are."""
+    """Shows the end of a prompt and the first lines of its completion, as wide as these are."""
     from rich.markup import escape
     from rich.panel import Panel
 

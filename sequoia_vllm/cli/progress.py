@@ -27,11 +27,11 @@ def progress_bar(description: str) -> Iterator[Report]:
 
 
 class ProgressLines:
-    """What is done and what is left, in a line; of any thread.
+    """Says in a line what is done and what is left; may be called from any thread.
 
-    Time left is judged by the steps since the last phase began: where the count
-    of steps done starts anew, or another number of steps is announced before any
-    was done.
+    Time left is judged by the steps since the last phase began. A phase begins where the
+    count of steps done starts anew, or where another number of steps is announced before
+    any was done.
     """
 
     def __init__(self, description: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,7 +41,7 @@ class ProgressLines:
         self._state = ("starting", 0, 0)
 
     def report(self, what: str, done: int, total: int) -> None:
-        """As `Report`."""
+        """Takes the present state; see `Report`."""
         _, before, announced = self._state
         if done < before or (done == 0 and total != announced):
             self._phase_start = self._clock()
@@ -61,13 +61,13 @@ class ProgressLines:
 
 
 def minutes(seconds: float) -> str:
-    """As ``1:05``, minutes and seconds."""
+    """Formats seconds as minutes and seconds, like ``1:05``."""
     return f"{round(seconds) // 60}:{round(seconds) % 60:02d}"
 
 
 @contextmanager
 def _lines(lines: ProgressLines) -> Iterator[Report]:
-    """Prints a line whenever so much time has passed, however long a step takes."""
+    """Prints a line every `LINE_SECONDS`, however long a step takes."""
     ended = threading.Event()
     errors = error_console()
 

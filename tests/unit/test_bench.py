@@ -34,7 +34,7 @@ from sequoia_vllm.bench.report import (
     SearchedChain,
 )
 from sequoia_vllm.bench.report_figures import plot_report, shown
-from sequoia_vllm.bench.rounds import BenchCase, BenchSettings, RoundRun, batches
+from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, batches
 from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, results
 from sequoia_vllm.cli.bench import print_report
 from sequoia_vllm.config import OffloadSpec
@@ -337,7 +337,7 @@ def test_a_wrong_token_after_a_near_tie_is_an_error():
 
 def checked(output, gaps):
     """The greedy check of one output, in which plain vLLM's is [1, 2, 3]."""
-    case = BenchCase(1, 0.0)
+    case = EngineCase(1, 0.0)
     runs = [
         MethodRuns(method, None, 0, [replace(round_run(1), token_ids=[ids])])
         for method, ids in ((plain(), [1, 2, 3]), (chain("d", 2), output))
@@ -392,7 +392,7 @@ def round_run(rate, tokens_per_step=1.0, counters=None):
 
 
 TREE = TokenTree((-1, 0, 0, 1))
-CASES = [BenchCase(1, 0.0), BenchCase(1, 1.0)]
+CASES = [EngineCase(1, 0.0), EngineCase(1, 1.0)]
 
 
 def measurements():

@@ -29,13 +29,13 @@ from sequoia_vllm.bench.methods import (
     sequoia,
     usable_samplings,
 )
-from sequoia_vllm.bench.rounds import BenchCase, BenchSettings, run_round
+from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, run_round
 from sequoia_vllm.bench.run import results, searched
 from sequoia_vllm.measuring.engines import EngineSpec
 
 PROBABILISTIC = ("probabilistic",)
 BLOCK = ("probabilistic", "block")
-GREEDY, SAMPLED = BenchCase(1, 0.0), BenchCase(1, 1.0)
+GREEDY, SAMPLED = EngineCase(1, 0.0), EngineCase(1, 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +186,7 @@ class FakeEngine:
 
     def generate(self, prompts, temperature, max_tokens):
         drafts = self.method.most_drafts if self.method.kind is Kind.CHAIN else 0
-        chance = self.pair.chance(BenchCase(1, temperature), self.method.sampling)
+        chance = self.pair.chance(EngineCase(1, temperature), self.method.sampling)
         arrivals = [Arrival(0.1, (1,) * len(prompts), False)]
         for _ in range(4000):
             got = tuple(self._accepted(drafts, chance) + 1 for _ in prompts)
@@ -299,9 +299,9 @@ def test_a_third_chain_only_if_it_is_close():
 
 def test_every_case_gets_its_best_before_any_gets_another():
     found = {
-        BenchCase(1, 0.0): predicted(k1=1, k5=10, k6=9),
-        BenchCase(4, 0.0): predicted(k1=5, k3=10, k5=7),
-        BenchCase(16, 0.0): predicted(k1=10, k3=6, k5=2),
+        EngineCase(1, 0.0): predicted(k1=1, k5=10, k6=9),
+        EngineCase(4, 0.0): predicted(k1=5, k3=10, k5=7),
+        EngineCase(16, 0.0): predicted(k1=10, k3=6, k5=2),
     }
 
     def lengths(most):

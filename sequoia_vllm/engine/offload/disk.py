@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class _Layer:
     mapped: torch.Tensor | None = None
 
     def check_kept(self) -> None:
-        """That its weights are still the module's.
+        """Checks that its weights are still the module's.
 
         Raises:
             OffloadError: They are not.
@@ -99,7 +100,7 @@ class DiskOffloader(BaseOffloader):
         self._modules: list[nn.Module] = []
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[Any]:
-        """The same layers, whose weights vLLM loads into the file; a draft's stay as they are.
+        """Lets vLLM load the target's layers into the file; a draft's stay as they are.
 
         Args:
             modules_generator: Builds one layer after the other.
@@ -183,7 +184,7 @@ class DiskOffloader(BaseOffloader):
         )  # fmt: skip
 
     def _seal(self, layer: _Layer) -> Region:
-        """The layer's region, which holds its weights as they are now."""
+        """Seals the layer's region with its weights as they are now."""
         layer.check_kept()
         large = _large(layer.module)
         here = {weight.name: weight.mapped.data_ptr() for weight in layer.weights}
@@ -207,7 +208,7 @@ class DiskOffloader(BaseOffloader):
 
     @property
     def streamed_bytes(self) -> int:
-        """That are read in every pass of the target."""
+        """Bytes that are read in every pass of the target."""
         return sum(layer.region.length for layer in self._layers or () if layer.region)
 
     def close(self) -> None:
@@ -226,7 +227,7 @@ def _large(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _check_unshared(modules: Sequence[nn.Module]) -> None:
-    """Each layer has its own buffer, so that a weight of two would be in the wrong one for one.
+    """Checks that no weight belongs to two layers: each layer has a buffer of its own.
 
     Raises:
         OffloadError: Two of them share a large weight.
@@ -247,13 +248,13 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _place(region: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """Part of a region, seen as a tensor of a weight's shape, strides and dtype."""
+    """Views part of a region as a tensor of a weight's shape, strides and dtype."""
     storage = region[offset : offset + like.nbytes].view(like.dtype)
     return storage.as_strided(like.shape, like.stride(), storage.storage_offset())
 
 
 def _copy_what_is_not_zero(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Into a file of zeros: layers are built with memory that nothing was written to."""
+    """Copies into a file of zeros: most memory of a layer just built was never written to."""
     if not source.is_contiguous():
         target.copy_(source)
         return
@@ -264,10 +265,10 @@ def _copy_what_is_not_zero(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _keep_plain(layer: nn.Module) -> None:
-    """vLLM packs unquantised weights into memory that only oneDNN knows; not these.
+    """Keeps vLLM from packing unquantised weights into memory that only oneDNN knows.
 
-    A matrix product takes the plain ones, too. It reorders them at each call, which takes
-    a few per cent of the time that they take to come from a disk, and comes while others do.
+    A matrix product takes plain weights, too, and reorders them at each call. That takes a few
+    per cent of the time in which they come from a disk, while others are read.
     """
     for module in layer.modules():
         if isinstance(getattr(module, "quant_method", None), UnquantizedLinearMethod):
@@ -280,22 +281,17 @@ def _take_back_once_packed(layer: _Layer) -> None:
     vLLM processes modules one by one, once all weights are loaded: without this, all packed
     weights would be in memory before `DiskOffloader.post_init`.
     """
-    methods = (getattr(module, "quant_method", None) for module in layer.module.modules())
-    for method in {id(method): method for method in methods}.values():
-        if isinstance(method, QuantizeMethodBase):
-            process = method.process_weights_after_loading
-            method.process_weights_after_loading = _then_take_back(process, layer)
 
-
-def _then_take_back(
-    process: Callable[[nn.Module], None], layer: _Layer
-) -> Callable[[nn.Module], None]:
-    def processed(module: nn.Module) -> None:
+    def processed(process: Callable[[nn.Module], None], module: nn.Module) -> None:
         process(module)
         layer.check_kept()
         layer.take_back()
 
-    return processed
+    methods = (getattr(module, "quant_method", None) for module in layer.module.modules())
+    for method in {id(method): method for method in methods}.values():
+        if isinstance(method, QuantizeMethodBase):
+            process = method.process_weights_after_loading
+            method.process_weights_after_loading = partial(processed, process)
 
 
 def _hook(layer: nn.Module, number: int) -> None:
@@ -306,18 +302,15 @@ def _hook(layer: nn.Module, number: int) -> None:
         hidden = _activations((*args, *kwargs.values()))
         torch.ops.vllm.wait_prefetch(hidden, number)
         output = forward(*args, **kwargs)
-        torch.ops.vllm.start_prefetch(_activations(_as_tuple(output)), number)
+        outputs = output if isinstance(output, tuple) else (output,)
+        torch.ops.vllm.start_prefetch(_activations(outputs), number)
         return output
 
     layer.forward = streamed
 
 
-def _as_tuple(output: Any) -> tuple[Any, ...]:
-    return output if isinstance(output, tuple) else (output,)
-
-
 def _activations(values: tuple[Any, ...]) -> torch.Tensor:
-    """The first tensor that depends on weights: positions, which come first, do not."""
+    """Finds the first tensor that depends on weights: positions, which come first, do not."""
     for value in values:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value

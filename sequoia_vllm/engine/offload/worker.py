@@ -18,7 +18,7 @@ class OffloadingCPUWorker(CPUWorker):
     _offloader: DiskOffloader | None = None
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """As vLLM's, with our offloader in the place of the one for GPUs that its runner made.
+        """Loads the model with our offloader instead of the one for GPUs that vLLM's runner made.
 
         vLLM's V1 runner on CPUs does not say when weights are ready (``post_init``).
 
@@ -36,7 +36,7 @@ class OffloadingCPUWorker(CPUWorker):
             keep_freed_memory()
 
     def shutdown(self) -> Any:
-        """As vLLM's; then the disk's space is given back."""
+        """Shuts the worker down, then gives the disk's space back."""
         ended = super().shutdown()
         if self._offloader is not None:
             set_offloader(None)
