@@ -52,6 +52,7 @@ def manager_of(
         ),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        use_v2_model_runner=True,
         num_speculative_tokens=drafts,
         speculative_config=SimpleNamespace(
             num_speculative_tokens=drafts,
