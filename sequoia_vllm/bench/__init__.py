@@ -5,5 +5,5 @@
 - `chains`: the search for vLLM's best chain;
 - `measure`: all methods in alternating rounds, and the check of greedy outputs;
 - `predict`: what the cost model expects;
-- `run`, `report`, `report_figures`: the report of it all, its format and its pictures.
+- `run`, `report`: the report of it all, and its format.
 """

@@ -83,7 +83,6 @@ def bench(
     kv_cache_gib: CacheOption = 1.0,
     offload_directory: OffloadDirectoryOption = None,
     offload_memory_gib: OffloadMemoryOption = 0.0,
-    plot: Annotated[Path | None, typer.Option(help="Draw pictures into this folder.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -104,12 +103,9 @@ def bench(
         fail("give both --profile and --acceptance, or --predict to measure them, or neither")
     from sequoia_vllm.bench.predict import PredictionBasis
     from sequoia_vllm.bench.run import run_bench
-    from sequoia_vllm.figures import require_matplotlib
     from sequoia_vllm.prompts import load_prompts
 
     with friendly_errors():
-        if plot is not None:
-            require_matplotlib()
         check_models(target, draft)
         chosen = load_prompts(prompts, num_prompts)
         settings = _settings(options, chosen)
@@ -122,11 +118,6 @@ def bench(
             report = run_bench(settings, basis, _described(options, chosen), progress)
     if output is not None:
         write_file(output, report)
-    if plot is not None:
-        from sequoia_vllm.bench.report_figures import plot_report
-
-        for path in plot_report(report, plot):
-            note(f"drawn: {path}")
     _finish(report, as_json)
 
 

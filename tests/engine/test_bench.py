@@ -5,6 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.bench_pictures import plot_report
 from sequoia_vllm.bench import chains
 from sequoia_vllm.bench.engines import open_engines
 from sequoia_vllm.bench.methods import plain
@@ -49,12 +50,12 @@ def test_bench_of_the_embedded_pair(tmp_path):
         "--trees", "auto,8x3", "--rounds", "2", "--num-prompts", "2",
         "--profile", str(shipped / "profiles" / "amd-epyc-embedded.json"),
         "--acceptance", str(shipped / "acceptance" / "embedded-greedy.json"),
-        "--plot", str(tmp_path / "plots"), "--output", str(tmp_path / "bench.json"),
+        "--output", str(tmp_path / "bench.json"),
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
     found = BenchReport.model_validate(json.loads(done.stdout))
     assert found == BenchReport.model_validate_json((tmp_path / "bench.json").read_text())
-    assert len(list((tmp_path / "plots").glob("*.png"))) == 4
+    assert len(plot_report(found, tmp_path / "plots")) == 4
 
     cases = [(t, b) for t in (0, 1) for b in (1, 2)]
     methods = ["plain vLLM", "chain of 2", "chain of 3", "Sequoia auto", "Sequoia 8x3"]

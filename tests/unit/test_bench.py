@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from benchmarks.bench_pictures import main, plot_report, shown
 from sequoia_vllm.bench import engines, measure, run
 from sequoia_vllm.bench.decode_rate import Arrival, Steady, part_seconds, pooled, steady_part
 from sequoia_vllm.bench.engines import check_memory, engine_options
@@ -33,7 +35,6 @@ from sequoia_vllm.bench.report import (
     Mismatch,
     SearchedChain,
 )
-from sequoia_vllm.bench.report_figures import plot_report, shown
 from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, batches
 from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, results
 from sequoia_vllm.cli.bench import print_report
@@ -566,6 +567,19 @@ def test_plots(tmp_path):
     assert [path.name for path in drawn][-1] == "predicted.png"
     for path in drawn:
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_pictures_of_a_report_on_the_disk(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(report().to_dict()))
+    monkeypatch.setattr(sys, "argv", ["bench_pictures", str(path), str(tmp_path / "pictures")])
+    main()
+    drawn = capsys.readouterr().out.split()
+    assert [Path(name).exists() for name in drawn] == [True] * 3
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(typer.Exit):
+        main()
+    assert "pip install matplotlib" in " ".join(capsys.readouterr().err.split())
 
 
 def test_git_revision(tmp_path, monkeypatch):

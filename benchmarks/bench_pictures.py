@@ -1,20 +1,48 @@
-"""Pictures of a comparison (matplotlib, no display needed)."""
+"""Draws the report of a comparison (matplotlib, no display needed).
+
+``python -m benchmarks.bench_pictures bench.json pictures`` takes what ``sequoia-vllm bench
+--output bench.json`` wrote.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sequoia_vllm.bench.methods import Kind
+from sequoia_vllm.bench.methods import BenchError, Kind
 from sequoia_vllm.bench.report import BenchReport, Result
-from sequoia_vllm.figures import GREY, PALE, draw_grid, new_figure, save_figure, shades
+from sequoia_vllm.cli.common import friendly_errors
+from sequoia_vllm.figures import (
+    GREY,
+    PALE,
+    draw_grid,
+    new_figure,
+    require_matplotlib,
+    save_figure,
+    shades,
+)
+from sequoia_vllm.json_file import read_model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _PARTS = ("target", "draft", "drawing", "verify", "other")
+
+
+def main() -> None:
+    """Draws a report's pictures into a folder."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("report", type=Path, help="written by sequoia-vllm bench --output")
+    parser.add_argument("folder", type=Path, help="where the pictures go")
+    options = parser.parse_args()
+    with friendly_errors():
+        require_matplotlib()
+        report = read_model(options.report, BenchReport, "bench", BenchError)
+        for path in plot_report(report, options.folder):
+            print(path)
 
 
 def plot_report(report: BenchReport, folder: Path) -> list[Path]:
@@ -40,7 +68,7 @@ def plot_report(report: BenchReport, folder: Path) -> list[Path]:
 
 
 def shown(results: Sequence[Result]) -> list[Result]:
-    """The results that pictures show: of vLLM's chains the best one."""
+    """Selects the results that pictures show: of vLLM's chains only the best one."""
     return [result for result in results if result.kind is not Kind.CHAIN or result.best_chain]
 
 
@@ -48,7 +76,7 @@ Draw = Callable[["Axes", Sequence[Result], Sequence[int]], None]
 
 
 def _bars(report: BenchReport, path: Path, title: str, draw: Draw) -> Path:
-    """A panel for each temperature, a group of bars for each batch size."""
+    """Draws a panel for each temperature, with a group of bars for each batch size."""
     temperatures = sorted({result.temperature for result in report.results})
     groups = {t: [r for r in shown(report.results) if r.temperature == t] for t in temperatures}
     rows = max(map(len, groups.values()))
@@ -65,7 +93,7 @@ def _bars(report: BenchReport, path: Path, title: str, draw: Draw) -> Path:
 
 
 def _places(results: Sequence[Result]) -> list[int]:
-    """One row each, and an empty one between batch sizes."""
+    """Gives each result a row, with an empty one between batch sizes."""
     sizes = list(dict.fromkeys(result.batch_size for result in results))
     return [row + sizes.index(result.batch_size) for row, result in enumerate(results)]
 
@@ -148,3 +176,7 @@ def _save(figure: Figure, report: BenchReport, path: Path) -> Path:
     figure.supxlabel(said, fontsize=7.5, color=GREY)
     save_figure(figure, path)
     return path
+
+
+if __name__ == "__main__":
+    main()
