@@ -107,16 +107,11 @@ class BenchEngine:
 
     def drafts(self, batch_size: int) -> int:
         """Drafts of each request at this batch size."""
+        from sequoia_vllm.engine.common.draft_schedule import scheduled_drafts
+
         if self.method.kind is Kind.CHAIN:
             return self.method.most_drafts
-        tree = self.tree
-        if tree is None:
-            return 0
-        ranges = self._config.speculative_config.num_speculative_tokens_per_batch_size or []
-        for first, last, drafts in ranges:
-            if first <= batch_size <= last:
-                return int(drafts)
-        return int(ranges[-1][2]) if ranges else tree.num_speculative_tokens
+        return 0 if self.tree is None else scheduled_drafts(self._config)[batch_size - 1]
 
     def generate(
         self, prompts: Sequence[list[int]], temperature: float, max_tokens: int
