@@ -26,16 +26,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200, help="of each row, 200 at most")
     parser.add_argument("--max-tokens", type=int, default=96, help="of each completion")
     options = parser.parse_args()
-    from sequoia_vllm.verification import truncation
+    from sequoia_vllm.verification import sampling
 
-    leaning = truncation.LOWERED_BY
+    leaning = sampling.LOWERED_BY
     with running(options.prompts) as (llm, requests):
         print("temperature  setting       without       with")
         for temperature in TEMPERATURES:
             for name, setting in SETTINGS.items():
                 found = []
                 for lowered_by in (0.0, leaning):
-                    truncation.LOWERED_BY = lowered_by
+                    sampling.LOWERED_BY = lowered_by
                     found.append(_measure(llm, requests, options, temperature, setting))
                 print(f"{temperature:11}  {name:9}", *found, sep="  ", flush=True)
 

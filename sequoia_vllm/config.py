@@ -21,12 +21,11 @@ from sequoia_vllm.drafters import DrafterKind
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.json_input import MOST_PROBLEMS, key_name, shortened
 from sequoia_vllm.tree.token_tree import MOST_NODES, TokenTree
+from sequoia_vllm.verification.methods import MethodName
 
 METHOD = "sequoia"
 AUTO = "auto"
 ContextAttention = Literal["triton", "flash"]
-# As `sequoia_vllm.verification.Method`, which comes with torch.
-Verification = Literal["sequoia", "traversal"]
 # (first batch size, last batch size, drafts of each request)
 Schedule = list[tuple[int, int, int]]
 
@@ -142,7 +141,7 @@ class SequoiaConfig(_Strict):
         "the tree: a launch more, which may pay where contexts are long (`sequoia-vllm gpu-check` "
         "times both).",
     )
-    verification: Verification | None = Field(
+    verification: MethodName | None = Field(
         default=None,
         description="How sampled trees are verified; output has the target's law by either. "
         '"sequoia": by the paper\'s Algorithm 2, one decision after another. "traversal": whole '

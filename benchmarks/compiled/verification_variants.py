@@ -115,8 +115,8 @@ def verify_variants() -> list[Variant]:
             f"verify {target} target, {draft} draft, {vocabulary} tokens{tree.named}",
             verify_kernel,
             _verify_signature(target, draft),
-            {"BRANCHES": tree.branches, **verify._constants(vocabulary, columns=tree.columns)},
-            num_warps=verify._NUM_WARPS,
+            {"BRANCHES": tree.branches, **verify.lane_constants(vocabulary, columns=tree.columns)},
+            num_warps=verify.NUM_WARPS,
         )
         for target, draft, vocabulary, tree in (
             ("fp32", "bf16", 32000, _Tree()),
@@ -140,7 +140,7 @@ def traversal_variants() -> list[Variant]:
         ("bf16", "bf16", 128256, _LARGE), ("fp32", "fp16", 262144, _Tree()),
     ):  # fmt: skip
         name = f"{target} target, {draft} draft, {vocabulary} tokens{tree.named}"
-        constants = verify._constants(vocabulary, columns=tree.columns)
+        constants = verify.lane_constants(vocabulary, columns=tree.columns)
         shared = {
             "PARTS": triton.next_power_of_2(triton.cdiv(vocabulary, traversal._PART)),
             "BLOCKS": constants["BLOCKS"],
@@ -155,7 +155,7 @@ def traversal_variants() -> list[Variant]:
             ),
             Variant(
                 f"verify by traversal {name}", path_kernel, signature, {**shared, **lanes},
-                num_warps=verify._NUM_WARPS,
+                num_warps=verify.NUM_WARPS,
             ),
         ]  # fmt: skip
     return variants

@@ -14,7 +14,6 @@ from typing import Any
 from sequoia_vllm.calibration.counts import TAIL, estimate_acceptance, probing_tree
 from sequoia_vllm.calibration.probing import Budget, Checkpoint, Counters, Probe, StoppedBy
 from sequoia_vllm.calibration.workload import Workload
-from sequoia_vllm.config import Verification
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
 from sequoia_vllm.measuring.engines import (
@@ -39,6 +38,7 @@ from sequoia_vllm.prompts import (
     source_name,
 )
 from sequoia_vllm.tree.token_tree import TokenTree
+from sequoia_vllm.verification.methods import DEFAULT_METHOD
 
 Save = Callable[[AcceptanceFile], None]
 
@@ -81,7 +81,7 @@ class AcceptanceSettings:
     max_tokens_total: int = 100_000
     batch_size: int = 8
     tree: TokenTree | None = None
-    verification: Verification = "sequoia"
+    verification: str = DEFAULT_METHOD
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,11 @@ from sequoia_vllm.cli.measuring import (
     quiet_engines,
     write_file,
 )
+from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_names
 
 if TYPE_CHECKING:
     from sequoia_vllm.calibration.acceptance import AcceptanceSettings
-    from sequoia_vllm.config import OffloadSpec, Verification
+    from sequoia_vllm.config import OffloadSpec
     from sequoia_vllm.hardware.cost import Estimate
     from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
     from sequoia_vllm.library.pair_key import PairKey
@@ -205,7 +206,7 @@ def tune(
         entry = choose(vector, times, usual_context, max(sizes))
         if temperature > 0 and acceptance is None and entry.tree.size > 1:
             method, vector_of_method = _compared(how_to_calibrate, entry, vector, files, restart)
-            if method != "sequoia":
+            if method != DEFAULT_METHOD:
                 # A node's acceptance by traversal counts what lies below it, so a tree chosen
                 # from these counts would come out too shallow; how much of this one, is theirs.
                 entry = choose(vector_of_method, times, usual_context, max(sizes), entry.tree.tree)
@@ -259,16 +260,15 @@ def _compared(
     vector: AcceptanceFile,
     files: TunedFiles,
     restart: bool,
-) -> tuple[Verification, AcceptanceFile]:
+) -> tuple[str, AcceptanceFile]:
     """The verification that emits more from this tree, and its acceptance there.
 
-    With half of the tokens each that acceptance was measured with.
+    Each method gets half of the tokens that acceptance was measured with.
     """
     from sequoia_vllm.calibration.methods import better_method, refined, tokens_per_step
 
     tree = entry.tree.tree
-    methods: tuple[Verification, ...] = ("sequoia", "traversal")
-    measured: dict[Verification, AcceptanceFile] = {}
+    methods, measured = method_names(), {}
     for number, method in enumerate(methods, start=1):
         how = replace(
             settings, tree=tree, verification=method,
@@ -309,7 +309,7 @@ def _report(
         "tensor_parallel_size": pair.tensor_parallel_size,
         "speculates": entry.tree.size > 1,
         "tree": {"size": entry.tree.size, "depth": entry.tree.depth},
-        "verification": entry.verification or "sequoia",
+        "verification": entry.verification or DEFAULT_METHOD,
         "schedule": [list(row) for row in entry.schedule],
         "estimates": [estimate.to_dict() for estimate in entry.estimates],
         "tokens_margins": [None if one is None else round(one, 4) for one in known],

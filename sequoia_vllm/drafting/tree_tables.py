@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sequoia_vllm.drafting.draft_plan import inner_rows, rows_per_tree
-from sequoia_vllm.kernels.traversal import TraversalOrder
 from sequoia_vllm.tree import TokenTree
-from sequoia_vllm.verification import Topology
+from sequoia_vllm.verification.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -136,11 +134,6 @@ class TreeTables:
             tree = self.tree.trim(drafts + 1)
             self._levels[drafts] = DraftLevels(tree, self._inner_rows, self.ancestors.device)
         return self._levels[drafts]
-
-    @cached_property
-    def traversal_order(self) -> TraversalOrder:
-        """When traversal visits its nodes."""
-        return TraversalOrder.of(self.tree.parents, self.ancestors.device)
 
     @property
     def levels(self) -> DraftLevels:

@@ -29,13 +29,12 @@ from sequoia_vllm.testing.random_numbers import (
 )
 from sequoia_vllm.testing.verification import algorithm_2, match, traversal
 from sequoia_vllm.tree import TokenTree
-from sequoia_vllm.verification import Method
 
-_RULES: dict[Method, Callable[..., tuple[list[int], list[int]]]] = {
+_RULES: dict[str, Callable[..., tuple[list[int], list[int]]]] = {
     "sequoia": algorithm_2,
     "traversal": traversal,
 }
-_NAMES: dict[Method, str] = {
+_NAMES: dict[str, str] = {
     "sequoia": "verification sampled",
     "traversal": "verification by traversal",
 }
@@ -205,9 +204,7 @@ def _check_walks(run: StageRun, vocabulary: int) -> None:
     _check_matched_walks(run, batch, target)
 
 
-def _check_paths(
-    run: StageRun, batch: TreeBatch, target: NDArray[np.float64], method: Method
-) -> None:
+def _check_paths(run: StageRun, batch: TreeBatch, target: NDArray[np.float64], method: str) -> None:
     requests, _, vocabulary = target.shape
     wrong = decided = accepted = 0
     for request in range(requests):
@@ -230,7 +227,7 @@ def _check_paths(
 
 
 def _walk(
-    batch: TreeBatch, request: int, target: NDArray[np.float64], method: Method
+    batch: TreeBatch, request: int, target: NDArray[np.float64], method: str
 ) -> tuple[list[int], _KernelChance]:
     """The nodes that the plain form accepts of one request, whose P is ``target``, ``[N, V]``."""
     tree, row = batch.tables.tree, batch.tables.inner_rows.tolist()
@@ -293,7 +290,7 @@ def _matched(tree: TokenTree, mode: int, drafted: list[int], given: list[int]) -
     return emitted
 
 
-def _check_law(run: StageRun, method: Method) -> None:
+def _check_law(run: StageRun, method: str) -> None:
     """Drawing and verification together: first tokens have the target's law.
 
     The second, too; where a tree emits one token only, it is drawn here: by traversal the

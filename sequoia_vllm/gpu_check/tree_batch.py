@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,8 +12,7 @@ from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.tree_tables import Level, TreeTables
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
 from sequoia_vllm.kernels.trees_to_verify import TreesToVerify
-from sequoia_vllm.kernels.verify import verify_trees
-from sequoia_vllm.verification import Method
+from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_of
 
 
 class TreeBatch:
@@ -41,6 +42,7 @@ class TreeBatch:
         device, tree = tables.children.device, tables.tree
         inner = tables.levels.rows_per_tree
         self.tables = tables
+        self._method_tables: dict[str, Any] = {}
         self.drafted = DraftedTrees.empty(
             requests, requests * inner, inner, tree.size, vocabulary, dtype, device
         )
@@ -73,7 +75,7 @@ class TreeBatch:
         """Draws the children of one level's nodes; ``logits`` are ``[R * m, V]``."""
         self.drafted.draw(self.requests, self.num_reqs, self.tables.levels, level, logits)
 
-    def verify(self, logits: Tensor, target_tokens: Tensor, method: Method = "sequoia") -> None:
+    def verify(self, logits: Tensor, target_tokens: Tensor, method: str = DEFAULT_METHOD) -> None:
         """Verifies all trees; ``[R * N, V]`` before temperature, and int64 ``[R * N]``."""
         requests, drafted = self.requests, self.drafted
         trees = TreesToVerify(
@@ -95,10 +97,11 @@ class TreeBatch:
             num_sampled=self.num_sampled,
             accepted=self.accepted,
         )
-        verify_trees(
-            trees,
-            traversal=self.tables.traversal_order if method == "traversal" else None,
-        )
+        found = method_of(method)
+        if method not in self._method_tables:
+            parents = self.tables.tree.parents
+            self._method_tables[method] = found.tree_tables(parents, logits.device)
+        found.kernel_launcher()(trees, self._method_tables[method])
 
     def commit(self, layers: CacheLayers, block_table: Tensor) -> None:
         """Moves the accepted paths' keys and values behind their roots."""

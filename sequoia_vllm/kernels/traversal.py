@@ -14,6 +14,7 @@ from torch import Tensor
 from sequoia_vllm.kernels import target_statistics as statistics
 from sequoia_vllm.kernels.traversal_kernels import NEVER, NUM_STATES, path_kernel, wave_kernel
 from sequoia_vllm.kernels.trees_to_verify import TreesToVerify
+from sequoia_vllm.kernels.verify import NUM_WARPS, lane_constants, match_trees
 
 # Of a vocabulary, what one program of a wave reads.
 _PART = 4096
@@ -94,17 +95,33 @@ def _subtree_sizes(parents: Sequence[int]) -> list[int]:
 
 
 def traverse_trees(
-    trees: TreesToVerify, order: TraversalOrder, most_nodes: int, lanes: dict[str, int]
+    trees: TreesToVerify,
+    order: TraversalOrder,
+    *,
+    any_sampled: bool = True,
+    any_matched: bool = True,
+    most_nodes: int | None = None,
 ) -> None:
-    """Verifies requests in mode SAMPLED by traversal; of others nothing is read or written.
+    """Verifies requests in mode SAMPLED by traversal, and others as `verify_trees` does.
 
     Args:
-        trees: As of `verify_trees`, which checks them.
+        trees, any_sampled, any_matched, most_nodes: See `verify_trees`.
         order: Of the tree of ``trees.children``.
-        most_nodes: What no request has more of.
-        lanes: How the last token's row is read: compile-time constants of `path_kernel`.
+
+    Raises:
+        ValueError: See `TreesToVerify.check`.
     """
+    trees.check()
+    if any_matched:
+        match_trees(trees)
+    if any_sampled and len(trees.num_sampled) > 0:
+        _traverse(trees, order, trees.most_nodes(most_nodes))
+
+
+def _traverse(trees: TreesToVerify, order: TraversalOrder, most_nodes: int) -> None:
+    """The waves of nodes, then the paths; nothing of requests in other modes is touched."""
     requests, vocabulary, device = len(trees.num_sampled), trees.vocabulary, trees.logits.device
+    lanes = lane_constants(vocabulary, trees.sampled_tokens.shape[1])
     nodes, num_parts = len(order.nodes), triton.cdiv(vocabulary, _PART)
     found = statistics.target_statistics(
         trees.logits, trees.target_temperatures, trees.modes, trees.cu_num_logits, most_nodes
@@ -134,5 +151,5 @@ def traverse_trees(
     path_kernel[(requests,)](
         *of_requests, len(order.waves), *of_trees,
         trees.sampled_tokens, trees.num_sampled, trees.accepted,
-        *trees.sizes, num_parts, *trees.result_sizes, **constants, **lanes,
+        *trees.sizes, num_parts, *trees.result_sizes, **constants, **lanes, num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -84,6 +84,11 @@ class TreesToVerify:
             self.accepted.shape[1], self.accepted.stride(0),
         )  # fmt: skip
 
+    def most_nodes(self, most: int | None) -> int:
+        """Rows that no request has more of: ``most`` and the tree's nodes are bounds."""
+        all_nodes = len(self.children)
+        return min(most or all_nodes, all_nodes)
+
     def check(self) -> None:
         """Whether they fit together.
 

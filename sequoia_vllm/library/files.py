@@ -16,6 +16,7 @@ from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.json_file import FileModel, read_model
 from sequoia_vllm.tree.acceptance import Acceptance, AcceptanceError
 from sequoia_vllm.tree.token_tree import TokenTree
+from sequoia_vllm.verification.methods import MethodName
 
 LIBRARY_SCHEMA = "sequoia-vllm/tree-library/v1"
 USER_TREE_SCHEMA = "sequoia-vllm/user-tree/v1"
@@ -203,7 +204,7 @@ class TreeEntry(FileModel):
         "each request drafts that prefix of the tree; 0: no speculation.",
     )
     estimates: list[ScheduleEstimate] = Field(min_length=1)
-    verification: Literal["sequoia", "traversal"] | None = Field(
+    verification: MethodName | None = Field(
         default=None, description='What it was measured to be better with; none: "sequoia".'
     )
 

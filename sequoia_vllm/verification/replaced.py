@@ -20,9 +20,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sequoia_vllm.verification.result import DistributionAt, VerifyResult, topology_of
-from sequoia_vllm.verification.rows import true_indices
-from sequoia_vllm.verification.topology import PADDING, ROOT, Topology
+from sequoia_vllm.verification.topology import (
+    PADDING,
+    ROOT,
+    DistributionAt,
+    Topology,
+    VerifyResult,
+    topology_of,
+)
+from sequoia_vllm.verification.walk import true_indices
 
 
 def verify_replaced(
@@ -41,7 +47,7 @@ def verify_replaced(
     on what was drawn below it, and that P at its parent is 0 for the drawn token.
 
     Args:
-        verify: One of `METHODS`.
+        verify: The host function of a method (`methods`).
         target_at: P, as of `walk_tree`: after the path of scored tokens.
         draft_at: Q, as of `walk_tree`: what a node's children were drawn from, after whatever
             tokens.

@@ -1,7 +1,8 @@
-"""Child look-ups for a batch of token trees, from their ``parents``."""
+"""Trees as a verifier looks them up, and what it answers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,6 +13,9 @@ ROOT = -1
 """The root's entry in ``parents``."""
 PADDING = -2
 """The entry of a node that is not there: the tree is smaller than the batch's largest."""
+
+DistributionAt = Callable[[Tensor, Tensor], Tensor]
+"""``(requests[A], nodes[A]) -> float32 [A, V]``, a fresh tensor: the caller writes in it."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,40 @@ class Topology:
             return self
         moved = {name: getattr(self, name).to(device) for name in ("parents", "depths", "children")}
         return replace(self, **moved)
+
+
+def topology_of(parents: Tensor | Topology, tokens: Tensor) -> Topology:
+    """The look-ups of these trees, on the device of ``tokens``.
+
+    Raises:
+        ValueError: If ``parents`` does not hold trees, or differs from ``tokens`` in shape.
+    """
+    if isinstance(parents, Topology):
+        topology = parents.to(tokens.device)
+    else:
+        topology = Topology.from_parents(parents, tokens.device)
+    if topology.children.shape[:2] != tokens.shape:
+        raise ValueError(
+            f"tokens are {list(tokens.shape)} but parents {list(topology.children.shape[:2])}"
+        )
+    return topology
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """What verification decided, for B requests whose deepest tree has depth D.
+
+    Attributes:
+        accepted_nodes: int64 ``[B, D]``: the accepted path below the root, then -1.
+        output_tokens: int64 ``[B, D + 1]``: the tokens of that path, the target's
+            own token after it, then -1.
+        num_accepted: int64 ``[B]``: length of the path, so a request emits
+            ``num_accepted + 1`` tokens.
+    """
+
+    accepted_nodes: Tensor
+    output_tokens: Tensor
+    num_accepted: Tensor
 
 
 def _check_parents(parents: Tensor) -> None:

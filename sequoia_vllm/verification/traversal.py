@@ -1,19 +1,30 @@
-"""Traversal verification of token trees (arXiv 2505.12398): leaves first, whole paths at once."""
+"""Traversal verification of token trees (arXiv 2505.12398): leaves first, whole paths at once.
+
+On CPUs, by compiled code: see ``traversal.cpp``. GPUs have `sequoia_vllm.kernels.traversal`.
+"""
 
 from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from sequoia_vllm.cpp_library import load_library
 from sequoia_vllm.verification.randomness import Generators, node_uniforms
-from sequoia_vllm.verification.result import DistributionAt, VerifyResult, topology_of
-from sequoia_vllm.verification.rows import sample_rows, true_indices
-from sequoia_vllm.verification.topology import Topology
-from sequoia_vllm.verification.traversal_compiled import Traverse, load_traversal, traverse_rows
-from sequoia_vllm.verification.traversal_in_torch import visit_nodes
+from sequoia_vllm.verification.topology import DistributionAt, Topology, VerifyResult, topology_of
+from sequoia_vllm.verification.walk import sample_rows, true_indices, walk_tree
 
+_SOURCE = Path(__file__).with_name("traversal.cpp")
+# Threads cost more than they save below this many probabilities.
+_SERIAL_WORK = 1 << 20
 # Distributions that compiled code has at hand at once, twice: P and Q.
 _MOST_ROWS = 256
+
+Traverse = Callable[[ctypes.Structure], None]
 
 
 def traverse_tree(
@@ -32,20 +43,22 @@ def traverse_tree(
     Each request uses one uniform number per node of its tree, as `walk_tree`: the first picks
     the token that ends the path, the i-th after it (from 1) decides node i.
 
-    On CPUs that is compiled code, where there is a C++ compiler, and else torch.
+    Without a C++ compiler `walk_tree` verifies the trees instead, and the log says so once.
 
     Args:
-        target_at, draft_at, tokens, parents, generators: As of `walk_tree`, but that the
-            distributions of any node may be asked for, each once.
+        target_at, draft_at, tokens, parents, generators: See `walk_tree`. Tensors are on the
+            CPU. The distributions of any node may be asked for, each once.
 
     Raises:
-        ValueError: As `walk_tree`.
+        ValueError: See `walk_tree`; or the tensors are not on the CPU.
     """
+    if tokens.device.type != "cpu":
+        raise ValueError(f"trees on {tokens.device}: this traversal is for tensors on the CPU")
+    traverse = load_traversal()
+    if traverse is None:
+        return walk_tree(target_at, draft_at, tokens, parents, generators)
     topology = topology_of(parents, tokens)
     uniforms = node_uniforms(tokens.shape, topology, generators)
-    traverse = load_traversal() if tokens.device.type == "cpu" else None
-    if traverse is None:
-        return visit_nodes(target_at, draft_at, tokens, topology, uniforms)
     accepted, last_tokens = torch.empty(2, len(tokens), dtype=torch.int64)
     has_children = (topology.children >= 0).any(dim=2)
     for requests in torch.arange(len(tokens)).split(max(1, _MOST_ROWS // tokens.shape[1])):
@@ -106,3 +119,68 @@ def _result(
         emitted[there, depth - 1] = tokens[there, node[there]]
         node[there] = topology.parents[there, node[there]]
     return VerifyResult(path, emitted, count)
+
+
+class _Trees(ctypes.Structure):
+    """The source's ``Trees``: same fields, same order."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "children", "tokens", "rows", "uniforms", "target", "draft", "accepted", "rest",
+        )),
+        *((name, ctypes.c_int64) for name in (
+            "batch", "nodes", "branches", "vocabulary", "is_float64", "threads",
+        )),
+    )  # fmt: skip
+
+
+@cache
+def load_traversal() -> Traverse | None:
+    """The compiled function; None where it cannot be compiled (logged once)."""
+    library = load_library(
+        _SOURCE, "Sequoia verifies by Algorithm 2 instead of traversal, which must be compiled"
+    )
+    if library is None:
+        return None
+    traverse = library.sequoia_traverse
+    traverse.argtypes, traverse.restype = [ctypes.POINTER(_Trees)], None
+    return lambda trees: traverse(ctypes.byref(trees))
+
+
+def traverse_rows(
+    traverse: Traverse,
+    target: Tensor,
+    draft: Tensor,
+    rows: Tensor,
+    tokens: Tensor,
+    children: Tensor,
+    uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The end of each request's accepted path, with the decisions of `traverse_tree`.
+
+    Args:
+        traverse: From `load_traversal`.
+        target, draft: P and Q of the nodes with children, float32 or float64 ``[R, V]``, on the
+            CPU as all tensors.
+        rows: int64 ``[B, N+1]``: where those of each node are; read for no other node.
+        tokens: int64 ``[B, N+1]``; the root's is not read.
+        children: int64 ``[B, N+1, b]``, as in `Topology`.
+        uniforms: float64 ``[B, N+1]``, of `node_uniforms`.
+
+    Returns:
+        The accepted nodes, int64 ``[B]``, the root (0) where no other is; and what is left of
+        P at those with children, but for a factor, ``[B, V]``; of others anything.
+    """
+    (batch, nodes, branches), vocabulary = children.shape, target.shape[1]
+    accepted, rest = tokens.new_empty(batch), target.new_empty(batch, vocabulary)
+    # The structure holds addresses: the tensors must live as long.
+    given = [values.contiguous() for values in (children, tokens, rows, uniforms, target, draft)]
+    parallel = batch > 1 and len(target) * vocabulary > _SERIAL_WORK
+    traverse(
+        _Trees(
+            *(values.data_ptr() for values in (*given, accepted, rest)),
+            batch, nodes, branches, vocabulary, target.dtype == torch.float64,
+            torch.get_num_threads() if parallel else 1,
+        )
+    )  # fmt: skip
+    return accepted, rest

@@ -24,9 +24,12 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.engine.v1 import draft_sampling, verifier
 from sequoia_vllm.testing.laws import assert_same_law
+from sequoia_vllm.verification import methods
+from tests.support import target_only
 from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
 from tests.support.histories import Histories, penalised
 from tests.support.models import next_probabilities, prompts, save_llama, save_word_tokenizer
+from tests.support.target_only import TARGET_ONLY
 
 pytestmark = pytest.mark.engine
 
@@ -231,3 +234,27 @@ def test_a_draft_that_gives_nan_changes_no_law(tiny_pair, tmp_path, monkeypatch,
     assert_same_law(count(outputs, 3), law, FALSE_ALARM)
     [warning] = warnings  # once, however many nodes there were
     assert "NaN or infinite logits" in warning
+
+
+def test_a_method_that_was_registered_here_verifies(tiny_pair, monkeypatch):
+    """One token per step where it does; greedy requests do not go by it."""
+    target, draft = tiny_pair
+    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
+    methods.register(TARGET_ONLY)
+    monkeypatch.setattr(target_only, "called", [])
+    requests = [{"prompt_token_ids": PROMPT}] * COMPLETIONS[3]
+    common = {"ignore_eos": True, "detokenize": False}
+    greedy = SamplingParams(temperature=0, max_tokens=30, **common)
+    with running(None, model=target, **TINY) as llm:
+        plain = tokens_of(llm.generate(requests[:1], greedy, use_tqdm=False))
+    config = sequoia(size=12, depth=3, draft=draft, verification="target-only")
+    with running(config, model=target, **TINY) as llm:
+        assert target_only.called == ["compiled"]
+        sampled = SamplingParams(temperature=1.0, max_tokens=3, **common)
+        outputs = llm.generate(requests, sampled, use_tqdm=False)
+        assert metric(llm, "vllm:spec_decode_num_draft_tokens") > COMPLETIONS[3]
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") == 0
+        assert tokens_of(llm.generate(requests[:1], greedy, use_tqdm=False)) == plain
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
+    assert set(target_only.called) == {"compiled", "host"}
+    assert_same_law(count(outputs, 3), exact_law(target, 3, PLAIN[0]), FALSE_ALARM)

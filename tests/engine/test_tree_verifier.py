@@ -8,7 +8,7 @@ from sequoia_vllm.engine.v1.drafts import Draft, DraftedTrees, schedule_trees
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
 from sequoia_vllm.engine.v1.verifier import TreeVerifier
 from sequoia_vllm.tree import TokenTree
-from sequoia_vllm.verification import Truncation
+from sequoia_vllm.verification.sampling import Truncation
 
 TREE = TokenTree((-1, 0, 0, 1))
 VERIFIER = TreeVerifier(lambda logits: logits.argmax(dim=-1), None)

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from sequoia_vllm.kernels import commit, target_statistics, verify
+from sequoia_vllm.kernels import commit, target_statistics, traversal, verify
 from sequoia_vllm.kernels.children import DrawWorkspace
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED
-from sequoia_vllm.kernels.traversal import TraversalOrder
 from sequoia_vllm.testing.attention import commit_reference
 from tests.support import attending, committing, drawing, verifying
 from tests.support.device_apart import (
@@ -58,8 +57,8 @@ def test_children_are_drawn(monkeypatch):
 
 
 @pytest.mark.parametrize("few", [True, False])
-@pytest.mark.parametrize("by_traversal", [True, False])
-def test_trees_are_verified(few, by_traversal, monkeypatch):
+@pytest.mark.parametrize("method", ["traversal", "sequoia"])
+def test_trees_are_verified(few, method, monkeypatch):
     monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: few)
     calls = []
     rng = np.random.default_rng(0)
@@ -74,11 +73,14 @@ def test_trees_are_verified(few, by_traversal, monkeypatch):
         )
         for mode in (GREEDY, SAMPLED)
     ]
-    order = TraversalOrder.of(tree.parents, "cpu") if by_traversal else None
-    expected = verifying.run(tree, requests, traversal=order)
-    monkeypatch.setattr(verify, "verify_trees", as_on_device(verify.verify_trees, calls))
-    assert verifying.run(tree, requests, traversal=order) == expected
-    assert calls == ["verify_trees"]
+    expected = verifying.run(tree, requests, method=method)
+    module, name = {
+        "sequoia": (verify, "verify_trees"),
+        "traversal": (traversal, "traverse_trees"),
+    }[method]
+    monkeypatch.setattr(module, name, as_on_device(getattr(module, name), calls))
+    assert verifying.run(tree, requests, method=method) == expected
+    assert calls == [name]
 
 
 def test_trees_are_attended_to(monkeypatch):

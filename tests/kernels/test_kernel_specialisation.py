@@ -132,7 +132,7 @@ def test_chunks_of_a_batch_verify_with_one_version(record, columns):
             )
             verify.verify_trees(trees)
             for order in orders:
-                verify.verify_trees(trees, traversal=order)
+                traversal.traverse_trees(trees, order)
             pays = target_statistics.pays_off((stop - start) * nodes, logits.device)
             few_and_many.add(pays)
     assert few_and_many == {True, False}

@@ -29,7 +29,7 @@ def test_trees_are_verified(few, vocabulary, monkeypatch):
     monkeypatch.setattr(target_statistics, "pays_off", lambda rows, device: few)
     rng = np.random.default_rng(vocabulary)
     tree = Tree([-1, 0, 0, 1])
-    lanes = verify._constants(vocabulary, 1)["LANES"]
+    lanes = verify.lane_constants(vocabulary, 1)["LANES"]
     requests = []
     for first in (vocabulary - 1, 70_000):
         request = random_request(rng, tree, vocabulary, seed=first)

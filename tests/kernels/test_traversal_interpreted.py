@@ -34,7 +34,7 @@ def part(request, monkeypatch):
 
 
 def traverse(tree, requests, **options):
-    return run(tree, requests, traversal=TraversalOrder.of(tree.parents, CPU), **options)
+    return run(tree, requests, method="traversal", **options)
 
 
 def assert_as_reference(tree, requests, lanes, **options):

@@ -7,8 +7,8 @@ import torch
 
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
 from sequoia_vllm.kernels.truncation import LOWERED_BY, RANGE, RESOLUTION, lowest_inside
-from sequoia_vllm.verification import Truncation, lower_outside
-from sequoia_vllm.verification import truncation as readable
+from sequoia_vllm.verification import sampling as readable
+from sequoia_vllm.verification.sampling import Truncation, lower_outside
 from tests.support.drawing import draft_distribution, draw, sampled_reference
 from tests.support.truncations import TRUNCATIONS
 

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from sequoia_vllm.testing.verification import normalized
-from sequoia_vllm.verification import Topology
+from sequoia_vllm.verification.topology import Topology
 
 # Models have integer weights for each path.
 

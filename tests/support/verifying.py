@@ -1,4 +1,4 @@
-"""Calls `verify_trees` for batches of small trees, and the reference for each of them."""
+"""Verifies batches of small trees by the kernels, and by the reference for each of them."""
 
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from sequoia_vllm.kernels import verify
 from sequoia_vllm.kernels.modes import SAMPLED, SKIP
 from sequoia_vllm.kernels.random import RESIDUAL, VERIFY, uniform64
 from sequoia_vllm.kernels.trees_to_verify import TreesToVerify
 from sequoia_vllm.testing.verification import algorithm_2, draw_without_replacement, match
+from sequoia_vllm.verification.methods import method_of
 
 STALE = 77
 INF = float("inf")
@@ -83,7 +83,16 @@ class Request:
         return stats
 
 
-def run(tree, requests, *, dtype=torch.float32, token_dtype=torch.int32, columns=None, **options):
+def run(
+    tree,
+    requests,
+    *,
+    dtype=torch.float32,
+    token_dtype=torch.int32,
+    columns=None,
+    method="sequoia",
+    **options,
+):
     """Each request's accepted nodes and emitted tokens, after checking the padding."""
     inner = max(1, len(tree.inner))
     vocabulary = max(request.logits.shape[1] for request in requests)
@@ -127,7 +136,8 @@ def run(tree, requests, *, dtype=torch.float32, token_dtype=torch.int32, columns
         num_sampled=num_sampled,
         accepted=accepted,
     )
-    verify.verify_trees(trees, **options)
+    found = method_of(method)
+    found.kernel_launcher()(trees, found.tree_tables(tree.parents, "cpu"), **options)
     assert rows == logits.shape[0]
     results = []
     for i, count in enumerate(num_sampled.tolist()):

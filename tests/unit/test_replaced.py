@@ -27,7 +27,10 @@ from sequoia_vllm.testing.verification import (
     path_tokens,
     traversal,
 )
-from sequoia_vllm.verification import METHODS, VerifyResult, replaced, verify_replaced
+from sequoia_vllm.verification import replaced
+from sequoia_vllm.verification.methods import method_of
+from sequoia_vllm.verification.replaced import verify_replaced
+from sequoia_vllm.verification.topology import VerifyResult
 from tests.support.exact_models import depth_of, models
 
 RULES = {"sequoia": algorithm_2, "traversal": traversal}
@@ -290,7 +293,7 @@ def test_sampled_trees_are_lossless(method):
     padding = parents == -2
     drawn, scored = drawn.masked_fill(padding, 0), scored.masked_fill(padding, 0)
     found = verify_replaced(
-        METHODS[method],
+        method_of(method).host_function(),
         lambda requests, nodes: tables.target[state[requests, nodes]],
         lambda requests, nodes: tables.draft[drawn_state[requests, nodes]],
         drawn,
@@ -329,7 +332,7 @@ def test_what_a_stream_gives_does_not_depend_on_decisions(method):
         target, generator = torch.zeros(6), torch.Generator().manual_seed(1)
         target[likely] = 1
         found = verify_replaced(
-            METHODS[method],
+            method_of(method).host_function(),
             lambda requests, nodes, target=target: target.repeat(len(requests), 1),
             lambda requests, nodes: torch.full((len(requests), 6), 1 / 6),
             drawn,

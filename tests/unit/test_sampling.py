@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from scipy.stats import kstest
 
 from sequoia_vllm.testing.laws import assert_same_law, plackett_luce
-from sequoia_vllm.verification import draft_distribution, sample_without_replacement
-from sequoia_vllm.verification.sampling import _exponential
+from sequoia_vllm.verification.sampling import (
+    _exponential,
+    draft_distribution,
+    sample_without_replacement,
+)
 
 SAMPLES = 100_000
 

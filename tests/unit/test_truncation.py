@@ -9,13 +9,14 @@ from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
 from sequoia_vllm.testing.laws import assert_same_law, plackett_luce
 from sequoia_vllm.tree import TokenTree
-from sequoia_vllm.verification import (
+from sequoia_vllm.verification.sampling import (
+    LARGEST_NUCLEUS,
+    LOWERED_BY,
     Truncation,
     draft_distribution,
     lower_outside,
-    verify_tree,
 )
-from sequoia_vllm.verification.truncation import LARGEST_NUCLEUS, LOWERED_BY
+from sequoia_vllm.verification.walk import verify_tree
 from tests.support.truncations import TRUNCATIONS
 
 FALSE_ALARM = 1e-6

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sequoia_vllm.testing.verification import children_of
-from sequoia_vllm.verification import Topology
+from sequoia_vllm.verification.topology import Topology
 
 
 @st.composite

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from sequoia_vllm.testing.laws import assert_same_law
+from sequoia_vllm.verification.methods import register
+from tests.support import target_only
 from tests.support.block_heads import save_dflash2, save_dspark
 from tests.support.editing import SIBLINGS_FIRST, edited_params
 from tests.support.engines import running, sequoia
@@ -33,6 +35,7 @@ from tests.support.on_gpu import call_on_gpu
 from tests.support.on_v2 import call_on_v2
 from tests.support.rehearsing import generate_with_trees as rehearse
 from tests.support.rehearsing import rehearsing
+from tests.support.target_only import TARGET_ONLY
 from tests.support.vocabularies import save_words
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -481,3 +484,40 @@ def test_a_head_leaves_the_law(kind, tmp_path):
     answer = call_on_gpu(generate_for_law, tmp_path, target=target, draft=head, method="traversal")
     paths = (target, HEAD_TOKENS if kind in ("eagle3", "dspark") else list(range(LAW_VOCAB)))
     assert_follows_law(answer, paths, LAW_TOKENS["traversal"] / 24)
+
+
+# -- another method of verification ------------------------------------------------------
+
+
+def generate_target_only(models: str) -> dict[str, Any]:
+    """Sampled requests, then greedy ones, by a method that is registered here."""
+    from vllm import SamplingParams
+
+    register(TARGET_ONLY)
+    target, draft = f"{models}/target", f"{models}/draft"
+    requests = random_prompts([5, 9])
+    common = {"max_tokens": 12, "ignore_eos": True, "detokenize": False}
+    greedy = SamplingParams(temperature=0, **common)
+    answers = {}
+    with running(None, model=target, **TINY) as llm:
+        answers["plain"] = completions(llm.generate(requests, greedy, use_tqdm=False))
+    config = sequoia(size=8, depth=3, draft=draft, verification="target-only")
+    with running(config, model=target, **TINY) as llm:
+        counted(llm)
+        llm.generate(requests, SamplingParams(temperature=1.0, **common), use_tqdm=False)
+        answers["sampled"] = counted(llm)
+        answers["called"] = sorted(set(target_only.called))
+        answers["tokens"] = completions(llm.generate(requests, greedy, use_tqdm=False))
+        answers["greedy"] = counted(llm)
+    return answers
+
+
+def test_a_method_that_was_registered_there_verifies(tmp_path):
+    """One token per step where it does; greedy requests do not go by it."""
+    save_related_pair(tmp_path)
+    answer = call_on_v2(generate_target_only, tmp_path, models=str(tmp_path))
+    assert answer["called"] == ["kernel"]
+    assert answer["sampled"]["tree_steps"] > 10
+    assert answer["sampled"]["tokens_per_tree"] == 1
+    assert answer["tokens"] == answer["plain"]
+    assert answer["greedy"]["tokens_per_tree"] > 1.3

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sequoia_vllm.config import ContextAttention, Verification
+from sequoia_vllm.config import ContextAttention
 from sequoia_vllm.drafters import DrafterKind
 from sequoia_vllm.engine.common.config_tag import is_tagged, tag, tagged_settings
 from sequoia_vllm.tree import TokenTree
+from sequoia_vllm.verification.methods import DEFAULT_METHOD
 
 DECLINED = "sequoia_declined"
 
@@ -40,7 +41,7 @@ class SequoiaSettings:
     chosen_for: str | None
     versions: dict[str, str]
     context_attention: ContextAttention = "triton"
-    verification: Verification = "sequoia"
+    verification: str = DEFAULT_METHOD
     adapts_as: str | None = None
     expected_speedup: float | None = None
     drafter: DrafterKind = "model"

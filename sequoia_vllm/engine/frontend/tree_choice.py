@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from sequoia_vllm.config import AUTO, ConfigError, Schedule, SequoiaConfig, TreeSpec, Verification
+from sequoia_vllm.config import AUTO, ConfigError, Schedule, SequoiaConfig, TreeSpec
 from sequoia_vllm.engine.frontend.expected_gain import ExpectedGain
 from sequoia_vllm.hardware.choose import Schedule as StoredSchedule
 from sequoia_vllm.hardware.device import identify
@@ -18,6 +18,7 @@ from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vector, is_tree_file
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
+from sequoia_vllm.verification.methods import DEFAULT_METHOD
 
 USER = "user"  # what names of trees begin with that were tuned here
 DEFAULT_TREE = TreeSpec(size=16, depth=4)
@@ -45,7 +46,7 @@ class TreeChoice:
     source: str
     schedule: list[tuple[int, int, int]] | None = None
     device: str | None = None
-    verification: Verification = "sequoia"
+    verification: str = DEFAULT_METHOD
     gain: ExpectedGain = field(default_factory=ExpectedGain)
 
 
@@ -169,7 +170,7 @@ def _from_library(pair: PairKey, shapes: PairShapes | None) -> TreeChoice:
         selection.reason,
         schedule.ranges,
         pair.device,
-        selection.entry.verification or "sequoia",
+        selection.entry.verification or DEFAULT_METHOD,
         gain=_gain_of_schedule(schedule, HOW_TIMED[selection.entry.profile.source]),
     )
 

@@ -16,7 +16,7 @@ from sequoia_vllm.drafting.tree_tables import Level
 from sequoia_vllm.engine.v1.drafts import DraftedTrees
 from sequoia_vllm.engine.v1.seeded import gumbel_noise, peek_seeds
 from sequoia_vllm.tree import TokenTree
-from sequoia_vllm.verification import (
+from sequoia_vllm.verification.sampling import (
     GREEDY_BELOW,
     Truncation,
     draft_distribution,

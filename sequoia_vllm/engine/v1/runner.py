@@ -46,7 +46,8 @@ from sequoia_vllm.engine.v1.sampler_output import SamplerRows, combine_outputs, 
 from sequoia_vllm.engine.v1.seeded import SessionSeeds
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution, truncation_of
 from sequoia_vllm.engine.v1.verifier import TreeVerifier
-from sequoia_vllm.verification import VerifyResult, load_traversal
+from sequoia_vllm.verification.methods import method_of
+from sequoia_vllm.verification.topology import VerifyResult
 
 
 def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
@@ -83,8 +84,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             seeded_argmax=torch.ops._C.fused_gumbel_argmax,
             method=settings.verification,
         )
-        if settings.verification == "traversal":
-            load_traversal()  # compiled now, not in the first step
+        method_of(settings.verification).compile_host()  # now, not in the first step
         self.stats = StepStats(self.tree)
         self._edits = PathEdits(self.tree, device)
         self._thinks = thinks_first(vllm_config)

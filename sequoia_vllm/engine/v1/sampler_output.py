@@ -13,7 +13,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from sequoia_vllm.engine.v1.drafts import ScoringTrees
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
-from sequoia_vllm.verification import VerifyResult
+from sequoia_vllm.verification.topology import VerifyResult
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from sequoia_vllm.verification import GREEDY_BELOW, Truncation
+from sequoia_vllm.verification.sampling import GREEDY_BELOW, Truncation
 
 
 def truncation_of(metadata: SamplingMetadata, sampling_params: list[Any]) -> Truncation:

@@ -14,16 +14,10 @@ from torch import Tensor
 from sequoia_vllm.engine.v1.drafts import Draft, ScoringTrees
 from sequoia_vllm.engine.v1.seeded import consume_seeds, peek_seeds
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
-from sequoia_vllm.verification import (
-    METHODS,
-    Method,
-    Topology,
-    VerifyResult,
-    match_nodes,
-    match_tree,
-    verify_replaced,
-)
-from sequoia_vllm.verification.rows import take_rows
+from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_of
+from sequoia_vllm.verification.replaced import verify_replaced
+from sequoia_vllm.verification.topology import Topology, VerifyResult
+from sequoia_vllm.verification.walk import match_nodes, match_tree, take_rows
 
 
 @dataclass(frozen=True)
@@ -43,12 +37,12 @@ class TreeVerifier:
     Attributes:
         greedy_argmax: ``logits [R, V] -> tokens [R]``: the engine's own argmax.
         seeded_argmax: ``(logits [R, V], seeds [R]) -> tokens [R]``: likewise.
-        method: How sampled requests are verified.
+        method: Name of the method that verifies sampled requests.
     """
 
     greedy_argmax: Callable[[Tensor], Tensor]
     seeded_argmax: Callable[[Tensor, Tensor], Tensor]
-    method: Method = "sequoia"
+    method: str = DEFAULT_METHOD
 
     def verify(
         self,
@@ -143,7 +137,8 @@ class TreeVerifier:
         def draft_at(requests: Tensor, nodes: Tensor) -> Tensor:
             return probs[probs_rows[requests, nodes]]
 
-        verify, topology = METHODS[self.method], topology_of(trees.parents[chosen])
+        verify = method_of(self.method).host_function()
+        topology = topology_of(trees.parents[chosen])
         drawn, scored = trees.drawn[chosen], trees.tokens[chosen]
         if torch.equal(drawn, scored):
             return verify(target_at, draft_at, drawn, topology, generators=None)

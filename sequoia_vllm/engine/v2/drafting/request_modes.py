@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from sequoia_vllm.engine.common.request_options import most_drafts
 from sequoia_vllm.engine.core.eligibility import never_drafts
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
-from sequoia_vllm.verification import GREEDY_BELOW
+from sequoia_vllm.verification.sampling import GREEDY_BELOW
 
 _ANY_NUMBER = np.iinfo(np.int32).max
 

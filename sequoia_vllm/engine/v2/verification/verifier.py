@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +33,7 @@ from sequoia_vllm.engine.v2.verification.logits_needs import LogitsNeeds
 from sequoia_vllm.kernels.modes import SAMPLED
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
 from sequoia_vllm.kernels.trees_to_verify import TreesToVerify
-from sequoia_vllm.kernels.verify import verify_trees
-from sequoia_vllm.verification import Method
+from sequoia_vllm.verification.methods import method_of
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,14 @@ class TreeVerifier(RejectionSampler):
     Args:
         sampler: vLLM's sampler, whose sampling parameters, noise and logprobs are used.
         speculator: The proposer that drew the drafts.
-        method: How sampled requests are verified.
+        method: Name of the method that verifies sampled requests.
     """
 
-    def __init__(self, sampler: Sampler, speculator: TreeProposerV2, method: Method) -> None:
+    def __init__(self, sampler: Sampler, speculator: TreeProposerV2, method: str) -> None:
         super().__init__(sampler, speculator.speculative_config, speculator.device)
         self._speculator = speculator
-        self._traverses = method == "traversal"
+        self._method = method_of(method)
+        self._verify_trees = self._method.kernel_launcher()
         self._needs = LogitsNeeds(sampler)
         self.sampler.add_request = self._needs.add_request
         self.sampler.sampling_states.add_request = self._needs.add_to_states
@@ -253,7 +254,7 @@ class TreeVerifier(RejectionSampler):
         any_matched: bool = True,
         most_nodes: int | None = None,
     ) -> None:
-        """Launches the kernels that verify these requests' trees; see `verify_trees`.
+        """Launches the kernels that verify these requests' trees; see `kernels.verify`.
 
         Args:
             logits: ``[rows, V]``, final but for...
@@ -285,13 +286,19 @@ class TreeVerifier(RejectionSampler):
             num_sampled=verified.num_sampled,
             accepted=verified.accepted,
         )
-        verify_trees(
+        self._verify_trees(
             trees,
+            self._tables_of_method,
             any_sampled=any_sampled,
             any_matched=any_matched,
-            traversal=tables.traversal_order if self._traverses else None,
             most_nodes=most_nodes,
         )
+
+    @cached_property
+    def _tables_of_method(self) -> Any:
+        # Made in the first step: what is made while models are loaded does not survive sleep.
+        speculator = self._speculator
+        return self._method.tree_tables(speculator.tree.parents, speculator.device)
 
     def _leaves_temperatures(self, slots: NDArray[np.intp], sampled: NDArray[np.bool_]) -> bool:
         """Whether what these requests' logits need is left to the walk: temperatures alone.

@@ -13,17 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_of
 from sequoia_vllm.verification.randomness import Generators, node_uniforms
-from sequoia_vllm.verification.result import DistributionAt, Method, VerifyResult, topology_of
-from sequoia_vllm.verification.rows import (
-    probability_of,
-    sample_rows,
-    take_rows,
-    true_indices,
-    without_token,
-)
-from sequoia_vllm.verification.topology import Topology
-from sequoia_vllm.verification.traversal import traverse_tree
+from sequoia_vllm.verification.topology import DistributionAt, Topology, VerifyResult, topology_of
 
 TokenAt = Callable[[Tensor, Tensor, int], Tensor]
 """``(requests[A], nodes[A], depth) -> int64 [A]``: the target's token after each node."""
@@ -37,9 +29,9 @@ def verify_tree(
     tokens: Tensor,
     parents: Tensor | Topology,
     generators: Generators = None,
-    method: Method = "sequoia",
+    method: str = DEFAULT_METHOD,
 ) -> VerifyResult:
-    """Verifies trees of which the distributions are already computed for every node.
+    """Verifies trees whose distributions are computed for every node already.
 
     Args:
         target_probs: float32 ``[B, N+1, V]``, P at each node: after the
@@ -50,15 +42,13 @@ def verify_tree(
         tokens: See `walk_tree`, which also explains the rest.
         parents: See `walk_tree`.
         generators: See `walk_tree`.
-        method: "sequoia": Algorithm 2 (`walk_tree`); "traversal": `traverse_tree`, which
-            emits tokens of the same law, and never fewer of them.
+        method: Name of a registered method: "sequoia" is `walk_tree`; "traversal" emits tokens
+            of the same law, and never fewer of them on average.
 
     Raises:
         ValueError: As `walk_tree`; or there is no such method.
     """
-    if method not in METHODS:
-        raise ValueError(f"there is no method {method!r}: give one of {', '.join(METHODS)}")
-    return METHODS[method](
+    return method_of(method).host_function()(
         lambda requests, nodes: target_probs[requests, nodes],
         lambda requests, nodes: draft_probs[requests, nodes],
         tokens,
@@ -126,13 +116,6 @@ def walk_tree(
         return accepted, emitted, moving
 
     return _walk(choose, topology, tokens)
-
-
-METHODS: dict[Method, Callable[..., VerifyResult]] = {
-    "sequoia": walk_tree,
-    "traversal": traverse_tree,
-}
-"""What verifies sampled trees by each method; all are called as `walk_tree`."""
 
 
 def match_tree(
@@ -289,3 +272,48 @@ def _partition(mask: Tensor) -> tuple[Tensor, Tensor]:
     order = mask.byte().argsort(descending=True, stable=True)  # not every device sorts bool
     split = int(mask.sum())
     return order[:split], order[split:]
+
+
+# -- batches of distributions, each ``[A, V]`` ---------------------------------------
+
+
+def without_token(draft: Tensor, token: Tensor, rejected: Tensor) -> Tensor:
+    """D without a token: D[x] = 0, D = norm(D); in place.
+
+    Args:
+        draft: D, ``[A, V]``; overwritten.
+        token: int64 ``[A]``: the child that was rejected last.
+        rejected: int64 ``[A, rank + 1]``: all children so far, this one included. Where D
+            has nothing left, it becomes uniform over the other tokens.
+    """
+    draft.scatter_(1, token[:, None], 0.0)
+    mass = draft.sum(dim=1, keepdim=True)
+    exhausted = mass == 0
+    uniform = exhausted.to(draft.dtype) / max(draft.shape[1] - rejected.shape[1], 1)
+    # One pass for both cases: D / mass + 0, or 0 / 1 + uniform.
+    torch.addcdiv(uniform, draft, mass + exhausted, out=draft)
+    return draft.scatter_(1, rejected, 0.0)
+
+
+def sample_rows(distribution: Tensor, uniform: Tensor) -> Tensor:
+    """One token per row of ``[A, V]`` by inversion, with ``uniform`` ``[A]`` in [0, 1)."""
+    # float64: in float32 the sums of a large vocabulary lose its rare tokens.
+    cumulative = distribution.cumsum(dim=1, dtype=torch.float64)
+    threshold = uniform[:, None] * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+    return index.clamp_(max=distribution.shape[1] - 1)
+
+
+def probability_of(distribution: Tensor, token: Tensor) -> Tensor:
+    """``[A]``: the probability of one token per row."""
+    return distribution.gather(1, token[:, None]).squeeze(1)
+
+
+def take_rows(values: Tensor, rows: Tensor) -> Tensor:
+    """``values[rows]`` for increasing rows; no copy where that is all of them."""
+    return values if rows.numel() == values.shape[0] else values.index_select(0, rows)
+
+
+def true_indices(mask: Tensor) -> Tensor:
+    """Where a mask ``[A]`` holds; waits for the device."""
+    return mask.nonzero().squeeze(1)

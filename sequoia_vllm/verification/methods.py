@@ -1,0 +1,115 @@
+"""Methods of verifying sampled trees: one record for each, found by its name.
+
+Code is named, not imported: configuration and files ask for names where there is neither torch
+nor Triton. A plugin of vLLM's group ``vllm.general_plugins``, which vLLM loads in every process,
+adds a method by `register`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to verify sampled trees. Each part of its code is given as "module:name".
+
+    Attributes:
+        name: What users write as ``"verification"``.
+        host: Verifies on the host (Model Runner V1); called as `walk.walk_tree` is.
+        kernel: Launches the kernels (Model Runner V2); called as `kernels.verify.verify_trees`.
+        compiled: Called once at start, compiles what ``host`` runs; None: nothing is compiled.
+        tables: Called with a tree's parents and a device, makes what ``kernel`` needs of the
+            tree; None: nothing.
+    """
+
+    name: str
+    host: str
+    kernel: str
+    compiled: str | None = None
+    tables: str | None = None
+
+    def host_function(self) -> Callable[..., Any]:
+        """The function that verifies on the host."""
+        return _imported(self.host)
+
+    def kernel_launcher(self) -> Callable[..., None]:
+        """The function that launches the kernels; importing it needs Triton."""
+        return _imported(self.kernel)
+
+    def compile_host(self) -> None:
+        """Compiles now what `host_function` would compile in its first step."""
+        if self.compiled is not None:
+            _imported(self.compiled)()
+
+    def tree_tables(self, parents: Sequence[int], device: Any) -> Any:
+        """What `kernel_launcher` needs of a tree, or None."""
+        return None if self.tables is None else _imported(self.tables)(parents, device)
+
+
+def _imported(code: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = resolve_name(code)
+    return found
+
+
+_METHODS: dict[str, Method] = {}
+
+
+def register(method: Method) -> None:
+    """Adds a method.
+
+    Raises:
+        ValueError: There is another one of its name.
+    """
+    if _METHODS.setdefault(method.name, method) != method:
+        raise ValueError(f"there is a method {method.name!r} of verification already")
+
+
+def method_names() -> tuple[str, ...]:
+    """The names of all methods, the default first."""
+    return tuple(_METHODS)
+
+
+def method_of(name: str) -> Method:
+    """The record of a method.
+
+    Raises:
+        ValueError: There is no such method; names those that there are.
+    """
+    if name not in _METHODS:
+        raise ValueError(f"there is no method {name!r}: give one of {', '.join(_METHODS)}")
+    return _METHODS[name]
+
+
+def _known(name: str) -> str:
+    return method_of(name).name
+
+
+MethodName = Annotated[str, AfterValidator(_known)]
+"""A field of configurations and files that names a method."""
+
+DEFAULT_METHOD = "sequoia"
+"""The paper's: Algorithm 2 of arXiv 2402.12374."""
+
+register(
+    Method(
+        DEFAULT_METHOD,
+        host="sequoia_vllm.verification.walk:walk_tree",
+        kernel="sequoia_vllm.kernels.verify:verify_trees",
+    )
+)
+# Traversal verification, arXiv 2505.12398.
+register(
+    Method(
+        "traversal",
+        host="sequoia_vllm.verification.traversal:traverse_tree",
+        kernel="sequoia_vllm.kernels.traversal:traverse_trees",
+        compiled="sequoia_vllm.verification.traversal:load_traversal",
+        tables="sequoia_vllm.kernels.traversal:TraversalOrder.of",
+    )
+)
