@@ -2,7 +2,7 @@
 """A request's min-p, top-k and top-p on the draft's side: Q leans into the nucleus.
 
 Why, and why tokens outside are lowered instead of excluded, is said in
-`sequoia_vllm.verification.truncation`. Here two launches per level find where each row's
+`sequoia_vllm.verification.sampling`. Here two launches per level find where each row's
 nucleus ends, without sorting: by counting, in blocks of the vocabulary, how many tokens are
 how far from the best one. The kernels that draw children lower what is below that end. It is
 known to a `RESOLUTION`, with all tokens of one bin weighed alike, and is `RANGE` below the

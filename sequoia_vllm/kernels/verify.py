@@ -47,7 +47,7 @@ def verify_trees(
 
     Args:
         trees: What to verify.
-        tables: What the launcher needs of the tree by `Method.tree_tables`; here nothing.
+        tables: What the launcher needs of the tree (`VerificationMethod.tree_tables`): nothing.
         any_sampled, any_matched: False saves launches, where no request is in mode SAMPLED,
             or all are.
         most_nodes: No request has more rows; saves programs and launches.

@@ -16,7 +16,7 @@ from pydantic import AfterValidator
 
 
 @dataclass(frozen=True)
-class Method:
+class VerificationMethod:
     """One way to verify sampled trees. Each part of its code is given as "module:name".
 
     Attributes:
@@ -57,10 +57,10 @@ def _imported(code: str) -> Callable[..., Any]:
     return found
 
 
-_METHODS: dict[str, Method] = {}
+_METHODS: dict[str, VerificationMethod] = {}
 
 
-def register(method: Method) -> None:
+def register(method: VerificationMethod) -> None:
     """Adds a method.
 
     Raises:
@@ -75,7 +75,7 @@ def method_names() -> tuple[str, ...]:
     return tuple(_METHODS)
 
 
-def method_of(name: str) -> Method:
+def method_of(name: str) -> VerificationMethod:
     """The record of a method.
 
     Raises:
@@ -97,7 +97,7 @@ DEFAULT_METHOD = "sequoia"
 """The paper's: Algorithm 2 of arXiv 2402.12374."""
 
 register(
-    Method(
+    VerificationMethod(
         DEFAULT_METHOD,
         host="sequoia_vllm.verification.walk:walk_tree",
         kernel="sequoia_vllm.kernels.verify:verify_trees",
@@ -105,7 +105,7 @@ register(
 )
 # Traversal verification, arXiv 2505.12398.
 register(
-    Method(
+    VerificationMethod(
         "traversal",
         host="sequoia_vllm.verification.traversal:traverse_tree",
         kernel="sequoia_vllm.kernels.traversal:traverse_trees",

@@ -111,7 +111,7 @@ struct Open {
 
 extern "C" {
 
-// `sequoia_vllm.verification.traversal_compiled._Trees`: same fields, same order.
+// `sequoia_vllm.verification.traversal._Trees`: same fields, same order.
 struct Trees {
   const int64_t *children, *tokens, *rows;  // [B, N, b], [B, N], [B, N]
   const double* uniforms;                   // [B, N]

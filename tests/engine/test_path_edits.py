@@ -8,7 +8,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from sequoia_vllm.engine.v1.drafts import Draft, DraftedTrees, schedule_trees
+from sequoia_vllm.engine.v1.drafts import Draft, DraftedTreesV1, schedule_trees
 from sequoia_vllm.engine.v1.path_edits import PathEdits
 from sequoia_vllm.tree import TokenTree
 from tests.support.histories import Histories, penalised, with_bad_words
@@ -39,7 +39,7 @@ def trees_of(found: Histories):
     rows = zip(found.requests, found.nodes, found.token_ids, strict=True)
     for request, node, token in rows:
         tokens[request, node] = token
-    grown = DraftedTrees(tokens, torch.zeros(0, VOCABULARY), torch.full_like(tokens, -1))
+    grown = DraftedTreesV1(tokens, torch.zeros(0, VOCABULARY), torch.full_like(tokens, -1))
     scheduled = {name: tokens[index, 1 : SIZES[index]].tolist() for index, name in enumerate(names)}
     return schedule_trees(
         TREE,

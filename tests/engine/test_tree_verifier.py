@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from sequoia_vllm.engine.v1.drafts import Draft, DraftedTrees, schedule_trees
+from sequoia_vllm.engine.v1.drafts import Draft, DraftedTreesV1, schedule_trees
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
-from sequoia_vllm.engine.v1.verifier import TreeVerifier
+from sequoia_vllm.engine.v1.verifier import TreeVerifierV1
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.sampling import Truncation
 
 TREE = TokenTree((-1, 0, 0, 1))
-VERIFIER = TreeVerifier(lambda logits: logits.argmax(dim=-1), None)
+VERIFIER = TreeVerifierV1(lambda logits: logits.argmax(dim=-1), None)
 
 
 def verified(
@@ -21,7 +21,7 @@ def verified(
     """What is emitted where row i of the logits says token ``rows[i]``; drafted were 1, 2 and 3."""
     tokens = torch.tensor([[0, 1, 2, 3]]).expand(len(scheduled), -1)
     probs = torch.full((2, 9), 1 / 9)
-    grown = DraftedTrees(tokens, probs, torch.tensor([[0, 1, -1, -1]]).expand_as(tokens))
+    grown = DraftedTreesV1(tokens, probs, torch.tensor([[0, 1, -1, -1]]).expand_as(tokens))
     lengths = np.ones(len(request_index), dtype=np.int64)
     for request, drafts in scheduled.items():
         lengths[request_index[request]] = len(drafts) + 1

@@ -118,9 +118,9 @@ def processed_chunks() -> Iterator[list[bool]]:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
     from sequoia_vllm.engine.common.patched import patched
-    from sequoia_vllm.engine.v2.verification.verifier import TreeVerifier
+    from sequoia_vllm.engine.v2.verification.verifier import TreeVerifierV2
 
-    apply, verify = Sampler.apply_sampling_params, TreeVerifier._verify_requests
+    apply, verify = Sampler.apply_sampling_params, TreeVerifierV2._verify_requests
     calls, chunks = [], []
 
     def applying(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -134,7 +134,7 @@ def processed_chunks() -> Iterator[list[bool]]:
 
     with (
         patched(Sampler, "apply_sampling_params", applying),
-        patched(TreeVerifier, "_verify_requests", verifying),
+        patched(TreeVerifierV2, "_verify_requests", verifying),
     ):
         yield chunks
 

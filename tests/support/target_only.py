@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import pad
 
-from sequoia_vllm.verification.methods import Method
+from sequoia_vllm.verification.methods import VerificationMethod
 from sequoia_vllm.verification.topology import VerifyResult, topology_of
 from sequoia_vllm.verification.walk import walk_tree
 
 HERE = __name__
-TARGET_ONLY = Method(
+TARGET_ONLY = VerificationMethod(
     "target-only",
     host=f"{HERE}:verify_on_host",
     kernel=f"{HERE}:launch",

@@ -6,7 +6,7 @@ import pytest
 
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.verification import methods
-from sequoia_vllm.verification.methods import Method, method_names, method_of, register
+from sequoia_vllm.verification.methods import VerificationMethod, method_names, method_of, register
 from sequoia_vllm.verification.walk import verify_tree
 from tests.support.target_only import TARGET_ONLY
 from tests.support.tree_problems import as_lists, generator, random_problem
@@ -46,4 +46,4 @@ def test_one_registration_makes_a_method_known():
 
 def test_a_name_is_given_once():
     with pytest.raises(ValueError, match="there is a method 'traversal' of verification already"):
-        register(Method("traversal", host="a:b", kernel="c:d"))
+        register(VerificationMethod("traversal", host="a:b", kernel="c:d"))

@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from sequoia_vllm.drafting.tree_tables import Level
-from sequoia_vllm.engine.v1.drafts import DraftedTrees
+from sequoia_vllm.engine.v1.drafts import DraftedTreesV1
 from sequoia_vllm.engine.v1.seeded import gumbel_noise, peek_seeds
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.sampling import (
@@ -171,13 +171,13 @@ class DraftSampling:
             drawn[self.seeded] = self._seeded_children(per_request[self.seeded], level)
         return drawn
 
-    def finish(self, tokens: Tensor) -> DraftedTrees:
+    def finish(self, tokens: Tensor) -> DraftedTreesV1:
         """What the pass grew.
 
         Args:
             tokens: int64 ``[B, size]``: the trees' tokens in stored order.
         """
-        return DraftedTrees(tokens, self._probs, self._probs_rows)
+        return DraftedTreesV1(tokens, self._probs, self._probs_rows)
 
     def _seeded_children(self, logits: Tensor, level: Level) -> Tensor:
         """int64 ``[S, m, b]``, of seeded requests' logits ``[S, m, V]``."""

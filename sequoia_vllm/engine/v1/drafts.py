@@ -1,8 +1,8 @@
 """The trees of a batch: as the proposer grew them, and as the scheduler sends them back.
 
-A step grows trees (`DraftedTrees`) and returns their tokens to vLLM's scheduler, which
+A step grows trees (`DraftedTreesV1`) and returns their tokens to vLLM's scheduler, which
 may cut them, and where a grammar forbids some replace these (`engine.core.grammar`). The next step
-lays out what comes back (`ScoringTrees`), scores and verifies it.
+lays out what comes back (`ScoringTreesV1`), scores and verifies it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sequoia_vllm.tree import TokenTree
 
 
 @dataclass(frozen=True)
-class DraftedTrees:
+class DraftedTreesV1:
     """What one drafting pass grew, for the B requests that it drew drafts for.
 
     `TreeProposerV1.grow` returns it at the end of a step, and the runner keeps it for
@@ -42,9 +42,9 @@ class DraftedTrees:
 
 @dataclass(frozen=True)
 class Draft:
-    """The tree of one request: a row of a `DraftedTrees`."""
+    """The tree of one request: a row of a `DraftedTreesV1`."""
 
-    grown: DraftedTrees
+    grown: DraftedTreesV1
     row: int
 
     def first(self, count: int) -> list[int]:
@@ -54,7 +54,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class ScoringTrees:
+class ScoringTreesV1:
     """The trees of one step's batch: which of its rows they are, and what was drafted.
 
     `schedule_trees` makes it before the target's forward. The attention metadata, the
@@ -112,7 +112,7 @@ def schedule_trees(
     query_ends: np.ndarray,
     seq_lens: np.ndarray,
     device: torch.device,
-) -> ScoringTrees | None:
+) -> ScoringTreesV1 | None:
     """Matches the drafts that the scheduler sent back with what was grown.
 
     Args:
@@ -166,7 +166,7 @@ def schedule_trees(
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    return ScoringTrees(
+    return ScoringTreesV1(
         requests=tensor(requests.astype(np.int64)),
         num_nodes=tensor(num_nodes.astype(np.int64)),
         context_lens=tensor(seq_lens[requests].astype(np.int64) - num_nodes),

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.utils import apply_penalties
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-from sequoia_vllm.engine.v1.drafts import ScoringTrees
+from sequoia_vllm.engine.v1.drafts import ScoringTreesV1
 from sequoia_vllm.tree import TokenTree
 
 
@@ -58,7 +58,7 @@ class PathEdits:
     def edited(
         self,
         logits: Tensor,
-        trees: ScoringTrees,
+        trees: ScoringTreesV1,
         metadata: SamplingMetadata,
         sampling_params: Sequence[Any],
         batch: InputBatch,
@@ -102,7 +102,7 @@ class PathEdits:
         found[nodes.rows] = own
         return found
 
-    def _nodes(self, trees: ScoringTrees, chosen: Tensor) -> NodesToEdit:
+    def _nodes(self, trees: ScoringTreesV1, chosen: Tensor) -> NodesToEdit:
         """All nodes of the chosen trees; ``chosen``: bool ``[B]``."""
         is_node = trees.is_node & chosen[:, None]
         tree, node = is_node.nonzero(as_tuple=True)

@@ -22,7 +22,7 @@ from sequoia_vllm.engine.runner.cpu_attention import CPUTreeAttentionMetadata, T
 from sequoia_vllm.engine.runner.vocabulary import draft_vocabulary
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
-from sequoia_vllm.engine.v1.drafts import DraftedTrees
+from sequoia_vllm.engine.v1.drafts import DraftedTreesV1
 
 PADDING_SLOT = -1  # vLLM's cache-update op skips it
 
@@ -140,7 +140,7 @@ class TreeProposerV1(DraftModelProposer):
         root_positions: NDArray[np.int64],
         requests: NDArray[np.int64],
         sampling: DraftSampling,
-    ) -> DraftedTrees:
+    ) -> DraftedTreesV1:
         """Grows one tree per request, level by level.
 
         Args:

@@ -39,13 +39,13 @@ from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.runner.tensor_parallel import broadcast_from_rank0
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens, DraftProgressV1
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
-from sequoia_vllm.engine.v1.drafts import Draft, ScoringTrees, logits_rows, schedule_trees
+from sequoia_vllm.engine.v1.drafts import Draft, ScoringTreesV1, logits_rows, schedule_trees
 from sequoia_vllm.engine.v1.path_edits import PathEdits
 from sequoia_vllm.engine.v1.proposer import TreeProposerV1
 from sequoia_vllm.engine.v1.sampler_output import SamplerRows, combine_outputs, wants_logprobs
 from sequoia_vllm.engine.v1.seeded import SessionSeeds
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution, truncation_of
-from sequoia_vllm.engine.v1.verifier import TreeVerifier
+from sequoia_vllm.engine.v1.verifier import TreeVerifierV1
 from sequoia_vllm.verification.methods import method_of
 from sequoia_vllm.verification.topology import VerifyResult
 
@@ -79,7 +79,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
         self.draft_has_failed = False
         self.drafter = TreeProposerV1(vllm_config, device, self)
-        self.tree_verifier = TreeVerifier(
+        self.tree_verifier = TreeVerifierV1(
             greedy_argmax=self.sampler.greedy_sample,
             seeded_argmax=torch.ops._C.fused_gumbel_argmax,
             method=settings.verification,
@@ -91,7 +91,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self._tables = TreeTables(self.tree, device)
         self._drafts: dict[str, Draft] = {}
         self._session_seeds = SessionSeeds()
-        self._trees: ScoringTrees | None = None
+        self._trees: ScoringTreesV1 | None = None
         self._target_metadata: dict[str, Any] = {}
         self._target_caches: TargetCaches | None = None
         self._depths = torch.from_numpy(self.tree.depths.copy()).to(device)
@@ -194,7 +194,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         return prepared
 
     @property
-    def _branching_trees(self) -> ScoringTrees | None:
+    def _branching_trees(self) -> ScoringTreesV1 | None:
         """This step's trees; None if they are chains, whose positions and masks are vLLM's."""
         trees = self._trees
         return None if trees is None or trees.tokens.shape[1] <= self.tree.chain_nodes else trees
@@ -222,7 +222,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
                 self._add_trees(layer_metadata, trees)
         return metadata, common
 
-    def _add_trees(self, metadata: Any, trees: ScoringTrees) -> None:
+    def _add_trees(self, metadata: Any, trees: ScoringTreesV1) -> None:
         max_nodes = trees.tokens.shape[1]
         metadata.tree = TreeQueries(
             rows=torch.where(trees.is_node, trees.rows, -1),
@@ -281,14 +281,14 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         return replace(metadata, generators=generators)
 
     def _target_of(
-        self, trees: ScoringTrees, logits: Tensor, metadata: SamplingMetadata
+        self, trees: ScoringTreesV1, logits: Tensor, metadata: SamplingMetadata
     ) -> TargetDistribution:
         params = self._params()
         logits = self._edits.edited(logits, trees, metadata, params, self.input_batch)
         return TargetDistribution(logits, metadata.temperature, truncation_of(metadata, params))
 
     def _verify(
-        self, trees: ScoringTrees, target: TargetDistribution, metadata: SamplingMetadata
+        self, trees: ScoringTreesV1, target: TargetDistribution, metadata: SamplingMetadata
     ) -> VerifyResult:
         result = self.tree_verifier.verify(trees, target, metadata.generators)
         return VerifyResult(
@@ -297,7 +297,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
 
     def _combine(
         self,
-        trees: ScoringTrees,
+        trees: ScoringTreesV1,
         result: VerifyResult,
         logits: Tensor,
         target: TargetDistribution,
@@ -316,7 +316,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             )
         return combine_outputs(self.sampler, rows, sampled, logits, target, metadata)
 
-    def _commit(self, trees: ScoringTrees, result: VerifyResult) -> None:
+    def _commit(self, trees: ScoringTreesV1, result: VerifyResult) -> None:
         if self._target_caches is None:
             layers = self.compilation_config.static_forward_context
             caches = {name: layers[name].kv_cache for name in self._target_layers}

@@ -11,7 +11,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from sequoia_vllm.engine.v1.drafts import ScoringTrees
+from sequoia_vllm.engine.v1.drafts import ScoringTreesV1
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
 from sequoia_vllm.verification.topology import VerifyResult
 
@@ -40,7 +40,7 @@ class SamplerRows:
     without_tree: Tensor
 
     @classmethod
-    def of(cls, trees: ScoringTrees, result: VerifyResult, num_reqs: int) -> SamplerRows:
+    def of(cls, trees: ScoringTreesV1, result: VerifyResult, num_reqs: int) -> SamplerRows:
         """The rows of one step.
 
         Args:

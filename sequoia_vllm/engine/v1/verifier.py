@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sequoia_vllm.engine.v1.drafts import Draft, ScoringTrees
+from sequoia_vllm.engine.v1.drafts import Draft, ScoringTreesV1
 from sequoia_vllm.engine.v1.seeded import consume_seeds, peek_seeds
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
 from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_of
@@ -21,7 +21,7 @@ from sequoia_vllm.verification.walk import match_nodes, match_tree, take_rows
 
 
 @dataclass(frozen=True)
-class TreeVerifier:
+class TreeVerifierV1:
     """Applies the Sequoia verifier to the trees of one step.
 
     The runner calls `verify` once per step that has trees, after the target's forward
@@ -46,7 +46,7 @@ class TreeVerifier:
 
     def verify(
         self,
-        trees: ScoringTrees,
+        trees: ScoringTreesV1,
         target: TargetDistribution,
         generators: dict[int, torch.Generator],
     ) -> VerifyResult:
@@ -85,7 +85,7 @@ class TreeVerifier:
 
     def _verify_greedy(
         self,
-        trees: ScoringTrees,
+        trees: ScoringTreesV1,
         chosen: Tensor,
         target: TargetDistribution,
         generators: dict[int, torch.Generator],
@@ -98,7 +98,7 @@ class TreeVerifier:
 
     def _verify_seeded(
         self,
-        trees: ScoringTrees,
+        trees: ScoringTreesV1,
         chosen: Tensor,
         target: TargetDistribution,
         generators: dict[int, torch.Generator],
@@ -120,7 +120,7 @@ class TreeVerifier:
 
     def _verify_sampled(
         self,
-        trees: ScoringTrees,
+        trees: ScoringTreesV1,
         chosen: Tensor,
         target: TargetDistribution,
         generators: dict[int, torch.Generator],

@@ -22,14 +22,14 @@ from sequoia_vllm.engine.runner.attention_layers import supported_layers
 from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.v2.adapters import AdaptersOfNodes
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
-from sequoia_vllm.engine.v2.attention.scoring import ScoringTrees, TreeScoring
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeScoring
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 from sequoia_vllm.engine.v2.drafting.proposers import new_proposer
 from sequoia_vllm.engine.v2.drafting.tree_memory import most_masked
 from sequoia_vllm.engine.v2.path_copies import PathCopies
 from sequoia_vllm.engine.v2.verification.grammar_masks import MasksOfNodes
 from sequoia_vllm.engine.v2.verification.path_edits import along_paths
-from sequoia_vllm.engine.v2.verification.verifier import TreeVerifier
+from sequoia_vllm.engine.v2.verification.verifier import TreeVerifierV2
 
 
 class TreeRunner(GPUModelRunner):
@@ -47,7 +47,7 @@ class TreeRunner(GPUModelRunner):
     """
 
     backend_class: type[TreeBackend]
-    rejection_sampler: TreeVerifier
+    rejection_sampler: TreeVerifierV2
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         settings = SequoiaSettings.of(vllm_config)
@@ -64,7 +64,7 @@ class TreeRunner(GPUModelRunner):
         self.stats = StepStats(self.tree)
         self._paths = PathCopies(device)
         self._scoring = TreeScoring(self.tree, self.max_num_reqs, device)
-        self._trees: ScoringTrees | None = None
+        self._trees: ScoringTreesV2 | None = None
         self._metadata: dict[str, Any] = {}
 
     @property
@@ -108,7 +108,7 @@ class TreeRunner(GPUModelRunner):
             name for name in layers if name not in self.speculator.draft_attn_layer_names
         ]
         self.speculator.read_truncation_of(self.sampler.sampling_states)
-        self.rejection_sampler = TreeVerifier(
+        self.rejection_sampler = TreeVerifierV2(
             self.sampler, self.speculator, SequoiaSettings.of(self.vllm_config).verification
         )
         if any(_is_custom(processor) for processor in self.sampler.logits_processors):

@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from sequoia_vllm.engine.runner.attention_layers import TreeForward, window_of
-from sequoia_vllm.engine.v2.attention.scoring import ScoringTrees
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 from sequoia_vllm.kernels.context_attention import attend_to_contexts
 from sequoia_vllm.kernels.tree_attention import (
     NodeMasks,
@@ -47,7 +47,7 @@ class OtherChains:
     metadata: Any
 
 
-def other_chains(trees: ScoringTrees, metadata: Any) -> OtherChains | None:
+def other_chains(trees: ScoringTreesV2, metadata: Any) -> OtherChains | None:
     """What is not of these trees in vLLM's metadata of the batch; None: nothing.
 
     What begins in the middle of a buffer is copied: vLLM's Triton kernel is compiled for how

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sequoia_vllm.config import ContextAttention
 from sequoia_vllm.drafting.growth import DraftQueries
-from sequoia_vllm.engine.v2.attention.scoring import ScoringTrees
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 
 
 class TreeBackend(ABC):
@@ -33,10 +33,10 @@ class TreeBackend(ABC):
         """Why tree attention cannot serve this layer, or None."""
 
     @abstractmethod
-    def scoring_queries(self, trees: ScoringTrees, metadata: Any) -> Any:
+    def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> Any:
         """What the target's attention needs of these trees, as its metadata's ``tree``."""
 
-    def attach(self, trees: ScoringTrees, metadata: dict[str, Any], layers: list[str]) -> None:
+    def attach(self, trees: ScoringTreesV2, metadata: dict[str, Any], layers: list[str]) -> None:
         """Hands ``trees`` to the attention of these layers.
 
         Layers of a cache group share one metadata object, which has the group's block table.
@@ -56,7 +56,7 @@ class TreeBackend(ABC):
 
     @abstractmethod
     def commit(
-        self, caches: dict[str, Tensor], metadata: dict[str, Any], trees: ScoringTrees,
+        self, caches: dict[str, Tensor], metadata: dict[str, Any], trees: ScoringTreesV2,
         accepted: Tensor,
     ) -> None:  # fmt: skip
         """Moves the accepted path's keys and values to the slots after the root.

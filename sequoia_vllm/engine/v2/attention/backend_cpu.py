@@ -23,7 +23,7 @@ from sequoia_vllm.engine.runner.cpu_attention import (
 )
 from sequoia_vllm.engine.runner.kv_commit import TargetCaches, accepted_moves
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
-from sequoia_vllm.engine.v2.attention.scoring import ScoringTrees
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 
 
 class CPUTreeBackend(TreeBackend):
@@ -41,7 +41,7 @@ class CPUTreeBackend(TreeBackend):
         """See `cpu_attention.unsupported_attention`."""
         return unsupported_attention(layer_name, impl)
 
-    def scoring_queries(self, trees: ScoringTrees, metadata: Any) -> TreeQueries:
+    def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> TreeQueries:
         """Rows and masks of the trees."""
         lengths = trees.query_start_loc.diff()
         offsets = torch.arange(trees.max_nodes)
@@ -87,7 +87,7 @@ class CPUTreeBackend(TreeBackend):
         )
 
     def commit(
-        self, caches: dict[str, Tensor], metadata: dict[str, Any], trees: ScoringTrees,
+        self, caches: dict[str, Tensor], metadata: dict[str, Any], trees: ScoringTreesV2,
         accepted: Tensor,
     ) -> None:  # fmt: skip
         """In the compiled CPU kernel, for all layers that share a slot mapping at once."""

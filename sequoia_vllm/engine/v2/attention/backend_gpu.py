@@ -25,7 +25,7 @@ from sequoia_vllm.engine.v2.attention.attention_gpu import (
     other_chains,
 )
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
-from sequoia_vllm.engine.v2.attention.scoring import ScoringTrees
+from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
 from sequoia_vllm.kernels.tree_attention import (
     NodeMasks,
@@ -74,7 +74,7 @@ class GPUTreeBackend(TreeBackend):
         }
         return reason_of(layer_name, features)
 
-    def scoring_queries(self, trees: ScoringTrees, metadata: Any) -> GPUTreeQueries:
+    def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> GPUTreeQueries:
         """The trees' rows: views of buffers that stay where they are."""
         return GPUTreeQueries(
             query_start_loc=trees.query_start_loc,
@@ -110,7 +110,7 @@ class GPUTreeBackend(TreeBackend):
         )
 
     def commit(
-        self, caches: dict[str, Tensor], metadata: dict[str, Any], trees: ScoringTrees,
+        self, caches: dict[str, Tensor], metadata: dict[str, Any], trees: ScoringTreesV2,
         accepted: Tensor,
     ) -> None:  # fmt: skip
         """One launch for all layers that share a block table and a shape."""

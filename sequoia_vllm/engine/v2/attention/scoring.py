@@ -29,7 +29,7 @@ class OtherRows:
 
 
 @dataclass(frozen=True)
-class ScoringTrees:
+class ScoringTreesV2:
     """The trees of a batch, whose requests come first in it (vLLM sorts them so).
 
     Made before the target's forward. The backend makes the attention's queries of it, and
@@ -92,7 +92,7 @@ class TreeScoring:
             context_lens=self.context_lens,
         )
 
-    def trees_of(self, batch: InputBatch) -> ScoringTrees | None:
+    def trees_of(self, batch: InputBatch) -> ScoringTreesV2 | None:
         """The trees of a batch that `place` has seen; None if it has none."""
         drafts = batch.num_draft_tokens_per_req
         if batch.num_draft_tokens == 0 or drafts is None:
@@ -106,7 +106,7 @@ class TreeScoring:
                 max_rows=int(batch.num_scheduled_tokens[num_requests:].max()),
                 max_keys=int(lengths[num_requests:].max()),
             )
-        return ScoringTrees(
+        return ScoringTreesV2(
             num_requests=num_requests,
             max_nodes=int(drafts.max()) + 1,
             query_start_loc=batch.query_start_loc[: num_requests + 1],
@@ -115,12 +115,12 @@ class TreeScoring:
             others=others,
         )
 
-    def trees_to_capture(self, batch: InputBatch, nodes: int, max_keys: int) -> ScoringTrees:
+    def trees_to_capture(self, batch: InputBatch, nodes: int, max_keys: int) -> ScoringTreesV2:
         """The trees of a CUDA graph for a batch of ``nodes`` tokens per request.
 
         A replay has as many requests, perhaps some without tokens.
         """
-        return ScoringTrees(
+        return ScoringTreesV2(
             num_requests=batch.num_reqs,
             max_nodes=nodes,
             query_start_loc=batch.query_start_loc[: batch.num_reqs + 1],

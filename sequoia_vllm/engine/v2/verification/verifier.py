@@ -71,7 +71,7 @@ class Verified:
         return self.paths[:, 1:]
 
 
-class TreeVerifier(RejectionSampler):
+class TreeVerifierV2(RejectionSampler):
     """vLLM's rejection sampler, whose call verifies trees.
 
     vLLM calls it once per step whose batch has drafts, after the target's forward. It
