@@ -21,7 +21,7 @@ def printed(monkeypatch, checks) -> str:
 
 
 def test_fixes_are_shown_as_they_are_written(monkeypatch):
-    check = doctor.Check("vllm", False, "[red] missing", "pip install '.[cpu]'")
+    check = doctor.InstallationCheck("vllm", False, "[red] missing", "pip install '.[cpu]'")
     shown = printed(monkeypatch, [check])
     assert "-> pip install '.[cpu]'" in shown
     assert "[red] missing" in shown
