@@ -7,7 +7,7 @@ is right in every draft, unless attention over its own trees is wrong: so it tes
 import pytest
 from vllm import SamplingParams
 
-from sequoia_vllm.engine.v1.draft_progress import ModelDraftProgress
+from sequoia_vllm.engine.v1.draft_progress import DraftProgressV1
 from tests.support.architectures import CONFIGS, VOCABULARY, save_architecture
 from tests.support.engines import cache_kinds, metric, running, sequoia, tokens_of
 from tests.support.generating import random_prompts
@@ -78,9 +78,9 @@ def test_windows_with_a_cache_too_small(folder, name, kinds):
 def test_a_prompt_in_the_prefix_cache_is_not_read_again(folder, monkeypatch):
     """Before a window there are null blocks in place of what the draft has read."""
     read = []
-    note_read = ModelDraftProgress._note_read
+    note_read = DraftProgressV1._note_read
     monkeypatch.setattr(
-        ModelDraftProgress, "_note_read", lambda *args: (read.append(args[2]), note_read(*args))
+        DraftProgressV1, "_note_read", lambda *args: (read.append(args[2]), note_read(*args))
     )
     options = {"model": str(folder / "mistral"), **OPTIONS, "enable_prefix_caching": True}
     prompts = random_prompts([200], VOCABULARY)

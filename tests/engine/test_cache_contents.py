@@ -32,7 +32,7 @@ class Contents:
 
     def look(self) -> None:
         """Of the draft, at the blocks that count as filled."""
-        filled = self._cache.runner.draft_reading._blocks._filled if self._is_draft else None
+        filled = self._cache.runner.draft_progress._blocks._filled if self._is_draft else None
         for block, prefix in self._cache.cached(self._layers.group):
             if filled is not None and block not in filled:
                 self.unfilled += 1
