@@ -52,10 +52,10 @@ LIKELY = st.one_of(
 _FIXTURES = [HealthCheck.function_scoped_fixture]
 # The same cases each time; with SEQUOIA_VLLM_FUZZ=1 others, for a search by hand.
 HARD = settings(
-    deadline=None, database=None, suppress_health_check=_FIXTURES, max_examples=1500,
+    deadline=None, database=None, suppress_health_check=_FIXTURES, max_examples=300,
     derandomize="SEQUOIA_VLLM_FUZZ" not in os.environ,
 )  # fmt: skip
-HARDER = settings(HARD, max_examples=4000)
+HARDER = settings(HARD, max_examples=600)
 
 
 @given(st.dictionaries(KEYS, LIKELY | VALUES, max_size=4))

@@ -155,3 +155,14 @@ def test_no_two_public_classes_share_a_name():
                 found.setdefault(node.name, []).append(str(file.relative_to(PACKAGE)))
     twice = {name: files for name, files in found.items() if len(files) > 1}
     assert twice.keys() <= GIVEN_TWICE, twice
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_the_main_path_is_short(runner):
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.split("## The main path")[1].split("\n## ")[0]
+    [listed] = re.findall(rf"- \*\*{runner}\*\*(.*?)(?=\n- |\Z)", section, flags=re.DOTALL)
+    files = [PACKAGE / name for name in re.findall(r"`(\S+\.py)`", listed)]
+    assert 14 <= len(files) <= 16
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+    assert 2_500 <= lines <= 3_200
