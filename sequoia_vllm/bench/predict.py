@@ -8,12 +8,9 @@ from pathlib import Path
 
 from sequoia_vllm.bench.report import PredictedSpeed
 from sequoia_vllm.bench.rounds import BenchSettings
-from sequoia_vllm.calibration.acceptance import (
-    AcceptanceSettings,
-    AcceptanceTask,
-    measure_acceptance,
-)
-from sequoia_vllm.calibration.profiling import ProfileSettings, measure_profile
+from sequoia_vllm.calibration.acceptance_task import AcceptanceSettings, AcceptanceTask
+from sequoia_vllm.calibration.measure_acceptance import measure_acceptance
+from sequoia_vllm.calibration.measure_profile import ProfileSettings, measure_profile
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library import tree_library

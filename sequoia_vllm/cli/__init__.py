@@ -19,8 +19,6 @@ from sequoia_vllm.cli.removed import GroupWithRemoved
 # name -> "module:attribute"; the attribute is a typer app or a plain function.
 COMMANDS = {
     "tree": "sequoia_vllm.cli.tree.commands:app",
-    "calibrate": "sequoia_vllm.cli.calibrate:calibrate",
-    "profile": "sequoia_vllm.cli.profile:profile",
     "tune": "sequoia_vllm.cli.tune:tune",
     "bench": "sequoia_vllm.cli.bench:bench",
     "gpu-check": "sequoia_vllm.cli.gpu_check:gpu_check",

@@ -1,4 +1,4 @@
-"""What `calibrate`, `profile` and `tune` share: options, and how results are written."""
+"""What commands that run engines share: options, checks, and how results are written."""
 
 from __future__ import annotations
 
@@ -30,12 +30,7 @@ RawPromptsOption = Annotated[
     bool,
     typer.Option("--raw-prompts", help="Give bare prompts to the target without chat template."),
 ]
-TemperatureOption = Annotated[float, typer.Option(min=0, help="Of every request; 0: greedy.")]
-TopPOption = Annotated[float, typer.Option(min=1e-6, max=1, help="Nucleus of the target.")]
 DtypeOption = Annotated[str, typer.Option(help="vLLM's dtype.")]
-TensorParallelOption = Annotated[
-    int, typer.Option("--tensor-parallel-size", min=1, help="Devices the target is split over.")
-]
 EagerOption = Annotated[bool, typer.Option("--eager", help="Do not compile: starts faster.")]
 CacheOption = Annotated[
     float, typer.Option("--kv-cache-gib", min=0, help="KV cache of each engine, GiB.")
@@ -48,9 +43,6 @@ OffloadDirectoryOption = Annotated[
 ]
 OffloadMemoryOption = Annotated[
     float, typer.Option(min=0, help="GiB of layers that stay in memory, with the directory.")
-]
-RestartOption = Annotated[
-    bool, typer.Option("--restart", help="Do not go on from an earlier run: measure anew.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

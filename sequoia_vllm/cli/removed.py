@@ -9,7 +9,9 @@ from typer.core import TyperGroup
 from sequoia_vllm.cli.common import fail
 
 REMOVED: dict[str, str] = {
+    "calibrate": "sequoia-vllm tune --only acceptance",
     "grow": "python -m benchmarks.synthetic_target, in a checkout of the repository",
+    "profile": "sequoia-vllm tune --only times",
 }
 """A removed command without ``sequoia-vllm``, like ``tree generate``: its replacement."""
 

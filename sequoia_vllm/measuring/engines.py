@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sequoia_vllm.config import OffloadSpec
 from sequoia_vllm.engine.offload.settings import with_offload
+from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.measuring.engine_processes import interrupts_get_through
 from sequoia_vllm.measuring.errors import CalibrationError
 
@@ -89,6 +90,24 @@ def open_engine(engine: EngineSpec, *, seed: int = 0, **options: Any) -> Iterato
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+
+
+def room_for(length: int, requests: int, nodes: int) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` that leave room for requests with trees.
+
+    Args:
+        length: Tokens of the longest request, a tree after its last token included.
+        requests: Requests at once.
+        nodes: Size of the largest tree, root included.
+    """
+    length = max(length, warm_up_length(nodes))
+    return {
+        "max_model_len": length,
+        "max_num_seqs": requests,
+        # Trees take at most half of it, and vLLM keeps a slot of each request free for
+        # drafting. Not more: engines start with a forward pass over so many tokens.
+        "max_num_batched_tokens": max(512, length, 2 * requests * (nodes + 1)),
+    }
 
 
 def wait_for_quiet() -> None:

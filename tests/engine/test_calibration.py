@@ -12,12 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 from vllm.engine.arg_utils import EngineArgs
 
-from sequoia_vllm.calibration.acceptance import (
-    AcceptanceSettings,
-    AcceptanceTask,
-    measure_acceptance,
-)
-from sequoia_vllm.calibration.profiling import ProfileSettings, measure_profile
+from sequoia_vllm.calibration.acceptance_task import AcceptanceSettings, AcceptanceTask
+from sequoia_vllm.calibration.measure_acceptance import measure_acceptance
+from sequoia_vllm.calibration.measure_profile import ProfileSettings, measure_profile
 from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.common.settings import SequoiaSettings

@@ -1,4 +1,4 @@
-"""The measuring tools on the GPU engine: what `bench` and `profile` run."""
+"""The measuring tools on the GPU engine: what `bench` and `tune` run."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def measure_pair(models: str) -> dict[str, Any]:
     from sequoia_vllm.bench.measure import measure
     from sequoia_vllm.bench.methods import methods
     from sequoia_vllm.bench.rounds import BenchSettings
-    from sequoia_vllm.calibration.profiling import ProfileSettings, measure_profile
+    from sequoia_vllm.calibration.measure_profile import ProfileSettings, measure_profile
     from sequoia_vllm.measuring.engines import EngineSpec
 
     target, draft = save_related_pair(Path(models))

@@ -17,13 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from sequoia_vllm.calibration import acceptance as acceptance_module
-from sequoia_vllm.calibration.acceptance import (
-    AcceptanceSettings,
-    AcceptanceTask,
-    class_name,
-    measure_acceptance,
-)
+from sequoia_vllm.calibration import measure_acceptance as acceptance_module
+from sequoia_vllm.calibration.acceptance_task import AcceptanceSettings, AcceptanceTask, class_name
 from sequoia_vllm.calibration.counts import (
     TAIL,
     add_counts,
@@ -33,7 +28,7 @@ from sequoia_vllm.calibration.counts import (
     tokens_margin,
     wilson_interval,
 )
-from sequoia_vllm.calibration.workload import Workload
+from sequoia_vllm.calibration.measure_acceptance import Workload, measure_acceptance
 from sequoia_vllm.cli import app
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.measuring.engines import EngineSpec
@@ -46,14 +41,11 @@ from tests.support.models import DRAFT, TARGET
 def test_pure_parts_import_no_vllm():
     modules = [
         f"calibration.{name}"
-        for name in ("counts", "profiling", "acceptance", "tune", "profile_figure")
+        for name in ("counts", "measure_profile", "measure_acceptance", "tuned_tree")
     ]
     code = (
         "import sys, "
-        + ", ".join(
-            f"sequoia_vllm.{module}"
-            for module in [*modules, "cli.calibrate", "cli.profile", "cli.tune"]
-        )
+        + ", ".join(f"sequoia_vllm.{module}" for module in [*modules, "cli.tune"])
         + "; assert not {'vllm', 'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -206,8 +198,7 @@ def finish_all(workload: Workload, most: int = 100) -> list[tuple[int, int]]:
     while len(ran) < most and (completion := workload.next()):
         ran.append((completion.prompt, len(completion.tokens)))
         made = range(100, 100 + workload.tokens_left(completion))
-        workload.update(completion, list(made))
-        workload.finish(completion, ended=completion.prompt == 1)
+        workload.update(completion, list(made), ended=completion.prompt == 1)
     return ran
 
 
@@ -232,9 +223,7 @@ def test_a_greedy_workload_goes_on_from_its_state():
     workload = Workload([[1], [2], [3], [4]], **options)
     first, second, third = workload.next(), workload.next(), workload.next()
     workload.update(first, [7, 8, 9, 9])
-    workload.finish(first, ended=False)
-    workload.update(third, [6, 0])
-    workload.finish(third, ended=True)
+    workload.update(third, [6, 0], ended=True)
     workload.update(second, [5])  # interrupted here
     state = json.loads(json.dumps(workload.state()))
     kept = {int(prompt): ids for prompt, ids in state["completions"].items()}
@@ -449,11 +438,11 @@ SMALL = ("--branch", "3", "--depth", "1", "--max-tokens", "32", "--precision", "
 
 
 def call(*arguments: str):
-    return CliRunner().invoke(app, ["calibrate", *arguments])
+    return CliRunner().invoke(app, ["tune", "--only", "acceptance", *arguments])
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_calibrate_again(dice, tmp_path, monkeypatch, number, code):
+def test_counting_again(dice, tmp_path, monkeypatch, number, code):
     monkeypatch.chdir(tmp_path)
     # Dice are so fast that a second between checkpoints is a very long time.
     monkeypatch.setitem(measure_acceptance.__kwdefaults__, "checkpoint_seconds", 0)
@@ -488,6 +477,9 @@ def test_calibrate_again(dice, tmp_path, monkeypatch, number, code):
         ((*PAIR, "--prompts", "none.jsonl"), "name a file with --prompts"),
         ((*PAIR, "--output", "no/such/dir/x.json"), "there is no directory"),
         ((*PAIR, "--output", "."), "is a directory: name a file"),
+        ((*PAIR, "--acceptance", "a.json"), "--only acceptance measures what --acceptance gives"),
+        ((*PAIR, "--plot", "a.svg"), "--plot draws times, and --only acceptance measures none"),
+        ((*PAIR, "--batch-sizes", "0"), "batch size 0"),
         (("--model", "t", "--draft-model", "d"), "no configuration of the model 't'"),
         (("--model", TARGET, "--draft-model", "d"), "no configuration of the model 'd'"),
     ],
@@ -508,8 +500,19 @@ def test_other_files_are_not_taken_for_calibrations(tmp_path):
     assert path.read_text() == "{}"
 
 
-@pytest.mark.parametrize("command", ["calibrate", "profile", "tune"])
-def test_help(command):
-    result = CliRunner().invoke(app, [command, "--help"])
-    assert result.exit_code == 0
-    assert "--draft-model" in result.output
+def test_the_largest_of_the_batch_sizes_is_counted_at_once(dice, tmp_path):
+    path = str(tmp_path / "a.json")
+    for more, expected in ((["--batch-sizes", "1,3"], 3), ([], 8)):
+        assert call(*PAIR, *SMALL, *more, "--restart", "-o", path).exit_code == 0
+        found = AcceptanceFile.load(path)
+        assert found.provenance["settings"]["batch_size"] == expected
+        assert found.name == "a"
+
+
+@pytest.mark.parametrize(("old", "step"), [("calibrate", "acceptance"), ("profile", "times")])
+def test_old_commands_name_the_new_form(old, step):
+    result = CliRunner().invoke(app, [old, *PAIR])
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert f"use sequoia-vllm tune --only {step}" in result.stderr
+    assert f" {old} " not in CliRunner().invoke(app, ["--help"]).output

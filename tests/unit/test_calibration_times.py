@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from sequoia_vllm.calibration import profiling
-from sequoia_vllm.calibration.ladder import Ladder
-from sequoia_vllm.calibration.profile_figure import plot_profile
+from sequoia_vllm.calibration import measure_profile
+from sequoia_vllm.calibration.measure_profile import Ladder, ProfileSettings, Rounds
 from sequoia_vllm.cli import app
-from sequoia_vllm.cli.profile import print_profile
+from sequoia_vllm.cli.tune_view import plot_profile, print_profile
 from sequoia_vllm.figures import FigureFormatError
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.step_curves import (
@@ -289,8 +288,10 @@ def test_table(capsys):
         (("--tokens", "1;2"), "whole numbers separated by commas"),
         (("--tokens", "1,2"), "the largest at least 4"),
         (("--batch-sizes", "0"), "batch size 0"),
-        (("--contexts", "8"), "too short for 32 tokens per completion; give at least 17"),
-        (("--contexts", "99999"), "contexts [99999]: the target takes"),
+        (("--context", "8"), "too short for 32 tokens per completion; give at least 17"),
+        (("--context", "256,99999"), "contexts [256, 99999]: the target takes"),
+        (("--context", "0,256"), "give at least 1"),
+        (("--profile", "p.json"), "--only times measures what --profile gives"),
         (("--prompts", "none.txt"), "name a file with --prompts"),
         (("--output", "no/such/dir/x.json"), "there is no directory"),
         (("--plot", "p.gif"), "name a file ending in .svg, .png, .pdf"),
@@ -299,7 +300,17 @@ def test_table(capsys):
 def test_friendly_errors(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(
-        app, ["profile", "--model", TARGET_MODEL, "--draft-model", DRAFT, *arguments]
+        app,
+        [
+            "tune",
+            "--only",
+            "times",
+            "--model",
+            TARGET_MODEL,
+            "--draft-model",
+            DRAFT,
+            *arguments,
+        ],
     )
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
@@ -311,7 +322,7 @@ def test_friendly_errors(tmp_path, monkeypatch, arguments, message):
 
 
 class FakeEngine:
-    """Answers what `profiling` asks of an engine; a run takes ``seconds`` of its clock."""
+    """Answers what `Rounds` asks of an engine; a run takes ``seconds`` of its clock."""
 
     def __init__(self, clock, seconds):
         self._clock, self._seconds = clock, seconds
@@ -336,14 +347,14 @@ class FakeEngine:
 def test_no_round_begins_when_measuring_took_long_enough(monkeypatch, seconds, enough, rounds):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(profiling.time, "monotonic", lambda: clock.now)
-    settings = profiling.ProfileSettings(
+    monkeypatch.setattr(measure_profile.time, "monotonic", lambda: clock.now)
+    settings = ProfileSettings(
         EngineSpec("t", "d"), batch_sizes=(1,), tokens=(1, 2, 4, 8), contexts=(64,),
         max_tokens=24, rounds=3, enough_seconds=enough,
     )  # fmt: skip
     plain, sequoia = (FakeEngine(clock, seconds) for _ in range(2))
     reports = []
-    measuring = profiling._Measuring(
+    measuring = Rounds(
         settings, [[1, 2, 3]], Ladder(), (plain, sequoia), lambda *report: reports.append(report)
     )
     measuring.run()
@@ -355,14 +366,14 @@ def test_no_round_begins_when_measuring_took_long_enough(monkeypatch, seconds, e
 
 def test_sizes_that_cannot_win_are_left_out_of_all_rounds(monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    settings = profiling.ProfileSettings(
+    settings = ProfileSettings(
         EngineSpec("t", "d"), batch_sizes=(1,), tokens=(1, 2, 4, 8), contexts=(64,),
         max_tokens=24, rounds=2,
     )  # fmt: skip
     plain, sequoia = (FakeEngine(SimpleNamespace(now=0.0), 1) for _ in range(2))
     poor = Ladder.of([Acceptance.of([0.1, 0.02])], 8)  # a step of 4 takes twice a plain one
     reports = []
-    profiling._Measuring(
+    Rounds(
         settings, [[1, 2, 3]], poor, (plain, sequoia), lambda *report: reports.append(report)
     ).run()
     assert sorted(sequoia.ran) == [(1, 2), (1, 2), (1, 4), (1, 4)]

@@ -33,13 +33,15 @@ def test_names_on_the_hub_and_models_pass():
         check_folder("draft", model)
 
 
-@pytest.mark.parametrize("command", ["bench", "calibrate", "profile", "tune"])
+@pytest.mark.parametrize(
+    "command", ["bench", "tune", "tune --only acceptance", "tune --only times"]
+)
 @pytest.mark.parametrize(("target", "draft", "role"), [(TARGET, "/nope", "draft"),
                                                        ("/nope", DRAFT, "target")])  # fmt: skip
 def test_commands_look_for_models_first(tmp_path, monkeypatch, command, target, draft, role):
     monkeypatch.setattr("sequoia_vllm.measuring.engines.open_engine", None)
     monkeypatch.chdir(tmp_path)
-    words = [command, "--model", target, "--draft-model", draft]
+    words = [*command.split(), "--model", target, "--draft-model", draft]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1

@@ -15,7 +15,7 @@ PAIR = ["--model", TARGET, "--draft-model", DRAFT]
     "command",
     [
         ["tree", "plot", "h200/70b-1b/shipped", "--output", "tree.svg"],
-        ["profile", *PAIR, "--output", "profile.json", "--plot", "profile.svg"],
+        ["tune", "--only", "times", *PAIR, "--output", "profile.json", "--plot", "profile.svg"],
     ],
     ids=lambda command: command[0],
 )

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from sequoia_vllm.calibration.tune import check_profile
+from sequoia_vllm.calibration.tuned_tree import check_profile
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.frontend.resolve import resolve
 from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree

@@ -11,7 +11,7 @@ from rich.console import Console
 from sequoia_vllm.cli import progress
 from sequoia_vllm.cli.measuring import measuring
 from sequoia_vllm.cli.progress import ProgressLines, minutes, progress_bar
-from sequoia_vllm.cli.tune import _stages
+from sequoia_vllm.cli.tune_steps import _stages
 
 
 class Clock:

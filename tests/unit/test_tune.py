@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sequoia_vllm.calibration.methods import refined
-from sequoia_vllm.calibration.tune import (
+from sequoia_vllm.calibration.tuned_tree import (
     best_tree_at_any_price,
     check_profile,
     check_vector,
     quick_engine,
+    refined,
     save_tuned,
     tuned_entry,
 )
-from sequoia_vllm.cli import app
-from sequoia_vllm.cli import tune as tune_command
+from sequoia_vllm.cli import app, tune_steps
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
 from sequoia_vllm.hardware import CostModel, choose_schedule, current_cpu_name
@@ -138,7 +137,7 @@ def test_the_better_verification_is_kept_for_sampled_requests(
             return vector(temperature=1.0)
         return counted(settings.verification, tokens[settings.verification])
 
-    monkeypatch.setattr(tune_command, "_calibrated", calibrated)
+    monkeypatch.setattr(tune_steps, "_counted", calibrated)
     profile = tmp_path / "profile.json"
     PAYS.save(profile)
     answer = CliRunner().invoke(
@@ -218,7 +217,10 @@ def test_measurements_are_found_once_both_are_there(library):
     ("changes", "message"),
     [
         ({"device": "another machine"}, "profile file is of device 'another machine'"),
-        ({"dtype": "bfloat16"}, "of dtype 'bfloat16', not 'float32'.*sequoia-vllm profile"),
+        (
+            {"dtype": "bfloat16"},
+            "of dtype 'bfloat16', not 'float32'.*sequoia-vllm tune --only times",
+        ),
         ({"draft": "org/d"}, "of draft 'org/d'"),
         ({"tensor_parallel_size": 2}, "of tensor_parallel_size 2, not 1"),
     ],
@@ -229,7 +231,9 @@ def test_profiles_of_something_else(changes, message):
 
 
 def test_acceptance_of_something_else():
-    with pytest.raises(CalibrationError, match=r"acceptance file is of target 'x'.*calibrate"):
+    with pytest.raises(
+        CalibrationError, match=r"acceptance file is of target 'x'.*--only acceptance"
+    ):
         check_vector(HERE, vector(target="x"))
     check_vector(HERE, vector(target=TARGET + "/"))
     check_profile(HERE, PAYS.model_copy(update={"target": TARGET + "/"}))
@@ -301,11 +305,11 @@ def test_larger_trees_are_timed_where_weights_come_from_a_disk(
 ):
     timed = []
 
-    def measured(path, settings, **unused):
+    def measured(path, settings, vectors, stage):
         timed.append(settings.tokens[-1])
         return PAYS
 
-    monkeypatch.setattr(tune_command.profile_command, "measure_into", measured)
+    monkeypatch.setattr(tune_steps, "time_into", measured)
     command = ["tune", "--model", TARGET, "--draft-model", DRAFT, "--acceptance", files[0]]
     for more in ([], ["--offload-directory", str(tmp_path)]):
         done = CliRunner().invoke(app, [*command, "--quick", *more])
@@ -379,6 +383,8 @@ def test_quick_does_not_compile_a_large_target_for_a_cpu(
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: is_cpu)
-    monkeypatch.setattr("sequoia_vllm.calibration.tune.count_parameters", lambda model: parameters)
+    monkeypatch.setattr(
+        "sequoia_vllm.calibration.tuned_tree.count_parameters", lambda model: parameters
+    )
     engine = quick_engine(EngineSpec("t", "d", dtype="float32", enforce_eager=eager))
     assert engine == EngineSpec("t", "d", dtype="float32", enforce_eager=expected)

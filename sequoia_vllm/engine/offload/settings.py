@@ -10,10 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import ValidationError
-from vllm.platforms import current_platform
 
 from sequoia_vllm.config import ConfigError, OffloadSpec, problems_of
-from sequoia_vllm.offload.weight_file import filesystem_of
 
 KEY = "sequoia_offload"
 _WORKER = "sequoia_vllm.engine.offload.worker.OffloadingCPUWorker"
@@ -63,6 +61,11 @@ def choose_offloading(vllm_config: Any) -> None:
         ConfigError: It cannot offload; the message names the fix.
         OffloadError: There is no such directory.
     """
+    # Commands read settings, and start without vLLM and torch.
+    from vllm.platforms import current_platform
+
+    from sequoia_vllm.offload.weight_file import filesystem_of
+
     spec = offload_of(vllm_config.additional_config)
     if spec is None:
         return

@@ -1,28 +1,30 @@
-"""Measures a device and model pair's profile on live engines."""
+"""Times steps of a plain and of a Sequoia engine, and makes a profile of them."""
 
 from __future__ import annotations
 
 import datetime
 import random
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sequoia_vllm.calibration.ladder import Ladder
-from sequoia_vllm.hardware.budget import warm_up_length
+import numpy as np
+
+from sequoia_vllm.hardware.choose import MAX_DEPTH
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.step_curves import (
     BatchCurves,
     BatchTimes,
+    TimedStep,
     batch_curves,
     check_steady,
     draft_curves,
     measuring_tree,
+    middle_round,
     steady_steps,
 )
 from sequoia_vllm.hardware.step_profile import Profile
@@ -32,6 +34,7 @@ from sequoia_vllm.measuring.engines import (
     count_parameters,
     longest_context,
     open_engine,
+    room_for,
     token_windows,
     wait_for_quiet,
 )
@@ -51,8 +54,12 @@ from sequoia_vllm.prompts import (
     source_name,
 )
 from sequoia_vllm.tree.acceptance import Acceptance
+from sequoia_vllm.tree.optimize import Frontier
 
 _SMALLEST_TREE = 4  # with a second level: its draft pass can be timed
+_MOST_PLAIN_STEPS = 12.0
+# A quarter of the steps is quicker: one slow moment must not end the ladder.
+_QUICK = 25
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,8 @@ class ProfileSettings:
         max_tokens: Tokens per completion.
         rounds: Times everything is measured; the middle one counts.
         temperature: Sampling of every request; 0 is greedy.
-        enough_seconds: Once measuring took so long, no other round begins: steps that
-            slow vary little. None: all rounds, always.
+        enough_seconds: No round begins after so much time: slow steps vary little. None: all
+            rounds are measured.
     """
 
     engine: EngineSpec
@@ -116,27 +123,23 @@ def measure_profile(
     report = progress or (lambda what, done, total: None)
     with _engines(settings, report) as (plain, sequoia):
         ladder = Ladder.of(vectors, settings.tokens[-1])
-        measuring = _Measuring(settings, encoded, ladder, (plain, sequoia), report)
-        measuring.run()
-        dtype = plain.llm_engine.vllm_config.model_config.dtype
+        rounds = Rounds(settings, encoded, ladder, (plain, sequoia), report)
+        rounds.run()
+        dtype = str(plain.llm_engine.vllm_config.model_config.dtype).removeprefix("torch.")
         head = head_shape(sequoia.llm_engine.vllm_config)
     first = 0 if head is not None and head.drafts_in_one_pass else 1
-    curves = [batch_curves(times, first) for times in measuring.times]
-    dtype = str(dtype).removeprefix("torch.")
-    return profile_of(settings, curves, dtype, prompts_sha256(prompts), head)
+    curves = [batch_curves(times, first) for times in rounds.times]
+    return _profile(settings, curves, dtype, prompts_sha256(prompts), head)
 
 
-def profile_of(
+def _profile(
     settings: ProfileSettings,
     curves: list[BatchCurves],
     dtype: str,
     prompts_hash: str,
-    draft: ModelShape | None = None,
+    draft: ModelShape | None,
 ) -> Profile:
-    """The profile of what was measured with weights and activations of this dtype.
-
-    ``draft`` is the draft's shape, if it is a head.
-    """
+    """The profile of these curves; ``draft`` is the shape of a head, None of a model."""
     from sequoia_vllm.engine.common.device_name import current_device_name
 
     engine = settings.engine
@@ -161,28 +164,23 @@ def profile_of(
         offloading=None if engine.offload is None else engine.offload.name,
         provenance=provenance(
             settings=settings_as_data(settings, prompts=source_name(settings.prompts)),
-            models={
-                "target": model_hashes(engine.target),
-                "draft": model_hashes(engine.draft),
-            },
+            models={role: model_hashes(getattr(engine, role)) for role in ("target", "draft")},
             grown=synthetic_models(engine.target, engine.draft),
             prompts_sha256=prompts_hash,
             target_forward="the forward pass, the LM head, and all of a step that grows with "
             "the tree but verification (preparing inputs); steps gives the first two alone",
-            steps=[_steps(c) for c in curves],
+            steps=[
+                {
+                    "batch_size": c.target.batch_size,
+                    "context_length": c.target.context_length,
+                    "tokens": list(c.step_seconds),
+                    "step_seconds": list(c.step_seconds.values()),
+                    "forward_seconds": list(c.forward_seconds.values()),
+                }
+                for c in curves
+            ],
         ),
     )
-
-
-def _steps(curves: BatchCurves) -> dict[str, Any]:
-    """Whole steps and their target passes as measured, in the order of ``tokens``."""
-    return {
-        "batch_size": curves.target.batch_size,
-        "context_length": curves.target.context_length,
-        "tokens": list(curves.step_seconds),
-        "step_seconds": list(curves.step_seconds.values()),
-        "forward_seconds": list(curves.forward_seconds.values()),
-    }
 
 
 def _checked(settings: ProfileSettings) -> ProfileSettings:
@@ -215,51 +213,40 @@ def _checked(settings: ProfileSettings) -> ProfileSettings:
 @contextmanager
 def _engines(settings: ProfileSettings, report: Progress) -> Iterator[tuple[Any, Any]]:
     """A plain and a Sequoia engine, alive together, so that they are measured in turns."""
-    largest = settings.tokens[-1]
-    half = settings.max_tokens // 2
-    length = settings.contexts[-1] + settings.max_tokens - half + largest
-    length = max(length, warm_up_length(largest))
-    most_requests = settings.batch_sizes[-1]
-    # Larger batches never come; the schedule below needs them.
-    most_scheduled = most_requests + len(settings.trees)
+    largest, most_requests = settings.tokens[-1], settings.batch_sizes[-1]
+    longest = settings.contexts[-1] + settings.max_tokens - settings.max_tokens // 2 + largest
     options: dict[str, Any] = {
-        "max_model_len": length,
-        "max_num_seqs": most_scheduled,
-        # Trees take at most half of it, and vLLM keeps a slot of each request free for
-        # drafting. Not more: engines start with a forward pass over so many tokens.
-        "max_num_batched_tokens": max(512, length, 2 * most_scheduled * (largest + 1)),
+        **room_for(longest, most_requests + len(settings.trees), largest),
         "enable_prefix_caching": True,  # prompts are read in the first round only
         "worker_extension_cls": EXTENSION,
     }
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tree.json"
-        measuring_tree(largest).save(path)
-        speculation = {
-            "method": "sequoia",
-            "model": settings.engine.draft,
-            "tree": str(path),
-            # vLLM captures CUDA graphs for the sizes of the schedule.
-            "num_speculative_tokens_per_batch_size": [
-                (1, most_requests, largest - 1),
-                *(
-                    (most_requests + place, most_requests + place, size - 1)
-                    for place, size in enumerate(reversed(settings.trees), start=1)
-                ),
-            ],
-        }
-        # Sequoia first: vLLM adds the extension to a worker class only if no base has it.
-        report("starting the Sequoia engine", 0, 1)
-        with open_engine(settings.engine, speculative_config=speculation, **options) as sequoia:
-            report("starting the plain engine", 0, 1)
-            with open_engine(settings.engine, **options) as plain:
-                yield plain, sequoia
+    speculation = {
+        "method": "sequoia",
+        "model": settings.engine.draft,
+        "tree": {"parents": list(measuring_tree(largest).parents)},
+        # vLLM captures CUDA graphs for the sizes in the schedule. Batches above the largest never
+        # come: they put each tree size into it.
+        "num_speculative_tokens_per_batch_size": [
+            (1, most_requests, largest - 1),
+            *(
+                (most_requests + place, most_requests + place, size - 1)
+                for place, size in enumerate(reversed(settings.trees), start=1)
+            ),
+        ],
+    }
+    # Sequoia first: vLLM adds the extension to a worker class only if no base has it.
+    report("starting the Sequoia engine", 0, 1)
+    with open_engine(settings.engine, speculative_config=speculation, **options) as sequoia:
+        report("starting the plain engine", 0, 1)
+        with open_engine(settings.engine, **options) as plain:
+            yield plain, sequoia
 
 
-class _Measuring:
-    """Runs both engines in rounds; collects the times.
+class Rounds:
+    """Runs both engines in rounds and collects the times.
 
     Attributes:
-        times: By batch size and context.
+        times: Times of each batch size and context.
     """
 
     def __init__(
@@ -275,39 +262,30 @@ class _Measuring:
         self._ladder = ladder
         self._plain, self._sequoia = engines
         self._report = report
-        self._done = 0
         self._shuffle = random.Random(0).shuffle
         self.times = [
             BatchTimes(batch, context, [], {})
             for batch in settings.batch_sizes
             for context in settings.contexts
         ]
-        self._in_round = len(self.times) * len(settings.tokens)
+        self._done, self._in_round = 0, len(self.times) * len(settings.tokens)
         self._start = 0.0
 
     def run(self) -> None:
-        """All rounds: the first climbs the ladders, the others repeat it in other orders."""
+        """Runs all rounds: the first climbs the ladders, the others repeat it in other orders."""
         for engine in (self._plain, self._sequoia):
             engine.collective_rpc("sequoia_record_steps")
         self._start = time.monotonic()
         for number in range(self._settings.rounds):
             if number >= self._rounds():
                 break
-            plain = [(times, 1) for times in self.times]
-            self._shuffle(plain)
-            self._run_all(self._plain, plain)
+            self._run_all(self._plain, [(times, 1) for times in self.times])
             if number == 0:
                 self._climb()
                 self._in_round = sum(1 + len(times.trees) for times in self.times)
-                continue
-            trees = [(times, size) for times in self.times for size in times.trees]
-            self._shuffle(trees)
-            self._run_all(self._sequoia, trees)
-
-    def _run_all(self, engine: Any, runs: list[tuple[BatchTimes, int]]) -> None:
-        wait_for_quiet()
-        for times, size in runs:
-            self._run(engine, times, size)
+            else:
+                trees = [(times, size) for times in self.times for size in times.trees]
+                self._run_all(self._sequoia, trees)
 
     def _rounds(self) -> int:
         """Rounds in all, as far as can be told now."""
@@ -315,6 +293,12 @@ class _Measuring:
         if enough is None or time.monotonic() - self._start < enough:
             return self._settings.rounds
         return -(-max(self._done, 1) // self._in_round)
+
+    def _run_all(self, engine: Any, runs: list[tuple[BatchTimes, int]]) -> None:
+        wait_for_quiet()
+        self._shuffle(runs)
+        for times, size in runs:
+            self._run(engine, times, size)
 
     def _climb(self) -> None:
         wait_for_quiet()
@@ -325,30 +309,87 @@ class _Measuring:
                     break
 
     def _run(self, engine: Any, times: BatchTimes, size: int) -> None:
-        """One batch of completions; keeps its steady steps as one round."""
-        batch, context = times.batch_size, times.context_length
+        """Runs one batch of completions; keeps its steady steps as one round."""
+        from vllm import SamplingParams
+
+        settings, batch, context = self._settings, times.batch_size, times.context_length
         total = max(self._done + 1, self._rounds() * self._in_round)
         self._report(f"batch {batch}, context {context}, {size} tokens", self._done, total)
         if size > 1:
             engine.collective_rpc("sequoia_limit_drafts", args=(size - 1,))
-        length = context - self._settings.max_tokens // 2
-        records = _generate(engine, token_windows(self._encoded, batch, length), self._settings)
+        prompts = token_windows(self._encoded, batch, context - settings.max_tokens // 2)
+        params = SamplingParams(
+            temperature=settings.temperature, max_tokens=settings.max_tokens, ignore_eos=True
+        )
+        requests = [{"prompt_token_ids": tokens} for tokens in prompts]
+        engine.generate(requests, params, use_tqdm=False)
+        records = engine.collective_rpc("sequoia_take_steps")[0]
         rounds = times.plain if size == 1 else times.trees.setdefault(size, [])
         rounds.append(steady_steps(records, batch, size))
         check_steady(rounds, batch, size)
         self._done += 1
 
 
-def _generate(
-    engine: Any, prompts: list[list[int]], settings: ProfileSettings
-) -> list[dict[str, Any]]:
-    """The recorded steps of one batch."""
-    from vllm import SamplingParams
+@dataclass(frozen=True)
+class Ladder:
+    """Decides after each tree size whether a larger one might still be the best.
 
-    params = SamplingParams(
-        temperature=settings.temperature, max_tokens=settings.max_tokens, ignore_eos=True
+    Attributes:
+        frontiers: The most tokens that trees of any size get accepted, for each
+            acceptance vector that a tree may be chosen for; none: not known.
+    """
+
+    frontiers: tuple[Frontier, ...] = ()
+
+    @classmethod
+    def of(cls, vectors: Sequence[Acceptance], largest: int) -> Ladder:
+        """The ladder for trees of up to ``largest`` nodes."""
+        return cls(tuple(Frontier.of(vector, largest, MAX_DEPTH) for vector in vectors))
+
+    def goes_on(self, times: BatchTimes, size: int) -> bool:
+        """True if a tree larger than ``size``, which was just timed, might be the best.
+
+        Not when a step with this one already takes as long as 12 plain steps: no
+        draft gets so many tokens accepted. Where acceptance is known, not either when
+        the most tokens that any larger tree can get, in the least time that its step
+        can take, are slower than what was timed already.
+        """
+        plain = _typical_seconds(times.plain)
+        if _typical_seconds(times.trees[size]) >= _MOST_PLAIN_STEPS * plain:
+            return False
+        return not self.frontiers or any(
+            _highest(frontier, times, size) > _reached(frontier, times, plain)
+            for frontier in self.frontiers
+        )
+
+
+def _highest(frontier: Frontier, times: BatchTimes, size: int) -> float:
+    """Tokens per second of one request that no larger tree exceeds.
+
+    Its target pass and verification take no less than those of this size, and
+    each of its levels no less than the draft's quickest pass.
+    """
+
+    def quickest(value: Callable[[TimedStep], float]) -> float:
+        return float(np.percentile([*map(value, middle_round(times.trees[size]))], _QUICK))
+
+    scored = quickest(lambda timed: timed.step.target + timed.step.verify)
+    level = quickest(lambda timed: min(seconds for _, seconds in timed.step.levels()))
+    tokens = frontier.expected_tokens[-1, 1:]
+    return float((tokens / (scored + level * np.arange(1, len(tokens) + 1))).max())
+
+
+def _reached(frontier: Frontier, times: BatchTimes, plain: float) -> float:
+    """Tokens per second of the best that was timed: plain decoding, or a tree.
+
+    We take the time of the measuring tree for that of other trees of its size and depth.
+    """
+    trees = (
+        frontier.expected_tokens[size, measuring_tree(size).depth] / _typical_seconds(rounds)
+        for size, rounds in times.trees.items()
     )
-    requests = [{"prompt_token_ids": tokens} for tokens in prompts]
-    engine.generate(requests, params, use_tqdm=False)
-    steps: list[dict[str, Any]] = engine.collective_rpc("sequoia_take_steps")[0]
-    return steps
+    return max(1 / plain, *map(float, trees))
+
+
+def _typical_seconds(rounds: list[list[TimedStep]]) -> float:
+    return float(np.median([timed.seconds for timed in middle_round(rounds)]))

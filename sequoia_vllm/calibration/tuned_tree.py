@@ -1,0 +1,221 @@
+"""Chooses a pair's tree from its measured acceptance and times, and keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sequoia_vllm.calibration.counts import FEWEST_TRIALS, tokens_margin
+from sequoia_vllm.hardware.choose import MAX_DEPTH, TreeSearch, choose_schedule
+from sequoia_vllm.hardware.cost import Estimate
+from sequoia_vllm.hardware.step_profile import Profile
+from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
+from sequoia_vllm.library.generate import make_entry, model_class_of, profile_reference
+from sequoia_vllm.library.pair_key import PairKey, model_key
+from sequoia_vllm.library.tree_library import TreeLibrary
+from sequoia_vllm.measuring.engines import EngineSpec, count_parameters
+from sequoia_vllm.measuring.errors import CalibrationError
+from sequoia_vllm.tree.optimize import Frontier
+from sequoia_vllm.tree.token_tree import TokenTree
+
+_LARGE_ON_CPU = 2e8  # parameters
+
+
+def pair_here(engine: EngineSpec) -> PairKey:
+    """The key under which an engine like this looks up its tree on this machine.
+
+    Raises:
+        CalibrationError: If vLLM cannot read the target's configuration.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    from sequoia_vllm.engine.common.device_name import current_device_name
+
+    try:
+        config = EngineArgs(model=engine.target, dtype=engine.dtype).create_model_config()
+    except (ValueError, OSError) as error:
+        raise CalibrationError(f"vLLM cannot use the target {engine.target!r}: {error}") from error
+    dtype = str(config.dtype).removeprefix("torch.")
+    return PairKey(
+        current_device_name(), engine.target, engine.draft, dtype, engine.tensor_parallel_size,
+        None if engine.offload is None else engine.offload.name,
+    )  # fmt: skip
+
+
+def quick_engine(engine: EngineSpec) -> EngineSpec:
+    """The same engine without compilation, where that changes step times by little.
+
+    So it is on CPUs with a large target: its steps are spent on reading weights, and
+    compiling takes minutes.
+
+    Raises:
+        CalibrationError: If transformers does not know the target.
+    """
+    from vllm.platforms import current_platform
+
+    is_large = current_platform.is_cpu() and count_parameters(engine.target) >= _LARGE_ON_CPU
+    return replace(engine, enforce_eager=engine.enforce_eager or is_large)
+
+
+def check_vector(pair: PairKey, vector: AcceptanceFile) -> None:
+    """Checks that an acceptance file is a finished measurement of this pair.
+
+    Raises:
+        CalibrationError: Naming what differs.
+    """
+    for role in ("target", "draft"):
+        found, wanted = getattr(vector, role), getattr(pair, role)
+        if model_key(found or "") != model_key(wanted):
+            raise CalibrationError(
+                f"the acceptance file is of {role} {found!r}, not {wanted!r}: measure this pair "
+                "(sequoia-vllm tune --only acceptance)"
+            )
+    if vector.calibration is not None and not vector.calibration.complete:
+        raise CalibrationError(
+            "the acceptance file is of an interrupted measurement: finish it first "
+            "(repeat the command that wrote it)"
+        )
+
+
+def check_profile(pair: PairKey, profile: Profile) -> None:
+    """Checks that a profile was measured with this pair on this machine.
+
+    Raises:
+        CalibrationError: Naming what differs.
+    """
+    measure = "measure it here (sequoia-vllm tune --only times)"
+    if profile.streamed is not None:
+        raise CalibrationError(
+            f"the profile file was computed for a target whose weights are streamed: {measure}"
+        )
+    found = PairKey(
+        profile.device, model_key(profile.target), model_key(profile.draft), profile.dtype,
+        profile.tensor_parallel_size, profile.offloading,
+    )  # fmt: skip
+    wanted = replace(pair, target=model_key(pair.target), draft=model_key(pair.draft))
+    for key, value in asdict(wanted).items():
+        if getattr(found, key) != value:
+            raise CalibrationError(
+                f"the profile file is of {key} {getattr(found, key)!r}, not {value!r}: {measure}"
+            )
+
+
+def tuned_entry(
+    vector: AcceptanceFile,
+    profile: Profile,
+    context_length: int,
+    max_size: int,
+    tree: TokenTree | None = None,
+) -> TreeEntry:
+    """The tree and schedule that are fastest on these measurements.
+
+    Args:
+        vector: Measured acceptance.
+        profile: Measured times.
+        context_length: Which of the profile's contexts.
+        max_size: Largest tree, root included.
+        tree: The tree to schedule; None: the best one is looked for.
+
+    Returns:
+        An entry as `TreeLibrary.save_user_tree` takes it. A tree of size 1
+        means: do not speculate.
+    """
+    largest_batch = max(curve.batch_size for curve in profile.target_forward)
+    schedule = choose_schedule(
+        vector.vector,
+        profile,
+        batch_sizes=range(1, largest_batch + 1),
+        max_size=max_size,
+        context_length=context_length,
+        tree=tree,
+    )
+    reference = profile_reference(profile).model_copy(update={"context_length": context_length})
+    return make_entry("user", model_class_of(profile), profile, reference, vector, schedule)
+
+
+def best_tree_at_any_price(
+    vector: AcceptanceFile, profile: Profile, context_length: int, batch_size: int = 1
+) -> Estimate:
+    """The estimate of the fastest tree, also where plain decoding is faster.
+
+    Only trees of the sizes that were timed are looked at.
+    """
+    sizes = sorted({n for curve in profile.target_forward for n in curve.tokens if n > 1})
+    frontier = Frontier.of(vector.vector, sizes[-1], MAX_DEPTH, None)
+    search = TreeSearch(frontier, profile, context_length)
+    timed = [size for size in sizes if size <= search.cost.max_tokens(batch_size)]
+    estimates = [search.best_of_size(size, batch_size) for size in timed]
+    return max(estimates, key=lambda estimate: estimate.speedup)
+
+
+def margins(entry: TreeEntry, vector: AcceptanceFile) -> list[float | None]:
+    """`tokens_margin` of each estimate's tokens per step; None: not known."""
+    if vector.trials is None:
+        return [None] * len(entry.estimates)
+    trials = np.atleast_2d(np.asarray(vector.trials)).tolist()
+    trees = (entry.tree.tree.trim(one.num_speculative_tokens + 1) for one in entry.estimates)
+    return [tokens_margin(tree, vector.vector, trials) for tree in trees]
+
+
+def save_tuned(library: TreeLibrary, pair: PairKey, entry: TreeEntry) -> Path:
+    """Stores the tree under exactly the key that an engine with this pair looks up."""
+    file = library.measurements(pair).profile.relative_to(library.user)
+    reference = entry.profile.model_copy(update={"file": str(file)})
+    return library.save_user_tree(pair, entry.model_copy(update={"profile": reference}))
+
+
+# -- verification methods ----------------------------------------------------------------
+#
+# With Algorithm 2 the chance of a node to be accepted depends on its position alone. With
+# traversal it also depends on the nodes below and beside it, so it is counted on the tree itself.
+# These counts say how much of the tree to draft at each batch size. They do not choose another
+# tree: leaves are accepted less often than they would be with children, so trees chosen from them
+# are too shallow (2 to 3 % fewer tokens at 16 nodes, on the pair in this repository).
+
+
+def tokens_per_step(measured: AcceptanceFile) -> float:
+    """Tokens that a tree emitted per step of a measurement."""
+    state = measured.calibration
+    assert state is not None
+    return state.tokens / max(1, state.trees)
+
+
+def better_method(measured: dict[str, AcceptanceFile]) -> str:
+    """The method with more tokens per step from the same tree; of equal ones the first."""
+    return max(measured, key=lambda method: tokens_per_step(measured[method]))
+
+
+def refined(vector: AcceptanceFile, on_tree: AcceptanceFile) -> AcceptanceFile:
+    """Acceptance as counted on a tree, and elsewhere as the vector says.
+
+    Args:
+        vector: Acceptance of every position up to the probing tree's width.
+        on_tree: Acceptance counted on a tree, whose deeper nodes have fewer children.
+
+    Returns:
+        A file with ``p[d][k]``. Children with fewer than 100 trials on the tree get what the
+        vector's row says of them, given that none of the counted ones is accepted.
+    """
+    base, counted = vector.vector.table, on_tree.vector.table
+    trials = np.atleast_2d(np.asarray(on_tree.trials))
+    shape = max(len(base), len(counted)), max(base.shape[1], counted.shape[1])
+    # Depths below the vector's last row have that one; those below the tree were not counted.
+    base = np.pad(base, ((0, shape[0] - len(base)), (0, 0)), mode="edge")
+
+    def padded(table: NDArray[np.float64]) -> NDArray[np.float64]:
+        more = [(0, size - own) for size, own in zip(shape, table.shape, strict=True)]
+        return np.pad(table.astype(np.float64), more)
+
+    base, counted, trials = map(padded, (base, counted, trials))
+    known = trials >= FEWEST_TRIALS
+    left, base_left = (
+        1 - np.where(known, table, 0).sum(axis=1, keepdims=True) for table in (counted, base)
+    )
+    share = np.divide(left.clip(0), base_left, out=np.zeros_like(left), where=base_left > 0)
+    rows = np.where(known, counted, base * share).round(6).tolist()
+    return on_tree.model_copy(
+        update={"acceptance": rows, "trials": None, "low": None, "high": None}
+    )

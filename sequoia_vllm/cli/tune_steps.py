@@ -1,0 +1,248 @@
+"""The steps of ``tune``: acceptance and times, each into a file, and the choice of a tree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from sequoia_vllm.cli.common import note
+from sequoia_vllm.cli.measuring import measuring, write_file
+from sequoia_vllm.hardware.step_profile import Profile
+from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_names
+
+if TYPE_CHECKING:
+    from sequoia_vllm.calibration.acceptance_task import AcceptanceSettings, AcceptanceTask
+    from sequoia_vllm.calibration.measure_profile import ProfileSettings
+    from sequoia_vllm.config import OffloadSpec
+    from sequoia_vllm.library.files import CalibrationState, TreeEntry
+    from sequoia_vllm.library.pair_key import PairKey
+    from sequoia_vllm.library.user_files import TunedFiles
+    from sequoia_vllm.tree.acceptance import Acceptance
+
+
+def count_into(
+    path: Path, settings: AcceptanceSettings, name: str, restart: bool, stage: str = ""
+) -> AcceptanceFile:
+    """Measures acceptance into ``path``, and goes on from what it holds of the same measurement.
+
+    Args:
+        path: File to write.
+        settings: What to measure.
+        name: Draft strength class of the result.
+        restart: True to measure anew.
+        stage: The command's stage, said before its progress.
+
+    Returns:
+        The measurement; marked incomplete if it was interrupted.
+    """
+    from sequoia_vllm.calibration.acceptance_task import AcceptanceTask
+    from sequoia_vllm.calibration.measure_acceptance import measure_acceptance
+
+    task = AcceptanceTask.prepare(settings, name)
+    previous = None if restart else _previous(path, task)
+    start = None
+    if previous is not None:
+        state = _state(previous)
+        if task.is_done(state):
+            note(f"{path} holds this measurement already ({_covered(state)}): --restart measures "
+                 "anew")  # fmt: skip
+            return previous
+        if task.can_go_on(state):
+            note(f"going on from {path}: {_covered(state)}")
+            start = state
+    with measuring(f"{stage}acceptance:", "interrupted before anything was measured") as report:
+        measured = measure_acceptance(task, start, report, save=lambda file: write_file(path, file))
+    write_file(path, measured)
+    return measured
+
+
+def finish_counting(measured: AcceptanceFile, path: Path) -> None:
+    """Says where the result is and how far it got; ends the program if it was interrupted."""
+    from sequoia_vllm.measuring.engine_processes import exit_code, last_interrupt
+
+    state = _state(measured)
+    if not state.complete:
+        note(f"interrupted: {path} keeps {_covered(state)}; the same command goes on from there")
+        raise typer.Exit(exit_code(last_interrupt()))
+    reason = {
+        "precision": "the precision asked for was reached",
+        "tokens": f"--max-tokens-total was reached before ±{state.wanted_precision:g} was",
+        "prompts": "all greedy completions are at their end: more prompts, or a larger "
+        "--max-tokens, would say more",
+    }[state.stopped_by]
+    note(f"written to {path}: {_covered(state)}; {reason}")
+
+
+def time_into(
+    path: Path, settings: ProfileSettings, vectors: Sequence[Acceptance], stage: str = ""
+) -> Profile:
+    """Measures a profile into ``path``; arguments as `measure_profile` and `count_into`."""
+    from sequoia_vllm.calibration.measure_profile import measure_profile
+
+    with measuring(f"{stage}profile:", "interrupted: no profile was written") as report:
+        measured = measure_profile(settings, report, vectors)
+    write_file(path, measured)
+    return measured
+
+
+def _previous(path: Path, task: AcceptanceTask) -> AcceptanceFile | None:
+    """The file that an earlier run of the same measurement wrote."""
+    if not path.is_file():
+        return None
+    file = AcceptanceFile.load(path)
+    if file.calibration is None:
+        note(f"{path} was not written by this command: starting anew")
+        return None
+    if changed := task.differences(file.calibration):
+        note(f"{path} holds another measurement ({', '.join(changed)} differ): starting anew")
+        return None
+    return file
+
+
+def _state(file: AcceptanceFile) -> CalibrationState:
+    assert file.calibration is not None  # every file that this command writes has one
+    return file.calibration
+
+
+def _covered(state: CalibrationState) -> str:
+    known = "" if state.precision is None else f", known within {state.precision:.4f}"
+    return f"{state.trees} trees, {state.tokens} tokens{known}"
+
+
+def tune_pair(
+    counting: AcceptanceSettings,
+    timing: ProfileSettings,
+    acceptance: Path | None,
+    profile: Path | None,
+    restart: bool,
+) -> tuple[Profile, dict[str, Any]]:
+    """Measures what no file is given for, chooses the tree and keeps it.
+
+    Args:
+        counting, timing: How to measure; the tree is for the first context.
+        acceptance, profile: Files of earlier measurements; None: measure.
+        restart: True to count anew.
+
+    Returns:
+        The times, and the command's report.
+    """
+    from sequoia_vllm.calibration import tuned_tree
+    from sequoia_vllm.library.tree_library import TreeLibrary
+    from sequoia_vllm.library.user_files import make_writable
+
+    engine, context, largest = timing.engine, timing.contexts[0], max(timing.tokens)
+    library, pair = TreeLibrary(), tuned_tree.pair_here(engine)
+    files = library.measurements(pair)
+    make_writable(files.directory)  # not after all the measuring
+    vector = None if acceptance is None else AcceptanceFile.load(acceptance)
+    times = None if profile is None else Profile.load(profile)
+    if vector is not None:
+        tuned_tree.check_vector(pair, vector)
+    if times is not None:
+        tuned_tree.check_profile(pair, times)
+    stages = _stages(("acceptance", vector), ("profile", times))
+    if vector is None:
+        vector = _counted(files.acceptance, counting, restart, next(stages))
+    if times is None:
+        times = time_into(files.profile, timing, [vector.vector], next(stages))
+    write_file(files.acceptance, vector)  # the same bytes, unless it was given
+    write_file(files.profile, times)
+    entry = tuned_tree.tuned_entry(vector, times, context, largest)
+    if counting.temperature > 0 and acceptance is None and entry.tree.size > 1:
+        method, on_tree = _compared(counting, entry, vector, files, restart)
+        if method != DEFAULT_METHOD:
+            # A node's acceptance by traversal counts what lies below it, so a tree chosen
+            # from these counts would come out too shallow; how much of this one, is theirs.
+            entry = tuned_tree.tuned_entry(on_tree, times, context, largest, entry.tree.tree)
+            entry = entry.model_copy(update={"verification": method})
+    path = tuned_tree.save_tuned(library, pair, entry)
+    best = tuned_tree.best_tree_at_any_price(vector, times, context)
+    return times, {
+        "device": pair.device,
+        "target": pair.target,
+        "draft": pair.draft,
+        "dtype": pair.dtype,
+        "tensor_parallel_size": pair.tensor_parallel_size,
+        "context_length": context,
+        "speculates": entry.tree.size > 1,
+        "tree": {"size": entry.tree.size, "depth": entry.tree.depth},
+        "verification": entry.verification or DEFAULT_METHOD,
+        "schedule": [list(row) for row in entry.schedule],
+        "estimates": [estimate.to_dict() for estimate in entry.estimates],
+        "tokens_margins": [
+            None if one is None else round(one, 4) for one in tuned_tree.margins(entry, vector)
+        ],
+        "best_tree_at_batch_1": {
+            "expected_tokens": round(best.expected_tokens, 4),
+            "speedup": round(best.speedup, 4),
+        },
+        "file": str(path),
+        "measurements": str(files.directory),
+        "now_used": _now_used(pair),
+        "command": _serve_command(pair, engine.offload),
+    }
+
+
+def _stages(*measurements: tuple[str, Any]) -> Iterator[str]:
+    """Names each measurement that is not given for its progress: "1 of 2, then profile: "."""
+    names = [name for name, given in measurements if given is None]
+    for number, following in enumerate([*names[1:], None], start=1):
+        then = f", then {following}" if following else ""
+        yield f"{number} of {len(names)}{then}: "
+
+
+def _counted(path: Path, settings: AcceptanceSettings, restart: bool, stage: str) -> AcceptanceFile:
+    """Measures acceptance into ``path``; the program ends there if it is interrupted."""
+    name = f"tuned-t{settings.temperature:g}"
+    measured = count_into(path, settings, name, restart, stage)
+    finish_counting(measured, path)
+    return measured
+
+
+def _compared(
+    settings: AcceptanceSettings,
+    entry: TreeEntry,
+    vector: AcceptanceFile,
+    files: TunedFiles,
+    restart: bool,
+) -> tuple[str, AcceptanceFile]:
+    """The verification that emits more from this tree, and its acceptance there.
+
+    Each method gets half of the tokens that acceptance was measured with.
+    """
+    from sequoia_vllm.calibration.tuned_tree import better_method, refined, tokens_per_step
+
+    tree = entry.tree.tree
+    methods, measured = method_names(), {}
+    for number, method in enumerate(methods, start=1):
+        how = replace(
+            settings, tree=tree, verification=method,
+            max_tokens_total=max(1, settings.max_tokens_total // 2),
+        )  # fmt: skip
+        stage = f"verification {number} of {len(methods)} ({method}), "
+        measured[method] = _counted(files.directory / f"{method}.json", how, restart, stage)
+    found = " and ".join(f"{tokens_per_step(measured[m]):.2f} with {m}" for m in methods)
+    note(f"tokens per step from the tree of {tree.size} nodes: {found}")
+    method = better_method(measured)
+    return method, refined(vector, measured[method])
+
+
+def _now_used(pair: PairKey) -> str:
+    """The tree that an engine of this pair gets by "tree": "auto"."""
+    from sequoia_vllm.config import SequoiaConfig
+    from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
+
+    return choose_engine_tree(SequoiaConfig(model=pair.draft, tree="auto"), pair).source
+
+
+def _serve_command(pair: PairKey, offload: OffloadSpec | None) -> str:
+    config: dict[str, Any] = {"method": "sequoia", "model": pair.draft, "tree": "auto"}
+    if offload is not None:
+        config["offload"] = offload.model_dump(mode="json", exclude_defaults=True)
+    return f"vllm serve {pair.target} --speculative-config '{json.dumps(config)}'"
