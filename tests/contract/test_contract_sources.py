@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sequoia_vllm.engine.compat import contract
-from sequoia_vllm.engine.compat.ledger import Expected, Signature
+from sequoia_vllm.engine.compat.ledger import Expected, Override, Signature
+from sequoia_vllm.engine.compat.ledger.entry import expected, subclass, table
 from tests.contract.sources import NotFoundError, Sources, source_differences
 
 # One of each way in which vLLM defines what we rely on. Whole files, so that the
@@ -294,6 +295,26 @@ def test_unreadable_parameters_are_a_difference(tmp_path, package, path, reason)
 def test_a_value_cannot_be_followed(tmp_path, package):
     with pytest.raises(NotFoundError, match="only running the code tells its upper"):
         Sources(tmp_path).find(f"{package}.base:Runner.width.upper")
+
+
+def test_tables_are_read_by_their_notation():
+    rows = {
+        "a.b": ["c", "C.f()", "g(x, y)", "h(self, x, ...)", subclass("D.k(self)", "never", "why")],
+        "a.b:C": ["(x, ...)", "f.g(self)", expected("h", since=(0, 33))],
+    }
+    *entries, constructor, nested, new = table(rows)
+    assert entries == [
+        Expected("a.b:c"),
+        Expected("a.b:C.f", ()),
+        Expected("a.b:g", ("x", "y")),
+        Expected("a.b:h", ("self", "x"), may_grow=True),
+        Override("a.b:D.k", ("self",), False, kind="subclass", until="never", why="why"),
+    ]
+    assert constructor == Expected("a.b:C", ("x",), may_grow=True)
+    assert nested == Expected("a.b:C.f.g", ("self",))
+    assert new == Expected("a.b:C.h", since=(0, 33))
+    with pytest.raises(ValueError, match="no name with parameters"):
+        table({"a.b": ["f(x"]})
 
 
 DEVICES = [("cpu", False), ("cpu", True), ("gpu", True)]

@@ -24,7 +24,7 @@ from sequoia_vllm import engine, plugin
 from sequoia_vllm.engine import hooks
 from sequoia_vllm.engine.compat import contract
 from sequoia_vllm.engine.compat.ledger import OVERRIDES, Override
-from sequoia_vllm.engine.compat.ledger.override import Kind
+from sequoia_vllm.engine.compat.ledger.entry import Kind
 
 PATCHED = (
     EngineArgs, SamplingParams, StructuredOutputManager, Scheduler, StatLoggerManager, LLMEngine,
@@ -202,4 +202,4 @@ def test_only_what_instances_have_is_checked_elsewhere():
     elsewhere = [override for override in OVERRIDES if override.checked_at is not None]
     assert {override.kind for override in elsewhere} == {"instance"}
     unchecked = {override.kind for override in OVERRIDES if override.expected is None}
-    assert unchecked == {"field", "instance"}
+    assert unchecked == {"added_field", "instance"}

@@ -58,7 +58,7 @@ def test_report_crosses_processes_in_vllms_message():
 
 
 def test_ledger_lists_the_field():
-    [field] = [override.path for override in OVERRIDES if override.kind == "field"]
+    [field] = [override.path for override in OVERRIDES if override.kind == "added_field"]
     assert field == f"{SchedulerStats.__module__}:{SchedulerStats.__name__}.{tree_reports.REPORT}"
 
 
