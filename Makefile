@@ -45,7 +45,7 @@ contract: setup
 	$(BIN)/python -m tests.contract.check_wheels $(CONTRACT_DIR) $(CONTRACT_VERSIONS)
 
 compiled: setup
-	$(BIN)/python -m benchmarks.compiled.record .triton
+	$(BIN)/python -m benchmarks.compiled --record tests/kernels/compiled
 
 rehearse: setup
 	$(BIN)/python -m tests.gpu_rehearsal.other_versions $(CONTRACT_DIR) $(VERSION) -m '' -n 2 --dist loadfile
