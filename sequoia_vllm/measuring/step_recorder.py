@@ -18,9 +18,12 @@ class StepRecorder:
     """Methods added to vLLM's worker, called by ``collective_rpc``."""
 
     model_runner: Any
+    _sequoia_recording: Any = None
 
     def sequoia_record_steps(self) -> None:
-        """Records every step from now on."""
+        """Records every step from now on; ends an earlier recording, and drops what it holds."""
+        if self._sequoia_recording is not None:
+            self._sequoia_recording.end()
         self._sequoia_recording = recording_of(self.model_runner)
 
     def sequoia_take_steps(self, decoding: int | None = None) -> list[dict[str, Any]]:

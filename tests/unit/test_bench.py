@@ -258,6 +258,15 @@ def test_drawing_is_told_apart_where_the_runner_times_its_draft(clock):
     assert (parts["draft"], parts["drawing"]) == (900, 100)
 
 
+def test_recording_keeps_the_trace_that_the_runner_makes_anyway(clock):
+    runner = FakeRunner(clock, SimpleNamespace(seconds={"draft": 0.0}, trace=[("target", 1, 4, 5)]))
+    worker = timed_worker(runner)
+    runner.execute_model(step({"a": 3}, {"a": [5, 6]}))
+    [found] = worker.sequoia_take_steps()
+    assert found["passes"] == [(3, 900)]
+    assert runner.stats.trace == [("target", 1, 4, 5), ("draft", 1, 3, 900)]
+
+
 def test_drawing_is_told_apart_in_chains(clock):
     runner = FakeRunner(clock)
     draft = SimpleNamespace(forward=lambda: runner.tick(200), compute_logits=lambda: runner.tick(5))
@@ -311,6 +320,23 @@ def test_parts_of_steps_of_model_runner_v2(clock):
         "target": 11, "draft": 1000, "drawing": 0, "verify": 100, "steps": 1,
     }  # fmt: skip
     assert worker.sequoia_take_steps() == []
+
+
+@pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
+def test_new_recording_ends_the_earlier_one(clock, is_v2):
+    stats = SimpleNamespace(seconds={"draft": 0.0}, trace=None)
+    runner = FakeRunnerV2(clock) if is_v2 else FakeRunner(clock, stats)
+    worker = timed_worker(runner)
+    earlier = worker._sequoia_recording
+    worker.sequoia_record_steps()
+    runner.execute_model(step({"a": 3}, {"a": [5, 6]}))
+    if is_v2:
+        runner.speculator.propose()
+    [found] = worker.sequoia_take_steps()
+    assert found["drafting"] == 1000
+    assert earlier.take() == []
+    worker._sequoia_recording.end()
+    assert "execute_model" not in vars(runner)
 
 
 # -- the greedy check ----------------------------------------------------------------

@@ -20,6 +20,7 @@ class RecordingV1:
         self._stats = getattr(runner, "stats", None)  # Sequoia's runner only
         self._forwards_before = 0.0
         self._chain_forwards = 0.0
+        self._trace_before: list[Any] | None = None
         self._steps: list[dict[str, Any]] = []
         self._ends = [
             around(runner, "execute_model", before=self._begin),
@@ -81,7 +82,7 @@ class RecordingV1:
         self._chain_forwards = 0.0
         if self._stats is not None:
             self._forwards_before = self._stats.seconds["draft"]
-            self._stats.trace = []
+            self._trace_before, self._stats.trace = self._stats.trace, []
 
     def _add_chain_forward(self, seconds: float) -> None:
         """Of the draft model of vLLM's chain, whose runner counts nothing itself."""
@@ -94,7 +95,9 @@ class RecordingV1:
             return
         forwards = self._stats.seconds["draft"] - self._forwards_before
         self._adder("drawing")(seconds - forwards)
-        trace, self._stats.trace = self._stats.trace, None
+        trace, self._stats.trace = self._stats.trace, self._trace_before
+        if self._stats.trace is not None:  # `sequoia_stats` was asked for one
+            self._stats.trace += trace
         if self._steps:
             self._steps[-1]["passes"] = [
                 (tokens, taken) for part, _, tokens, taken in trace if part == "draft"
