@@ -80,6 +80,15 @@ def save_figure(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=150, metadata=metadata)
 
 
+def draw_headline(axes: Axes, title: str, subtitle: str) -> None:
+    """Writes a bold title above a panel, and a grey line below the title."""
+    axes.set_title(f"{title}\n", loc="left", color=INK, fontsize=11, fontweight="bold")
+    axes.annotate(
+        subtitle, (0, 1), xycoords="axes fraction", xytext=(0, 6), textcoords="offset points",
+        color=GREY, fontsize=9,
+    )  # fmt: skip
+
+
 def draw_grid(axes: Axes, along: Literal["x", "y", "both"]) -> None:
     """Pale lines behind what is drawn, at the ticks of these axes."""
     axes.grid(axis=along, color=GRID, linewidth=0.8)

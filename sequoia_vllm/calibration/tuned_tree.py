@@ -12,8 +12,8 @@ from sequoia_vllm.calibration.counts import FEWEST_TRIALS, tokens_margin
 from sequoia_vllm.hardware.choose import MAX_DEPTH, TreeSearch, choose_schedule
 from sequoia_vllm.hardware.cost import Estimate
 from sequoia_vllm.hardware.step_profile import Profile
+from sequoia_vllm.library.entries import make_entry, model_class_of, profile_reference
 from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
-from sequoia_vllm.library.generate import make_entry, model_class_of, profile_reference
 from sequoia_vllm.library.pair_key import PairKey, model_key
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.measuring.engines import EngineSpec, count_parameters

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from sequoia_vllm.errors import SequoiaError
 
@@ -29,6 +30,17 @@ def console() -> Console:
 def error_console() -> Console:
     """Standard error: notes, progress and errors, so that ``--json`` output stays clean."""
     return Console(stderr=True)
+
+
+def new_table(*columns: str, title: str | None = None, left: Collection[str] = ()) -> Table:
+    """Returns a table without borders; columns are right-aligned but for those in ``left``."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False,
+        header_style="bold",
+    )  # fmt: skip
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table
 
 
 @contextmanager

@@ -12,6 +12,11 @@ REMOVED: dict[str, str] = {
     "calibrate": "sequoia-vllm tune --only acceptance",
     "grow": "python -m benchmarks.synthetic_target, in a checkout of the repository",
     "profile": "sequoia-vllm tune --only times",
+    "tree bench": "python -m benchmarks.optimizer, in a checkout of the repository",
+    "tree generate": "python -m benchmarks.generate_trees, in a checkout of the repository",
+    "tree paper": "python -m benchmarks.paper, in a checkout of the repository",
+    "tree roofline": "python -m benchmarks.roofline, in a checkout of the repository",
+    "tree scaling": "python -m benchmarks.scaling, in a checkout of the repository",
 }
 """A removed command without ``sequoia-vllm``, like ``tree generate``: its replacement."""
 

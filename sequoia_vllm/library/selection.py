@@ -18,14 +18,14 @@ from sequoia_vllm.hardware.models import (
 )
 from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.step_profile import HOW_TIMED
-from sequoia_vllm.library.files import AcceptanceFile, LibraryError, LibraryFile, TreeEntry
-from sequoia_vllm.library.generate import (
+from sequoia_vllm.library.entries import (
     OFFLOADED,
     fastest_schedule,
     make_entry,
     profile_reference,
     size_class,
 )
+from sequoia_vllm.library.files import AcceptanceFile, LibraryError, LibraryFile, TreeEntry
 from sequoia_vllm.library.pair_key import PairKey, is_local
 from sequoia_vllm.tree.token_tree import TokenTree
 

@@ -2,8 +2,8 @@
 
 import json
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,8 +20,12 @@ from tests.engine.test_refusals import parsed
 from tests.support.engines import metric, running, sequoia
 
 ROOT = Path(__file__).parents[2]
-FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/predictions.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 TEXTS = {file.relative_to(ROOT): file.read_text(encoding="utf-8") for file in FILES}
+PREDICTIONS = TEXTS[Path("benchmarks/predictions.md")]
 SCRIPTS = Path(sys.executable).parent
 # Setting up is what CI itself does; the demo and the tests are not run within a test.
 NOT_RUN = ("make ", "pip install")
@@ -103,8 +107,8 @@ def test_commands_work(command, folder, monkeypatch):
     for part in command.split(" && "):
         words = shlex.split(part)
         if words[:2] == ["python", "-m"]:
-            words += shlex.split(SMALLER[words[2]])
-            subprocess.run([sys.executable, *words[1:]], check=True)
+            words += shlex.split(SMALLER.get(words[2], ""))
+            run_tool(words[2:], monkeypatch)
             continue
         assert words[0] == "sequoia-vllm"
         assert (SCRIPTS / words[0]).exists()
@@ -115,11 +119,29 @@ def test_commands_work(command, folder, monkeypatch):
         assert done.exit_code == 0, done.output[-2000:]
 
 
-def test_predictions_are_the_roofline_models():
-    """The scaling table and what is said around it are what the commands print now."""
-    document = TEXTS[Path("docs/trees.md")]
+def run_tool(words: list[str], monkeypatch) -> None:
+    """Runs `python -m WORDS` in this process, which has loaded torch."""
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / f"{words[0].replace('.', '/')}.py"), run_name="__main__")
+    assert not end.value.code
 
-    assert f"\n\n{printed('scaling', '--markdown')}\n" in document
+
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """What a tool of `benchmarks` prints."""
+
+    def run(*words: str) -> str:
+        capsys.readouterr()
+        run_tool([f"benchmarks.{words[0]}", *words[1:]], monkeypatch)
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_predictions_are_the_roofline_models(printed):
+    """The scaling table and what is said around it are what the tools print now."""
+    assert f"\n\n{printed('scaling')}\n" in PREDICTIONS
     rows = json.loads(
         printed("scaling", "--devices", "h100-sxm", "--tensor-parallel-sizes", "2,8", "--json")
     )
@@ -128,7 +150,7 @@ def test_predictions_are_the_roofline_models():
         first = row["predictions"][0]
         target = first["plain_seconds"] - Assumptions().plain_step_seconds
         shares.append(f"{100 * first['draft_level_seconds'] / target:.0f} %")
-    text = " ".join(document.split())
+    text = " ".join(PREDICTIONS.split())
     assert f"from {shares[0]} of the target's to {shares[1]}" in text
     box = ("--interconnect-gb-s", "64", "--interconnect-kind", "bus", "--json")
     rows = json.loads(
@@ -139,27 +161,18 @@ def test_predictions_are_the_roofline_models():
     assert f"On PCIe, 8 H100 would do {said}" in text
 
 
-def printed(*arguments: str) -> str:
-    done = CliRunner().invoke(app, ["tree", *arguments])
-    assert done.exit_code == 0, done.output
-    return done.stdout
-
-
-def test_predictions_of_offloaded_targets_are_the_models():
-    document = TEXTS[Path("docs/trees.md")]
-    shown = [
-        line for line in commands() if line.startswith("sequoia-vllm tree scaling --class 70b-8b")
-    ]
+def test_predictions_of_offloaded_targets_are_the_models(printed):
+    start = "python -m benchmarks."
+    shown = [line for line in commands() if line.startswith(f"{start}scaling --class 70b-8b")]
     assert len(shown) == 2
     for line in shown:
-        assert f"\n\n{printed(*shlex.split(line)[2:], '--markdown')}\n" in document
+        assert f"\n\n{printed(*shlex.split(line.removeprefix(start)))}\n" in PREDICTIONS
 
 
-def test_the_comparison_with_the_paper_is_the_commands():
+def test_the_comparison_with_the_paper_is_the_tools(printed):
     """The table, and the figures in what is said of it."""
-    document = TEXTS[Path("docs/trees.md")]
-    assert f"\n\n{printed('paper', '--markdown')}\n" in document
-    said = " ".join(document.split("Deviations have three causes.")[1].split())
+    assert f"\n\n{printed('paper')}\n" in PREDICTIONS
+    said = " ".join(PREDICTIONS.split("Deviations have three causes.")[1].split())
     entries = json.loads(printed("paper", "--json"))["comparisons"]
     made = [entry for entry in entries if entry["published"]["tokens"] is not None]
     moved = [100 * entry["predicted"]["tokens_deviation"] for entry in made]

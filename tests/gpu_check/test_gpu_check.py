@@ -28,7 +28,7 @@ from sequoia_vllm.gpu_check.report import (
 from sequoia_vllm.gpu_check.stage import StageRun
 from sequoia_vllm.gpu_check.timing import OnceTimer
 from sequoia_vllm.hardware import CostModel
-from sequoia_vllm.library.generate import model_class_of
+from sequoia_vllm.library.entries import model_class_of
 
 ROOT = Path(__file__).parents[2]
 # Where PyTorch, Triton and NumPy are, and nothing else that the project uses.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -12,7 +14,8 @@ from typer.testing import CliRunner
 
 from sequoia_vllm import __version__, cli
 from sequoia_vllm.cli import app, removed
-from sequoia_vllm.cli.tree import optimizer_cost
+from sequoia_vllm.hardware import identify, roofline_profile
+from sequoia_vllm.hardware.models import every_class
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
@@ -57,7 +60,8 @@ def vector(tmp_path):
 @pytest.fixture
 def profile(tmp_path):
     path = tmp_path / "profile.json"
-    run("tree", "roofline", "NVIDIA H200", "--class", "8b-1b", "-o", path)
+    pair = every_class()["8b-1b"]
+    roofline_profile(identify("NVIDIA H200").spec, pair.target, pair.draft).save(path)
     return path
 
 
@@ -153,6 +157,17 @@ class TestBuild:
         assert "size 8 (root included)" in output
         assert "expected tokens per step" in output
 
+    def test_trees_of_heads(self):
+        options = ("--acceptance", "shipped", "--size", 64, "--device", "h100-sxm", "--class")
+        trees = {
+            name: run_json("tree", "build", *options, name)
+            for name in ("8b-1b", "8b-eagle3", "8b-dflash")
+        }
+        depths = [tree["depth"] for tree in trees.values()]
+        assert depths == sorted(depths)
+        assert depths[0] < depths[-1]
+        assert trees["8b-dflash"]["times"]["draft"] == "z-lab/Qwen3-8B-DFlash-b16"
+
 
 class TestShow:
     def test_file(self, tree_file):
@@ -219,67 +234,6 @@ class TestPlot:
         run("tree", "plot", path, "-o", tmp_path / "root.png")
         assert (tmp_path / "root.png").is_file()
 
-    @pytest.mark.parametrize("with_profile", [False, True])
-    def test_frontier(self, vector, profile, tmp_path, with_profile):
-        picture = tmp_path / "frontier.svg"
-        extra = ["--profile", profile] if with_profile else []
-        run(
-            "tree", "plot", "--frontier", "--acceptance", vector, "--max-size", 32, *extra,
-            "-o", picture,
-        )  # fmt: skip
-        ET.fromstring(picture.read_text())
-
-    def test_frontier_of_a_library_trees_vector(self, tmp_path):
-        picture = tmp_path / "frontier.png"
-        run("tree", "plot", "l4/7b-68m/shipped", "--frontier", "--max-size", 16, "-o", picture)
-        assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-class TestRoofline:
-    def test_json_and_file(self, tmp_path):
-        path = tmp_path / "profile.json"
-        data = run_json(
-            "tree", "roofline", "h100-sxm", "--class", "70b-1b", "--tensor-parallel-size", 4,
-            "--interconnect-gb-s", 64, "--interconnect-kind", "bus", "-o", path,
-        )  # fmt: skip
-        assert data["profile"] == json.loads(path.read_text())
-        assert data["tensor_parallel_size"] == data["profile"]["tensor_parallel_size"] == 4
-        assert data["interconnect_gb_s"] == data["profile"]["datasheet"]["interconnect_gb_s"] == 64
-        assert data["memory"]["problem"] is None
-        nvlink = run_json(
-            "tree", "roofline", "h100-sxm", "--class", "70b-1b", "--tensor-parallel-size", 4
-        )
-        slow, quick = (entry["profile"]["target_forward"][0]["seconds"] for entry in (data, nvlink))
-        assert slow[-1] - slow[0] > quick[-1] - quick[0]
-
-    def test_says_when_the_pair_does_not_fit(self):
-        result = run("tree", "roofline", "h100-sxm", "--class", "70b-8b")
-        assert "does not fit: 146.4 GiB of weights" in result.stderr
-        assert "(use --tensor-parallel-size 4)" in result.stderr
-        assert "tokens" in result.stdout
-
-    def test_heads_have_a_first_pass_of_their_own(self):
-        for name, parts in (("8b-1b", 2), ("8b-dflash", 3)):
-            output = run("tree", "roofline", "h100-sxm", "--class", name).stdout
-            title = " ".join(output.split())
-            assert ("target / first draft pass / draft level, ms" in title) == (parts == 3)
-            row = next(line.split() for line in output.splitlines() if line.split()[:1] == ["8"])
-            assert row.count("/") == 3 * (parts - 1)
-            if parts == 3:
-                _, first, level = (float(seconds) for seconds in row[1:6:2])
-                assert first > 50 * level
-
-    def test_trees_of_heads(self):
-        options = ("--acceptance", "shipped", "--size", 64, "--device", "h100-sxm", "--class")
-        trees = {
-            name: run_json("tree", "build", *options, name)
-            for name in ("8b-1b", "8b-eagle3", "8b-dflash")
-        }
-        depths = [tree["depth"] for tree in trees.values()]
-        assert depths == sorted(depths)
-        assert depths[0] < depths[-1]
-        assert trees["8b-dflash"]["times"]["draft"] == "z-lab/Qwen3-8B-DFlash-b16"
-
 
 class TestOffloaded:
     OPTIONS = ("--device", "l40", "--class", "70b-8b", "--offload-gb", 200)
@@ -302,29 +256,6 @@ class TestOffloaded:
         measured = self.build("--link-gb-s", 20.5)
         assert measured["times"]["streamed"]["bytes_per_second"] == 20.5e9
 
-    def test_says_how_much_would_do(self):
-        few = ("tree", "roofline", "l40", "--class", "70b-8b", "--offload-gb")
-        result = run(*few, 20)
-        enough = int(result.stderr.split("use --offload-gb ")[1].split(")")[0])
-        assert "does not fit" in result.stderr
-        assert "note" not in run(*few, enough).stderr
-        assert "KV cache" in run(*few, enough - 1).stderr
-
-    def test_times_reach_as_far_as_trees(self):
-        lines = run("tree", "roofline", "l40", *self.OPTIONS[2:]).stdout.splitlines()
-        assert lines[-1].split()[0] == "768"
-        profile = run_json("tree", "roofline", "l40", *self.OPTIONS[2:])["profile"]
-        assert profile["target_forward"][0]["tokens"][-1] == 768
-
-    def test_scaling_says_that_the_target_is_offloaded(self):
-        options = ["--devices", "l40", "--tensor-parallel-sizes", 1, *self.OPTIONS[2:]]
-        [row] = run_json("tree", "scaling", *options)["rows"]
-        assert row["problem"] is None
-        assert row["streamed"]["bytes_per_second"] == 25e9
-        assert row["predictions"][0]["size"] == 768
-        title = run("tree", "scaling", *options).stdout.splitlines()[0]
-        assert "target offloaded, predicted" in title
-
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -339,69 +270,13 @@ class TestOffloaded:
         ],
     )
     def test_what_does_not_go_together(self, arguments, message):
-        assert message in fails("tree", "roofline", "t4", "--class", "8b-1b", *arguments)
+        options = ("--acceptance", "shipped", "--size", 4, "--device", "t4", "--class", "8b-1b")
+        assert message in fails("tree", "build", *options, *arguments)
 
     def test_measured_times_are_of_what_was_measured(self, vector, profile):
         command = ["tree", "build", "--acceptance", vector, "--size", 4, "--offload-gb", 9]
         assert "give --device and --class" in fails(*command)
         assert "give --device and --class" in fails(*command, "--profile", profile)
-
-
-class TestPaper:
-    def test_tables_and_json_are_the_same(self):
-        entries = run_json("tree", "paper")["comparisons"]
-        lines = run("tree", "paper", "--markdown").stdout.splitlines()
-        assert len(lines) == 2 + len(entries)
-        assert len({line.count("|") for line in lines}) == 1
-        for entry, line in zip(entries, lines[2:], strict=True):
-            chosen = entry["predicted"]["chosen"]
-            assert f"| {chosen['size']}, {chosen['depth']} | {chosen['tokens']:.2f} |" in line
-            assert f" {entry['published']['speedup']:.2f}x |" in line
-        shown = run("tree", "paper")
-        assert "predicted, not measured" in shown.stdout
-        assert "vectors of other pairs" in shown.stderr
-
-
-class TestScaling:
-    def test_json(self):
-        data = run_json("tree", "scaling", "--devices", "h200", "--tensor-parallel-sizes", "1,4")
-        one, four = data["rows"]
-        assert (one["problem"], one["predictions"]) == ("no room for a KV cache", [])
-        assert [entry["batch_size"] for entry in four["predictions"]] == [1, 16]
-        assert four["problem"] is None
-        assert four["predictions"][0]["speedup"] > four["predictions"][1]["speedup"] > 1
-        assert data["source"] == "roofline"
-        assert data["target"] == "meta-llama/Llama-3.1-70B"
-
-    def test_tables_show_the_same_values(self):
-        options = ["--devices", "h100-sxm", "--tensor-parallel-sizes", "1,8"]
-        rows = run_json("tree", "scaling", *options)["rows"]
-        entry = rows[1]["predictions"][0]
-        cells = [
-            "h100-sxm", "8", "1", f"{1e3 * entry['plain_seconds']:.1f}",
-            f"{1e3 * entry['draft_level_seconds']:.2f}", str(entry["size"]), str(entry["depth"]),
-            f"{entry['expected_tokens']:.2f}", f"{entry['speedup']:.2f}x",
-        ]  # fmt: skip
-        markdown = run("tree", "scaling", *options, "--markdown").stdout.splitlines()
-        assert f"| {' | '.join(cells)} |" in markdown
-        assert len({line.count("|") for line in markdown}) == 1
-        shown = run("tree", "scaling", *options)
-        assert cells in [line.split() for line in shown.stdout.splitlines()]
-        assert "does not fit" in shown.stdout
-        assert "predicted, not measured" in shown.stdout
-        assert "nothing here was measured" in shown.stderr
-
-    def test_vectors_by_name_and_by_file(self, vector):
-        options = [
-            "tree", "scaling", "--class", "70b-8b", "--devices", "h200",
-            "--tensor-parallel-sizes", "4", "--batch-sizes", "1",
-        ]  # fmt: skip
-        by_name = run_json(*options, "--acceptance", "appendix-e")
-        by_file = run_json(*options, "--acceptance", vector)
-        assert by_name["acceptance"] == published()["appendix_e"]
-        assert by_file["acceptance"] == VECTOR
-        speedups = [data["rows"][0]["predictions"][0]["speedup"] for data in (by_name, by_file)]
-        assert speedups[0] > speedups[1]
 
 
 class TestLibraryCommands:
@@ -437,35 +312,6 @@ class TestLibraryCommands:
         output = run("tree", "compare", tree_file, other, "--profile", profile).stdout
         assert "speedup" in output
         assert "depth 15" in output
-
-    def test_generate(self, tmp_path, monkeypatch):
-        files = {path.name: path.read_text() for path in shipped_directory().glob("l4*.json")}
-        monkeypatch.setattr(
-            "sequoia_vllm.library.generate.generate_library", lambda inputs, report: dict(files)
-        )
-        output = tmp_path / "out"
-        assert (
-            "would change l4.json"
-            in run("tree", "generate", "--output", output, "--check", code=1).stdout
-        )
-        assert not output.exists()
-        assert "3 changed" in run("tree", "generate", "--output", output).stdout
-        run("tree", "generate", "--output", output, "--check")
-        # What is no library file is not ours to remove.
-        (output / "mine.json").write_text("{}")
-        (output / "old.json").write_text(files["l4.json"])
-        result = run("tree", "generate", "--output", output)
-        assert "0 changed, 1 removed" in result.stdout
-        assert sorted(path.name for path in output.glob("*")) == sorted([*files, "mine.json"])
-
-    def test_bench(self, monkeypatch):
-        monkeypatch.setattr(
-            optimizer_cost, "CASES", (optimizer_cost.BenchCase(16, 4, 8, 1.0, 64.0),)
-        )
-        (case,) = run_json("tree", "bench")["cases"]
-        assert 0 < case["seconds"] < case["limit_seconds"]
-        assert 0 < case["peak_mib"] < case["limit_mib"]
-        assert "peak memory" in run("tree", "bench").stdout
 
 
 class TestErrors:
@@ -537,18 +383,9 @@ class TestErrors:
         assert "is a library file with 18 trees" in fails("tree", "show", library_file)
         assert "draw at least 1" in fails("tree", "show", tree_file, "--nodes", 0)
 
-    def test_plot(self, tree_file, vector, tmp_path):
+    def test_plot(self, tree_file, tmp_path):
         assert "name a file ending in .svg" in fails("tree", "plot", tree_file, "-o", "t.bmp")
-        assert "name the tree to draw" in fails("tree", "plot", "-o", tmp_path / "t.png")
-        sizes = ["--frontier", "--max-size", 5000]
-        assert "up to 1,024 nodes" in fails("tree", "plot", tree_file, "-o", "t.svg", *sizes)
-        assert "--frontier needs a vector" in fails(
-            "tree", "plot", "--frontier", "-o", tmp_path / "t.png"
-        )
-        assert "give at least 8" in fails(
-            "tree", "plot", "--frontier", "--acceptance", vector, "--max-size", 4,
-            "-o", tmp_path / "t.png",
-        )  # fmt: skip
+        assert "Missing argument 'FILE|NAME'" in fails("tree", "plot", "-o", tmp_path / "t.png")
         unwritable = fails("tree", "plot", tree_file, "-o", "/nowhere/at/all/t.png")
         assert "No such file or directory" in unwritable
 
@@ -560,29 +397,14 @@ class TestErrors:
     def test_devices(self):
         assert "no trees for device 'abacus'" in fails("tree", "list", "--device", "abacus")
         assert "device name is empty" in fails("tree", "list", "--device", "")
-        assert "no datasheet values for 'abacus'" in fails(
-            "tree", "roofline", "abacus", "--class", "8b-1b"
-        )
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--class", "1b-1b"], "no model class '1b-1b'; there are 7b-68m"),
-            (["--class", "8b-1b", "--dtype", "int3"], "dtype 'int3'"),
-            (["--class", "8b-1b", "--tensor-parallel-size", 0], "at least 1 device"),
-            (["--class", "8b-1b", "--context-length", 0], "must be at least 1"),
-            (["--class", "8b-1b", "--tensor-parallel-size", 3], "use 1, 2, 4, 8, 16"),
-            (["--class", "8b-1b", "--interconnect-gb-s", 0], "give the rate in one direction"),
-            (["--class", "8b-1b", "--interconnect-kind", "rope"], "--interconnect-kind"),
-        ],
-    )
-    def test_roofline(self, arguments, message):
-        assert message in fails("tree", "roofline", "h200", *arguments)
 
     def test_slices_have_no_links(self):
-        arguments = ["NVIDIA H200 MIG 3g.71gb", "--class", "8b-1b", "--tensor-parallel-size"]
-        run("tree", "roofline", *arguments, 1)
-        assert "slices have no link to each other" in fails("tree", "roofline", *arguments, 2)
+        arguments = [
+            "--acceptance", "shipped", "--size", 4, "--device", "NVIDIA H200 MIG 3g.71gb",
+            "--class", "8b-1b", "--tensor-parallel-size",
+        ]  # fmt: skip
+        run("tree", "build", *arguments, 1)
+        assert "slices have no link to each other" in fails("tree", "build", *arguments, 2)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -592,7 +414,7 @@ class TestErrors:
             (["--tensor-parallel-size", 2], "give --device and --class with them"),
             (["--interconnect-gb-s", 64], "give --device and --class with them"),
             (["--device", "abacus", "--class", "8b-1b"], "no datasheet values for 'abacus'"),
-            (["--device", "h200", "--class", "9b-1b"], "no model class '9b-1b'"),
+            (["--device", "h200", "--class", "9b-1b"], "no model class '9b-1b'; there are 7b-68m"),
         ],
     )
     def test_predicted_times(self, vector, profile, arguments, message):
@@ -604,21 +426,15 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--tensor-parallel-sizes", "1,x"], "give whole numbers separated by commas"),
-            (["--tensor-parallel-sizes", "3"], "use 1, 2, 4, 8, 16"),
-            (["--batch-sizes", "0"], "batch size 0"),
-            (["--devices", "h200,abacus"], "no datasheet values for 'abacus'"),
-            (["--class", "9b-1b"], "no model class '9b-1b'"),
-            (["--dtype", "int3"], "dtype 'int3'"),
-            (["--context-length", "0"], "must be at least 1"),
-            (["--acceptance", "guessed"], "name a file, or one of appendix-e"),
+            (["--tensor-parallel-size", 0], "at least 1 device"),
+            (["--tensor-parallel-size", 3], "use 1, 2, 4, 8, 16"),
+            (["--interconnect-gb-s", 0], "give the rate in one direction"),
+            (["--interconnect-kind", "rope"], "--interconnect-kind"),
         ],
     )
-    def test_scaling(self, arguments, message):
-        assert message in fails("tree", "scaling", *arguments)
-
-    def test_generate(self, tmp_path):
-        assert "no acceptance vectors in" in fails("tree", "generate", "--inputs", tmp_path)
+    def test_devices_of_predicted_times(self, vector, arguments, message):
+        command = ["tree", "build", "--acceptance", vector, "--size", 4, "--device", "h200"]
+        assert message in fails(*command, "--class", "8b-1b", *arguments)
 
     def test_corrupt_library(self, monkeypatch, tmp_path):
         user = tmp_path / "user"
@@ -656,10 +472,14 @@ class TestCommand:
             assert f"there is no command '{name}' any more: use sequoia-vllm bench" in answer
         assert "sprout" not in run(*group, "--help").stdout
 
+    @pytest.mark.parametrize("name", ["bench", "generate", "paper", "roofline", "scaling"])
+    def test_former_commands_name_what_took_their_place(self, name):
+        tool = re.search(r"use python -m (benchmarks\.\w+)", fails("tree", name))
+        assert importlib.util.find_spec(tool[1])
+
     def test_a_plain_function_can_be_a_command(self, monkeypatch):
-        monkeypatch.setitem(cli.COMMANDS, "seedling", "sequoia_vllm.cli.tree.commands:bench")
-        monkeypatch.setattr(optimizer_cost, "CASES", ())
-        assert json.loads(run("seedling", "--json").stdout) == {"cases": []}
+        monkeypatch.setitem(cli.COMMANDS, "trees", "sequoia_vllm.cli.tree.commands:list_trees")
+        assert run_json("trees")["trees"]
 
     def test_a_command_whose_module_is_missing_is_not_shown(self, monkeypatch):
         monkeypatch.setitem(cli.COMMANDS, "later", "sequoia_vllm.cli.not_yet:app")

@@ -20,7 +20,6 @@ from sequoia_vllm.hardware import (
 from sequoia_vllm.hardware.interconnect import Interconnect
 from sequoia_vllm.hardware.memory import fewest_devices
 from sequoia_vllm.hardware.models import model_classes
-from sequoia_vllm.hardware.scaling import scaling
 from sequoia_vllm.tree import Acceptance
 from tests.support.reference_trees import published
 
@@ -322,34 +321,3 @@ class TestMemory:
         assert fewest_devices(identify("t4").spec, small.target, small.draft) == 2
         many = fewest_devices(identify("t4").spec, small.target, small.draft, tokens=10**6)
         assert many is None  # its draft's 12 heads are in the way of 8 devices
-
-
-class TestScaling:
-    def test_rows(self):
-        specs = [identify("h100-sxm").spec, identify("h200").spec]
-        rows = scaling(specs, model_classes()["70b-1b"], SHIPPED, (1, 2), (1, 16))
-        shown = [(row.device.id, row.tensor_parallel_size, row.problem) for row in rows]
-        assert shown == [
-            ("h100-sxm", 1, "does not fit"),
-            ("h100-sxm", 2, None),
-            ("h200", 1, "no room for a KV cache"),
-            ("h200", 2, None),
-        ]
-        assert [len(row.predictions) for row in rows] == [0, 2, 0, 2]
-
-    def test_a_prediction_is_the_chosen_trees(self):
-        (row,) = scaling([h100()], model_classes()["70b-1b"], SHIPPED, (4,), (16,))
-        (entry,) = row.predictions
-        times = predicted(h100(), tensor_parallel_size=4)
-        tree = choose_tree(SHIPPED, times, 16)
-        estimate = CostModel(times).estimate(tree, SHIPPED, 16)
-        assert (entry.size, entry.depth) == (tree.size, tree.depth)
-        assert entry.speedup == estimate.speedup
-        assert entry.plain_seconds == CostModel(times).plain_seconds(16)
-        assert entry.seconds_per_token == pytest.approx(entry.plain_seconds / entry.speedup)
-
-    def test_contexts_that_do_not_fit(self):
-        pair = model_classes()["70b-1b"]
-        (row,) = scaling([h100()], pair, SHIPPED, (2,), (1, 64))
-        assert row.problem.startswith("KV cache for ")
-        assert row.predictions == []

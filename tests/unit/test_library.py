@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.generate_trees import COMMAND, generate_library
 from sequoia_vllm.hardware import (
     CostModel,
     DeviceError,
@@ -22,13 +23,8 @@ from sequoia_vllm.hardware.device import known_devices
 from sequoia_vllm.hardware.models import every_class, model_classes
 from sequoia_vllm.hardware.step_profile import ProfileError
 from sequoia_vllm.library import tree_library as library_module
+from sequoia_vllm.library.entries import OFFLOADED, make_entry, profile_reference
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
-from sequoia_vllm.library.generate import (
-    OFFLOADED,
-    generate_library,
-    make_entry,
-    profile_reference,
-)
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree
@@ -55,9 +51,9 @@ def test_generated_again_byte_for_byte(generated):
     shipped = {
         path.name: path.read_text(encoding="utf-8") for path in shipped_directory().glob("*.json")
     }
-    assert sorted(shipped) == sorted(generated), "run: sequoia-vllm tree generate"
+    assert sorted(shipped) == sorted(generated), f"run: {COMMAND}"
     for name, text in generated.items():
-        assert shipped[name] == text, f"{name} is stale: run sequoia-vllm tree generate"
+        assert shipped[name] == text, f"{name} is stale: run {COMMAND}"
 
 
 def test_every_device_of_the_table_has_trees(library):

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sequoia_vllm.cli.tree.optimizer_cost import CASES, bench_case
+from benchmarks.frontier import independent_sequences
+from benchmarks.optimizer import PROBLEMS, cost_of
 from sequoia_vllm.tree import (
     Acceptance,
     Frontier,
@@ -18,7 +19,6 @@ from sequoia_vllm.tree import (
     optimize_tree,
 )
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
-from sequoia_vllm.tree.shapes import independent_sequences
 from tests.support.reference_trees import (
     acceptances,
     brute_force,
@@ -254,14 +254,11 @@ def test_never_worse_than_independent_sequences():
     assert gain == pytest.approx(1.41, abs=0.02)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"size {case.size}")
-def test_time_and_memory(case, capsys):
-    result = bench_case(case, REFERENCE_ACCEPTANCE, runs=2)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: f"size {problem.size}")
+def test_time_and_memory(problem, capsys):
+    seconds, mib = cost_of(problem, runs=2)
     with capsys.disabled():
-        print(
-            f"\nDP size {result.size} depth {result.max_depth} branches {result.branches}: "
-            f"{1e3 * result.seconds:.1f} ms, peak {result.peak_mib:.1f} MiB"
-        )
+        print(f"\nDP, {problem}: {1e3 * seconds:.1f} ms, peak {mib:.1f} MiB")
     # The stated limits are for an idle core; a shared machine gets three times as long.
-    assert result.seconds < 3 * case.limit_seconds
-    assert result.peak_mib < case.limit_mib
+    assert seconds < 3 * problem.limit_seconds
+    assert mib < problem.limit_mib

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.paper import PUBLISHED, VECTORS, PaperComparison, compare_with_paper
 from sequoia_vllm.hardware.models import every_class
-from sequoia_vllm.library.paper import PUBLISHED, VECTORS, PaperComparison, compare_with_paper
 from sequoia_vllm.tree import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
 from tests.support.reference_trees import published

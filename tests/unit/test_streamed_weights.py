@@ -14,7 +14,6 @@ from sequoia_vllm.hardware.memory import more_to_offload
 from sequoia_vllm.hardware.models import every_class
 from sequoia_vllm.hardware.offloading import UVA_TILE_ROWS, Offload, host_link, streamed_layers
 from sequoia_vllm.hardware.roofline import STREAMED_MAX_SIZE, roofline_profile
-from sequoia_vllm.hardware.scaling import scaling
 from sequoia_vllm.hardware.streaming import LINKS, StreamedWeights
 from sequoia_vllm.tree import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
@@ -222,14 +221,3 @@ def test_wide_deep_trees_of_many_children_are_optimal():
     assert (tree.size, tree.depth) == (768, 18)
     assert tree.max_branch <= 32
     assert tree.expected_tokens(STRONG) == pytest.approx(frontier.expected_tokens[768, 18])
-
-
-def test_rows_of_more_devices_are_offloaded_on_each():
-    [one, two] = scaling([L40], PAIR, STRONG, (1, 2), (1,), offload=Offload(1000))
-    assert one.problem is two.problem is None
-    assert one.streamed.bytes_per_pass == 2 * two.streamed.bytes_per_pass
-    ratio = one.predictions[0].plain_seconds / two.predictions[0].plain_seconds
-    assert ratio == pytest.approx(2, rel=1e-3)
-    assert one.predictions[0].size > 128
-    [without] = scaling([L40], PAIR, STRONG, (1,), (1,))
-    assert (without.problem, without.streamed) == ("does not fit", None)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.frontier import independent_sequences
 from sequoia_vllm.tree import Acceptance, TokenTree, TreeError
-from sequoia_vllm.tree.shapes import independent_sequences
 from tests.support.reference_trees import acceptances, trees
 
 

@@ -1,4 +1,4 @@
-"""``sequoia-vllm tree``: build, look at, compare and generate token trees."""
+"""``sequoia-vllm tree``: build, list, look at, draw and compare token trees."""
 
 from __future__ import annotations
 
@@ -7,41 +7,28 @@ from typing import Annotated, Any
 
 import typer
 
-from sequoia_vllm.cli.common import (
-    console,
-    fail,
-    friendly_errors,
-    note,
-    print_json,
-)
+from sequoia_vllm.cli.common import console, fail, friendly_errors, note, print_json
 from sequoia_vllm.cli.progress import progress_bar
 from sequoia_vllm.cli.removed import GroupWithRemoved
-from sequoia_vllm.cli.tree.offload import (
+from sequoia_vllm.cli.tree.predicted import (
     BackendOption,
+    KindOption,
     LinkOption,
     LinkRateOption,
     OffloadOption,
-    offload_of,
-)
-from sequoia_vllm.cli.tree.paper import paper
-from sequoia_vllm.cli.tree.roofline import (
-    ClassOption,
-    ContextOption,
-    DtypeOption,
-    KindOption,
     RateOption,
+    class_of,
     device_of,
     memory_problem,
+    offload_of,
     predict,
     times_json,
-    times_table,
 )
-from sequoia_vllm.cli.tree.scaling import scaling
-from sequoia_vllm.cli.tree.times import times_of
 from sequoia_vllm.cli.tree.view import (
-    bench_table,
     comparison_table,
     draw_tree,
+    entries_json,
+    entries_table,
     estimate_json,
     headline,
     level_table,
@@ -50,8 +37,11 @@ from sequoia_vllm.cli.tree.view import (
 )
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
+from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
 from sequoia_vllm.json_file import dump_json
+from sequoia_vllm.library.files import LibraryError
+from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vector
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.optimize import optimize_tree
@@ -62,7 +52,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Build, look at, compare and generate token trees. Sizes count the root; depths count "
+    help="Build, list, look at, draw and compare token trees. Sizes count the root; depths count "
     "edges.",
 )
 
@@ -115,12 +105,27 @@ def build(
     Times are measured (--profile) or predicted (--device and --class).
     """
     with friendly_errors():
-        _check_size("--size", size)
+        if size > MOST_NODES:  # Its search would take hours.
+            fail(f"--size {size}: engines take trees of up to {MOST_NODES:,} nodes")
         vector = find_vector(acceptance)
         extra: dict[str, Any] = {}
-        links = interconnect_gb_s, interconnect_kind
         offload = offload_of(offload_gb, link, link_gb_s, offload_backend)
-        times = times_of(profile, device, model_class, tensor_parallel_size, *links, offload)
+        links = interconnect_gb_s, interconnect_kind
+        times = None if profile is None else Profile.load(profile)
+        if device is None and model_class is None:
+            if tensor_parallel_size is not None or links != (None, None) or offload:
+                fail(
+                    "--tensor-parallel-size, --interconnect-... and --offload-gb are of predicted "
+                    "times: give --device and --class with them (a --profile has its own)"
+                )
+        elif times is not None:
+            fail("times are measured (--profile) or predicted (--device and --class): give one")
+        elif device is None or model_class is None:
+            fail("predicted times need both --device and --class")
+        else:
+            devices = 1 if tensor_parallel_size is None else tensor_parallel_size
+            spec = device_of(device, *links, devices)
+            times = predict(spec, class_of(model_class), devices, offload=offload)
         if times is None:
             with progress_bar("optimising") as report:
                 tree = optimize_tree(
@@ -138,7 +143,8 @@ def build(
             extra = estimate_json(CostModel(times).estimate(tree, vector, batch_size))
             extra["times"] = times_json(times)
             context = min(curve.context_length for curve in times.target_forward)
-            _note_memory(times, batch_size * (context + tree.size))
+            if problem := memory_problem(times, batch_size * (context + tree.size)):
+                note(problem)
         data = {**tree_json(tree, vector), **extra}
         if output is not None:
             output.write_text(dump_json(data), encoding="utf-8")
@@ -186,37 +192,18 @@ def show(
 
 @app.command()
 def plot(
+    tree: TreeArgument,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Picture to write: .svg, .png or .pdf.")
     ],
-    tree: Annotated[str | None, typer.Argument(metavar="[FILE|NAME]", show_default=False)] = None,
-    frontier: Annotated[
-        bool,
-        typer.Option(
-            "--frontier", help="Expected tokens against size; with --profile, speedup too."
-        ),
-    ] = False,
     acceptance: AcceptanceOption = None,
-    profile: ProfileOption = None,
-    max_size: Annotated[int, typer.Option(help="Largest size of the frontier.")] = 512,
 ) -> None:
-    """Draw a tree, or the frontier of the best trees, into a picture file."""
-    from sequoia_vllm.library.tree_figures import plot_frontier, plot_tree
+    """Draw a tree into a picture file."""
+    from sequoia_vllm.library.tree_figures import plot_tree
 
     with friendly_errors():
-        _check_size("--max-size", max_size)
-        if not frontier:
-            if tree is None:
-                fail("name the tree to draw (a file or a library name), or give --frontier")
-            found = find_tree(tree)
-            plot_tree(found.tree, _vector(acceptance, found), found.title, output)
-        else:
-            vector = _vector(acceptance, None if tree is None else find_tree(tree))
-            if vector is None:
-                fail("--frontier needs a vector: give --acceptance FILE, or a library name")
-            times = None if profile is None else Profile.load(profile)
-            with progress_bar("frontier") as report:
-                plot_frontier(vector, output, max_size, times, report)
+        found = find_tree(tree)
+        plot_tree(found.tree, _vector(acceptance, found), found.title, output)
         console().print(f"wrote {output}", soft_wrap=True)
 
 
@@ -228,12 +215,17 @@ def list_trees(
     as_json: JsonOption = False,
 ) -> None:
     """List the trees of the library, the user's own first."""
-    from sequoia_vllm.cli.tree.library import entries_json, entries_of, entries_table
-    from sequoia_vllm.library.tree_library import TreeLibrary
-
     with friendly_errors():
         library = TreeLibrary()
-        entries = entries_of(library, device)
+        entries = library.entries()
+        if device is not None:
+            wanted = identify(device).id
+            entries = [entry for entry in entries if entry.name.split("/")[0] == wanted]
+            if not entries:
+                raise LibraryError(
+                    f"no trees for device {device!r}: there are trees for "
+                    f"{', '.join(library.devices())}"
+                )
         if as_json:
             directory = None if library.readable is None else str(library.readable)
             print_json({"user_directory": directory, "trees": entries_json(entries)})
@@ -279,110 +271,6 @@ def compare(
         console().print(comparison_table(sides, [found.tree for found in trees], vector))
 
 
-@app.command()
-def generate(
-    output: Annotated[
-        Path | None, typer.Option(help="Directory to write to; default: the library's own.")
-    ] = None,
-    inputs: Annotated[
-        Path | None,
-        typer.Option(help="Directory with acceptance/ and profiles/; default: the library's own."),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; exit 1 if a file would change.")
-    ] = False,
-) -> None:
-    """Generate the tree library from its measured and published inputs."""
-    from sequoia_vllm.cli.tree.library import stale_files, write_files
-    from sequoia_vllm.library.generate import generate_library
-    from sequoia_vllm.library.tree_library import shipped_directory
-
-    with friendly_errors():
-        source = inputs or shipped_directory()
-        target = output or source
-        with progress_bar("generating") as report:
-            files = generate_library(source, report)
-        changed, removed = stale_files(files, target)
-        if check:
-            for name in changed:
-                console().print(f"would change {name}")
-            for name in removed:
-                console().print(f"would remove {name}")
-            raise typer.Exit(1 if changed or removed else 0)
-        write_files(files, target, changed, removed)
-        trees = sum(text.count('"acceptance_class"') for text in files.values())
-        console().print(
-            f"{trees} trees in {len(files)} files, {len(changed)} changed, {len(removed)} "
-            f"removed: {target}",
-            soft_wrap=True,
-        )
-
-
-@app.command()
-def roofline(
-    device: Annotated[str, typer.Argument(help='Driver name or id: "NVIDIA H200", h200.')],
-    model_class: ClassOption,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the profile to this file.")
-    ] = None,
-    dtype: DtypeOption = "bfloat16",
-    tensor_parallel_size: Annotated[
-        int, typer.Option(help="Devices that target and draft are split over.")
-    ] = 1,
-    interconnect_gb_s: RateOption = None,
-    interconnect_kind: KindOption = None,
-    offload_gb: OffloadOption = None,
-    link: LinkOption = None,
-    link_gb_s: LinkRateOption = None,
-    offload_backend: BackendOption = "prefetch",
-    context_length: ContextOption = 1024,
-    as_json: JsonOption = False,
-) -> None:
-    """Predict a profile from datasheet values."""
-    with friendly_errors():
-        spec = device_of(device, interconnect_gb_s, interconnect_kind, tensor_parallel_size)
-        offload = offload_of(offload_gb, link, link_gb_s, offload_backend)
-        profile = predict(spec, model_class, tensor_parallel_size, dtype, context_length, offload)
-        if output is not None:
-            profile.save(output)
-        _note_memory(profile, context_length)
-        if as_json:
-            print_json({**times_json(profile), "profile": profile.to_dict()})
-            return
-        console().print(times_table(profile))
-
-
-app.command()(scaling)
-app.command()(paper)
-
-
-@app.command()
-def bench(as_json: JsonOption = False) -> None:
-    """Time the optimizer and its memory, against what it may cost on one core."""
-    from sequoia_vllm.cli.tree.optimizer_cost import CASES, bench_case
-    from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
-
-    results = [bench_case(case, REFERENCE_ACCEPTANCE) for case in CASES]
-    if as_json:
-        print_json({"cases": [result.to_dict() for result in results]})
-    else:
-        console().print(bench_table(results))
-
-
-def _check_size(option: str, size: int) -> None:
-    """Refuses sizes that no engine takes, and whose search would have no end."""
-    if size > MOST_NODES:
-        fail(f"{option} {size}: engines take trees of up to {MOST_NODES:,} nodes")
-
-
-def _note_memory(times: Profile, tokens: int) -> None:
-    """Says if the pair and this many tokens would not fit."""
-    if (problem := memory_problem(times, tokens)) is not None:
-        note(problem)
-
-
-def _vector(reference: str | None, found: NamedTree | None) -> Acceptance | None:
-    """The vector asked for, or else the one the tree was made for."""
-    if reference is not None:
-        return find_vector(reference)
-    return None if found is None else found.acceptance
+def _vector(reference: str | None, found: NamedTree) -> Acceptance | None:
+    """Returns the vector asked for, or else the one the tree was made for."""
+    return found.acceptance if reference is None else find_vector(reference)

@@ -1,4 +1,4 @@
-"""How trees look in a terminal."""
+"""How trees and library entries look in a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from sequoia_vllm.cli.tree.optimizer_cost import BenchResult
+from sequoia_vllm.cli.common import new_table
 from sequoia_vllm.hardware.choose import Schedule
 from sequoia_vllm.hardware.cost import Estimate
+from sequoia_vllm.library.files import TreeEntry
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _BAR = 24
+_BATCHES = (1, 8, 64)
 
 
 def tree_json(tree: TokenTree, acceptance: Acceptance | None) -> dict[str, Any]:
-    """The tree file's object, with values and expectations where they are known."""
+    """The tree file's object, with values and expectations if a vector is given."""
     data = {**tree.to_dict(), "num_speculative_tokens": tree.num_speculative_tokens}
     data["nodes_per_level"] = [len(nodes) for nodes in tree.levels]
     if acceptance is not None:
@@ -62,7 +64,7 @@ def draw_tree(tree: TokenTree, acceptance: Acceptance | None, most_nodes: int) -
         label = Text(f"{node}", "bold" if node == 0 else "")
         if values is not None:
             label.append(f"  {values[node]:.4f} ", "dim")
-            label.append("█" * max(1, round(_BAR * values[node])), _colour(values[node]))
+            label.append(_bar(values[node]))
         if node == 0:
             branches.append(Tree(label, guide_style="dim"))
         else:
@@ -76,32 +78,25 @@ def draw_tree(tree: TokenTree, acceptance: Acceptance | None, most_nodes: int) -
 
 def level_table(tree: TokenTree, acceptance: Acceptance | None) -> Table:
     """Nodes, and chance of reaching them, by depth."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("depth", justify="right")
-    table.add_column("nodes", justify="right")
-    table.add_column("with children", justify="right")
-    if acceptance is not None:
-        table.add_column("accepted", justify="right")
-        table.add_column("")
+    with_values = () if acceptance is None else ("accepted", "")
+    table = new_table("depth", "nodes", "with children", *with_values, left=("",))
     values = None if acceptance is None else tree.values(acceptance)
     for depth, nodes in enumerate(tree.levels):
         inner = sum(1 for node in nodes if tree.children[node])
-        row = [str(depth), str(len(nodes)), str(inner)]
+        row: list[str | Text] = [str(depth), str(len(nodes)), str(inner)]
         if values is not None:
             share = float(values[nodes].sum())
-            row += [f"{share:.3f}", Text("█" * max(1, round(_BAR * share)), _colour(share))]  # type: ignore[list-item]
+            row += [f"{share:.3f}", _bar(share)]
         table.add_row(*row)
     return table
 
 
 def schedule_table(schedule: Schedule, source: str) -> Table:
     """Drafts and expectations by batch size."""
-    table = Table(
-        title=f"by batch size ({source})", box=None, pad_edge=False, header_style="bold",
-        title_justify="left", title_style="bold",
+    table = new_table(
+        "batch", "drafts", "tokens per step", "speedup", "best tree for it alone",
+        title=f"by batch size ({source})",
     )  # fmt: skip
-    for name in ("batch", "drafts", "tokens per step", "speedup", "best tree for it alone"):
-        table.add_column(name, justify="right")
     for entry in schedule.estimates:
         table.add_row(
             str(entry.batch_size),
@@ -117,8 +112,7 @@ def comparison_table(
     sides: list[dict[str, Any]], trees: list[TokenTree], vector: Acceptance
 ) -> Table:
     """Two trees side by side: totals, then nodes and chance of acceptance by depth."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
+    table = new_table("", left=("",))
     for side in sides:
         table.add_column(side["name"], justify="right", overflow="fold")
     rows = [("size", "size", "{}"), ("depth", "depth", "{}")]
@@ -137,18 +131,40 @@ def comparison_table(
     return table
 
 
-def bench_table(results: list[BenchResult]) -> Table:
-    """What the optimizer cost, beside what it may."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("size", "depth", "branches", "time", "limit", "peak memory", "limit"):
-        table.add_column(name, justify="right")
-    for result in results:
+def entries_json(entries: list[TreeEntry]) -> list[dict[str, Any]]:
+    """One object for each entry of the library."""
+    return [
+        {
+            "name": entry.name,
+            "size": entry.tree.size,
+            "depth": entry.tree.depth,
+            "tensor_parallel_size": entry.tensor_parallel_size,
+            "source": entry.profile.source,
+            "expected_tokens": entry.estimates[0].expected_tokens,
+            "speedup": {str(e.batch_size): e.speedup for e in entry.estimates},
+        }
+        for entry in entries
+    ]
+
+
+def entries_table(entries: list[TreeEntry]) -> Table:
+    """One row for each entry of the library, with its speedup at a few batch sizes."""
+    batches = [f"batch {batch}" for batch in _BATCHES]
+    table = new_table("name", "TP", "size", "depth", *batches, "times", left=("name",))
+    table.columns[0].overflow = "fold"
+    for entry in entries:
+        schedule = entry.to_schedule()
+        speedups = [f"{schedule.estimate(batch).speedup:.2f}x" for batch in _BATCHES]
         table.add_row(
-            str(result.size), str(result.max_depth), str(result.branches),
-            f"{1e3 * result.seconds:.1f} ms", f"{1e3 * result.limit_seconds:.0f} ms",
-            f"{result.peak_mib:.1f} MiB", f"{result.limit_mib:.0f} MiB",
+            entry.name, str(entry.tensor_parallel_size), str(entry.tree.size),
+            str(entry.tree.depth), *speedups, entry.profile.source,
         )  # fmt: skip
     return table
+
+
+def _bar(value: float) -> Text:
+    """A bar as long as this probability."""
+    return Text("█" * max(1, round(_BAR * value)), _colour(value))
 
 
 def _colour(value: float) -> str:

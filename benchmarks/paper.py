@@ -1,10 +1,12 @@
-"""The paper's own figures beside what our optimizer and cost model predict of its set-ups.
+"""Compares the paper's own figures with what our optimizer and cost model predict of its set-ups.
 
-Nothing here was run by us. Of each set-up two things are predicted, since the paper's figures
-rest on both and only one of them is in our hands:
+    python -m benchmarks.paper
+
+We ran none of these set-ups. Two things are predicted of each, because the paper's figures rest
+on both and only one of them is in our hands:
 
 - *tokens per step*, by the optimizer, from an acceptance vector. The vectors of the paper's
-  pairs were not published, so that this tells how alike the vectors are, and little of us;
+  pairs were not published, so this tells how alike the vectors are, and little of us;
 - *the time of a step* in plain steps, by the roofline. It hardly depends on the vector: the
   speedup that it makes of the paper's own tokens is the fair comparison of cost models.
 """
@@ -14,6 +16,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import typer
+
+from benchmarks.options import JsonOption, markdown_table
+from sequoia_vllm.cli.common import print_json
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel, Estimate
 from sequoia_vllm.hardware.device import known_devices
@@ -25,6 +31,11 @@ from sequoia_vllm.hardware.streaming import LINKS, StreamedWeights
 from sequoia_vllm.library.tree_reference import find_vector
 from sequoia_vllm.tree.optimize import optimize_tree
 
+_COLUMNS = (
+    "set-up", "T", "paper: tree", "tokens", "speedup", "s/token",
+    "vector", "predicted: tokens", "speedup", "with its tokens",
+    "our tree", "tokens", "speedup", "s/token",
+)  # fmt: skip
 VECTORS = ("shipped", "appendix-e")
 _DTYPE_BYTES = 2.0
 # Prompts of the paper have 128 tokens, and completions 128: about this in the middle.
@@ -34,19 +45,19 @@ Offloading = Literal["overlapping", "in turns"]
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """What the paper says of one set-up.
+    """One set-up of the paper, with the figures it states.
 
     Attributes:
-        device: Ours for it, by id; boards are not told apart.
+        device: Our id of the device; boards are not told apart.
         target, draft: As the paper calls them.
         model_class: Our class with models of these shapes.
         temperature: None: not stated where the figure is.
-        speedup: Over ``baseline``.
+        speedup: Ratio to ``baseline``.
         baseline: What the paper compares with.
-        tokens: Per step; None: not stated with this speedup.
+        tokens: Tokens per step; None: not stated with this speedup.
         size: Nodes of the tree, root included; None: not stated.
-        levels: Of the tree, the root's among them, as the paper counts depth.
-        plain_seconds: A token of the baseline; None: not stated.
+        levels: Levels of the tree, the root's included, as the paper counts depth.
+        plain_seconds: Time of a token of the baseline; None: not stated.
         offloaded: Whether the whole target is streamed over the device's link.
         source: Where the figures stand.
     """
@@ -67,12 +78,12 @@ class PublishedRow:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """The paper's; None: not stated."""
+        """Time per token in the paper; None: not stated."""
         return None if self.plain_seconds is None else self.plain_seconds / self.speedup
 
     @property
     def depth(self) -> int | None:
-        """Of the tree, in edges."""
+        """Depth of the tree, in edges; None: not stated."""
         return None if self.levels is None else self.levels - 1
 
 
@@ -111,10 +122,10 @@ class Predicted:
     Attributes:
         size: Nodes, root included.
         depth: Edges.
-        tokens: Expected per step.
+        tokens: Expected tokens per step.
         step: Time of a step in plain steps.
-        speedup: Against plain decoding.
-        seconds_per_token: With this tree.
+        speedup: Ratio to plain decoding.
+        seconds_per_token: Time per token with this tree.
     """
 
     size: int
@@ -127,13 +138,13 @@ class Predicted:
 
 @dataclass(frozen=True)
 class PaperComparison:
-    """A set-up of the paper under one published vector: every figure but ``published`` predicted.
+    """A set-up of the paper under one published vector. All but ``published`` is predicted.
 
     Attributes:
-        published: The paper's.
-        acceptance: Name of the vector; it is not of this pair, or of other data.
-        offloading: How reading is taken to go with computing; None: nothing is offloaded.
-        plain_seconds: A plain step.
+        published: The paper's figures.
+        acceptance: Name of the vector, which was measured on another pair or other data.
+        offloading: Whether weights are read while others compute; None: nothing is offloaded.
+        plain_seconds: Time of a plain step.
         same_size: The best tree of the paper's size and depth; None: it states neither.
         chosen: The tree that we would choose.
     """
@@ -147,12 +158,12 @@ class PaperComparison:
 
     @property
     def compared(self) -> Predicted:
-        """What stands beside the paper's: its size of tree, where it states one."""
+        """The tree to compare with the paper's: of the same size, if the paper states one."""
         return self.same_size or self.chosen
 
     @property
     def tokens_deviation(self) -> float | None:
-        """Of predicted tokens per step from the paper's, as a share of these."""
+        """Predicted over published tokens per step, less 1; None: not stated."""
         return (
             None
             if self.published.tokens is None
@@ -161,17 +172,17 @@ class PaperComparison:
 
     @property
     def speedup_deviation(self) -> float:
-        """Of the predicted speedup, likewise."""
+        """Predicted over published speedup, less 1."""
         return self.compared.speedup / self.published.speedup - 1
 
     @property
     def speedup_at_its_tokens(self) -> float | None:
-        """What the cost model makes of the paper's own tokens per step; None: not stated."""
+        """Speedup that the cost model predicts with the paper's own tokens per step."""
         tokens = self.published.tokens
         return None if tokens is None else tokens / self.compared.step
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Returns the comparison as a JSON object."""
         published = asdict(self.published)
         published["seconds_per_token"] = self.published.seconds_per_token
         published["depth"] = self.published.depth
@@ -189,8 +200,17 @@ class PaperComparison:
         return {"published": published, "predicted": predicted}
 
 
+def paper(as_json: JsonOption = False) -> None:
+    """Compare the paper's published figures with predictions: a Markdown table, or JSON."""
+    comparisons = compare_with_paper()
+    if as_json:
+        print_json({"comparisons": [entry.to_dict() for entry in comparisons]})
+    else:
+        typer.echo(markdown_table(_COLUMNS, [_cells(entry) for entry in comparisons]))
+
+
 def compare_with_paper() -> list[PaperComparison]:
-    """Every set-up of `PUBLISHED` under each published vector, in this order."""
+    """Compares every set-up of `PUBLISHED` under each published vector, in this order."""
     return [
         _compare(row, name, offloading)
         for row in PUBLISHED
@@ -200,7 +220,7 @@ def compare_with_paper() -> list[PaperComparison]:
 
 
 def _ways(row: PublishedRow) -> tuple[Offloading | None, ...]:
-    """Both where the paper's own time of a step can be told, which shows which it is."""
+    """Returns both ways if the paper states tokens per step, which tell the two apart."""
     if not row.offloaded:
         return (None,)
     return ("overlapping",) if row.tokens is None else ("overlapping", "in turns")
@@ -247,7 +267,7 @@ def _profile(row: PublishedRow, offloading: Offloading | None) -> Profile:
 
 
 def _streamed(device: str, target: ModelShape, offloading: Offloading) -> StreamedWeights:
-    """All layers, as the paper's baseline reads them; with two buffers, or with one."""
+    """Streams all layers, as the paper's baseline does, through two buffers or one."""
     link, words = host_link(device)
     return streamed_layers(
         target,
@@ -256,3 +276,39 @@ def _streamed(device: str, target: ModelShape, offloading: Offloading) -> Stream
         words,
         buffers=2 if offloading == "overlapping" else 1,
     )
+
+
+def _cells(entry: PaperComparison) -> tuple[str, ...]:
+    published, compared, chosen = entry.published, entry.compared, entry.chosen
+    where = published.device + ("" if entry.offloading is None else f", read {entry.offloading}")
+    if published.size is None:
+        where += f"; {published.source}"
+    tree = f"{published.size}, {published.depth}" if published.size else ""
+    return (
+        f"{published.target} / {published.draft} ({where})",
+        "" if published.temperature is None else f"{published.temperature:g}",
+        tree,
+        "" if published.tokens is None else f"{published.tokens:.2f}",
+        f"{published.speedup:.2f}x",
+        _seconds(published.seconds_per_token),
+        entry.acceptance,
+        f"{compared.tokens:.2f}{_percent(entry.tokens_deviation)}",
+        f"{compared.speedup:.2f}x{_percent(entry.speedup_deviation)}",
+        "" if entry.speedup_at_its_tokens is None else f"{entry.speedup_at_its_tokens:.2f}x",
+        f"{chosen.size}, {chosen.depth}",
+        f"{chosen.tokens:.2f}",
+        f"{chosen.speedup:.2f}x",
+        _seconds(chosen.seconds_per_token),
+    )
+
+
+def _percent(deviation: float | None) -> str:
+    return "" if deviation is None else f" ({100 * deviation:+.0f} %)"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:#.2g}"
+
+
+if __name__ == "__main__":
+    typer.run(paper)

@@ -1,17 +1,14 @@
-"""``sequoia-vllm tree roofline``: a predicted profile, and how it looks."""
+"""Predicted times of a step: their options, the roofline's profile, and whether the pair fits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
+from sequoia_vllm.cli.common import fail
 from sequoia_vllm.hardware import (
-    CostModel,
     DeviceError,
     DeviceSpec,
     MemoryFit,
@@ -23,13 +20,11 @@ from sequoia_vllm.hardware import (
 from sequoia_vllm.hardware.device import InterconnectKind, known_devices
 from sequoia_vllm.hardware.memory import fewest_devices, more_to_offload
 from sequoia_vllm.hardware.models import ModelClass, ModelShape, every_class
-from sequoia_vllm.hardware.offloading import Offload
+from sequoia_vllm.hardware.offloading import Offload, OffloadBackend
 from sequoia_vllm.hardware.roofline import bytes_per_value
 from sequoia_vllm.hardware.step_profile import ProfileError
+from sequoia_vllm.hardware.streaming import LinkName
 
-ClassOption = Annotated[
-    str, typer.Option("--class", help="Model class: <target size>-<draft size>.")
-]
 RateOption = Annotated[
     float | None,
     typer.Option(
@@ -47,8 +42,47 @@ KindOption = Annotated[
         "cannot read each other's memory).",
     ),
 ]
-ContextOption = Annotated[int, typer.Option(help="Committed tokens per request.")]
-DtypeOption = Annotated[str, typer.Option(help="Weight and KV cache type.")]
+OffloadOption = Annotated[
+    float | None,
+    typer.Option(
+        "--offload-gb",
+        help="GiB of the target's layers on each device that lie in the host's memory, counted as "
+        "by vLLM's --cpu-offload-gb; more than there are: all.",
+    ),
+]
+LinkOption = Annotated[
+    LinkName | None,
+    typer.Option("--link", help="What they are read over; default: the device's own link."),
+]
+LinkRateOption = Annotated[
+    float | None,
+    typer.Option(
+        "--link-gb-s",
+        help="The rate that is achieved, 10^9 bytes/s, where it was measured: of copies from the "
+        "host, or of a disk.",
+    ),
+]
+BackendOption = Annotated[
+    OffloadBackend,
+    typer.Option(
+        "--offload-backend",
+        help="prefetch: layers are copied while others compute; uva: products read weights over "
+        "the link, once for each 128 rows.",
+    ),
+]
+
+
+def offload_of(
+    gib: float | None, link: LinkName | None, gb_s: float | None, backend: OffloadBackend
+) -> Offload | None:
+    """Returns what the options say is offloaded; fails where they do not fit together."""
+    if gib is None:
+        if link is not None or gb_s is not None or backend != "prefetch":
+            fail("--link, --link-gb-s and --offload-backend are of offloading: give --offload-gb")
+        return None
+    if link is not None and gb_s is not None:
+        fail("--link has a rate of its own: give it or --link-gb-s")
+    return Offload(gib, backend, link, gb_s)
 
 
 def device_of(
@@ -57,11 +91,11 @@ def device_of(
     interconnect_kind: InterconnectKind | None = None,
     tensor_parallel_size: int = 1,
 ) -> DeviceSpec:
-    """The device of this name, with other links if they are given.
+    """Returns the device of this name, with other links if they are given.
 
     Raises:
-        DeviceError: If the device has no datasheet values here, is a MIG slice (which
-            reach no other one) split over several, or the rate is wrong.
+        DeviceError: If the device has no datasheet values here, the rate is wrong, or a MIG
+            slice is split over several devices (slices have no links).
     """
     device = identify(name)
     if device.spec is None:
@@ -77,7 +111,7 @@ def device_of(
 
 
 def class_of(name: str) -> ModelClass:
-    """The model class of this name.
+    """Returns the model class of this name.
 
     Raises:
         ProfileError: If there is none.
@@ -88,35 +122,23 @@ def class_of(name: str) -> ModelClass:
     return classes[name]
 
 
-@contextmanager
-def profile_errors(context_length: int) -> Iterator[None]:
-    """What is wrong with the numbers of a prediction, as `ProfileError`."""
-    if context_length < 1:
-        raise ProfileError(f"context length {context_length}: must be at least 1")
-    try:
-        yield
-    except ProfileError:
-        raise
-    except ValueError as error:
-        raise ProfileError(str(error)) from error
-
-
 def predict(
     device: DeviceSpec,
-    class_name: str,
+    pair: ModelClass,
     tensor_parallel_size: int = 1,
     dtype: str = "bfloat16",
     context_length: int = 1024,
     offload: Offload | None = None,
 ) -> Profile:
-    """The roofline profile of a device and a model class.
+    """Predicts the profile of a device and a model class by the roofline.
 
     Raises:
-        ProfileError: If the class, dtype or a number is wrong, or the draft does not fit beside
-            what is streamed of the target.
+        ProfileError: If the dtype or a number is wrong, or the draft does not fit beside the
+            buffers of a streamed target.
     """
-    pair = class_of(class_name)
-    with profile_errors(context_length):
+    if context_length < 1:
+        raise ProfileError(f"context length {context_length}: must be at least 1")
+    try:
         streamed = None
         if offload is not None:
             streamed = offload.streamed(
@@ -126,17 +148,21 @@ def predict(
             device, pair.target, pair.draft, dtype, tensor_parallel_size, context_length,
             streamed=streamed,
         )  # fmt: skip
+    except ProfileError:
+        raise
+    except ValueError as error:
+        raise ProfileError(str(error)) from error
 
 
 def fit_of(profile: Profile) -> MemoryFit | None:
-    """How the pair of a predicted profile fits its devices; None: a measured one did."""
+    """Returns how a predicted profile's pair fits its devices; None for measured profiles."""
     pair = _predicted_pair(profile)
     size = profile.tensor_parallel_size
     return pair and memory_fit(*pair, profile.dtype, size, profile.streamed)
 
 
 def memory_problem(profile: Profile, tokens: int) -> str | None:
-    """That the pair and ``tokens`` tokens in all do not fit, and what would; None: they do."""
+    """Says that the pair and ``tokens`` tokens in all do not fit, and what would; None: they do."""
     pair, fit = _predicted_pair(profile), fit_of(profile)
     if pair is None or fit is None or (problem := fit.problem(tokens)) is None:
         return None
@@ -148,7 +174,7 @@ def memory_problem(profile: Profile, tokens: int) -> str | None:
 
 
 def _offload_more(profile: Profile, fit: MemoryFit, tokens: int) -> str | None:
-    """How much would do, where weights are streamed and there are so many."""
+    """Says how much offloading would do, if weights are streamed and there are so many."""
     streamed, target = profile.streamed, profile.target_shape
     if streamed is None or target is None:
         return None
@@ -158,7 +184,7 @@ def _offload_more(profile: Profile, fit: MemoryFit, tokens: int) -> str | None:
 
 
 def _more_devices(pair: tuple[DeviceSpec, ModelShape, ModelShape], dtype: str, tokens: int) -> str:
-    """How many would do."""
+    """Says how many devices would do."""
     enough = fewest_devices(*pair, dtype, tokens)
     if enough is not None:
         return f"use --tensor-parallel-size {enough}"
@@ -166,7 +192,7 @@ def _more_devices(pair: tuple[DeviceSpec, ModelShape, ModelShape], dtype: str, t
 
 
 def _predicted_pair(profile: Profile) -> tuple[DeviceSpec, ModelShape, ModelShape] | None:
-    """What a predicted profile carries; None: it was measured."""
+    """Returns the device and the two shapes of a predicted profile; None for measured ones."""
     device, target, draft = profile.datasheet, profile.target_shape, profile.draft_shape
     if profile.source != "roofline" or device is None or target is None or draft is None:
         return None
@@ -174,7 +200,7 @@ def _predicted_pair(profile: Profile) -> tuple[DeviceSpec, ModelShape, ModelShap
 
 
 def times_json(profile: Profile) -> dict[str, Any]:
-    """What a prediction rests on."""
+    """Returns what the times of a profile rest on, as a JSON object."""
     data: dict[str, Any] = {
         "source": profile.source,
         "device": profile.device,
@@ -189,32 +215,3 @@ def times_json(profile: Profile) -> dict[str, Any]:
     if profile.streamed is not None:
         data["streamed"] = profile.streamed.to_dict()
     return data
-
-
-def times_table(profile: Profile) -> Table:
-    """Times by tokens per request, for a few batch sizes."""
-    cost = CostModel(profile)
-    batches = (1, 8, 64)
-    reads = profile.draft_reading is not None
-    parts = "target / first draft pass / draft level" if reads else "target / draft level"
-    table = Table(
-        title=f"{profile.device}: {profile.target} with {profile.draft}, TP "
-        f"{profile.tensor_parallel_size} ({profile.source}; {parts}, ms)",
-        box=None, pad_edge=False, header_style="bold", title_justify="left",
-    )  # fmt: skip
-    table.add_column("tokens", justify="right")
-    for batch in batches:
-        table.add_column(f"batch {batch}", justify="right")
-    wide = (256, 512, 768) if profile.streamed else ()
-    for tokens in (1, 2, 4, 8, 16, 32, 64, 128, *wide):
-        table.add_row(str(tokens), *(_times(cost, tokens, batch, reads) for batch in batches))
-    return table
-
-
-def _times(cost: CostModel, tokens: int, batch: int, reads: bool) -> str:
-    """Of passes over so many tokens of each request; the draft's first one if it is another."""
-    # So many positions are those of a tree of one level less.
-    first = cost.first_draft_seconds(tokens, tokens - 1, batch)
-    level = cost.draft_seconds(tokens, batch)
-    shown = (cost.target_seconds(tokens, batch), *((first,) if reads else ()), level)
-    return " / ".join(f"{1e3 * float(seconds):.2f}" for seconds in shown)

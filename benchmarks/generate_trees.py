@@ -1,4 +1,7 @@
-"""Generates the shipped tree library from its inputs, byte for byte the same each time.
+"""Generates the library in `trees/` from its inputs, byte for byte the same each time.
+
+    python -m benchmarks.generate_trees            # writes <device>.json
+    python -m benchmarks.generate_trees --check    # writes nothing, fails if a file is stale
 
 Inputs, within the library's directory:
 
@@ -7,48 +10,107 @@ Inputs, within the library's directory:
 - ``profiles/*.json`` (`Profile`): a measured profile replaces the roofline of
   its device and model class, or adds a class of its own.
 
-and, from the package, the device table and the model classes. What no input
-covers is not generated.
+The device table and the model classes come from the package. Nothing is generated without an
+input that covers it.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from sequoia_vllm.hardware.choose import Schedule, choose_schedule
+import typer
+
+from sequoia_vllm.cli.common import friendly_errors
+from sequoia_vllm.cli.progress import progress_bar
 from sequoia_vllm.hardware.device import DeviceSpec, identify, known_devices
 from sequoia_vllm.hardware.memory import memory_fit
-from sequoia_vllm.hardware.models import (
-    ModelClass,
-    model_classes,
-    offloaded_classes,
-    size_name,
-)
+from sequoia_vllm.hardware.models import ModelClass, model_classes, offloaded_classes
 from sequoia_vllm.hardware.offloading import host_link, streamed_layers
-from sequoia_vllm.hardware.roofline import largest_tree, roofline_profile
+from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.hardware.streaming import LINKS, StreamedWeights
 from sequoia_vllm.json_file import dump_json
+from sequoia_vllm.json_input import read_json
+from sequoia_vllm.library.entries import (
+    OFFLOADED,
+    fastest_schedule,
+    make_entry,
+    model_class_of,
+    profile_reference,
+)
 from sequoia_vllm.library.files import (
+    LIBRARY_SCHEMA,
     AcceptanceFile,
     LibraryError,
     LibraryFile,
     ProfileReference,
-    StoredTree,
     TreeEntry,
 )
+from sequoia_vllm.library.tree_library import shipped_directory
 
-COMMAND = "sequoia-vllm tree generate"
-_MEASURED_MAX_SIZE = 1024
+COMMAND = "python -m benchmarks.generate_trees"
 # Share of the memory that weights may take; the rest is for the KV cache and vLLM itself.
 _WEIGHTS_SHARE = 0.75
 _MAX_TENSOR_PARALLEL = 8
 _VALUE_BYTES = 2.0  # bfloat16
-OFFLOADED = "-offloaded"
-"""What model classes end with whose target does not fit, and is streamed."""
+
+
+def generate(
+    output: Annotated[
+        Path | None, typer.Option(help="Directory to write to; default: that of the inputs.")
+    ] = None,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(help="Directory with acceptance/ and profiles/; default: the library's own."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit 1 if a file would change.")
+    ] = False,
+) -> None:
+    """Generate the tree library from its measured and published inputs."""
+    with friendly_errors():
+        source = inputs or shipped_directory()
+        target = output or source
+        with progress_bar("generating") as report:
+            files = generate_library(source, report)
+        changed, removed = _stale_files(files, target)
+        if check:
+            for name in (*changed, *removed):
+                typer.echo(f"would {'change' if name in files else 'remove'} {name}")
+            raise typer.Exit(1 if changed or removed else 0)
+        target.mkdir(parents=True, exist_ok=True)
+        for name in changed:
+            (target / name).write_text(files[name], encoding="utf-8")
+        for name in removed:
+            (target / name).unlink()
+        trees = sum(text.count('"acceptance_class"') for text in files.values())
+        typer.echo(
+            f"{trees} trees in {len(files)} files, {len(changed)} changed, {len(removed)} "
+            f"removed: {target}"
+        )
+
+
+def _stale_files(files: dict[str, str], directory: Path) -> tuple[list[str], list[str]]:
+    """Names of library files in ``directory`` that differ, and that should not be there.
+
+    A file that does not say it is a library file belongs to somebody else: it stays.
+    """
+    changed = [
+        name
+        for name, text in files.items()
+        if not (directory / name).is_file()
+        or (directory / name).read_text(encoding="utf-8") != text
+    ]
+    others = (path for path in sorted(directory.glob("*.json")) if path.name not in files)
+    return changed, [path.name for path in others if _is_library_file(path)]
+
+
+def _is_library_file(path: Path) -> bool:
+    data = read_json(path, "library", LibraryError)
+    return isinstance(data, dict) and data.get("schema") == LIBRARY_SCHEMA
 
 
 @dataclass(frozen=True)
@@ -67,7 +129,7 @@ def generate_library(
     progress: Callable[[str, int, int], None] | None = None,
     devices: Collection[str] | None = None,
 ) -> dict[str, str]:
-    """The content of every library file.
+    """Computes the content of every library file.
 
     Args:
         inputs: Directory with ``acceptance/`` and ``profiles/``.
@@ -103,61 +165,6 @@ def generate_library(
         )
         for device in sorted(entries)
     }
-
-
-def make_entry(
-    name: str,
-    model_class: str,
-    profile: Profile,
-    reference: ProfileReference,
-    vector: AcceptanceFile,
-    schedule: Schedule,
-) -> TreeEntry:
-    """The library entry of a chosen tree; for the tune command too."""
-    return TreeEntry(
-        name=name,
-        model_class=model_class,
-        target=profile.target,
-        draft=profile.draft,
-        target_parameters=profile.target_parameters,
-        draft_parameters=profile.draft_parameters,
-        dtype=profile.dtype,
-        tensor_parallel_size=profile.tensor_parallel_size,
-        acceptance_class=vector.name,
-        acceptance_source=vector.source,
-        acceptance_target=vector.target,
-        acceptance_draft=vector.draft,
-        temperature=vector.temperature,
-        acceptance=vector.acceptance,
-        profile=reference,
-        streamed=profile.streamed,
-        tree=StoredTree.of(schedule.tree),
-        schedule=schedule.ranges,
-        estimates=schedule.estimates,
-    )
-
-
-def profile_reference(profile: Profile, file: str | None = None) -> ProfileReference:
-    """What an entry says of its profile; ``file``: its name within the library."""
-    measured = profile.source == "measured"
-    digest = hashlib.sha256(dump_json(profile.to_dict()).encode()).hexdigest()
-    return ProfileReference(
-        source=profile.source,
-        date=profile.date,
-        device=profile.device,
-        context_length=min(curve.context_length for curve in profile.target_forward),
-        file=file,
-        sha256=digest if measured else None,
-        assumptions=profile.assumptions,
-    )
-
-
-def fastest_schedule(profile: Profile, vector: AcceptanceFile) -> Schedule:
-    """The tree and schedule of a library entry."""
-    computed = profile.source == "roofline"
-    return choose_schedule(
-        vector.vector, profile, max_size=largest_tree(profile) if computed else _MEASURED_MAX_SIZE
-    )
 
 
 def _entry(job: Job, vector: AcceptanceFile) -> TreeEntry:
@@ -196,7 +203,7 @@ def _jobs(inputs: Path) -> Iterator[Job]:
 
 
 def _offloaded(device: DeviceSpec, model_class: ModelClass) -> Profile:
-    """On one device, with as few layers of the target offloaded as leave room for the rest."""
+    """Predicts times on one device, with as few layers offloaded as leave room for the rest."""
     pair = model_class.target, model_class.draft
     link, name = host_link(device.id)
 
@@ -252,22 +259,8 @@ def _measured(directory: Path) -> dict[tuple[str, str], tuple[Profile, ProfileRe
     return found
 
 
-def model_class_of(profile: Profile) -> str:
-    """The model class of a measured profile; a new one if its models are in none."""
-    for name, model_class in model_classes().items():
-        if (model_class.target.name, model_class.draft.name) == (profile.target, profile.draft):
-            return name
-    return size_class(profile)
-
-
-def size_class(profile: Profile) -> str:
-    """Of the target's parameters, and the draft's or what kind of head it is."""
-    draft = profile.head.kind if profile.head else size_name(profile.draft_parameters)
-    return f"{size_name(profile.target_parameters)}-{draft}"
-
-
 def _roofline(device: DeviceSpec, model_class: ModelClass) -> Profile | None:
-    """On the fewest devices that hold the weights; None if eight do not."""
+    """Predicts times on the fewest devices that hold the weights; None if eight do not."""
     pair = model_class.target, model_class.draft
     devices = 1
     while memory_fit(device, *pair, tensor_parallel_size=devices).weights_share > _WEIGHTS_SHARE:
@@ -275,3 +268,7 @@ def _roofline(device: DeviceSpec, model_class: ModelClass) -> Profile | None:
         if devices > _MAX_TENSOR_PARALLEL:
             return None
     return roofline_profile(device, *pair, tensor_parallel_size=devices)
+
+
+if __name__ == "__main__":
+    typer.run(generate)

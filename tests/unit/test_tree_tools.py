@@ -1,0 +1,242 @@
+"""Developers' tools about trees and their predicted times: `python -m benchmarks...`."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import optimizer
+from benchmarks.frontier import frontier
+from benchmarks.generate_trees import generate
+from benchmarks.paper import paper
+from benchmarks.roofline import roofline
+from benchmarks.scaling import scaling, scaling_rows
+from sequoia_vllm.hardware import CostModel, choose_tree, identify, roofline_profile
+from sequoia_vllm.hardware.device import known_devices
+from sequoia_vllm.hardware.models import every_class
+from sequoia_vllm.hardware.offloading import Offload
+from sequoia_vllm.library.tree_library import shipped_directory
+from sequoia_vllm.tree import Acceptance
+from tests.support.reference_trees import published
+
+SHIPPED, STRONG = (Acceptance.of(published()[name]) for name in ("shipped", "appendix_e"))
+PAIR = every_class()["70b-1b"]
+OFFLOADED = ("--class", "70b-8b", "--offload-gb", 200)
+
+
+def run(tool, *arguments: object, code: int = 0):
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(tool)
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def run_json(tool, *arguments: object):
+    return json.loads(run(tool, *arguments, "--json").stdout)
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+class TestRoofline:
+    def test_json_and_file(self, tmp_path):
+        path = tmp_path / "profile.json"
+        command = ("h100-sxm", "--class", "70b-1b", "--tensor-parallel-size", 4)
+        box = ("--interconnect-gb-s", 64, "--interconnect-kind", "bus", "-o", path)
+        data = run_json(roofline, *command, *box)
+        assert data["profile"] == json.loads(path.read_text())
+        assert data["tensor_parallel_size"] == data["profile"]["tensor_parallel_size"] == 4
+        assert data["interconnect_gb_s"] == data["profile"]["datasheet"]["interconnect_gb_s"] == 64
+        assert data["memory"]["problem"] is None
+        nvlink = run_json(roofline, *command)
+        slow, quick = (entry["profile"]["target_forward"][0]["seconds"] for entry in (data, nvlink))
+        assert slow[-1] - slow[0] > quick[-1] - quick[0]
+
+    def test_says_when_the_pair_does_not_fit(self):
+        result = run(roofline, "h100-sxm", "--class", "70b-8b")
+        assert "does not fit: 146.4 GiB of weights" in result.stderr
+        assert "(use --tensor-parallel-size 4)" in result.stderr
+
+    def test_says_how_much_offloading_would_do(self):
+        few = (roofline, "l40", "--class", "70b-8b", "--offload-gb")
+        result = run(*few, 20)
+        enough = int(result.stderr.split("use --offload-gb ")[1].split(")")[0])
+        assert "does not fit" in result.stderr
+        assert "note" not in run(*few, enough).stderr
+        assert "KV cache" in run(*few, enough - 1).stderr
+
+    def test_heads_have_a_first_pass_of_their_own(self):
+        for name, parts in (("8b-1b", 2), ("8b-dflash", 3)):
+            output = run(roofline, "h100-sxm", "--class", name).stdout
+            row = next(line.split() for line in output.splitlines() if line.split()[:1] == ["8"])
+            assert row.count("/") == 3 * (parts - 1)
+            if parts == 3:
+                _, first, level = (float(seconds) for seconds in row[1:6:2])
+                assert first > 50 * level
+
+    def test_times_reach_as_far_as_trees(self):
+        assert run(roofline, "l40", *OFFLOADED).stdout.splitlines()[-1].split()[0] == "768"
+        profile = run_json(roofline, "l40", *OFFLOADED)["profile"]
+        assert profile["target_forward"][0]["tokens"][-1] == 768
+
+    @pytest.mark.parametrize(
+        ("option", "value", "message"),
+        [
+            ("--class", "1b-1b", "no model class '1b-1b'; there are 7b-68m"),
+            ("--dtype", "int3", "dtype 'int3'"),
+            ("--context-length", 0, "must be at least 1"),
+        ],
+    )
+    def test_errors(self, option, value, message):
+        result = run(roofline, "h200", "--class", "8b-1b", option, value, code=2)
+        assert message in result.stderr
+
+
+class TestScaling:
+    def test_rows(self):
+        specs = [identify("h100-sxm").spec, identify("h200").spec]
+        rows = scaling_rows(specs, PAIR, SHIPPED, (1, 2), (1, 16))
+        shown = [(row.device.id, row.tensor_parallel_size, row.problem) for row in rows]
+        assert shown == [
+            ("h100-sxm", 1, "does not fit"),
+            ("h100-sxm", 2, None),
+            ("h200", 1, "no room for a KV cache"),
+            ("h200", 2, None),
+        ]
+        assert [len(row.predictions) for row in rows] == [0, 2, 0, 2]
+
+    def test_a_prediction_is_the_chosen_trees(self):
+        spec = identify("h100-sxm").spec
+        (row,) = scaling_rows([spec], PAIR, SHIPPED, (4,), (16,))
+        (entry,) = row.predictions
+        times = roofline_profile(spec, PAIR.target, PAIR.draft, tensor_parallel_size=4)
+        tree = choose_tree(SHIPPED, times, 16)
+        estimate = CostModel(times).estimate(tree, SHIPPED, 16)
+        assert (entry.size, entry.depth) == (tree.size, tree.depth)
+        assert entry.speedup == estimate.speedup
+        assert entry.plain_seconds == CostModel(times).plain_seconds(16)
+        assert entry.seconds_per_token == pytest.approx(entry.plain_seconds / entry.speedup)
+
+    def test_contexts_that_do_not_fit(self):
+        (row,) = scaling_rows([identify("h100-sxm").spec], PAIR, SHIPPED, (2,), (1, 64))
+        assert row.problem.startswith("KV cache for ")
+        assert row.predictions == []
+
+    def test_rows_of_more_devices_are_offloaded_on_each(self):
+        common = ([known_devices()["l40"].spec()], every_class()["70b-8b"], STRONG)
+        [one, two] = scaling_rows(*common, (1, 2), (1,), offload=Offload(1000))
+        assert one.problem is two.problem is None
+        assert one.streamed.bytes_per_pass == 2 * two.streamed.bytes_per_pass
+        ratio = one.predictions[0].plain_seconds / two.predictions[0].plain_seconds
+        assert ratio == pytest.approx(2, rel=1e-3)
+        assert one.predictions[0].size == 768
+        [without] = scaling_rows(*common, (1,), (1,))
+        assert (without.problem, without.streamed) == ("does not fit", None)
+
+    def test_json_and_table_are_the_same(self):
+        options = ["--devices", "h100-sxm", "--tensor-parallel-sizes", "1,8"]
+        data = run_json(scaling, *options)
+        assert (data["source"], data["target"]) == ("roofline", "meta-llama/Llama-3.1-70B")
+        one, eight = data["rows"]
+        assert (one["problem"], one["predictions"]) == ("does not fit", [])
+        assert [entry["batch_size"] for entry in eight["predictions"]] == [1, 16]
+        entry = eight["predictions"][0]
+        assert entry["speedup"] > eight["predictions"][1]["speedup"] > 1
+        cells = [
+            "h100-sxm", "8", "1", f"{1e3 * entry['plain_seconds']:.1f}",
+            f"{1e3 * entry['draft_level_seconds']:.2f}", str(entry["size"]), str(entry["depth"]),
+            f"{entry['expected_tokens']:.2f}", f"{entry['speedup']:.2f}x",
+        ]  # fmt: skip
+        lines = run(scaling, *options).stdout.splitlines()
+        assert f"| {' | '.join(cells)} |" in lines
+        assert len({line.count("|") for line in lines}) == 1
+        assert "does not fit" in lines[2]
+
+    def test_vectors_by_name_and_by_file(self, tmp_path):
+        path = tmp_path / "vector.json"
+        path.write_text("[0.6, 0.2, 0.1]")
+        options = ["--class", "70b-8b", "--devices", "h200", "--tensor-parallel-sizes", 4]
+        by_name, by_file = (
+            run_json(scaling, *options, "--acceptance", name) for name in ("appendix-e", path)
+        )
+        assert by_name["acceptance"] == published()["appendix_e"]
+        assert by_file["acceptance"] == [0.6, 0.2, 0.1]
+        speedups = [data["rows"][0]["predictions"][0]["speedup"] for data in (by_name, by_file)]
+        assert speedups[0] > speedups[1]
+
+    @pytest.mark.parametrize(
+        ("option", "value", "message"),
+        [
+            ("--tensor-parallel-sizes", "1,x", "give whole numbers separated by commas"),
+            ("--tensor-parallel-sizes", "3", "use 1, 2, 4, 8, 16"),
+            ("--batch-sizes", "0", "batch size 0"),
+            ("--devices", "h200,abacus", "no datasheet values for 'abacus'"),
+            ("--acceptance", "guessed", "name a file, or one of appendix-e"),
+        ],
+    )
+    def test_errors(self, option, value, message):
+        assert message in run(scaling, option, value, code=2).stderr
+
+
+def test_paper_prints_the_same_as_table_and_json():
+    entries = run_json(paper)["comparisons"]
+    lines = run(paper).stdout.splitlines()
+    assert len({line.count("|") for line in lines}) == 1
+    for entry, line in zip(entries, lines[2:], strict=True):
+        chosen = entry["predicted"]["chosen"]
+        assert f"| {chosen['size']}, {chosen['depth']} | {chosen['tokens']:.2f} |" in line
+        assert f" {entry['published']['speedup']:.2f}x |" in line
+
+
+class TestGenerate:
+    def test_brings_a_directory_up_to_date(self, tmp_path, monkeypatch):
+        files = {path.name: path.read_text() for path in shipped_directory().glob("l4*.json")}
+        monkeypatch.setattr(
+            "benchmarks.generate_trees.generate_library", lambda inputs, report: dict(files)
+        )
+        output = tmp_path / "out"
+        stale = run(generate, "--output", output, "--check", code=1)
+        assert "would change l4.json" in stale.stdout
+        assert not output.exists()
+        assert "3 changed" in run(generate, "--output", output).stdout
+        run(generate, "--output", output, "--check")
+        # A file that is no library file belongs to somebody else.
+        (output / "mine.json").write_text("{}")
+        (output / "old.json").write_text(files["l4.json"])
+        stale = run(generate, "--output", output, "--check", code=1)
+        assert "would remove old.json" in stale.stdout
+        assert "0 changed, 1 removed" in run(generate, "--output", output).stdout
+        assert sorted(path.name for path in output.glob("*")) == sorted([*files, "mine.json"])
+
+    def test_without_inputs(self, tmp_path):
+        message = "no acceptance vectors in"
+        assert message in run(generate, "--inputs", tmp_path, code=2).stderr
+
+
+class TestFrontier:
+    @pytest.mark.parametrize("with_profile", [False, True])
+    def test_draws(self, tmp_path, with_profile):
+        profile, picture = tmp_path / "profile.json", tmp_path / "frontier.svg"
+        run(roofline, "h200", "--class", "8b-1b", "-o", profile)
+        times = ["--profile", profile] if with_profile else []
+        run(frontier, "shipped", "--max-size", 32, *times, "-o", picture)
+        ET.fromstring(picture.read_text())
+
+    def test_errors(self, tmp_path):
+        small = run(frontier, "shipped", "--max-size", 4, "-o", tmp_path / "t.png", code=2)
+        assert "give at least 8" in small.stderr
+        other = run(frontier, "shipped", "-o", tmp_path / "t.bmp", code=2)
+        assert "name a file ending in .svg" in other.stderr
+
+
+def test_optimizer_prints_what_it_cost(monkeypatch, capsys):
+    monkeypatch.setattr(optimizer, "PROBLEMS", (optimizer.Problem(16, 4, 8, 1.0, 64.0),))
+    optimizer.main()
+    assert "size 16, depth 4, 8 branches: " in capsys.readouterr().out
