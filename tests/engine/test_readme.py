@@ -123,7 +123,7 @@ def run_tool(words: list[str], monkeypatch) -> None:
     """Runs `python -m WORDS` in this process, which has loaded torch."""
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / f"{words[0].replace('.', '/')}.py"), run_name="__main__")
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     assert not end.value.code
 
 
