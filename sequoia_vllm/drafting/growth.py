@@ -57,14 +57,14 @@ class DraftStates:
     recurrent_states: Tensor | None = None
 
     def rows(self, index: Tensor) -> DraftStates:
-        """Those of these rows, int64."""
+        """States of these rows, int64."""
         recurrent_states = (
             None if self.recurrent_states is None else self.recurrent_states.index_select(0, index)
         )
         return DraftStates(self.hidden.index_select(0, index), recurrent_states)
 
     def first(self, count: int) -> DraftStates:
-        """Those of the first so many rows."""
+        """States of the first ``count`` rows."""
         recurrent_states = None if self.recurrent_states is None else self.recurrent_states[:count]
         return DraftStates(self.hidden[:count], recurrent_states)
 

@@ -116,7 +116,7 @@ def row_statistics_kernel(
     draft_logits, draft_state_stride, draft_inner_stride, num_state_rows, state_rows, inner_rows,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of sampled rows: maximum and sum of each block, and a copy of the logits of Q."""
+    """Writes maximum and sum of each block of sampled rows, and copies their logits of Q."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     request, place = row // width, row % width

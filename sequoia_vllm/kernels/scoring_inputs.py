@@ -107,7 +107,7 @@ class VerifierInputs:
         )
 
     def part(self, requests: slice, rows: slice) -> VerifierInputs:
-        """Of these requests, which have these rows."""
+        """Inputs of these requests, which have these rows, as views."""
         by_row = (self.tokens, self.token_ids, self.positions)
         by_request = (
             self.modes, self.root_positions, self.state_rows, self.temperatures, self.seeds

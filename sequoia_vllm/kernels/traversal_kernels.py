@@ -256,7 +256,7 @@ def path_kernel(
 
 @triton.jit
 def first_accepted(decisions, decided_in, wave, launched, nodes, NODES: tl.constexpr):
-    """Of what was decided before this wave: the first in the order that may be accepted."""
+    """First node in the order that may be accepted, of all that were decided before this wave."""
     index = tl.arange(0, NODES)
     found = tl.full([NODES], NEVER, tl.int32)
     for closing in range(2):
@@ -344,7 +344,7 @@ def _subtracted(a, k, chance, c, s, tokens_left):
 
 @triton.jit
 def _chance_of_child(left, q, chance, c, s, tokens_left):
-    """Of the child's path: min(chance * M / D, 1), from c * M and Q of its token."""
+    """Chance of the child's path: min(chance * M / D, 1), from c * M and Q of its token."""
     wanted = chance * left.to(tl.float64) / c
     exhausted = s == 0
     drawn = q.to(tl.float64) / tl.where(exhausted, 1.0, s)

@@ -133,7 +133,7 @@ class NodeMask:
 
     @classmethod
     def of(cls, ancestors: Tensor, window: int | None = None) -> NodeMask:
-        """Of a bool ``[N, N]`` as `pack_ancestors` takes it, or of a block: all see all.
+        """Mask of a bool ``[N, N]`` for `pack_ancestors`, or of a block, whose nodes all see all.
 
         Raises:
             ValueError: See `pack_ancestors`.
@@ -154,7 +154,7 @@ class NodeMasks:
         self._made: dict[tuple[int, int | None], tuple[Tensor, NodeMask]] = {}
 
     def of(self, ancestors: Tensor, window: int | None = None) -> NodeMask:
-        """Of a bool ``[N, N]`` that does not change."""
+        """Mask of a bool ``[N, N]`` that does not change."""
         key = id(ancestors), window
         if key not in self._made:
             self._made[key] = ancestors, NodeMask.of(ancestors, window)

@@ -39,7 +39,7 @@ def fill_uniform(values: Tensor, generators: Generators) -> Tensor:
 
 
 def fill_uniform_prefixes(values: Tensor, lengths: Sequence[int], generators: Generators) -> Tensor:
-    """As `fill_uniform`, but a row's own generator fills only its first numbers.
+    """Fills a batch like `fill_uniform`, but a row's own generator fills only its first numbers.
 
     A row so takes from its generator what it needs, not what the longest row
     of the batch needs; the rest of the row is unspecified.

@@ -97,7 +97,7 @@ def decisions(vllm_config: Any) -> dict[str, str]:
 
 
 def _in_ranges(drafts: Sequence[int]) -> str:
-    """Of batch sizes from 1 on."""
+    """Numbers of drafts by ranges of batch sizes, for a message: "1 to 4: 8, 5 to 9: 0"."""
     ranges, last = [], 0
     for count, sizes in groupby(drafts):
         first, last = last + 1, last + len(list(sizes))

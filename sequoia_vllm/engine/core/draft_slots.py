@@ -55,9 +55,9 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
 
 
 def _most_drafts(scheduler: Any) -> int:
-    """Of batches of all requests that run, and any number of those that wait.
+    """Most drafts of a batch of all running requests and any number of the waiting ones.
 
-    So where few run and many wait, each that joins holds what the few need. It takes that for
+    Where few run and many wait, each that joins holds what the few need. It takes that for
     tokens of its own later on.
     """
     running, waiting = scheduler.get_request_counts()

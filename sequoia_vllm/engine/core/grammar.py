@@ -55,7 +55,7 @@ class _Trees:
 
     @classmethod
     def of(cls, manager: Any) -> _Trees:
-        """Those of a manager's engine, made once."""
+        """The trees of a manager's engine, made once."""
         found: _Trees | None = getattr(manager, _TREES, None)
         if found is None:
             config = manager.vllm_config

@@ -35,7 +35,7 @@ class StandIns:
 
     @classmethod
     def of(cls, manager: Any) -> StandIns:
-        """Those of the engine of vLLM's `StructuredOutputManager`."""
+        """Stand-ins for the engine of vLLM's `StructuredOutputManager`."""
         tokenizer = manager.tokenizer
 
         @lru_cache(maxsize=4096)

@@ -135,7 +135,7 @@ def update_from_output(
 
 
 def _checksum(scheduler: Any) -> int:
-    """Of the engine's tree, which the configuration has as JSON data."""
+    """Checksum of the engine's tree, computed once: the configuration has the tree as JSON data."""
     if not hasattr(scheduler, _CHECKSUM):
         setattr(scheduler, _CHECKSUM, SequoiaSettings.of(scheduler.vllm_config).tree.checksum)
     checksum: int = getattr(scheduler, _CHECKSUM)
@@ -143,7 +143,7 @@ def _checksum(scheduler: Any) -> int:
 
 
 def _undrafted(scheduler: Any, scheduler_output: Any) -> list[Reason]:
-    """Of each request that begins in this step and has no drafts, the reason."""
+    """Reasons of the requests that begin in this step and get no drafts."""
     new = scheduler_output.scheduled_new_reqs
     if has_custom_processors(scheduler.vllm_config):
         return ["custom_logits_processors"] * len(new)
@@ -183,7 +183,7 @@ def init_stat_logger_manager(
 
 
 def _own_kinds(stat_loggers: Sequence[Any] | None) -> LoggerKinds | None:
-    """Those of a logger that shows vLLM's metrics elsewhere, as Ray Serve's does; None: of none."""
+    """Metric classes of a logger that shows vLLM's metrics elsewhere, like Ray Serve's; or None."""
     for factory in stat_loggers or ():
         if isinstance(factory, type) and issubclass(factory, PrometheusStatLogger):
             kinds = LoggerKinds(factory)
@@ -278,7 +278,7 @@ class TreeStatLogger(AggregateStatLoggerBase):
             self._metrics.flush(engine_idx)
 
     def _counts_of(self, report: StepReport, engine: int) -> TreeCounts | None:
-        """Of its paths; None if they are of another tree than this front end's.
+        """Counts of a report's paths; None if another tree than this front end's was drafted.
 
         Data-parallel engines on other nodes have configurations of their own (``--headless``).
         What is raised here would end all requests.

@@ -52,7 +52,7 @@ class TokensOf:
 
     @classmethod
     def target(cls, config: Any) -> TokensOf:
-        """Of a target, by vLLM's configuration of it."""
+        """Tokens of a target, by vLLM's configuration of it."""
         reads = not config.skip_tokenizer_init and config.tokenizer_mode in ("auto", "hf", "slow")
         return cls(
             config.tokenizer, config.get_vocab_size(), config.tokenizer_revision,
@@ -61,7 +61,7 @@ class TokensOf:
 
     @classmethod
     def draft(cls, config: Any) -> TokensOf:
-        """Of a draft, by vLLM's configuration of it."""
+        """Tokens of a draft, by vLLM's configuration of it."""
         return cls(config.model, config.get_vocab_size(), config.revision, config.trust_remote_code)
 
     def load(self) -> Any | None:

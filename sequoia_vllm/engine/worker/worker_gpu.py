@@ -14,7 +14,7 @@ from sequoia_vllm.engine.worker.worker_base import AgreeingWorker, SequoiaWorker
 
 
 class PlainGPUWorker(AgreeingWorker):
-    """Of an engine that had better not speculate, as long as all of its nodes find so."""
+    """Worker that decodes without drafts when every node expects speculation to be slower."""
 
 
 class SequoiaGPUWorker(SequoiaWorker):

@@ -45,7 +45,7 @@ class RaggedRows:
     def of(
         cls, batch: InputBatch, bounds: NDArray[np.int32], reading: DraftBatch, cache: DraftCache
     ) -> RaggedRows:
-        """Those of a batch.
+        """Rows of a batch.
 
         Args:
             batch: R requests.

@@ -42,14 +42,14 @@ class StateTreeProposer(TreeProposerV2):
         self._layers: list[Tensor] = []
 
     def _layers_read(self, target_model: torch.nn.Module) -> int:
-        """Of how many layers of the target it reads the states."""
+        """Number of the target's layers whose states the head reads."""
         layers = get_eagle3_aux_layers_from_config(self.speculative_config)
         if layers is None:
             layers = target_model.get_eagle3_default_aux_hidden_state_layers()
         return len(layers)
 
     def _states_read(self, last: Tensor, auxiliary: list[Tensor] | None) -> list[Tensor]:
-        """Of a step's states ``[T, H]`` those that it reads, by layer."""
+        """States ``[T, H]`` of a step that the head reads, by layer."""
         assert auxiliary, "vLLM gives heads the target's auxiliary states"
         return auxiliary
 

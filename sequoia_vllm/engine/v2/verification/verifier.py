@@ -62,7 +62,7 @@ class Verified:
         )
 
     def part(self, requests: slice) -> Verified:
-        """That of these requests: a view."""
+        """Results of these requests, as a view."""
         return Verified(self.tokens[requests], self.num_sampled[requests], self.paths[requests])
 
     @property
