@@ -11,7 +11,7 @@ from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
 from sequoia_vllm.drafting.tree_tables import Level, TreeTables
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
-from sequoia_vllm.kernels.trees_to_verify import TreesToVerify
+from sequoia_vllm.kernels.verify import TreesToVerify
 from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_of
 
 

@@ -16,13 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sequoia_vllm.kernels.alignment import aligned
-
 NO_SLOT = -1
 """In place of a cache slot: keys and values are not kept."""
 
 _NO_SLOT = tl.constexpr(NO_SLOT)
 _BLOCK = 128
+# Triton compiles a kernel again where a number, or an address, becomes a multiple of it.
+_ALIGNMENT = 16
+
+
+def aligned(count: int) -> int:
+    """The next multiple of what Triton takes for aligned, from ``count`` up."""
+    return triton.cdiv(count, _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True)

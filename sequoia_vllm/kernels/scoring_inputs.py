@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sequoia_vllm.kernels.alignment import aligned
+from sequoia_vllm.kernels.draft_inputs import aligned
 
 _BLOCK = 128
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from sequoia_vllm.kernels import target_statistics as statistics
 from sequoia_vllm.kernels.traversal_kernels import NEVER, NUM_STATES, path_kernel, wave_kernel
-from sequoia_vllm.kernels.trees_to_verify import TreesToVerify
-from sequoia_vllm.kernels.verify import NUM_WARPS, lane_constants, match_trees
+from sequoia_vllm.kernels.verify import NUM_WARPS, TreesToVerify, lane_constants, match_trees
 
 # Of a vocabulary, what one program of a wave reads.
 _PART = 4096

@@ -8,8 +8,7 @@ match costs acceptance and nothing else.
 
 from sequoia_vllm.vocabulary.mapped import MappedVocabulary, SharedVocabulary
 from sequoia_vllm.vocabulary.matching import Matching, match
-from sequoia_vllm.vocabulary.reading import load_tokenizer, read_vocabulary
-from sequoia_vllm.vocabulary.tokens import Vocabulary
+from sequoia_vllm.vocabulary.tokens import Vocabulary, load_tokenizer, read_vocabulary
 
 __all__ = [
     "MappedVocabulary",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_vllm.vocabulary.segments import Segments
 from sequoia_vllm.vocabulary.tokens import Vocabulary
 
 NONE = -1
@@ -102,3 +102,33 @@ def _unknown(draft: Vocabulary) -> int:
     """What the draft reads where it has no token for something."""
     known = (draft.unknown, draft.begin, draft.end)
     return next((number for number in known if number is not None), 0)
+
+
+class Segments:
+    """Splits text into tokens, from the left, each as long as there is one.
+
+    That is mostly what a tokenizer does with the text of one token of another: it is short.
+    Tokenizers themselves put spaces before it, or take bytes that are no whole character for
+    something else.
+
+    Args:
+        tokens: Number of the token of each text, of at least one byte.
+    """
+
+    def __init__(self, tokens: Mapping[bytes, int]) -> None:
+        self._tokens = tokens
+        self._longest = max(map(len, tokens), default=0)
+
+    def split(self, text: bytes) -> list[int] | None:
+        """The tokens whose texts, one after another, are this text; None: some byte has none."""
+        found = []
+        start = 0
+        while start < len(text):
+            end = min(start + self._longest, len(text))
+            while end > start and text[start:end] not in self._tokens:
+                end -= 1
+            if end == start:
+                return None
+            found.append(self._tokens[text[start:end]])
+            start = end
+        return found

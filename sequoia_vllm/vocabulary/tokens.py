@@ -1,9 +1,25 @@
-"""What a model's token numbers mean."""
+"""What the tokens of a model's tokenizer mean: their texts, as bytes, and roles.
+
+Byte-level BPE writes every byte as one visible character ("Ġ" is a space). SentencePiece, and
+what follows it, writes text, "▁" for a space, and "<0x0A>" for a byte that no other token has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("vllm.sequoia")
+
+_OF_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_SPACE = "▁"
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Of a byte-level vocabulary, so many tokens are of its alphabet; a few may have been added.
+_BYTE_LEVEL_SHARE = 0.99
 
 
 @dataclass(frozen=True)
@@ -53,3 +69,101 @@ class Vocabulary:
     def by_name(self) -> dict[str, int]:
         """The numbers of `controls`."""
         return {name: number for number, name in self.controls.items()}
+
+
+def load_tokenizer(
+    model: str, revision: str | None = None, trust_remote_code: bool = False
+) -> Any | None:
+    """The tokenizer of a model, name or path; None: it brings none that could be read."""
+    folder = Path(model)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _OF_TOKENIZERS):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            model, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # of any tokenizer's own code; vLLM says what it needs of it
+        logger.debug("Sequoia: the tokenizer of %s cannot be read: %s", model, error)
+        return None
+
+
+def read_vocabulary(tokenizer: Any) -> Vocabulary | None:
+    """What its tokens mean; None: it does not tell, or has none."""
+    try:
+        added = tokenizer.added_tokens_decoder
+        tokens = {
+            number: token for token, number in tokenizer.get_vocab().items() if number not in added
+        }
+        roles = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id)
+    except Exception as error:
+        logger.debug("Sequoia: a tokenizer does not tell its tokens: %s", error)
+        return None
+    if not tokens:
+        return None
+    # Tokens that are added without being special are written as the text that they stand for.
+    written = {number: one.content for number, one in added.items() if not one.special}
+    texts = token_texts(tokens) | {number: text.encode() for number, text in written.items()}
+    controls = {number: one.content for number, one in added.items() if one.special}
+    pieces = frozenset(number for number, token in tokens.items() if is_byte_piece(token))
+    return Vocabulary(texts, pieces, controls, *roles)
+
+
+def _byte_level_alphabet() -> dict[int, str]:
+    """What `str.translate` needs: each visible character to the one whose number is its byte.
+
+    Bytes that are visible in Latin-1 stand for themselves; the others got the characters from
+    256 on, in order.
+    """
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    moved = {256 + place: chr(byte) for place, byte in enumerate(hidden)}
+    # Hidden ones never stand for themselves: beyond Latin-1, so that they cannot be encoded.
+    return moved | dict.fromkeys(hidden, "\uffff")
+
+
+_TO_BYTES = _byte_level_alphabet()
+
+
+def byte_level_text(token: str) -> bytes | None:
+    """What a token of byte-level BPE stands for; None: it is no such token."""
+    try:
+        return token.translate(_TO_BYTES).encode("latin-1")
+    except UnicodeEncodeError:
+        return None
+
+
+def piece_text(token: str) -> bytes:
+    """What a token of SentencePiece stands for; text without its marks stands for itself."""
+    if byte := _BYTE.fullmatch(token):
+        return bytes([int(byte[1], 16)])
+    return token.replace(_SPACE, " ").encode("utf-8", errors="surrogatepass")
+
+
+def is_byte_piece(token: str) -> bool:
+    """Whether SentencePiece uses this token only where no other has the byte."""
+    return _BYTE.fullmatch(token) is not None
+
+
+def is_byte_level(tokens: Iterable[str]) -> bool:
+    """Whether a vocabulary with these ordinary tokens is one of byte-level BPE."""
+    listed = list(tokens)
+    if not any("Ġ" in token for token in listed):
+        return False
+    fitting = sum(byte_level_text(token) is not None for token in listed)
+    return fitting >= _BYTE_LEVEL_SHARE * len(listed)
+
+
+def token_texts(tokens: Mapping[int, str]) -> dict[int, bytes]:
+    """The text of each ordinary token of a vocabulary, by number.
+
+    A token's text need not be whole characters.
+    """
+    if not is_byte_level(tokens.values()):
+        return {number: piece_text(token) for number, token in tokens.items()}
+    found = {number: byte_level_text(token) for number, token in tokens.items()}
+    return {
+        number: tokens[number].encode("utf-8", errors="surrogatepass") if text is None else text
+        for number, text in found.items()
+    }

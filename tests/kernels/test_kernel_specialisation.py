@@ -27,7 +27,7 @@ from sequoia_vllm.kernels import (  # noqa: E402
 )
 from sequoia_vllm.kernels.modes import SAMPLED  # noqa: E402
 from sequoia_vllm.kernels.traversal import TraversalOrder  # noqa: E402
-from sequoia_vllm.kernels.trees_to_verify import TreesToVerify  # noqa: E402
+from sequoia_vllm.kernels.verify import TreesToVerify  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     triton.knobs.runtime.interpret, reason="interpreted kernels are not compiled"

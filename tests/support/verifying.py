@@ -10,7 +10,7 @@ import triton.language as tl
 
 from sequoia_vllm.kernels.modes import SAMPLED, SKIP
 from sequoia_vllm.kernels.random import RESIDUAL, VERIFY, uniform64
-from sequoia_vllm.kernels.trees_to_verify import TreesToVerify
+from sequoia_vllm.kernels.verify import TreesToVerify
 from sequoia_vllm.testing.verification import algorithm_2, draw_without_replacement, match
 from sequoia_vllm.verification.methods import method_of
 

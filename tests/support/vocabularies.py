@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sequoia_vllm.vocabulary import load_tokenizer, read_vocabulary
-from sequoia_vllm.vocabulary.segments import Segments
+from sequoia_vllm.vocabulary.matching import Segments
 from tests.support.models import DRAFT
 
 SIZE = 4096

@@ -16,8 +16,8 @@ from sequoia_vllm.vocabulary import (
     match,
     read_vocabulary,
 )
-from sequoia_vllm.vocabulary.segments import Segments
-from sequoia_vllm.vocabulary.texts import byte_level_text, piece_text, token_texts
+from sequoia_vllm.vocabulary.matching import Segments
+from sequoia_vllm.vocabulary.tokens import byte_level_text, piece_text, token_texts
 from tests.support.models import TARGET
 from tests.support.vocabularies import train_byte_level
 

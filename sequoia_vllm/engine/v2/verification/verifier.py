@@ -32,7 +32,7 @@ from sequoia_vllm.engine.v2.verification.emitted_rows import emitted_rows
 from sequoia_vllm.engine.v2.verification.logits_needs import LogitsNeeds
 from sequoia_vllm.kernels.modes import SAMPLED
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
-from sequoia_vllm.kernels.trees_to_verify import TreesToVerify
+from sequoia_vllm.kernels.verify import TreesToVerify
 from sequoia_vllm.verification.methods import method_of
 
 
