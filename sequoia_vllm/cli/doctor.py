@@ -17,7 +17,7 @@ import typer
 from sequoia_vllm import __version__
 from sequoia_vllm.cli.common import console, print_json
 from sequoia_vllm.cli.setup_cpu import broken_packages, missing_alias
-from sequoia_vllm.engine.compat.contract import SUPPORTED_VERSIONS
+from sequoia_vllm.engine.compat.versions import SUPPORTED_VERSIONS, is_supported, vllm_version
 from sequoia_vllm.installed import installed
 
 # Packages by their own names, which pip finds wherever sequoia-vllm itself came from.
@@ -152,17 +152,12 @@ def _registered() -> InstallationCheck:
 
 
 def _contract() -> InstallationCheck:
-    from sequoia_vllm.engine.compat.contract import (
-        contract,
-        current_device,
-        differences,
-        vllm_version,
-    )
+    from sequoia_vllm.engine.compat.contract import contract, current_device, differences
 
     device = current_device()
     found = differences(contract(device))
     here = vllm_version() or "unknown"
-    if here.split("+")[0] not in SUPPORTED_VERSIONS[device]:
+    if not is_supported(here, device):
         found.insert(0, f"its version is {here}")
     supported = " or ".join(SUPPORTED_VERSIONS[device])
     install = INSTALL if device == "cpu" else INSTALL_ON_GPUS

@@ -11,7 +11,7 @@ from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.roofline import BYTES_PER_VALUE
 from sequoia_vllm.hardware.streaming import StreamedWeights
 
-# vLLM's default for `--gpu-memory-utilization`, as of 0.32.
+# vLLM's default for `--gpu-memory-utilization`.
 _UTILIZATION = 0.92
 # Assumed for activations, CUDA graphs and the CUDA context of each device.
 _RUNTIME_BYTES = 3 * 2**30

@@ -87,7 +87,7 @@ def target_noise(seed, position, token):
 
     So a draft under the same noise proposes what the target will pick, where their
     logits agree. It is MurmurHash3 (32 bits) of seed, position and token, read as
-    ``-log(-log(1 - u))``; as in vLLM 0.32 and 0.33, without ``use_fp64_gumbel``.
+    ``-log(-log(1 - u))``; as in every vLLM that we support, without ``use_fp64_gumbel``.
 
     Args:
         seed: int64, scalar: the request's.

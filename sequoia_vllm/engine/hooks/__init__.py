@@ -25,6 +25,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from sequoia_vllm.engine.common import draft_schedule
 from sequoia_vllm.engine.common.config_tag import is_or_will_be_tagged, is_tagged
 from sequoia_vllm.engine.common.request_options import check_options
+from sequoia_vllm.engine.compat.versions import cuts_length_to_draft
 from sequoia_vllm.engine.core import core_messages, draft_slots, grammar, sessions, tree_reports
 from sequoia_vllm.engine.frontend import batch_limits, engine_config, request, shown
 
@@ -48,7 +49,7 @@ def install() -> None:
     _wrap(SpeculativeConfig, "__repr__", shown.describe)
     _wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _verify_vocabulary_size)
     _wrap(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", draft_schedule.check_schedule)
-    if hasattr(VllmConfig, "_limit_max_model_len_to_draft"):  # from 0.33 on
+    if cuts_length_to_draft():
         _wrap(VllmConfig, "_limit_max_model_len_to_draft", engine_config.limit_length)
     _wrap(VllmConfig, "_set_max_num_scheduled_tokens", batch_limits.check_budget)
     _wrap(SpeculativeConfig, "max_num_new_slots_for_drafting", batch_limits.slots_for_drafting)

@@ -18,9 +18,9 @@ from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 class MasksOfNodes(StructuredOutputsWorker):
     """vLLM's worker for masks, given one for each node, request after request.
 
-    So `grammar.grammar_bitmask` has them. vLLM's own are so on 0.32; from 0.33 on each request has
-    as many as the largest tree, which is how the warm-up sends them. vLLM's code here is told
-    that every row of logits is a request with one position: then both are the same.
+    `grammar.grammar_bitmask` fills one for each node. The warm-up of newer versions sends as many
+    for each request as the largest tree has nodes. vLLM's code here is told that every row of
+    logits is a request with one position: then both are the same.
 
     Args:
         most: Masks that there is room for. Where a step has more, they are applied in turns.

