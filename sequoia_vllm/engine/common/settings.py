@@ -6,7 +6,7 @@ the tree and what is known of it differ from start to start, and nothing compile
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from sequoia_vllm.config import ContextAttention
@@ -63,34 +63,12 @@ class SequoiaSettings:
     def of(cls, vllm_config: Any) -> SequoiaSettings:
         """Reads what `store` wrote."""
         data = tagged_settings(vllm_config.speculative_config)
-        tree = TokenTree.from_dict(data["tree"])
-        return cls(
-            tree,
-            data["tree_source"],
-            data["chosen_for"],
-            data["versions"],
-            data["context_attention"],
-            data["verification"],
-            data["adapts_as"],
-            data["expected_speedup"],
-            data["drafter"],
-            data["maps_vocabulary"],
-            data["keeps"],
-        )
+        values = {field.name: data[field.name] for field in fields(cls)}
+        values["tree"] = TokenTree.from_dict(data["tree"])
+        return cls(**values)
 
     def store(self, speculative_config: Any) -> None:
-        """Tags vLLM's speculative configuration as Sequoia's, with these settings."""
-        own = {
-            "tree": self.tree.to_dict(),
-            "tree_source": self.tree_source,
-            "chosen_for": self.chosen_for,
-            "versions": self.versions,
-            "context_attention": self.context_attention,
-            "verification": self.verification,
-            "adapts_as": self.adapts_as,
-            "expected_speedup": self.expected_speedup,
-            "drafter": self.drafter,
-            "maps_vocabulary": self.maps_vocabulary,
-            "keeps": self.keeps,
-        }
-        tag(speculative_config, self.tree.depth, own)
+        """Tags vLLM's speculative configuration with these settings, as plain data."""
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        data["tree"] = self.tree.to_dict()
+        tag(speculative_config, self.tree.depth, data)
