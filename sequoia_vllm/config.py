@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ from pydantic import (
 from sequoia_vllm.drafters import DrafterKind
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.json_input import MOST_PROBLEMS, key_name, shortened
+from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vector, is_tree_file
+from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.token_tree import MOST_NODES, TokenTree
 from sequoia_vllm.verification.methods import MethodName
 
@@ -105,7 +108,7 @@ class SequoiaConfig(_Strict):
         default=None,
         description="Draft model (name or path), best with the target's tokens, or a head that was "
         "trained for the target. None: the known one of that target, see "
-        "`sequoia_vllm.known_pairs`.",
+        "`sequoia_vllm.drafters.kinds`.",
     )
     drafter: DrafterKind | None = Field(
         default=None,
@@ -113,14 +116,14 @@ class SequoiaConfig(_Strict):
         'head; or "mtp", where none is given, as a layer of the target\'s own checkpoint drafts. '
         "None: recognised by its configuration.",
     )
-    tree: str | TreeSpec | InstanceOf[TokenTree] | None = Field(
+    tree: str | TreeSpec | InstanceOf[NamedTree] | None = Field(
         default=None,
         description='"auto": chosen for the device, the model pair and the batch size, which may '
         "be no speculation at all; the name of a library tree; a path to a tree file (.json), or "
         'what is in it ({"parents": [-1, 0, ...]}), for engines that start on other machines; or '
         '{"size": n, "depth": d}. None: as "auto", but always with some tree.',
     )
-    acceptance: list[float] | list[list[float]] | Path | None = Field(
+    acceptance: list[float] | list[list[float]] | Path | InstanceOf[Acceptance] | None = Field(
         default=None,
         description="Acceptance vector p[k] or p[d][k], a file with one, or the name of one "
         "of the library, like shipped, that trees are optimised for. None: a published vector.",
@@ -177,7 +180,7 @@ class SequoiaConfig(_Strict):
     @classmethod
     def _inline_tree(cls, value: Any) -> Any:
         is_tree = isinstance(value, dict) and "parents" in value
-        return TokenTree.from_dict(value) if is_tree else value
+        return NamedTree("given as parents", TokenTree.from_dict(value)) if is_tree else value
 
     @field_validator("num_speculative_tokens_per_batch_size")
     @classmethod
@@ -214,6 +217,22 @@ class SequoiaConfig(_Strict):
             raise ConfigError(
                 f"speculative config of method 'sequoia': {problems_of(error)}"
             ) from None
+
+    def loaded(self) -> SequoiaConfig:
+        """The same with the tree and the acceptance vector that it names loaded.
+
+        Raises:
+            TreeError, AcceptanceError, LibraryError: One cannot be had; names the file or entry
+                and what is wrong with it.
+        """
+        tree, vector = self.tree, self.acceptance
+        if isinstance(tree, str) and tree != AUTO:
+            # Metrics show what stands before a colon: no path of the server's.
+            title = f"{Path(tree).name}: {tree}" if is_tree_file(tree) else tree
+            tree = replace(find_tree(tree), title=title)
+        if vector is not None and not isinstance(vector, Acceptance):
+            vector = find_vector(str(vector)) if isinstance(vector, Path) else Acceptance.of(vector)
+        return self.model_copy(update={"tree": tree, "acceptance": vector})
 
     def draft_keys(self) -> dict[str, Any]:
         """The keys that are vLLM's own, as given."""
@@ -258,7 +277,9 @@ def problems_of(error: ValidationError) -> str:
             lines.append("and more")
             break
         place = [key_name(part) for part in problem["loc"] if not _is_branch(str(part))]
-        if problem["type"] in ("is_instance_of", "model_type") and place == ["tree"]:
+        if problem["type"] == "is_instance_of":
+            continue  # what `loaded` puts in
+        if problem["type"] == "model_type" and place == ["tree"]:
             continue  # of the tree's union; its string_type says what all of them take
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "model_type":
@@ -278,5 +299,5 @@ def problems_of(error: ValidationError) -> str:
 
 def _is_branch(part: str) -> bool:
     return part in {"TreeSpec", "str", "path"} or part.startswith(
-        ("literal[", "list[", "function-", "json-or-python[")
+        ("literal[", "list[", "function-", "json-or-python[", "is-instance[")
     )

@@ -155,7 +155,7 @@ def class_name(text: str) -> str:
 
 def _tail(depth: int, draft: Any) -> int:
     """Levels to draft below those that are counted, as far as the draft can (its config)."""
-    from sequoia_vllm.engine.frontend.drafter_kind import drafted_levels, recognise
+    from sequoia_vllm.engine.frontend.drafts import drafted_levels
 
-    levels = drafted_levels(recognise(draft).kind, lambda: draft)
+    levels = drafted_levels(draft)
     return TAIL if levels is None else max(0, min(TAIL, levels - depth))

@@ -115,7 +115,7 @@ def measure_profile(
         PromptError, CalibrationError, ProfileError: If the settings, prompts or
             models cannot be used.
     """
-    from sequoia_vllm.engine.frontend.model_shapes import head_shape
+    from sequoia_vllm.engine.frontend.drafts import head_shape
 
     settings = _checked(settings)
     prompts = load_prompts(settings.prompts)

@@ -77,7 +77,7 @@ def check_models(target: str, draft: str) -> None:
     Raises:
         SequoiaError: If not; names the model and the fix.
     """
-    from sequoia_vllm.engine.frontend.draft_checks import check_folder
+    from sequoia_vllm.engine.frontend.drafts import check_folder
     from sequoia_vllm.measuring.engines import compare_models, load_config
 
     models = {"target": target, "draft": draft}

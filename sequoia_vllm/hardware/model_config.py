@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sequoia_vllm.drafters import HeadKind
-from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.hardware.models import HeadShape, ModelShape
+from sequoia_vllm.drafters import DrafterKind, Fields, ShapeError, drafter
+from sequoia_vllm.hardware.models import ModelShape
 
 # How many experts, and low ranks of attention: none in a dense model.
 _EXPERTS = (
@@ -27,12 +26,8 @@ _BITS_BY_METHOD = {
 }  # fmt: skip
 
 
-class ShapeError(SequoiaError, ValueError):
-    """A configuration that says too little, or something that the cost model has no place for."""
-
-
 def read_shape(
-    config: Any, name: str, quantization: str | None = None, head: HeadKind | None = None
+    config: Any, name: str, quantization: str | None = None, kind: DrafterKind = "model"
 ) -> ModelShape:
     """The shape of the dense decoder that a configuration describes.
 
@@ -41,13 +36,13 @@ def read_shape(
             the text model where there are several.
         name: For messages, and the shape's name.
         quantization: What vLLM quantizes weights with; None: what the configuration says.
-        head: What it is, if it reads a target's hidden states; None: a model.
+        kind: What the model is.
 
     Raises:
         ShapeError: If a field is missing, or the model is not dense, or its weights have
             a size that is not known; says which.
     """
-    reader = _Reader(config, name)
+    reader, drafts = Fields(config, name), drafter(kind)
     if any(_more_than_one(reader.value(key)) for key in _EXPERTS):
         raise ShapeError(
             f"{name} is a mixture of experts: how many of them a tree reads is not modelled"
@@ -59,7 +54,7 @@ def read_shape(
     heads = reader.count("num_attention_heads")
     return ModelShape(
         name=name,
-        layers=1 if head == "mtp" else reader.count("num_hidden_layers"),
+        layers=drafts.layers or reader.count("num_hidden_layers"),
         hidden=hidden,
         intermediate=reader.count("intermediate_size"),
         heads=heads,
@@ -69,81 +64,8 @@ def read_shape(
         tied=bool(reader.value("tie_word_embeddings")),
         gated=reader.value("model_type") not in _UNGATED,
         layer_weight_bytes=_layer_weight_bytes(reader, quantization),
-        head=None if head is None else _head_shape(reader, head),
+        head=drafts.head_shape(reader),
     )
-
-
-# Hidden states that vLLM gives EAGLE-3 heads that do not say which they read.
-_EAGLE_3_READS = 3
-
-
-def _head_shape(reader: _Reader, kind: HeadKind) -> HeadShape:
-    """The shape that vLLM builds for heads of these kinds."""
-    if kind == "mtp":
-        return HeadShape(kind=kind, reads=0)
-    width = reader.count("target_hidden_size", reader.count("hidden_size"))
-    vocab, own = reader.count("vocab_size"), reader.value("draft_vocab_size")
-    if kind == "eagle3":
-        layers = _stated_layers(reader, "eagle_config", "eagle_aux_hidden_state_layer_ids")
-        number = reader.count("num_aux_hidden_states", layers or _EAGLE_3_READS)
-        combines = reader.nested("eagle_config", "use_aux_hidden_state") is not False
-        return HeadShape(
-            kind=kind, reads=number * width if combines else 0, output_vocab=own or vocab
-        )
-    layers = _stated_layers(reader, "dflash_config", "target_layer_ids")
-    block = reader.value("block_size")
-    if kind == "dspark":
-        layers = layers or len(
-            reader.value("dspark_target_layer_ids") or reader.value("target_layer_ids") or ()
-        )
-        block = reader.value("dspark_block_size") if block is None else block
-    before = 0 if _root_predicts(reader, kind) else 1
-    return HeadShape(
-        kind=kind,
-        reads=(layers or reader.count("num_hidden_layers")) * width,
-        output_vocab=None if own in (None, vocab) else own,
-        levels=None if block is None else block - before,
-    )
-
-
-def _root_predicts(reader: _Reader, kind: HeadKind) -> bool:
-    """Whether a block's first position predicts the first level."""
-    if kind == "dspark":
-        return reader.value("sample_from_anchor") is not False
-    return bool(reader.nested("dflash_config", "sample_from_anchor"))
-
-
-def _stated_layers(reader: _Reader, place: str, key: str) -> int:
-    """How many layers' hidden states a head reads; 0: its configuration does not say."""
-    found = reader.nested(place, key) or reader.value("eagle_aux_hidden_state_layer_ids")
-    return len(found or ())
-
-
-class _Reader:
-    """The fields of one configuration."""
-
-    def __init__(self, config: Any, name: str) -> None:
-        self.config = config
-        self.name = name
-
-    def value(self, key: str) -> Any:
-        """None where there is no such field."""
-        if isinstance(self.config, Mapping):
-            return self.config.get(key)
-        return getattr(self.config, key, None)
-
-    def nested(self, place: str, key: str) -> Any:
-        """A field of a mapping that is one of the fields; None where there is none."""
-        inner = self.value(place)
-        return inner.get(key) if isinstance(inner, Mapping) else None
-
-    def count(self, key: str, default: int | None = None) -> int:
-        found = self.value(key)
-        found = default if found is None else found
-        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-            what = "has no" if found is None else f"has {found!r} as"
-            raise ShapeError(f"the configuration of {self.name} {what} {key}")
-        return found
 
 
 def _more_than_one(experts: Any) -> bool:
@@ -153,7 +75,7 @@ def _more_than_one(experts: Any) -> bool:
     return isinstance(experts, int) and experts > 1
 
 
-def _layer_weight_bytes(reader: _Reader, quantization: str | None) -> float | None:
+def _layer_weight_bytes(reader: Fields, quantization: str | None) -> float | None:
     """Bytes of a weight in the layers, scales not counted; None: not quantized."""
     stated = reader.value("quantization_config") or reader.value("compression_config")
     if stated is not None and not isinstance(stated, Mapping):

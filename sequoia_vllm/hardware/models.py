@@ -9,47 +9,11 @@ from pathlib import Path
 
 from pydantic import Field
 
-from sequoia_vllm.drafters import HeadKind
+from sequoia_vllm.drafters import DrafterKind, HeadShape
 from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.json_file import FileModel, read_model
 
 _FILE = Path(__file__).with_name("models.json")
-
-
-class HeadShape(FileModel):
-    """Matrices of a head that a model of its own has not.
-
-    Of all but MTP layers a matrix takes the target's hidden states to the head's width,
-    when what was committed is read (vLLM's ``fc``, which is on each device as a whole). The
-    embedding is the target's.
-
-    An EAGLE-3 head drafts level by level: its first layer's queries, keys and values are made
-    of two vectors, the token's embedding and the parent's hidden state. A DFlash head drafts
-    all levels in one pass over a block, a position for each level and one before them; so does
-    a DSpark head, whose matrices for the tokens drafted meanwhile are not counted.
-    An MTP layer drafts level by level: a matrix of its own makes one vector of the token's
-    embedding and the parent's hidden state, in every pass. Its output matrix is the target's.
-    """
-
-    kind: HeadKind
-    reads: int = Field(
-        ge=0,
-        description="Width of what it reads of the target for one token, the hidden states of "
-        "some layers side by side; 0: one hidden state, as it is.",
-    )
-    output_vocab: int | None = Field(
-        default=None,
-        ge=1,
-        description="Tokens of its own output matrix; none: it uses the target's.",
-    )
-    levels: int | None = Field(
-        default=None, ge=1, description="Most levels that it drafts; none: any number."
-    )
-
-    @property
-    def drafts_in_one_pass(self) -> bool:
-        """Whether deeper trees need no more passes."""
-        return self.kind in ("dflash", "dspark")
 
 
 class ModelShape(FileModel):
@@ -85,14 +49,8 @@ class ModelShape(FileModel):
         """Parameters of all layers, but the norms'."""
         attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
         mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
-        found = self.layers * (attention + mlp)
-        if self.head is not None and self.head.kind == "eagle3":
-            # Queries, keys and values of the first layer are made of two vectors.
-            found += self.hidden * self.head_size * (self.heads + 2 * self.kv_heads)
-        if self.head is not None and self.head.kind == "mtp":
-            # A matrix makes one vector of two before the layer.
-            found += 2 * self.hidden * self.hidden
-        return found
+        own = self.head.input_parameters(self) if self.head is not None else 0
+        return self.layers * (attention + mlp) + own
 
     @property
     def output_vocab(self) -> int:
@@ -195,7 +153,7 @@ class PairShapes:
     draft: ModelShape | None
     problem: str | None = None
     streamed: StreamedWeights | None = None
-    head: HeadKind | None = None
+    head: DrafterKind | None = None
 
     @property
     def quantized(self) -> bool:

@@ -8,7 +8,7 @@ where both take as long, as neither hides all of the other (`_Forward._roofline`
 Decoding is bound by bytes, so that scoring a tree costs little more than one
 token until the device's operations per byte are half used up: what Sequoia lives on.
 
-A head (`sequoia_vllm.hardware.models`) reads more in a step's first pass than in those over levels.
+A head (`HeadShape`) reads more in a step's first pass than in those over levels.
 One that drafts all levels in its first pass draws below it: the logits are there.
 
 More devices divide products and attention. They do not divide launches and

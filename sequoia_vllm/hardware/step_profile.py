@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from sequoia_vllm.drafters import HeadShape
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.device import DeviceSpec
-from sequoia_vllm.hardware.models import HeadShape, ModelShape
+from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.json_file import FileModel, dump_json, read_model
 

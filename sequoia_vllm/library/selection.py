@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from sequoia_vllm.drafters import NAMES
+from sequoia_vllm.drafters import drafter
 from sequoia_vllm.hardware.choose import Schedule
 from sequoia_vllm.hardware.device import Device, DeviceSpec
 from sequoia_vllm.hardware.models import (
@@ -241,5 +241,5 @@ def _size_names(shapes: PairShapes) -> str:
     """Sizes of a pair in words."""
     sizes = (shape.parameters if shape else None for shape in (shapes.target, shapes.draft))
     target, draft = map(size_name, sizes)
-    drafter = NAMES[shapes.head] if shapes.head else "a draft"
-    return f"a target of {target} and {drafter} of {draft} parameters"
+    kind = drafter(shapes.head).name if shapes.head else "a draft"
+    return f"a target of {target} and {kind} of {draft} parameters"

@@ -13,8 +13,7 @@ from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.common import draft_schedule
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.frontend import engine_config, tree_choice
-from sequoia_vllm.engine.frontend.draft_config import DraftReader
-from sequoia_vllm.engine.frontend.model_shapes import pair_shapes
+from sequoia_vllm.engine.frontend.drafts import DraftReader
 from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
 from sequoia_vllm.engine.worker.worker_base import AgreeingWorker
 from sequoia_vllm.library.files import LibraryError
@@ -27,7 +26,7 @@ H200 = PairKey("NVIDIA H200", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1
 
 
 def choose(pair: PairKey = H200, **keys):
-    return choose_engine_tree(SequoiaConfig.parse({"method": "sequoia", **keys}), pair)
+    return choose_engine_tree(SequoiaConfig.parse({"method": "sequoia", **keys}).loaded(), pair)
 
 
 def test_auto_takes_device_and_pair_from_the_library():
@@ -140,28 +139,35 @@ def test_the_embedded_pair_is_known_by_its_files(tmp_path):
 
 def test_shapes_of_both_models(tmp_path):
     target = EngineArgs(model=TARGET).create_model_config()
-    shapes = pair_shapes(DRAFT, DraftReader(target, SequoiaConfig()))
+    shapes = DraftReader(target, SequoiaConfig()).shapes(DRAFT)
     assert shapes.problem is None
     assert (shapes.target.layers, shapes.draft.layers) == (4, 2)
     assert shapes.target.hidden == 256
     assert (shapes.draft.hidden, shapes.draft.head_size, shapes.draft.tied) == (192, 32, True)
     assert not shapes.quantized
-    quantized = pair_shapes(DRAFT, DraftReader(target, SequoiaConfig(quantization="fp8")))
+    quantized = DraftReader(target, SequoiaConfig(quantization="fp8")).shapes(DRAFT)
     assert quantized.draft.layer_weight_bytes == 1.0
-    missing = pair_shapes(str(tmp_path / "nowhere"), DraftReader(target, SequoiaConfig()))
+    missing = DraftReader(target, SequoiaConfig()).shapes(str(tmp_path / "nowhere"))
     assert missing.target == shapes.target
     assert missing.draft is None
     assert missing.problem.startswith("cannot read the configuration of")
 
 
-def test_shapes_are_read_only_where_the_tree_depends_on_them():
-    def read():
+def test_shapes_are_read_only_where_the_tree_depends_on_them(monkeypatch):
+    def read(reader, draft, kind):
         raise AssertionError("read")
 
-    config = SequoiaConfig(tree={"parents": [-1, 0]})
-    assert choose_engine_tree(config, H200, read).tree.size == 2
+    def configure(**keys):
+        given = {"method": "sequoia", "model": DRAFT, **keys}
+        return EngineArgs(
+            model=TARGET, speculative_config=given, max_model_len=256
+        ).create_engine_config()
+
+    monkeypatch.setattr(DraftReader, "shapes", read)
+    config = configure(tree={"parents": [-1, 0]})
+    assert SequoiaSettings.of(config).tree.size == 2
     with pytest.raises(AssertionError, match="read"):
-        choose_engine_tree(SequoiaConfig(), H200, read)
+        configure()
 
 
 def declining(pair, monkeypatch):

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from sequoia_vllm.cli import app
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.engine.frontend.draft_checks import check_folder, draft_problem
+from sequoia_vllm.engine.frontend.drafts import check_folder, draft_problem
 from tests.support.models import DRAFT, TARGET
 
 

@@ -10,17 +10,16 @@ pytest.importorskip("vllm")
 from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.drafters import HeadShape
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.frontend.draft_config import DraftReader
-from sequoia_vllm.engine.frontend.drafter_kind import (
+from sequoia_vllm.engine.frontend.drafts import (
+    DraftReader,
     check_method,
     drafted_levels,
-    drafter_kind,
+    head_shape,
     recognise,
 )
-from sequoia_vllm.engine.frontend.model_shapes import head_shape, pair_shapes
 from sequoia_vllm.engine.frontend.refusals import _drafter_reasons
-from sequoia_vllm.hardware.models import HeadShape
 from sequoia_vllm.tree import TokenTree
 from tests.support.models import DRAFT
 
@@ -83,9 +82,7 @@ def kind_of(tmp_path):
     """The kind of a checkpoint with this configuration."""
 
     def kind(config: dict, name: str = "draft", target=TARGET, **keys):
-        return drafter_kind(
-            saved(tmp_path / name, config), DraftReader(target, SequoiaConfig(**keys))
-        )
+        return DraftReader(target, SequoiaConfig(**keys)).kind(saved(tmp_path / name, config))
 
     return kind
 
@@ -120,7 +117,7 @@ def test_the_path_says_nothing(kind_of):
 
 def test_the_embedded_draft_is_a_model():
     target = SimpleNamespace(**{**vars(TARGET), "model": "target"})
-    assert drafter_kind(DRAFT, DraftReader(target, SequoiaConfig())) == "model"
+    assert DraftReader(target, SequoiaConfig()).kind(DRAFT) == "model"
 
 
 @pytest.mark.parametrize(
@@ -256,7 +253,7 @@ def test_narrow_heads_of_the_target(kind_of):
 )  # fmt: skip
 def test_shapes_of_heads_in_each_format(tmp_path, config, kind, head):
     draft = saved(tmp_path, config)
-    found = pair_shapes(draft, reader(), kind)
+    found = reader().shapes(draft, kind)
     assert found.head == kind
     assert found.draft.head == head
     assert found.draft.name == draft
@@ -265,8 +262,8 @@ def test_shapes_of_heads_in_each_format(tmp_path, config, kind, head):
 
 def test_drafts_that_cannot_be_read_are_vllms_to_refuse(tmp_path):
     missing = str(tmp_path / "nothing")
-    assert drafter_kind(missing, reader()) == "model"
-    assert drafter_kind(missing, reader(drafter="eagle3")) == "eagle3"
+    assert reader().kind(missing) == "model"
+    assert reader(drafter="eagle3").kind(missing) == "eagle3"
 
 
 def test_a_dflash_head_whose_root_predicts(kind_of):
@@ -280,10 +277,10 @@ def test_a_dflash_head_whose_root_predicts(kind_of):
 
 def test_a_configuration_is_read_once(tmp_path):
     draft, shared = saved(tmp_path, DFLASH), reader()
-    kind = drafter_kind(draft, shared)
+    kind = shared.kind(draft)
     (tmp_path / "config.json").unlink()
-    assert drafted_levels(kind, lambda: shared.read(draft)) == 15
-    assert pair_shapes(draft, shared, kind).draft.head.levels == 15
+    assert shared.levels(draft, kind) == 15
+    assert shared.shapes(draft, kind).draft.head.levels == 15
 
 
 @pytest.mark.parametrize(
@@ -301,10 +298,10 @@ def test_a_configuration_is_read_once(tmp_path):
 )
 def test_levels_that_a_block_has(tmp_path, config, levels):
     draft = saved(tmp_path, config)
-    kind = drafter_kind(draft, reader())
-    assert drafted_levels(kind, lambda: reader().read(draft)) == levels
-    assert drafted_levels("eagle3", lambda: reader().read(draft)) is None
-    shape = pair_shapes(draft, reader(), kind).draft
+    kind = reader().kind(draft)
+    assert reader().levels(draft, kind) == drafted_levels(reader().read(draft)) == levels
+    assert reader().levels(draft, "eagle3") is None
+    shape = reader().shapes(draft, kind).draft
     assert shape is not None
     assert shape.head is not None
     assert shape.head.levels == levels
@@ -362,6 +359,6 @@ def test_the_shape_of_an_engines_head():
 
 def test_the_key_is_ours_and_strict():
     assert SequoiaConfig(drafter="eagle3").draft_keys() == {}
-    kinds = "'model', 'eagle3', 'dflash', 'dspark' or 'mtp'"
+    kinds = "'dspark', 'dflash', 'eagle3', 'mtp' or 'model'"
     with pytest.raises(ConfigError, match=f"drafter: Input should be {kinds}"):
         SequoiaConfig.parse({"method": "sequoia", "drafter": "eagle"})

@@ -3,12 +3,10 @@
 import re
 from itertools import groupby
 from pathlib import Path
-from typing import get_args
 
-from sequoia_vllm.drafters import DrafterKind
+from sequoia_vllm.drafters import DRAFTERS
 from sequoia_vllm.hardware import CostModel, choose_tree, identify, roofline_profile
 from sequoia_vllm.hardware.models import every_class
-from sequoia_vllm.known_pairs import DFLASH_HEADS, EAGLE_3_HEADS
 from sequoia_vllm.tree import Acceptance
 from tests.support.reference_trees import published
 
@@ -27,7 +25,7 @@ def rows(after: str) -> list[list[str]]:
 
 def test_every_kind_has_a_row():
     kinds = {re.findall(r"`\"(\w+)\"`", row[1])[0] for row in rows("## Kinds")}
-    assert kinds == set(get_args(DrafterKind))
+    assert kinds == set(DRAFTERS)
 
 
 def test_known_heads_are_listed():
@@ -36,13 +34,13 @@ def test_known_heads_are_listed():
     for _, eagle_3, dflash in rows("## Known heads"):
         listed["eagle3"] += re.findall(r"`([^`]+)`", eagle_3)
         listed["dflash"] += re.findall(r"`([^`]+)`", dflash)
-    assert listed["eagle3"] == [pair.draft for pair in EAGLE_3_HEADS]
-    assert listed["dflash"] == [pair.draft for pair in DFLASH_HEADS]
+    for kind, drafts in listed.items():
+        assert drafts == [known.draft for known in DRAFTERS[kind].known]
 
 
 def test_targets_of_known_heads_are_those_they_are_listed_for():
     for target, *cells in rows("## Known heads"):
-        for pair in (*EAGLE_3_HEADS, *DFLASH_HEADS):
+        for pair in (*DRAFTERS["eagle3"].known, *DRAFTERS["dflash"].known):
             takes = re.fullmatch(pair.target, target, flags=re.IGNORECASE) is not None
             assert takes == any(f"`{pair.draft}`" in cell for cell in cells), (target, pair.draft)
 

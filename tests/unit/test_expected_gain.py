@@ -63,7 +63,8 @@ EPYC = PairKey("AMD EPYC", "examples/models/target", "examples/models/draft", "f
 
 
 def gain(pair=H200, **keys):
-    return choose_engine_tree(SequoiaConfig.parse({"method": "sequoia", **keys}), pair).gain
+    config = SequoiaConfig.parse({"method": "sequoia", **keys}).loaded()
+    return choose_engine_tree(config, pair).gain
 
 
 def test_the_expected_gain_is_of_the_choice(tmp_path):

@@ -57,7 +57,7 @@ def test_an_mtp_layer_of_a_target():
     """One layer and a matrix before it, whatever the target has; the rest is the target's."""
     config = {**EAGLE_3, "num_hidden_layers": 36, "num_nextn_predict_layers": 1}
     del config["draft_vocab_size"]
-    shape = read_shape(config, "a/target", head="mtp")
+    shape = read_shape(config, "a/target", kind="mtp")
     assert (shape.layers, shape.output_vocab) == (1, 128256)
     assert shape.reading_parameters == 0
     assert shape.layer_parameters == (QKV // 2 + OUTPUT + MLP) + 2 * 4096 * 4096
@@ -65,13 +65,13 @@ def test_an_mtp_layer_of_a_target():
 
 
 def head(config: dict, kind: str, **changes):
-    return read_shape({**config, **changes}, "a/head", head=kind)
+    return read_shape({**config, **changes}, "a/head", kind=kind)
 
 
 def test_the_shapes_of_the_classes():
     eagle_3, dflash = (head_classes()[name].draft for name in ("8b-eagle3", "8b-dflash"))
-    assert read_shape(EAGLE_3, eagle_3.name, head="eagle3") == eagle_3
-    assert read_shape(DFLASH, dflash.name, head="dflash") == dflash
+    assert read_shape(EAGLE_3, eagle_3.name, kind="eagle3") == eagle_3
+    assert read_shape(DFLASH, dflash.name, kind="dflash") == dflash
 
 
 def test_an_eagle_3_head_by_hand():

@@ -12,19 +12,11 @@ pytest.importorskip("vllm")
 import vllm
 from vllm.model_executor.models import registry
 
-from sequoia_vllm import known_pairs
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters import DrafterKind
-from sequoia_vllm.engine.frontend import drafter_kind
-from sequoia_vllm.engine.frontend.drafter_kind import kinds_here, recognise
-from sequoia_vllm.engine.frontend.resolve import resolve
-from sequoia_vllm.known_pairs import (
-    DFLASH_HEADS,
-    EAGLE_3_HEADS,
-    KNOWN_PAIRS,
-    KnownDraft,
-    known_drafts,
-)
+from sequoia_vllm.drafters import DRAFTERS, DrafterKind
+from sequoia_vllm.engine.frontend import drafts
+from sequoia_vllm.engine.frontend.drafts import kinds_here, recognise
+from sequoia_vllm.engine.frontend.resolve import KnownDraft, find_draft, known_drafts
 
 ALL: tuple[DrafterKind, ...] = ("model", "eagle3", "dflash")
 
@@ -144,27 +136,24 @@ def test_a_kind_that_is_asked_for_and_not_known():
 )
 def test_heads_run_on_model_runner_v2(monkeypatch, is_cuda, chosen, heads):
     platform = SimpleNamespace(is_cuda=lambda: is_cuda)
-    monkeypatch.setattr(drafter_kind, "current_platform", platform)
-    monkeypatch.setattr(drafter_kind, "envs", SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=chosen))
-    assert kinds_here() == (["model", "eagle3", "dflash", "dspark", "mtp"] if heads else ["model"])
+    monkeypatch.setattr(drafts, "current_platform", platform)
+    monkeypatch.setattr(drafts, "envs", SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=chosen))
+    assert kinds_here() == (["dspark", "dflash", "eagle3", "mtp", "model"] if heads else ["model"])
 
 
 def kind_by_name(draft: str) -> DrafterKind:
     return next((kind for kind in ("eagle3", "dflash") if kind in draft), "model")
 
 
-def resolved(kinds, read_kind=kind_by_name, **keys):
-    return resolve(
-        SequoiaConfig.parse({"method": "sequoia", **keys}), device="NVIDIA H200",
-        target="Qwen/Qwen3-8B", dtype="bfloat16", tensor_parallel_size=1, kinds=kinds,
-        read_kind=read_kind,
-    )  # fmt: skip
+def found_draft(kinds, kind_of=kind_by_name, **keys):
+    config = SequoiaConfig.parse({"method": "sequoia", **keys})
+    return find_draft(config, "Qwen/Qwen3-8B", kinds, kind_of)
 
 
 def test_the_log_says_which_and_why(caplog):
     with caplog.at_level(logging.INFO, logger="vllm.sequoia"):
-        found = resolved(ALL)
-    assert (found.drafter, found.settings.drafter) == ("dflash", "dflash")
+        found = found_draft(ALL)
+    assert found.kind == "dflash"
     [line] = [m for m in caplog.messages if m.startswith("Sequoia: drafting with ")]
     assert line.startswith(
         "Sequoia: drafting with RedHatAI/Qwen3-8B-speculator.dflash: a DFlash head made for this "
@@ -181,29 +170,30 @@ def test_known_heads_that_trees_do_not_draft_with_are_passed_over(caplog):
             raise ConfigError(f"{draft!r} has layers with a sliding window")
         return "eagle3"
 
-    found = resolved(ALL, only_eagle_3)
-    assert found.draft == "RedHatAI/Qwen3-8B-speculator.eagle3"
+    found = found_draft(ALL, only_eagle_3)
+    assert found.name == "RedHatAI/Qwen3-8B-speculator.eagle3"
     assert sum("has layers with a sliding window" in line for line in caplog.messages) == 2
     with pytest.raises(ConfigError, match="Qwen3-8B-DFlash-b16' has layers with a sliding window"):
-        resolved(ALL, only_eagle_3, drafter="dflash")
+        found_draft(ALL, only_eagle_3, drafter="dflash")
 
 
 def test_the_user_may_name_the_kind_alone():
-    assert resolved(ALL, drafter="model").draft == "Qwen/Qwen3-0.6B"
-    assert resolved(ALL, drafter="eagle3").drafter == "eagle3"
+    assert found_draft(ALL, drafter="model").name == "Qwen/Qwen3-0.6B"
+    assert found_draft(ALL, drafter="eagle3").kind == "eagle3"
     with pytest.raises(ConfigError, match=r'an EAGLE-3 head needs .*: leave "drafter" out here'):
-        resolved(("model",), drafter="eagle3")
+        found_draft(("model",), drafter="eagle3")
 
 
 def test_nothing_is_said_of_drafts_that_are_given(caplog):
     with caplog.at_level(logging.INFO, logger="vllm.sequoia"):
-        assert resolved(ALL, model="some/draft").draft == "some/draft"
+        assert found_draft(ALL, model="some/draft").name == "some/draft"
     assert not [m for m in caplog.messages if m.startswith("Sequoia: drafting with")]
 
 
 # -- the table ---------------------------------------------------------------------
 
-HEADS = [*EAGLE_3_HEADS, *DFLASH_HEADS]
+KNOWN = [(drafter.kind, known) for drafter in DRAFTERS.values() for known in drafter.known]
+HEADS = [(kind, known) for kind, known in KNOWN if kind != "model"]
 # Architectures of the targets that heads are listed for, by part of their names.
 TARGETS = {
     "Llama": "LlamaForCausalLM",
@@ -217,21 +207,21 @@ TARGETS = {
 
 
 def test_every_pair_says_why():
-    assert all(pair.note for pair in KNOWN_PAIRS)
-    assert len({(pair.target, pair.draft) for pair in KNOWN_PAIRS}) == len(KNOWN_PAIRS)
+    assert all(known.note for _, known in KNOWN)
+    assert len({(known.target, known.draft) for _, known in KNOWN}) == len(KNOWN)
 
 
-@pytest.mark.parametrize("pair", HEADS, ids=lambda pair: pair.draft)
-def test_vllm_loads_heads_of_this_kind(pair):
+@pytest.mark.parametrize(("kind", "pair"), HEADS, ids=[known.draft for _, known in HEADS])
+def test_vllm_loads_heads_of_this_kind(kind, pair):
     """Their architecture is one of vLLM's, and what we recognise it as is the entry's kind."""
     assert pair.architecture in registry._SPECULATIVE_DECODING_MODELS
     config = SimpleNamespace(architectures=[pair.architecture], model_type="llama")
-    assert recognise(config).kind == pair.kind
+    assert recognise(config).kind == kind
     assert re.fullmatch(r"[\w.-]+/[\w.-]+", pair.draft)
     assert re.fullmatch(r"[\w-]+/[\w-]+: [\w./-]+", pair.note)  # a repository, and a file in it
 
 
-@pytest.mark.parametrize("pair", HEADS, ids=lambda pair: pair.draft)
+@pytest.mark.parametrize("pair", [known for _, known in HEADS], ids=lambda known: known.draft)
 def test_their_targets_give_vllm_their_hidden_states(pair):
     architecture = next(found for part, found in TARGETS.items() if part in pair.target)
     module, name = registry._TEXT_GENERATION_MODELS[architecture]
@@ -255,6 +245,6 @@ def test_each_head_is_chosen_for_some_target():
         )),
         "openai/gpt-oss-20b", "openai/gpt-oss-120b",
     ]  # fmt: skip
-    for pair in HEADS:
-        fitting = [name for name in names if known_pairs._fits(pair, name)]
+    for _, pair in HEADS:
+        fitting = [name for name in names if re.fullmatch(pair.target, name, flags=re.IGNORECASE)]
         assert len(fitting) == 1, pair

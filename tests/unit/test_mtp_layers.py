@@ -1,18 +1,20 @@
 """Targets whose own multi-token prediction (MTP) layers draft trees; others are refused."""
 
+import re
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 
 pytest.importorskip("vllm")
 from transformers import PreTrainedConfig
+from vllm.config.speculative import MTPModelTypes
 from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.engine.frontend.draft_config import DraftReader
-from sequoia_vllm.engine.frontend.drafter_kind import check_method, drafter_kind
-from sequoia_vllm.engine.frontend.mtp_layers import _DENSE, check_mtp_layers
-from sequoia_vllm.engine.frontend.resolve import resolve
+from sequoia_vllm.drafters.kinds.mtp import DENSE, MODEL_TYPES
+from sequoia_vllm.engine.frontend.drafts import DraftReader, ResolvedDraft, check_method
+from sequoia_vllm.engine.frontend.resolve import find_draft
 
 FLAGS = (
     "use_mla", "is_hybrid", "has_inner_state", "is_multimodal_model", "is_moe",
@@ -27,10 +29,13 @@ def target(architecture: str = "MiMoForCausalLM", model_type: str = "mimo", **ch
     return SimpleNamespace(model="a/target", hf_config=config, **flags)
 
 
+def kind_of(given: SimpleNamespace) -> str:
+    return DraftReader(given, SequoiaConfig(drafter="mtp")).kind(given.model)
+
+
 def test_mimo_drafts_for_itself():
     here = target()
-    config = SequoiaConfig(drafter="mtp")
-    assert drafter_kind("a/target", DraftReader(here, config)) == "mtp"
+    assert kind_of(here) == "mtp"
     assert here.hf_config.num_hidden_layers == 36  # vLLM's reading of a draft changes its own
 
 
@@ -51,30 +56,28 @@ def test_mimo_drafts_for_itself():
 )  # fmt: skip
 def test_others_are_refused_with_the_reason(given, problem):
     with pytest.raises(ConfigError) as error:
-        check_mtp_layers(given)
+        kind_of(given)
     assert problem in str(error.value)
     assert 'give "model" an EAGLE-3 or DFlash head or a draft model' in str(error.value)
 
 
 def test_vllm_knows_the_layers():
-    assert set(_SPECULATIVE_DECODING_MODELS) >= _DENSE
+    assert set(_SPECULATIVE_DECODING_MODELS) >= DENSE
+    assert all(re.fullmatch(MODEL_TYPES, known) for known in get_args(MTPModelTypes))
 
 
-def resolved(kinds, **keys):
-    return resolve(
-        SequoiaConfig.parse({"method": "sequoia", "drafter": "mtp", **keys}), device="NVIDIA H200",
-        target="a/target", dtype="bfloat16", tensor_parallel_size=1, kinds=kinds,
-    )  # fmt: skip
+def found(kinds, **keys):
+    config = SequoiaConfig.parse({"method": "sequoia", "drafter": "mtp", **keys})
+    return find_draft(config, "a/target", kinds, lambda draft: "mtp")
 
 
 def test_no_model_is_given_with_them():
     for keys in ({}, {"model": "a/target"}):
-        found = resolved(("model", "mtp"), **keys)
-        assert (found.draft, found.drafter, found.settings.drafter) == ("a/target", "mtp", "mtp")
+        assert found(("model", "mtp"), **keys) == ResolvedDraft("a/target", "mtp")
     with pytest.raises(ConfigError, match='"model" is \'a/head\': leave "model" out'):
-        resolved(("model", "mtp"), model="a/head")
+        found(("model", "mtp"), model="a/head")
     with pytest.raises(ConfigError, match="needs vLLM's Model Runner V2"):
-        resolved(("model",))
+        found(("model",))
 
 
 def test_what_vllm_takes_by_the_name_of_the_target():

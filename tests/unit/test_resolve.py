@@ -6,7 +6,9 @@ pytest.importorskip("torch")
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.engine.common.cluster import current_versions
-from sequoia_vllm.engine.frontend.resolve import resolve
+from sequoia_vllm.engine.frontend.drafts import ResolvedDraft
+from sequoia_vllm.engine.frontend.resolve import find_draft, resolve
+from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.metrics.prometheus import first_clause
 from sequoia_vllm.tree import TokenTree
 
@@ -14,13 +16,14 @@ TARGET = "meta-llama/Llama-3.1-8B"
 
 
 def resolved(target=TARGET, device="NVIDIA H200", **keys):
-    config = SequoiaConfig.parse({"method": "sequoia", **keys})
-    return resolve(config, device=device, target=target, dtype="bfloat16", tensor_parallel_size=1)
+    config = SequoiaConfig.parse({"method": "sequoia", **keys}).loaded()
+    draft = find_draft(config, target, ["model"], lambda draft: "model")
+    return resolve(config, PairKey(device, target, draft.name, "bfloat16"), draft)
 
 
 def test_a_known_target_needs_no_draft():
-    assert resolved().draft == "meta-llama/Llama-3.2-1B-Instruct"
-    assert resolved(model="another/draft").draft == "another/draft"
+    assert resolved().draft.name == "meta-llama/Llama-3.2-1B-Instruct"
+    assert resolved(model="another/draft").draft.name == "another/draft"
 
 
 def test_an_unknown_target_needs_one():
@@ -53,11 +56,9 @@ def test_metrics_show_the_name_of_a_tree_file_alone(tmp_path):
 
 
 def resolved_with_head(levels, **keys):
-    config = SequoiaConfig.parse({"method": "sequoia", "model": "a/head", **keys})
-    return resolve(
-        config, device="NVIDIA H200", target=TARGET, dtype="bfloat16", tensor_parallel_size=1,
-        read_kind=lambda draft: "dflash", read_levels=lambda draft, kind: levels,
-    ).choice.tree  # fmt: skip
+    config = SequoiaConfig.parse({"method": "sequoia", "model": "a/head", **keys}).loaded()
+    pair = PairKey("NVIDIA H200", TARGET, "a/head", "bfloat16")
+    return resolve(config, pair, ResolvedDraft("a/head", "dflash", levels)).choice.tree
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def library(tmp_path, monkeypatch) -> TreeLibrary:
 
 def auto(target: str = TARGET, draft: str = DRAFT, tree: str | None = "auto"):
     pair = replace(HERE, target=target, draft=draft)
-    return choose_engine_tree(SequoiaConfig(model=draft, tree=tree), pair)
+    return choose_engine_tree(SequoiaConfig(model=draft, tree=tree).loaded(), pair)
 
 
 def test_the_entry_is_the_best_schedule_of_the_context():

@@ -16,6 +16,7 @@ from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.core import adapting
 from sequoia_vllm.engine.frontend import resolve
+from sequoia_vllm.engine.frontend.drafts import ResolvedDraft
 from sequoia_vllm.hardware.models import PairShapes, model_classes
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
@@ -116,10 +117,9 @@ def test_trees_are_listed_but_not_saved(tmp_path):
 
 def settings(**keys):
     config = SequoiaConfig.parse({"method": "sequoia", "model": "some/draft", **keys})
-    return resolve.resolve(
-        config, device="NVIDIA L40S", target="/m/timed", dtype="float16", tensor_parallel_size=1,
-        read_shapes=lambda draft, drafter: PairShapes(CLASS.target, CLASS.draft),
-    ).settings  # fmt: skip
+    draft = ResolvedDraft("some/draft", shapes=PairShapes(CLASS.target, CLASS.draft))
+    pair = PairKey("NVIDIA L40S", "/m/timed", "some/draft", "float16")
+    return resolve.resolve(config, pair, draft).settings
 
 
 @pytest.mark.usefixtures("nowhere")

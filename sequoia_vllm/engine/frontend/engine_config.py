@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters import DrafterKind, is_head
+from sequoia_vllm.drafters import drafter
 from sequoia_vllm.engine.common.config_tag import to_be_tagged
 from sequoia_vllm.engine.common.device_name import current_device_name
 from sequoia_vllm.engine.common.draft_schedule import planning_schedule
@@ -22,20 +22,11 @@ from sequoia_vllm.engine.common.replicas import are_started_apart
 from sequoia_vllm.engine.common.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.engine.compat.contract import check_contract
 from sequoia_vllm.engine.frontend.command_errors import short_in_commands
-from sequoia_vllm.engine.frontend.draft_checks import draft_problem
-from sequoia_vllm.engine.frontend.draft_config import DraftReader
-from sequoia_vllm.engine.frontend.drafter_kind import (
-    check_method,
-    drafted_levels,
-    drafter_kind,
-    kinds_here,
-    vllm_method,
-)
+from sequoia_vllm.engine.frontend.drafts import DraftReader, check_method, draft_problem, kinds_here
 from sequoia_vllm.engine.frontend.expected_gain import gain_line
-from sequoia_vllm.engine.frontend.model_shapes import pair_shapes
 from sequoia_vllm.engine.frontend.refusals import refuse_unsupported
 from sequoia_vllm.engine.frontend.request import sequoia_request
-from sequoia_vllm.engine.frontend.resolve import Resolved, resolve
+from sequoia_vllm.engine.frontend.resolve import Resolved, find_draft, resolve
 from sequoia_vllm.engine.offload.settings import choose_offloading, with_offload
 from sequoia_vllm.engine.offload.weight_source import (
     OffloadedLayers,
@@ -43,7 +34,7 @@ from sequoia_vllm.engine.offload.weight_source import (
     with_streamed,
 )
 from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies
-from sequoia_vllm.hardware.models import PairShapes
+from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE
 
 logger = logging.getLogger("vllm.sequoia")
@@ -137,32 +128,24 @@ def create_speculative_config(
     request = sequoia_request(self)
     if request is None:
         return original(self, target_model_config, target_parallel_config)
-    config = SequoiaConfig.parse(request)
+    config = SequoiaConfig.parse(request).loaded()
     self.additional_config = with_offload(self.additional_config, config.offload)
-    device, devices = current_device_name(), target_parallel_config.tensor_parallel_size
-    dtype = str(target_model_config.dtype).removeprefix("torch.")
     source = weight_source(self)
     reader = DraftReader(target_model_config, config)
-
-    def read_shapes(draft: str, drafter: DrafterKind) -> PairShapes:
-        shapes = pair_shapes(draft, reader, drafter)
-        if isinstance(source, OffloadedLayers):
-            return with_streamed(shapes, source, dtype, device, devices)
-        return shapes
-
-    resolved = resolve(
-        config,
-        device=device,
+    draft = find_draft(config, target_model_config.model, kinds_here(), reader.kind)
+    pair = PairKey(
+        device=current_device_name(),
         target=target_model_config.model,
-        dtype=dtype,
-        tensor_parallel_size=devices,
-        kinds=kinds_here(),
-        read_kind=lambda draft: drafter_kind(draft, reader),
-        read_levels=lambda draft, kind: drafted_levels(kind, lambda: reader.read(draft)),
-        read_shapes=read_shapes,
-        max_model_len=target_model_config.max_model_len,
+        draft=draft.name,
+        dtype=str(target_model_config.dtype).removeprefix("torch."),
+        tensor_parallel_size=target_parallel_config.tensor_parallel_size,
         offloading=source.name if source else None,
     )
+    shapes = reader.shapes(draft.name, draft.kind) if config.is_tree_chosen else None
+    if shapes is not None and isinstance(source, OffloadedLayers):
+        shapes = with_streamed(shapes, source, pair.dtype, pair.device, pair.tensor_parallel_size)
+    draft = replace(draft, levels=reader.levels(draft.name, draft.kind), shapes=shapes)
+    resolved = resolve(config, pair, draft, target_model_config.max_model_len)
     tree, tree_source = resolved.choice.tree, resolved.choice.source
     is_apart = are_started_apart(target_parallel_config, target_model_config.is_moe)
     if is_apart and config.is_tree_chosen and USER_DIRECTORY_VARIABLE not in os.environ:
@@ -180,7 +163,7 @@ def create_speculative_config(
             target_parallel_config.worker_cls = PLAIN_CPU_WORKER if on_cpu else PLAIN_GPU_WORKER
         return None
     level, line = gain_line(
-        resolved.choice.gain, resolved.draft, tree.size, tree.depth, drafter=resolved.drafter,
+        resolved.choice.gain, draft.name, tree.size, tree.depth, drafter=draft.kind,
         adapts=config.adapts, on_cpu=current_platform.is_cpu(),
     )  # fmt: skip
     logger.log(level, "%s", line)
@@ -192,10 +175,9 @@ def create_speculative_config(
         with to_be_tagged():
             speculative_config = original(translated, target_model_config, target_parallel_config)
     except (ValueError, OSError) as error:
-        raise ConfigError(draft_problem(resolved.draft, error)) from error
-    check_method(resolved.drafter, resolved.draft, speculative_config.method)
-    is_model = not is_head(resolved.drafter)  # heads bring no tokenizer
-    maps = is_model and _other_vocabulary(
+        raise ConfigError(draft_problem(draft.name, error)) from error
+    check_method(draft.kind, draft.name, speculative_config.method)
+    maps = not drafter(draft.kind).is_head and _other_vocabulary(  # heads bring no tokenizer
         target_model_config, speculative_config.draft_model_config
     )
     replace(resolved.settings, maps_vocabulary=maps).store(speculative_config)
@@ -219,11 +201,12 @@ def _as_chain(config: SequoiaConfig, resolved: Resolved) -> dict[str, Any]:
     # engine's limits when these are known, see `plan_schedule`.
     schedule = resolved.choice.schedule or [(1, 1, drafts)]
     # Of the target's own layers vLLM knows where they lie, and that they are quantized alike.
-    model = {} if resolved.drafter == "mtp" else {"model": resolved.draft}
+    kind = drafter(resolved.draft.kind)
+    model = {} if kind.is_targets_own else {"model": resolved.draft.name}
     return {
         **config.draft_keys(),
         **model,
-        "method": vllm_method(resolved.drafter),
+        "method": kind.method,
         "num_speculative_tokens": drafts,
         "num_speculative_tokens_per_batch_size": schedule,
     }

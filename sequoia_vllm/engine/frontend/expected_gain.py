@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from sequoia_vllm.drafters import DrafterKind, short_name
+from sequoia_vllm.drafters import DRAFTERS, DrafterKind
 
 # Beyond these a CPU's step grows with each node, and the last of them are hardly ever accepted.
 _MOST_ON_CPUS = 64
@@ -67,7 +67,8 @@ def gain_line(
         words = f"expected {gain.tokens:.2f} tokens per step, if acceptance is as assumed"
     else:
         words = "what it brings is not known before it runs"
-    line = f"Sequoia: {short_name(drafter)} {draft}; tree of {size} nodes, depth {depth}: {words}"
+    name = DRAFTERS[drafter].short_name
+    line = f"Sequoia: {name} {draft}; tree of {size} nodes, depth {depth}: {words}"
     return (logging.INFO if doubt is None else logging.WARNING), line
 
 

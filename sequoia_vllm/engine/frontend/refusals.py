@@ -8,7 +8,7 @@ from vllm import envs
 from vllm.platforms import CpuArchEnum, current_platform
 
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.drafters import NAMES, is_head
+from sequoia_vllm.drafters import drafter
 from sequoia_vllm.engine.common.replicas import fault_of_lock_step, in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload.vllms import offloading_backend
@@ -89,14 +89,14 @@ def _platform_reasons(vllm_config: Any) -> list[str]:
 
 
 def _drafter_reasons(vllm_config: Any) -> list[str]:
-    kind = SequoiaSettings.of(vllm_config).drafter
-    if not is_head(kind):
+    kind = drafter(SequoiaSettings.of(vllm_config).drafter)
+    if not kind.is_head:
         return []
     return _present(
         {
             f"heads and MTP layers need vLLM's Model Runner V2, which GPUs use, and the draft is "
-            f'{NAMES[kind]}: give "model" a draft model here': not vllm_config.use_v2_model_runner,
-            f"adapters change the LM head that {NAMES[kind]} shares with the target: drop "
+            f'{kind.name}: give "model" a draft model here': not vllm_config.use_v2_model_runner,
+            f"adapters change the LM head that {kind.name} shares with the target: drop "
             '--enable-lora, or give "model" a draft model': vllm_config.lora_config is not None,
         }
     )

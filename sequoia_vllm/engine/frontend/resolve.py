@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cache
+from pathlib import Path
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters import MODELS_ONLY, NAMES, DrafterKind
+from sequoia_vllm.drafters import DRAFTERS, Drafter, DrafterKind, KnownDrafter, drafter
 from sequoia_vllm.engine.common.cluster import current_versions
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.frontend.block_heads import check_depth
-from sequoia_vllm.engine.frontend.draft_checks import check_folder
+from sequoia_vllm.engine.frontend.drafts import ResolvedDraft, check_folder
 from sequoia_vllm.engine.frontend.tree_choice import TreeChoice, choose_engine_tree
-from sequoia_vllm.hardware.models import PairShapes
-from sequoia_vllm.known_pairs import known_drafts
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.user_files import reason_not_to_keep
+from sequoia_vllm.tree import TokenTree
 
 logger = logging.getLogger("vllm.sequoia")
+
+
+@dataclass(frozen=True)
+class KnownDraft:
+    """A known drafter of one target.
+
+    Attributes:
+        name: Name or path.
+        kind: What it is.
+        why: Why it is taken, for the log.
+    """
+
+    name: str
+    kind: DrafterKind
+    why: str
 
 
 @dataclass(frozen=True)
@@ -27,14 +41,12 @@ class Resolved:
     """What a configuration comes to for one target on one device.
 
     Attributes:
-        draft: Name or path of the draft.
-        drafter: What it is.
+        draft: What drafts.
         choice: The tree, and how much of it to draft at which batch size.
         settings: What the workers read of it.
     """
 
-    draft: str
-    drafter: DrafterKind
+    draft: ResolvedDraft
     choice: TreeChoice
     settings: SequoiaSettings
 
@@ -44,64 +56,76 @@ class Resolved:
         return self.choice.tree.num_speculative_tokens > 0
 
 
-def resolve(
+def find_draft(
     config: SequoiaConfig,
-    *,
-    device: str,
     target: str,
-    dtype: str,
-    tensor_parallel_size: int,
-    kinds: Collection[DrafterKind] = MODELS_ONLY,
-    read_kind: Callable[[str], DrafterKind] | None = None,
-    read_levels: Callable[[str, DrafterKind], int | None] | None = None,
-    read_shapes: Callable[[str, DrafterKind], PairShapes] | None = None,
-    max_model_len: int | None = None,
-    offloading: str | None = None,
-) -> Resolved:
-    """Finds the draft and the tree that this configuration names or leaves to us.
+    kinds: Collection[DrafterKind],
+    kind_of: Callable[[str], DrafterKind],
+) -> ResolvedDraft:
+    """The draft that the configuration names, or the best known one of the target.
 
     Args:
         config: What the user gave.
-        device: Name of the device that the engine will run on.
         target: Name or path of the target model.
-        dtype: The target's, such as "bfloat16".
-        tensor_parallel_size: Devices per engine.
         kinds: What the engine can draft with, where the drafter is left to us.
-        read_kind: Reads what a draft is; None: what the user says, or a model.
-        read_levels: Reads how many levels this draft of this kind drafts at most, None: any
-            number; None: any.
-        read_shapes: Reads the shapes of the target and of this draft of this kind, if the choice
-            depends on them; None: they are not known.
-        max_model_len: Longest request, in tokens; None: any.
-        offloading: See `PairKey`; shapes then say how much of the target is streamed.
+        kind_of: Reads what a draft of this name is; see `DraftReader.kind`.
+
+    Returns:
+        Its name and kind.
 
     Raises:
         ConfigError: No draft is given, and none is known for this target; or a folder is
-            given in which there is none; or a draft of a kind that cannot be used, or a tree
-            that is too deep for it.
-        TreeError, AcceptanceError, LibraryError: The tree cannot be had; names the file
-            or entry and what is wrong with it.
+            given in which there is none; or a draft of a kind that cannot be used.
     """
 
-    def kind_of(draft: str) -> DrafterKind:
-        check_folder("draft", draft)
-        return read_kind(draft) if read_kind else config.drafter or "model"
+    def found(name: str) -> ResolvedDraft:
+        check_folder("draft", name)
+        return ResolvedDraft(name, kind_of(name))
 
-    draft = _own_layers(target, config, kinds) if config.drafter == "mtp" else config.model
-    draft = draft or _known_draft(target, config, kinds, kind_of)
-    drafter = kind_of(draft)
-    pair = PairKey(
-        device=device,
-        target=target,
-        draft=draft,
-        dtype=dtype,
-        tensor_parallel_size=tensor_parallel_size,
-        offloading=offloading,
-    )
-    shapes = cache(lambda: read_shapes(draft, drafter)) if read_shapes else None
-    levels = read_levels(draft, drafter) if read_levels else None
-    choice = choose_engine_tree(config, pair, shapes, max_model_len, levels)
-    check_depth(choice.tree, levels, draft, drafter)
+    if config.drafter is not None and drafter(config.drafter).is_targets_own:
+        _check_runs(config.drafter, kinds)
+        if config.model not in (None, target):
+            raise ConfigError(
+                f'"drafter": "{config.drafter}" drafts with a layer of the target\'s own '
+                f'checkpoint, and "model" is {config.model!r}: leave "model" out, or "drafter"'
+            )
+        return found(target)
+    if config.model:
+        return found(config.model)
+    _check_runs(config.drafter, kinds)
+    candidates = known_drafts(target, kinds if config.drafter is None else (config.drafter,))
+    for known in candidates:
+        try:
+            draft = found(known.name)
+            break
+        except ConfigError as error:
+            if known is candidates[-1]:
+                raise
+            logger.warning("Sequoia: trying the next drafter that is known, as %s", error)
+    logger.info("Sequoia: drafting with %s: %s", known.name, known.why)
+    return draft
+
+
+def resolve(
+    config: SequoiaConfig,
+    pair: PairKey,
+    draft: ResolvedDraft,
+    max_model_len: int | None = None,
+) -> Resolved:
+    """Chooses the tree of an engine, and what its workers need to know.
+
+    Args:
+        config: What the user gave, `SequoiaConfig.loaded`.
+        pair: What the tree is for.
+        draft: What drafts; the shapes say how much of the target is streamed.
+        max_model_len: Longest request, in tokens; None: any.
+
+    Raises:
+        ConfigError: The tree is too deep for the draft, or the schedule has more drafts than it.
+        LibraryError: The device's trees cannot be read.
+    """
+    choice = choose_engine_tree(config, pair, draft.shapes, max_model_len, draft.levels)
+    _check_depth(choice.tree, draft)
     settings = SequoiaSettings(
         tree=choice.tree,
         tree_source=choice.source,
@@ -111,10 +135,10 @@ def resolve(
         verification=config.verification or choice.verification,
         adapts_as=pair.file_name if config.adapts else None,
         expected_speedup=choice.gain.speedup,
-        drafter=drafter,
+        drafter=draft.kind,
         keeps=_can_keep(config),
     )
-    return Resolved(draft, drafter, choice, settings)
+    return Resolved(draft, choice, settings)
 
 
 def _can_keep(config: SequoiaConfig) -> bool:
@@ -129,44 +153,89 @@ def _can_keep(config: SequoiaConfig) -> bool:
     return reason is None
 
 
-def _known_draft(
-    target: str,
-    config: SequoiaConfig,
-    kinds: Collection[DrafterKind],
-    kind_of: Callable[[str], DrafterKind],
-) -> str:
-    """The best one of the table that the engine and the user take, and that trees draft with."""
-    _check_runs(config.drafter, kinds)
-    *better, last = known_drafts(target, kinds if config.drafter is None else (config.drafter,))
-    known = next((draft for draft in better if _is_usable(draft.name, kind_of)), last)
-    logger.info("Sequoia: drafting with %s: %s", known.name, known.why)
-    return known.name
+def _check_depth(tree: TokenTree, draft: ResolvedDraft) -> None:
+    """Whether a draft goes as deep as a tree.
 
-
-def _own_layers(target: str, config: SequoiaConfig, kinds: Collection[DrafterKind]) -> str:
-    """The checkpoint that drafts for itself."""
-    _check_runs(config.drafter, kinds)
-    if config.model not in (None, target):
+    Raises:
+        ConfigError: It does not; names the fix.
+    """
+    if draft.levels is not None and tree.depth > draft.levels:
         raise ConfigError(
-            f'"drafter": "mtp" drafts with a layer of the target\'s own checkpoint, and "model" is '
-            f'{config.model!r}: leave "model" out, or "drafter"'
+            f"the tree has {tree.depth} levels, and the {drafter(draft.kind).short_name} "
+            f"{draft.name!r} drafts {draft.levels} at most (so many positions of its block predict "
+            f"one): choose a tree of depth {draft.levels} or less, such as "
+            f'"tree": {{"size": {tree.size}, "depth": {draft.levels}}}'
         )
-    return target
 
 
-def _check_runs(drafter: DrafterKind | None, kinds: Collection[DrafterKind]) -> None:
-    if drafter is not None and drafter not in kinds:
+def _check_runs(kind: DrafterKind | None, kinds: Collection[DrafterKind]) -> None:
+    if kind is not None and kind not in kinds:
         raise ConfigError(
-            f'"drafter": "{drafter}": {NAMES[drafter]} needs vLLM\'s Model Runner V2, which GPUs '
+            f'"drafter": "{kind}": {drafter(kind).name} needs vLLM\'s Model Runner V2, which GPUs '
             'use: leave "drafter" out here'
         )
 
 
-def _is_usable(draft: str, kind_of: Callable[[str], DrafterKind]) -> bool:
-    """Whether its configuration allows trees; says so where not, as another one is taken."""
-    try:
-        kind_of(draft)
-    except ConfigError as error:
-        logger.warning("Sequoia: trying the next drafter that is known, as %s", error)
-        return False
-    return True
+# -- known drafters -------------------------------------------------------------------
+
+
+def known_drafts(target: str, kinds: Collection[DrafterKind]) -> list[KnownDraft]:
+    """The known drafters of this target that an engine can run, the best first.
+
+    Args:
+        target: Name or path.
+        kinds: What the engine can run.
+
+    Raises:
+        ConfigError: None is known; shows the JSON to write instead.
+    """
+    fitting = [
+        (kind, known)
+        for kind in DRAFTERS.values()
+        for known in kind.known
+        if re.fullmatch(known.target, target, flags=re.IGNORECASE)
+    ]
+    found = [
+        KnownDraft(
+            known.draft.format(Path(target).parent), kind.kind,
+            _why(kind, known, fitting[:place], kinds),
+        )
+        for place, (kind, known) in enumerate(fitting)
+        if kind.kind in kinds
+    ]  # fmt: skip
+    if not found:
+        raise ConfigError(_none_known(target, kinds, fitting))
+    return found
+
+
+_Fitting = list[tuple[Drafter, KnownDrafter]]
+
+
+def _none_known(target: str, kinds: Collection[DrafterKind], others: _Fitting) -> str:
+    """The message where only ``others`` are known, if any."""
+    wanted = " or ".join(drafter(kind).short_name for kind in kinds)
+    named = f"no {wanted} is known for the target {target!r}"
+    if others:
+        kind, known = others[0]
+        named += f", but {kind.name} ({known.draft})"
+        named += (
+            ", which needs vLLM's Model Runner V2 (GPUs use it)"
+            if kind.is_head
+            else ': leave "drafter" out for it'
+        )
+    which = "made for it" if "model" not in kinds else "that has the same tokenizer"
+    example = '--speculative-config \'{"method": "sequoia", "model": "DRAFT"}\''
+    return f"{named}. Name one {which}: {example}"
+
+
+def _why(
+    kind: Drafter, known: KnownDrafter, better: _Fitting, kinds: Collection[DrafterKind]
+) -> str:
+    """What it is and why; and what would be better, and does not run here."""
+    words = f"{kind.name}, {known.note}"
+    if kind.is_head:
+        words = f"{kind.name} made for this target ({known.note})"
+    for other, first in dict(reversed(better)).items():
+        if other.kind not in kinds:
+            words += f"; {other.name} exists, too ({first.draft}): not on this runner"
+    return words

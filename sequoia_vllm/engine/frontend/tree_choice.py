@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from sequoia_vllm.config import AUTO, ConfigError, Schedule, SequoiaConfig, TreeSpec
 from sequoia_vllm.engine.frontend.expected_gain import ExpectedGain
@@ -15,7 +13,7 @@ from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vector, is_tree_file
+from sequoia_vllm.library.tree_reference import NamedTree
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 from sequoia_vllm.verification.methods import DEFAULT_METHOD
@@ -50,33 +48,28 @@ class TreeChoice:
     gain: ExpectedGain = field(default_factory=ExpectedGain)
 
 
-ReadShapes = Callable[[], PairShapes]
-
-
 def choose_engine_tree(
     config: SequoiaConfig,
     pair: PairKey,
-    read_shapes: ReadShapes | None = None,
+    shapes: PairShapes | None = None,
     max_model_len: int | None = None,
     levels: int | None = None,
 ) -> TreeChoice:
     """Resolves the configuration's tree, with its bounds and schedule applied.
 
     Args:
-        config: What the user gave.
+        config: What the user gave, `SequoiaConfig.loaded`.
         pair: What the tree is for.
-        read_shapes: Reads the models' shapes; called only where the choice depends on them.
-            None: nothing is known of them.
+        shapes: Shapes of both models; None: nothing is known of them.
         max_model_len: Longest request, in tokens: a tree that we choose takes a quarter of
             it at most. None: any.
         levels: The draft drafts no more: a tree that we choose is no deeper. None: any number.
 
     Raises:
-        TreeError, AcceptanceError, LibraryError: Naming the file or entry and
-            what is wrong with it.
+        LibraryError: The device's trees cannot be read.
         ConfigError: The given schedule has more drafts than the given tree.
     """
-    choice = _resolve(config, pair, read_shapes, levels)
+    choice = _resolve(config, pair, shapes, levels)
     if max_model_len is not None and config.is_tree_chosen:
         choice = _within(choice, max(max_model_len // _LENGTH_PER_NODE, 1))
     if config.num_speculative_tokens is not None:
@@ -104,28 +97,22 @@ def _given_schedule(config: SequoiaConfig, tree: TokenTree) -> Schedule:
 def _resolve(
     config: SequoiaConfig,
     pair: PairKey,
-    read_shapes: ReadShapes | None,
+    shapes: PairShapes | None,
     levels: int | None,
 ) -> TreeChoice:
     if isinstance(config.tree, TreeSpec):
         given = config.tree
         deepest = levels if given.depth is None else given.depth
         return _optimal(config, _of_depth(given, deepest), "optimal for the given size")
-    if isinstance(config.tree, TokenTree):
-        return TreeChoice(config.tree, "given as parents")
-    if config.tree not in (None, AUTO):
-        # Metrics show what stands before a colon: no path of the server's.
-        is_file = is_tree_file(config.tree)
-        source = f"{Path(config.tree).name}: {config.tree}" if is_file else config.tree
-        found = find_tree(config.tree)
-        return TreeChoice(found.tree, source, gain=_gain_of(found, pair))
+    if isinstance(config.tree, NamedTree):
+        return TreeChoice(config.tree.tree, config.tree.title, gain=_gain_of(config.tree, pair))
     default_tree = DEFAULT_TREE if pair.offloading is None else DEFAULT_TREE_OFFLOADED
     if levels is not None:
         default_tree = _of_depth(default_tree, min(default_tree.depth or levels, levels))
     if config.acceptance is not None:
         return _optimal(config, default_tree, "optimal for the given acceptance")
     try:
-        choice = _from_library(pair, read_shapes() if read_shapes else None)
+        choice = _from_library(pair, shapes)
     except LibraryError as error:
         return _optimal(config, default_tree, f"default size; {error}")
     if levels is not None and choice.tree.depth > levels:
@@ -193,7 +180,8 @@ def _of_depth(spec: TreeSpec, depth: int | None) -> TreeSpec:
 
 
 def _optimal(config: SequoiaConfig, spec: TreeSpec, why: str) -> TreeChoice:
-    acceptance = _acceptance(config)
+    acceptance = REFERENCE_ACCEPTANCE if config.acceptance is None else config.acceptance
+    assert isinstance(acceptance, Acceptance)  # by `SequoiaConfig.loaded`
     tree = optimize_tree(acceptance, spec.size, spec.depth, spec.branch)
     expected = tree.expected_tokens(acceptance)
     return TreeChoice(
@@ -201,11 +189,3 @@ def _optimal(config: SequoiaConfig, spec: TreeSpec, why: str) -> TreeChoice:
         f"{why}; {expected:.2f} tokens per step if acceptance is as assumed",
         gain=ExpectedGain(tokens=expected),
     )
-
-
-def _acceptance(config: SequoiaConfig) -> Acceptance:
-    if config.acceptance is None:
-        return REFERENCE_ACCEPTANCE
-    if isinstance(config.acceptance, Path):
-        return find_vector(str(config.acceptance))
-    return Acceptance.of(config.acceptance)

@@ -21,7 +21,7 @@ EVERYWHERE = table({
         "UVAOffloadConfig.cpu_offload_gb",
     ],
     "vllm.config.speculative": [
-        "SpeculativeConfig.hf_config_override(hf_config, ...)", "MTPModelTypes",
+        "SpeculativeConfig.hf_config_override(hf_config, ...)",
     ],
     "vllm.config:CompilationConfig": ["cudagraph_capture_sizes", "max_cudagraph_capture_size"],
     "vllm.config:ModelConfig": [

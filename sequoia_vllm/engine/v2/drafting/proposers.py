@@ -1,36 +1,19 @@
-"""Which proposer drafts by which of vLLM's speculative methods."""
+"""The class that drafts with each kind of drafter, by the dotted path that the kind gives."""
 
 from __future__ import annotations
+
+from pkgutil import resolve_name
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.states import RequestState
 
+from sequoia_vllm.drafters import drafter
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.common.replicas import as_alone
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
-from sequoia_vllm.engine.v2.drafting.block_proposer import BlockTreeProposer
-from sequoia_vllm.engine.v2.drafting.corrected_blocks import (
-    CandidateTreeProposer,
-    LatticeTreeProposer,
-    MarkovTreeProposer,
-)
-from sequoia_vllm.engine.v2.drafting.head_proposer import HeadTreeProposer, LayerTreeProposer
-from sequoia_vllm.engine.v2.drafting.model_proposer import ModelTreeProposer
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
-
-_BY_METHOD: dict[str, type[TreeProposerV2]] = {
-    "draft_model": ModelTreeProposer,
-    "eagle3": HeadTreeProposer,
-    "dflash": BlockTreeProposer,
-    "dspark": MarkovTreeProposer,
-    "mtp": LayerTreeProposer,
-}
-# Of vLLM's method "dflash" by the draft's architecture, as vLLM does.
-_BY_ARCHITECTURE: dict[str, type[TreeProposerV2]] = {
-    "DFlash2DraftModel": CandidateTreeProposer,
-    "LiLiCorrDraftModel": LatticeTreeProposer,
-}
 
 
 def new_proposer(
@@ -40,10 +23,14 @@ def new_proposer(
     tables: TreeTables,
     backend: TreeBackend,
 ) -> TreeProposerV2:
-    """The proposer of an engine whose trees vLLM knows by the method that it schedules like."""
-    speculative_config = vllm_config.speculative_config
-    proposer = _BY_METHOD[speculative_config.method]
-    if proposer is BlockTreeProposer:
-        for architecture in speculative_config.draft_model_config.architectures:
-            proposer = _BY_ARCHITECTURE.get(architecture, proposer)
+    """The proposer of an engine's kind of drafter.
+
+    Raises:
+        TypeError: The kind names a class that is no `TreeProposerV2`.
+    """
+    kind = drafter(SequoiaSettings.of(vllm_config).drafter)
+    path = kind.proposer_for(vllm_config.speculative_config.draft_model_config.architectures)
+    proposer = resolve_name(path)
+    if not issubclass(proposer, TreeProposerV2):
+        raise TypeError(f"{path}, which drafts with {kind.name}, is no TreeProposerV2")
     return proposer(as_alone(vllm_config), device, req_states, tables, backend)

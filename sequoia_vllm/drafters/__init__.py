@@ -1,0 +1,33 @@
+"""Kinds of drafters: models of their own, heads of a target, layers of its checkpoint.
+
+Nothing here imports vLLM. A module of `kinds` has all that is known of a kind: its names, how its
+configuration is recognised, its shape, the published ones, and which class drafts with it.
+"""
+
+from sequoia_vllm.drafters.fields import Fields, ShapeError
+from sequoia_vllm.drafters.registry import (
+    DRAFTERS,
+    Drafter,
+    DrafterKind,
+    HeadShape,
+    KnownDrafter,
+    Sign,
+    drafter,
+    register,
+    register_own_kinds,
+)
+
+register_own_kinds()
+
+__all__ = [
+    "DRAFTERS",
+    "Drafter",
+    "DrafterKind",
+    "Fields",
+    "HeadShape",
+    "KnownDrafter",
+    "ShapeError",
+    "Sign",
+    "drafter",
+    "register",
+]

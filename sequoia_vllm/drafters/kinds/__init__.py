@@ -1,0 +1,1 @@
+"""One module for each kind of drafter; each registers its class."""

@@ -1,0 +1,43 @@
+"""Draft models: they read tokens alone."""
+
+from sequoia_vllm.drafters.registry import Drafter, KnownDrafter, Sign, register
+
+_MEDUSA, _SPECULATOR = "a set of Medusa heads", "an MLP speculator"
+
+
+@register
+class StandaloneModel(Drafter):
+    """A model of its own. Trees draft with no other checkpoints that have a model's signs."""
+
+    kind = "model"
+    name = "a draft model"
+    rank = 9
+    method = "draft_model"
+    proposer = "sequoia_vllm.engine.v2.drafting.model_proposer.ModelTreeProposer"
+    is_head = False
+    signs = (
+        Sign("architecture", r"Medusa.*", _MEDUSA, drafts=False),
+        Sign("architecture", r"MLPSpeculator.*", _SPECULATOR, drafts=False),
+        Sign("model_type", "medusa", _MEDUSA, drafts=False),
+        Sign("model_type", "mlp_speculator", _SPECULATOR, drafts=False),
+    )
+    known = (
+        KnownDrafter(
+            r".*Llama-2-(7|13|70)b.*", "JackFram/llama-68m",
+            "the paper's draft for Llama-2 targets",
+        ),
+        KnownDrafter(
+            r".*vicuna-(7|13)b.*", "JackFram/llama-68m",
+            "Vicuna is a fine-tuned Llama with its tokenizer",
+        ),
+        KnownDrafter(
+            r".*Llama-3\.[123]-(8|70|405)B.*", "meta-llama/Llama-3.2-1B-Instruct",
+            "the smallest model with Llama 3's tokenizer",
+        ),
+        KnownDrafter(
+            r".*Qwen3-(4|8|14|32)B.*", "Qwen/Qwen3-0.6B", "the smallest Qwen3 model"
+        ),
+        KnownDrafter(
+            r"(.*/)?examples/models/target/?", "{0}/draft", "the pair in this repository"
+        ),
+    )  # fmt: skip

@@ -1,0 +1,46 @@
+"""Targets that published heads were made for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from sequoia_vllm.drafters.registry import KnownDrafter
+
+# Names of a target that heads were made for: also of its quantized versions, not of its base.
+LLAMA_3_1_8B = r"(.*/)?(Meta-)?Llama-3\.1-8B-Instruct(-.*)?"
+LLAMA_3_3_70B = r"(.*/)?Llama-3\.3-70B-Instruct(-.*)?"
+QWEN3 = r"(.*/)?Qwen3-{}(?!-Base)(-(?!Instruct|Thinking).*)?"
+QWEN3_2507 = r"(.*/)?Qwen3-{}-Instruct-2507(-.*)?"
+QWEN3_CODER = r"(.*/)?Qwen3-Coder-{}-Instruct(-.*)?"
+GPT_OSS = r"(.*/)?gpt-oss-{}(-.*)?"
+
+SPECULATORS = "vllm-project/speculators: README.md"
+
+
+class Publisher(NamedTuple):
+    """Who publishes heads.
+
+    Attributes:
+        named_in: Repository and file that names them beside their targets.
+        architecture: What vLLM loads their format as, by the name in its model registry.
+    """
+
+    named_in: str
+    architecture: str
+
+
+def known_heads(
+    publishers: Mapping[str, Publisher], heads: Mapping[str, list[str]]
+) -> tuple[KnownDrafter, ...]:
+    """Known heads of one kind.
+
+    Args:
+        publishers: By the owner in the heads' names.
+        heads: Names of heads by the pattern of their target, preferred ones first.
+    """
+    return tuple(
+        KnownDrafter(target, head, *publishers[head.partition("/")[0]])
+        for target, names in heads.items()
+        for head in names
+    )

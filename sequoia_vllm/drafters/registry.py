@@ -1,0 +1,259 @@
+"""Kinds of drafters: what each is called, how it is recognised, and what runs it.
+
+A kind is one class in `sequoia_vllm.drafters.kinds`, or in a module of yours that is imported
+before vLLM starts. `register` checks that it has what the engine asks for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from inspect import signature
+from pkgutil import iter_modules
+from types import FunctionType, MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import AfterValidator, Field
+
+from sequoia_vllm.drafters.fields import Fields
+from sequoia_vllm.json_file import FileModel
+
+
+@dataclass(frozen=True)
+class Sign:
+    """Something in a configuration that tells what a checkpoint is.
+
+    Attributes:
+        place: Which part of a configuration has it.
+        pattern: Pattern of the whole architecture's name, or of the whole model type, or a
+            field's name.
+        name: What it tells, in words with an article; None: the kind that lists the sign.
+        drafts: Whether trees draft with it.
+        chains: vLLM's own method for it where trees do not draft with it; None: not every vLLM
+            that we support has one.
+        model_type: The model type that the configuration has besides an architecture; None: any.
+    """
+
+    place: Literal["architecture", "model_type", "field"]
+    pattern: str
+    name: str | None = None
+    drafts: bool = True
+    chains: str | None = None
+    model_type: str | None = None
+
+
+@dataclass(frozen=True)
+class KnownDrafter:
+    """A published drafter for a family of targets.
+
+    Attributes:
+        target: Pattern for the whole target name, case-insensitive.
+        draft: Name of the drafter; ``{0}`` is the folder that the target lies in.
+        note: Why this one; for a head, where its publisher or vLLM names it.
+        architecture: For a head: what vLLM loads its publisher's format as, by the name in its
+            model registry.
+    """
+
+    target: str
+    draft: str
+    note: str
+    architecture: str | None = None
+
+
+class Drafter:
+    """One kind of drafter. Subclasses say how it differs from a draft model.
+
+    Attributes:
+        kind: What users write as ``"drafter"``.
+        name: The kind in words, with an article.
+        rank: Kinds are tried in this order, as drafters known for a target and to recognise one.
+        method: vLLM's speculative method whose loading and scheduling it takes.
+        proposer: Dotted path of the class that drafts with it on Model Runner V2.
+        proposers: Other such classes, by the draft's architecture.
+        signs: How its configuration is recognised, in this order.
+        known: Published ones, preferred ones first.
+        is_head: Whether it runs on its target's hidden states, embedding and tokens, and not
+            alone. Heads need Model Runner V2, and bring no tokenizer.
+        in_one_pass: Whether one pass drafts all levels of a tree.
+        is_targets_own: Whether it is a layer of the target's own checkpoint.
+        layers: Number of layers; None: what its configuration says.
+        may_look_like_model: Whether some have the configuration of a model: users name the kind.
+    """
+
+    kind: ClassVar[str]
+    name: ClassVar[str]
+    rank: ClassVar[int]
+    method: ClassVar[str]
+    proposer: ClassVar[str]
+    proposers: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    signs: ClassVar[tuple[Sign, ...]] = ()
+    known: ClassVar[tuple[KnownDrafter, ...]] = ()
+    is_head: ClassVar[bool] = True
+    in_one_pass: ClassVar[bool] = False
+    is_targets_own: ClassVar[bool] = False
+    layers: ClassVar[int | None] = None
+    may_look_like_model: ClassVar[bool] = False
+
+    @property
+    def short_name(self) -> str:
+        """The name without its article."""
+        return self.name.partition(" ")[2]
+
+    def look_alike(self, config: Fields) -> tuple[Sign, str] | None:
+        """What looks like this kind and is something else: with the field that says so."""
+        return None
+
+    def problem(self, config: Fields) -> str | None:
+        """What neither trees nor vLLM's chains run of such a drafter; None: nothing."""
+        return None
+
+    def target_problem(self, target: Any, layers: Any) -> str | None:
+        """Why a target's own layers do not draft trees; None: they do.
+
+        Args:
+            target: vLLM's configuration of the target model.
+            layers: Its Hugging Face configuration, as vLLM reads it for a draft.
+        """
+        return None
+
+    def levels(self, config: Fields) -> int | None:
+        """Levels of the deepest tree that it drafts; None: any number."""
+        return None
+
+    def head_shape(self, config: Fields) -> HeadShape | None:
+        """What it has besides its layers; None for a model of its own.
+
+        Raises:
+            ShapeError: The configuration says too little.
+        """
+        return None
+
+    def input_parameters(self, shape: Any) -> int:
+        """Parameters that its layers have beyond a model's of this `ModelShape`."""
+        return 0
+
+    def proposer_for(self, architectures: list[str]) -> str:
+        """Dotted path of the class that drafts with a checkpoint of these architectures."""
+        found = (self.proposers[name] for name in architectures if name in self.proposers)
+        return next(found, self.proposer)
+
+
+DRAFTERS: dict[str, Drafter] = {}
+"""All kinds by name, in the order of `Drafter.rank`."""
+
+AnyDrafter = TypeVar("AnyDrafter", bound=type[Drafter])
+
+
+def register(found: AnyDrafter) -> AnyDrafter:
+    """Adds a kind of drafters; a decorator of its class.
+
+    Raises:
+        TypeError: The class does not have what the engine asks for; says what is missing or wrong.
+    """
+    if problems := _problems(found):
+        raise TypeError(f"drafter {found.__name__}: {'; '.join(problems)}")
+    DRAFTERS[found.kind] = found()
+    in_order = sorted(DRAFTERS.values(), key=lambda drafter: (drafter.rank, drafter.kind))
+    DRAFTERS.clear()
+    DRAFTERS.update({drafter.kind: drafter for drafter in in_order})
+    return found
+
+
+def drafter(kind: str) -> Drafter:
+    """The drafter of this kind.
+
+    Raises:
+        ValueError: There is none; lists those that are.
+    """
+    if kind not in DRAFTERS:
+        raise ValueError(f"Input should be {_listed(list(DRAFTERS))}")
+    return DRAFTERS[kind]
+
+
+def _known_kind(kind: str) -> str:
+    return drafter(kind).kind
+
+
+DrafterKind = Annotated[str, AfterValidator(_known_kind)]
+"""Name of a registered kind; pydantic refuses others."""
+
+
+class HeadShape(FileModel):
+    """Matrices of a head that a draft model does not have.
+
+    A matrix takes the target's hidden states to the head's width when committed tokens are read
+    (vLLM's ``fc``, which is on each device as a whole). MTP layers have none. The embedding is
+    the target's.
+    """
+
+    kind: DrafterKind
+    reads: int = Field(
+        ge=0,
+        description="Width of what it reads of the target for one token, the hidden states of "
+        "some layers side by side; 0: one hidden state, as it is.",
+    )
+    output_vocab: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens of its own output matrix; none: it uses the target's.",
+    )
+    levels: int | None = Field(
+        default=None, ge=1, description="Most levels that it drafts; none: any number."
+    )
+
+    @property
+    def drafts_in_one_pass(self) -> bool:
+        """Whether deeper trees need no more passes."""
+        return drafter(self.kind).in_one_pass
+
+    def input_parameters(self, shape: Any) -> int:
+        """Parameters that its layers have beyond a model's of this `ModelShape`."""
+        return drafter(self.kind).input_parameters(shape)
+
+
+def register_own_kinds() -> None:
+    """Registers every module of `sequoia_vllm.drafters.kinds`."""
+    package = import_module("sequoia_vllm.drafters.kinds")
+    for module in iter_modules(package.__path__):
+        import_module(f"{package.__name__}.{module.name}")
+
+
+def _problems(found: type[Drafter]) -> list[str]:
+    """What of a class is not as the engine asks for."""
+    surface = {name for name in (*vars(Drafter), *Drafter.__annotations__) if name[0] != "_"}
+    problems = []
+    for name in {name for cls in found.__mro__[:-1] for name in vars(cls) if name[0] != "_"}:
+        if name not in surface:
+            near = difflib.get_close_matches(name, surface, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            problems.append(f"the engine asks for no {name}{hint}")
+    missing = [name for name in Drafter.__annotations__ if not hasattr(found, name)]
+    if missing:
+        return sorted([*problems, *(f"{name} is missing" for name in missing)])
+    for name, asked in vars(Drafter).items():
+        if isinstance(asked, FunctionType) and name[0] != "_":
+            given, parameters = getattr(found, name), list(signature(asked).parameters)
+            if not callable(given) or list(signature(given).parameters) != parameters:
+                problems.append(f"{name} is no method of ({', '.join(parameters)})")
+    if found.kind in DRAFTERS and type(DRAFTERS[found.kind]) is not found:
+        problems.append(f"there is a kind {found.kind!r} already")
+    problems += [
+        f"{path!r} is no dotted path of a class"
+        for path in (found.proposer, *found.proposers.values())
+        if not re.fullmatch(r"\w+(\.\w+)+", path)
+    ]
+    if " " not in found.name:
+        problems.append(f"the name {found.name!r} has no article")
+    if not found.is_head and (found.in_one_pass or found.is_targets_own):
+        problems.append("only heads draft in one pass or are the target's own")
+    for pattern in (*(s.pattern for s in found.signs), *(k.target for k in found.known)):
+        re.compile(pattern)
+    return sorted(problems)
+
+
+def _listed(names: list[str]) -> str:
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,327 @@
+"""Drafts as vLLM will read them: of what kind they are, and whether they fit the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from vllm import envs
+from vllm.config.speculative import SpeculativeConfig
+from vllm.platforms import current_platform
+from vllm.transformers_utils.config import get_config, get_hf_text_config
+from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
+
+from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.drafters import (
+    DRAFTERS,
+    Drafter,
+    DrafterKind,
+    Fields,
+    ShapeError,
+    drafter,
+    recognition,
+)
+from sequoia_vllm.drafters.recognition import Recognised, target_differences
+from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.hardware.model_config import read_shape
+from sequoia_vllm.hardware.models import ModelShape, PairShapes
+
+_GIVE = "give the path of a model's folder, or its name on the Hub"
+# In the order in which they are looked for in what vLLM says.
+_FIXES = (
+    ("quantization", 'mend or leave out "quantization"'),
+    ("tensor_parallel", "leave draft_tensor_parallel_size out: it is the target's"),
+    ("repository id", f'there is none of this name: as "model" {_GIVE}'),
+)
+_UNREADABLE = (OSError, ValueError, RuntimeError)
+"""Errors of a configuration that cannot be read. vLLM reads it again, and says what is wrong."""
+
+
+@dataclass(frozen=True)
+class ResolvedDraft:
+    """The draft of one engine.
+
+    Attributes:
+        name: Name or path.
+        kind: What it is.
+        levels: Levels of the deepest tree that it drafts; None: any number.
+        shapes: Shapes of target and draft; None: nothing is known of them.
+    """
+
+    name: str
+    kind: DrafterKind = "model"
+    levels: int | None = None
+    shapes: PairShapes | None = None
+
+
+class DraftReader:
+    """Reads the configurations of the drafts that one engine may take, each once.
+
+    vLLM makes its configuration of the draft only later, when it must know the number of drafts.
+
+    Attributes:
+        target: vLLM's configuration of the target.
+        config: What the user gave; its keys for the draft count.
+    """
+
+    def __init__(self, target: Any, config: SequoiaConfig) -> None:
+        self.target = target
+        self.config = config
+        self._found: dict[str, Any] = {}
+
+    def read(self, draft: str) -> Any:
+        """Reads a draft's configuration like vLLM's ``SpeculativeConfig``. Not to be changed.
+
+        Args:
+            draft: Name or path of the draft.
+
+        Raises:
+            OSError, ValueError, RuntimeError: It cannot be read.
+        """
+        if draft not in self._found:
+            try:
+                self._found[draft] = self._read(draft)
+            except _UNREADABLE as error:
+                self._found[draft] = error
+        if isinstance(found := self._found[draft], Exception):
+            raise found
+        return found
+
+    def _read(self, draft: str) -> Any:
+        target, keys = self.target, self.config.draft_keys()
+        overrides = target.hf_overrides
+        found = get_config(
+            draft,
+            target.trust_remote_code,
+            keys.get("revision"),
+            keys.get("code_revision"),
+            target.config_format,
+            None,
+            overrides if callable(overrides) else None,
+        )
+        if isinstance(found, SpeculatorsConfig):
+            # vLLM keeps what it needs, which of a DFlash head's is not how far it drafts.
+            stated, _ = SpeculatorsConfig.get_config_dict(draft, revision=keys.get("revision"))
+            found.block_size = stated.get("block_size")
+        return found
+
+    def kind(self, draft: str) -> DrafterKind:
+        """The kind of a checkpoint; its path does not matter.
+
+        Args:
+            draft: Name or path.
+
+        Raises:
+            ConfigError: Trees do not draft with it, or it is not what ``"drafter"`` says, or it is
+                a head that was made for another target; names what it is, and the fix.
+        """
+        given = self.config.drafter
+        if given is not None and drafter(given).is_targets_own:
+            _check_own_layers(drafter(given), self.target)
+            return given
+        try:
+            config = self.read(draft)
+            found = recognise(config)
+        except _UNREADABLE:
+            return given or "model"
+        kind = _agreed(found, draft, given)
+        if kind.is_head:
+            _check_head(kind, Fields(config), draft, self.target)
+        return kind.kind
+
+    def levels(self, draft: str, kind: DrafterKind) -> int | None:
+        """Levels of the deepest tree that this draft drafts; None: any number."""
+        if not drafter(kind).in_one_pass:
+            return None
+        try:
+            return drafter(kind).levels(Fields(self.read(draft)))
+        except _UNREADABLE:
+            return None
+
+    def shapes(self, draft: str, kind: DrafterKind = "model") -> PairShapes:
+        """Shapes of the target and of this draft, with what could not be found out.
+
+        Args:
+            draft: Name or path of the draft.
+            kind: What it is.
+        """
+        problems: list[str] = []
+        target, quantization = self.target, self.config.draft_keys().get("quantization")
+        head = kind if drafter(kind).is_head else None
+
+        def found(shape: Callable[[], ModelShape]) -> ModelShape | None:
+            try:
+                return shape()
+            except ShapeError as error:
+                problems.append(str(error))
+                return None
+
+        return PairShapes(
+            target=found(
+                partial(read_shape, target.hf_text_config, target.model, target.quantization)
+            ),
+            draft=found(lambda: read_shape(self._text_config(draft), draft, quantization, kind)),
+            head=head,
+            problem="; ".join(problems) or None,
+        )
+
+    def _text_config(self, draft: str) -> Any:
+        try:
+            return get_hf_text_config(self.read(draft))
+        except _UNREADABLE as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ShapeError(f"cannot read the configuration of {draft}: {first}") from error
+
+
+def recognise(config: Any) -> Recognised:
+    """What a configuration says of its checkpoint, read like vLLM.
+
+    Args:
+        config: See `DraftReader.read`.
+    """
+
+    def read_as() -> str | None:
+        if not getattr(config, "architectures", None):
+            return getattr(config, "model_type", None)
+        return SpeculativeConfig.hf_config_override(deepcopy(config)).model_type
+
+    return recognition.recognise(Fields(config), read_as)
+
+
+def drafted_levels(config: Any) -> int | None:
+    """Levels of the deepest tree that a draft of this configuration drafts; None: any number."""
+    kind = recognise(config).kind
+    return None if kind is None else drafter(kind).levels(Fields(config))
+
+
+def head_shape(vllm_config: Any) -> ModelShape | None:
+    """The shape of an engine's head; None: its draft is a model."""
+    kind = SequoiaSettings.of(vllm_config).drafter
+    if not drafter(kind).is_head:
+        return None
+    draft = vllm_config.speculative_config.draft_model_config
+    return read_shape(draft.hf_text_config, draft.model, draft.quantization, kind)
+
+
+def kinds_here() -> list[DrafterKind]:
+    """Kinds that an engine of this process can draft with, before its options are known.
+
+    Where options turn Model Runner V2 off, engines on GPUs are refused.
+    """
+    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
+    runs_v2 = current_platform.is_cuda() if chosen is None else chosen
+    return [kind.kind for kind in DRAFTERS.values() if runs_v2 or not kind.is_head]
+
+
+def check_method(kind: DrafterKind, draft: str, method: str) -> None:
+    """Whether vLLM takes a draft for what it is; it also goes by names and paths.
+
+    Args:
+        kind: What it is.
+        draft: Name or path.
+        method: The method that vLLM chose.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if method == drafter(kind).method:
+        return
+    fix = 'put it into a folder without "eagle-", "eagle3", "dflash" and "dspark" in its path'
+    if not drafter(kind).is_head:
+        fix = (
+            f'if it is a draft model, {fix}; if it is an EAGLE-3 head, give "drafter": "eagle3", '
+            "as its configuration does not say so; trees draft with no other heads"
+        )
+    raise ConfigError(
+        f"vLLM takes {draft!r} for a drafter of its method {method!r} by its name: {fix}"
+    )
+
+
+def check_folder(role: str, model: str) -> None:
+    """Whether a model that is given as a path is there; names on the Hub are not looked up.
+
+    Args:
+        role: "draft" or "target", for the message.
+        model: Name or path.
+
+    Raises:
+        ConfigError: There is no such folder, or no model's configuration in it.
+    """
+    folder = Path(model)  # as vLLM, for which "~" is a folder like any other
+    if not model or not folder.exists():
+        if model.startswith(("/", "~", "./", "../")) or not model:
+            raise ConfigError(f"there is no {role} model at {model!r}: {_GIVE}")
+    elif folder.is_dir() and not any(
+        (folder / name).exists() for name in ("config.json", "params.json")
+    ):
+        raise ConfigError(f"no {role} model lies in {model!r}, as it has no config.json: {_GIVE}")
+
+
+def draft_problem(draft: str, error: Exception) -> str:
+    """What vLLM says of a draft that it cannot use, as one line that names draft and fix."""
+    said = str(error)
+    if isinstance(error, ValidationError):
+        said = error.errors()[0]["msg"].removeprefix("Value error, ")
+    first = (said.strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
+    fix = next(
+        (fix for word, fix in _FIXES if word in first.lower()),
+        'choose another "model", or mend the keys that are given for it',
+    )
+    return f"vLLM cannot use the draft model {draft!r}: {first}; {fix}"
+
+
+def _check_own_layers(kind: Drafter, target: Any) -> None:
+    """Whether layers of the target's own checkpoint draft trees.
+
+    Raises:
+        ConfigError: They do not, or there are none; names the fix.
+    """
+    layers = SpeculativeConfig.hf_config_override(deepcopy(target.hf_config))
+    if problem := kind.target_problem(target, layers):
+        raise ConfigError(
+            f'"drafter": "{kind.kind}": {target.model} {problem}: give "model" an EAGLE-3 or '
+            "DFlash head or a draft model that was made for it"
+        )
+
+
+def _agreed(found: Recognised, draft: str, given: DrafterKind | None) -> Drafter:
+    """What checkpoint and user say, if they agree."""
+    sign = f" ({found.sign})" if found.sign else ""
+    chains = f", or use vLLM's own method {found.method!r} for chains" if found.method else ""
+    if found.kind is None:
+        raise ConfigError(
+            f'{draft!r} is {found.name}{sign}, which trees do not draft with: give "model" an '
+            f"EAGLE-3 head or a draft model{chains}"
+        )
+    is_unsaid = given is not None and found.sign is None and drafter(given).may_look_like_model
+    if given in (None, found.kind) or is_unsaid:
+        return drafter(given or found.kind)
+    said = found.name if found.sign else "a model by its configuration"
+    raise ConfigError(
+        f'"drafter" is "{given}", but {draft!r} is {said}{sign}: leave "drafter" out, or give '
+        f'"model" {drafter(given or "model").name}'
+    )
+
+
+def _check_head(kind: Drafter, head: Fields, draft: str, target: Any) -> None:
+    """Whether a head was made for this target, and drafts like others of its kind.
+
+    Raises:
+        ConfigError: If not; names what differs, and the fix.
+    """
+    if differences := target_differences(head, Fields(target.hf_text_config, target.model)):
+        raise ConfigError(
+            f"{draft!r} is {kind.name} made for another target than {target.model!r}: "
+            f'{"; ".join(differences)}. Give "model" one that was trained for this target, or a '
+            "draft model"
+        )
+    if problem := kind.problem(head):
+        raise ConfigError(
+            f"{draft!r} is {kind.name} that {problem}, which neither trees nor vLLM's chains "
+            'draft with: give "model" another head or a draft model'
+        )

@@ -1,0 +1,161 @@
+"""The registry of drafters: one registration adds a kind; classes that do not fit are refused."""
+
+import re
+from pkgutil import resolve_name
+from types import SimpleNamespace
+
+import pytest
+
+from sequoia_vllm import drafters
+from sequoia_vllm.config import ConfigError, SequoiaConfig
+from sequoia_vllm.drafters import DRAFTERS, Drafter, Fields, HeadShape, KnownDrafter, Sign, register
+from sequoia_vllm.drafters.recognition import recognise
+from sequoia_vllm.hardware.model_config import read_shape
+from sequoia_vllm.library.pair_key import PairKey
+
+ECHO = {
+    "architectures": ["EchoDraftModel"], "model_type": "llama", "hidden_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100,
+    "echo_levels": 3,
+}  # fmt: skip
+
+
+class Echo(Drafter):
+    """A kind that the package does not have."""
+
+    kind = "echo"
+    name = "an Echo head"
+    rank = 0
+    method = "eagle3"
+    proposer = "tests.unit.test_drafter_registry.EchoProposer"
+    in_one_pass = True
+    signs = (Sign("architecture", r"Echo.*"), Sign("field", "echo_levels"))
+    known = (KnownDrafter(r"a/target", "a/echo", "a paper"),)
+
+    def levels(self, config: Fields) -> int | None:
+        return config.value("echo_levels")
+
+    def head_shape(self, config: Fields) -> HeadShape:
+        return HeadShape(kind=self.kind, reads=config.count("hidden_size"), levels=3)
+
+
+class EchoProposer:
+    """No proposer of trees."""
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    """Takes back what a test registers."""
+    before = dict(DRAFTERS)
+    yield
+    DRAFTERS.clear()
+    DRAFTERS.update(before)
+
+
+@pytest.fixture
+def echo():
+    register(Echo)
+
+
+def test_the_package_has_a_module_for_each_kind():
+    assert list(DRAFTERS) == ["dspark", "dflash", "eagle3", "mtp", "model"]
+    modules = {type(kind).__module__.rpartition(".")[2] for kind in DRAFTERS.values()}
+    assert modules == set(DRAFTERS)
+
+
+@pytest.mark.usefixtures("echo")
+def test_one_registration_makes_a_kind_recognised():
+    for config in (ECHO, {key: value for key, value in ECHO.items() if key != "architectures"}):
+        found = recognise(Fields(config), lambda: "llama")
+        assert (found.kind, found.name) == ("echo", "an Echo head")
+    assert SequoiaConfig.parse({"method": "sequoia", "drafter": "echo"}).drafter == "echo"
+    shape = read_shape(ECHO, "a/echo", kind="echo")
+    assert shape.drafts_in_one_pass
+    assert (shape.head.levels, shape.reading_parameters) == (3, 64 * 64)
+
+
+@pytest.mark.usefixtures("echo")
+def test_one_registration_makes_a_kind_drafted_with():
+    pytest.importorskip("vllm")
+    from sequoia_vllm.engine.frontend.drafts import ResolvedDraft, drafted_levels
+    from sequoia_vllm.engine.frontend.resolve import find_draft, resolve
+
+    draft = find_draft(SequoiaConfig(), "a/target", list(DRAFTERS), lambda name: "echo")
+    assert draft == ResolvedDraft("a/echo", "echo")
+    assert drafted_levels(SimpleNamespace(**ECHO)) == 3
+    pair = PairKey("NVIDIA H200", "a/target", draft.name, "bfloat16")
+    for tree, fits in ({"size": 8, "depth": 3}, True), ({"size": 8, "depth": 4}, False):
+        config = SequoiaConfig.parse({"method": "sequoia", "tree": tree}).loaded()
+        deep = ResolvedDraft(draft.name, draft.kind, levels=3)
+        if fits:
+            assert resolve(config, pair, deep).settings.drafter == "echo"
+        else:
+            with pytest.raises(ConfigError, match="the Echo head 'a/echo' drafts 3 at most"):
+                resolve(config, pair, deep)
+
+
+def engine(kind: str) -> SimpleNamespace:
+    from sequoia_vllm.engine.common.settings import SequoiaSettings
+    from sequoia_vllm.tree import TokenTree
+
+    draft = SimpleNamespace(architectures=["EchoDraftModel"])
+    vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(draft_model_config=draft))
+    settings = SequoiaSettings(TokenTree.chain(2), "a test", None, {}, drafter=kind)
+    settings.store(vllm_config.speculative_config)
+    return vllm_config
+
+
+@pytest.mark.usefixtures("echo")
+def test_one_registration_selects_the_proposer(monkeypatch):
+    pytest.importorskip("vllm")
+    from sequoia_vllm.engine.v2.drafting import proposers
+    from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
+
+    with pytest.raises(TypeError, match="EchoProposer, which drafts with an Echo head, is no Tree"):
+        proposers.new_proposer(engine("echo"), None, None, None, None)
+
+    class Proposer(TreeProposerV2):
+        def __init__(self, *given):
+            self.given = given
+
+    Proposer.__abstractmethods__ = frozenset()
+
+    monkeypatch.setattr(f"{__name__}.EchoProposer", Proposer)
+    monkeypatch.setattr(proposers, "as_alone", lambda vllm_config: "alone")
+    made = proposers.new_proposer(engine("echo"), "device", "states", "tables", "backend")
+    assert made.given == ("alone", "device", "states", "tables", "backend")
+
+
+@pytest.mark.parametrize("kind", DRAFTERS.values(), ids=DRAFTERS)
+def test_the_proposers_of_each_kind_are_there(kind):
+    pytest.importorskip("vllm")
+    from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
+
+    for path in (kind.proposer, *kind.proposers.values()):
+        assert issubclass(resolve_name(path), TreeProposerV2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"levles": 3}, "drafter Odd: the engine asks for no levles (did you mean levels?)"),
+        ({"levels": 3}, "levels is no method of (self, config)"),
+        ({"problem": lambda self: None}, "problem is no method of (self, config)"),
+        ({"kind": "eagle3"}, "there is a kind 'eagle3' already"),
+        ({"proposer": "EchoProposer"}, "'EchoProposer' is no dotted path of a class"),
+        ({"name": "Echo"}, "the name 'Echo' has no article"),
+        ({"is_head": False}, "only heads draft in one pass or are the target's own"),
+    ],
+)
+def test_classes_that_do_not_fit_are_refused(changes, problem):
+    before = dict(DRAFTERS)
+    with pytest.raises(TypeError, match=re.escape(problem)):
+        register(type("Odd", (Echo,), changes))
+    with pytest.raises(TypeError, match="method is missing; name is missing; proposer is missing"):
+        register(type("Bare", (Drafter,), {"kind": "bare", "rank": 1}))
+    assert before == DRAFTERS
+
+
+def test_unknown_kinds_are_refused():
+    with pytest.raises(ValueError, match="Input should be 'dspark', 'dflash', 'eagle3', 'mtp' or"):
+        drafters.drafter("echo")
