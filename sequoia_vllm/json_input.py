@@ -12,7 +12,7 @@ from typing import Any
 MOST_MIB = 16
 """Size of the largest file that is read; the largest of ours have a tenth of it."""
 MOST_PROBLEMS = 8
-"""Of one file or configuration, that a message lists."""
+"""Problems of one file or configuration that a message lists, at most."""
 
 
 def read_json(path: Path, what: str, error: type[ValueError]) -> Any:

@@ -35,7 +35,7 @@ def begin_drafting_variants() -> list[Variant]:
         **dict.fromkeys(("all_seeds", "slots", "seeds"), "*i64"),
         **dict.fromkeys(numbers, "i32"),
     }
-    constants = {"BLOCK": begin_drafting._BLOCK}
+    constants = {"BLOCK": begin_drafting.ROWS_PER_PROGRAM}
     return [Variant("begin drafting", begin_drafting.begin_drafting_kernel, signature, constants)]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 from sequoia_vllm.drafting.tree_tables import DraftLevels
-from sequoia_vllm.kernels.begin_drafting import begin_drafting
+from sequoia_vllm.kernels.begin_drafting import ROWS_PER_PROGRAM, begin_drafting_kernel
 from sequoia_vllm.kernels.modes import SKIP
 
 
@@ -23,12 +24,12 @@ class DraftBatch:
         temperature: float32.
         top_k, top_p, min_p: int32, float32, float32.
         seeds: int64.
-        state_offset: See `kernels.begin_drafting`.
+        state_offset: 0 or 1: the draft reads a token at its position less this.
 
     Args:
         max_num_reqs: Rows.
         device: Where they are.
-        state_offset: Of the draft.
+        state_offset: As above.
     """
 
     def __init__(self, max_num_reqs: int, device: torch.device, state_offset: int = 0) -> None:
@@ -78,49 +79,29 @@ class DraftBatch:
         longest: int,
         max_trees: int,
     ) -> None:
-        """Takes one batch, and notes which request slots will have trees.
+        """Takes one batch of R requests, and notes which request slots will have trees.
 
-        Arguments are those of `kernels.begin_drafting`: R requests of the batch, and
-        tables of all request slots.
+        Waits for nothing on the device. `begin_drafting_kernel` says which requests get trees.
 
         Args:
             requests, num_sampled, bounds: int32 ``[R]``.
-            computed, read, modes, most_nodes, drafted_nodes, drafted_rows: int32
-                ``[slots]``; ``read`` and the last two are written.
+            computed, read, modes, most_nodes: int32 ``[slots]``; ``read`` is written.
             temperature, seeds: float32 and int64 ``[slots]``.
             top_k, top_p, min_p: int32, float32 and float32 ``[slots]``, as vLLM keeps them.
+            drafted_nodes: int32 ``[slots]``, written: nodes of each tree to verify; 0 in slots
+                without one, and in those of other requests.
+            drafted_rows: int32 ``[slots]``, written for the R requests: their first row of
+                draft logits.
             levels: The trees.
-            longest, max_trees: What they may be.
+            longest: No tree where the root's position reaches it.
+            max_trees: Only the first so many requests get trees.
         """
-        begin_drafting(
-            requests=requests,
-            computed=computed,
-            num_sampled=num_sampled,
-            bounds=bounds,
-            all_modes=modes,
-            most_nodes=most_nodes,
-            all_temperatures=temperature,
-            all_top_k=top_k,
-            all_top_p=top_p,
-            all_min_p=min_p,
-            all_seeds=seeds,
-            read=read,
-            num_nodes=drafted_nodes,
-            rows=drafted_rows,
-            tree_size=levels.tree.size,
-            rows_per_tree=levels.rows_per_tree,
-            longest=longest,
-            max_trees=max_trees,
-            lag=self.state_offset,
-            slots=self.slots,
-            starts=self.starts,
-            counts=self.counts,
-            roots=self.roots,
-            contexts=self.contexts,
-            modes=self.modes,
-            temperatures=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seeds=self.seeds,
-        )
+        drafted_nodes.zero_()
+        begin_drafting_kernel[(triton.cdiv(len(self.slots), ROWS_PER_PROGRAM),)](
+            requests, computed, num_sampled, bounds, modes, most_nodes, temperature,
+            top_k, top_p, min_p, seeds, read, drafted_nodes, drafted_rows, len(requests),
+            len(self.slots), levels.tree.size, levels.rows_per_tree, longest, max_trees,
+            self.state_offset, self.slots, self.starts, self.counts, self.roots, self.contexts,
+            self.modes, self.temperature, self.top_k, self.top_p, self.min_p, self.seeds,
+            BLOCK=ROWS_PER_PROGRAM, num_warps=4,
+        )  # fmt: skip

@@ -1,97 +1,18 @@
 # mypy: allow-untyped-defs
-"""The start of a drafting pass, in one launch: what a batch reads, and who will have drafts."""
+"""The start of a drafting pass, in one launch: what a batch reads, and who will have drafts.
+
+`sequoia_vllm.drafting.draft_batch.DraftBatch.begin` launches it.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from sequoia_vllm.kernels import modes as draft_modes
 
 _SKIP = tl.constexpr(draft_modes.SKIP)
-_BLOCK = 128
-
-
-def begin_drafting(
-    *,
-    requests: Tensor,
-    computed: Tensor,
-    num_sampled: Tensor,
-    bounds: Tensor,
-    all_modes: Tensor,
-    most_nodes: Tensor,
-    all_temperatures: Tensor,
-    all_top_k: Tensor,
-    all_top_p: Tensor,
-    all_min_p: Tensor,
-    all_seeds: Tensor,
-    read: Tensor,
-    num_nodes: Tensor,
-    rows: Tensor,
-    tree_size: int,
-    rows_per_tree: int,
-    longest: int,
-    max_trees: int,
-    lag: int,
-    slots: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    roots: Tensor,
-    contexts: Tensor,
-    modes: Tensor,
-    temperatures: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-) -> None:
-    """Takes R requests from tables of S request slots into a batch of M >= R rows.
-
-    A request reads what is committed beyond what it has read, up to its bound, and
-    that counts as read from now on. It gets a tree if nothing is left to read
-    then, a token was sampled after which to draft, and its mode, length and row
-    allow it. Rows from R on are padding: slot -1, mode SKIP, lengths 0.
-
-    Waits for nothing on the device.
-
-    Args:
-        requests: int32 or int64 ``[R]``: slot of each, all different.
-        computed: int32 ``[S]``: tokens in the target's cache.
-        num_sampled: int32 ``[R]``: tokens that the step sampled; the last of them is
-            committed, but not in the target's cache.
-        bounds: int32 ``[R]``: most tokens to read.
-        all_modes: int32 ``[S]``, of `sequoia_vllm.kernels.modes`.
-        most_nodes: int32 ``[S]``: the request has no more nodes than this to verify.
-        all_temperatures: float32 ``[S]``.
-        all_top_k, all_top_p, all_min_p: int32, float32 and float32 ``[S]``.
-        all_seeds: int64 ``[S]``.
-        read: int32 ``[S]``, read and written: tokens that the draft has read.
-        num_nodes: int32 ``[S]``, written: nodes of its tree to verify, root included,
-            or 0. All slots without a request of the batch get 0, too.
-        rows: int32 ``[S]``, written for the requests of the batch: the first of the rows
-            in which its draft logits are kept.
-        tree_size: Nodes of the trees.
-        rows_per_tree: Of draft logits.
-        longest: No tree where the root's position reaches it.
-        max_trees: Nor in rows from this one on.
-        lag: 0 or 1: the draft reads a token at its position less this; with 1 the first token
-            of a request is not read.
-        slots: int64 ``[M]``, written: the request's slot.
-        starts, counts: int32 ``[M]``, written: first position to read, and how many.
-        roots: int32 ``[M]``, written: position of the last committed token.
-        contexts: int32 ``[M]``, written: tokens in the draft's cache before the root.
-        modes: int32 ``[M]``, written.
-        temperatures, top_k, top_p, min_p, seeds: float32, int32, float32, float32 and int64
-            ``[M]``, written for the R requests.
-    """
-    num_nodes.zero_()
-    begin_drafting_kernel[(triton.cdiv(len(slots), _BLOCK),)](
-        requests, computed, num_sampled, bounds, all_modes, most_nodes, all_temperatures,
-        all_top_k, all_top_p, all_min_p, all_seeds, read, num_nodes, rows, len(requests),
-        len(slots), tree_size, rows_per_tree, longest, max_trees, lag, slots, starts, counts, roots,
-        contexts, modes, temperatures, top_k, top_p, min_p, seeds, BLOCK=_BLOCK, num_warps=4,
-    )  # fmt: skip
+ROWS_PER_PROGRAM = 128
 
 
 @triton.jit(
@@ -111,7 +32,39 @@ def begin_drafting_kernel(
     rows_per_tree, longest, max_trees, lag, slots, starts, counts, roots, contexts, modes,
     temperatures, top_k, top_p, min_p, seeds, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row of the batch per lane. Arguments as in `begin_drafting`."""
+    """Takes R requests from tables of S request slots into a batch of M >= R rows, one per lane.
+
+    A request reads what is committed beyond what it has read, up to its bound, and that counts as
+    read from now on. It gets a tree if nothing is left to read then, a token was sampled after
+    which to draft, and its mode, length and row allow it. Rows from R on are padding: slot -1,
+    mode SKIP, lengths 0.
+
+    Args:
+        requests: int32 or int64 ``[R]``: slot of each, all different.
+        computed: int32 ``[S]``: tokens in the target's cache.
+        num_sampled: int32 ``[R]``: tokens that the step sampled; the last of them is
+            committed, but not in the target's cache.
+        bounds: int32 ``[R]``: most tokens to read.
+        all_modes: int32 ``[S]``, of `sequoia_vllm.kernels.modes`.
+        most_nodes: int32 ``[S]``: the request has no more nodes than this to verify.
+        all_temperatures: float32 ``[S]``.
+        all_top_k, all_top_p, all_min_p: int32, float32 and float32 ``[S]``.
+        all_seeds: int64 ``[S]``.
+        read: int32 ``[S]``, read and written: tokens that the draft has read.
+        num_nodes: int32 ``[S]``, 0, written for the requests of the batch: nodes of its tree to
+            verify, root included, or 0.
+        rows: int32 ``[S]``, written for the requests of the batch: the first of the rows
+            in which its draft logits are kept.
+        num_requests, max_requests: R and M.
+        tree_size: Nodes of the trees.
+        rows_per_tree: Rows of draft logits of each tree.
+        longest: No tree where the root's position reaches it.
+        max_trees: Nor in rows from this one on.
+        lag: 0 or 1, the hidden-state offset: the draft reads a token at its position less this;
+            with 1 the first token of a request is not read.
+        slots, starts, counts, roots, contexts, modes, temperatures, top_k, top_p, min_p, seeds:
+            ``[M]``, written: the attributes of `DraftBatch`; the last five for R requests only.
+    """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = row < max_requests
     is_request = row < num_requests

@@ -128,7 +128,7 @@ class DraftInputs:
             all_token_ids: int32 ``[S, max_len]``, contiguous in its rows.
             width: Rows per request.
             longest: Positions that the model was made for.
-            lag: See `begin_drafting`.
+            lag: The hidden-state offset, see `begin_drafting_kernel`.
         """
         num_rows = len(requests) * width
         self._check(num_rows, len(requests))

@@ -41,10 +41,10 @@ _SAMPLED = tl.constexpr(draft_modes.SAMPLED)
 NEVER = tl.constexpr(2147483647)
 """The place in the order of what is not accepted."""
 NUM_STATES = tl.constexpr(6)
-"""Of a child's turn, float64: chance, a, k, c, s, and the child's own chance (-1: no child)."""
+"""State of a child's turn, float64: chance, a, k, c, s, and its own chance (-1: no child)."""
 _CHILD = tl.constexpr(5)
 NODE_FIELDS = tl.constexpr(6)
-"""Of a node, int32: parent, rank, previous sibling, depth, begin and end in the order."""
+"""Facts of a node, int32: parent, rank, previous sibling, depth, begin and end in the order."""
 # Infinity times a Q of 0 would be NaN.
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 

@@ -24,7 +24,7 @@ RANGE = 20.48
 """Scaled logits further below the best one have 1e-9 of its weight."""
 _BINS = 128
 RESOLUTION = RANGE / _BINS
-"""Of scaled logits."""
+"""Width of a bin, in scaled logits."""
 _LOWERED_BY, _RESOLUTION = tl.constexpr(LOWERED_BY), tl.constexpr(RESOLUTION)
 _SAMPLED, _MATCHED = tl.constexpr(_modes.SAMPLED), tl.constexpr(_modes.MATCHED)
 _BLOCK, _COUNTING_WARPS, _MERGING_WARPS = 8192, 8, 4

@@ -1,9 +1,11 @@
 """The start of a drafting pass against a plain loop over the batch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from sequoia_vllm.kernels.begin_drafting import begin_drafting
+from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
 
 UNTOUCHED = -99
@@ -26,20 +28,20 @@ SLOTS, ROWS = 11, 12
 def given(batch, slots):
     by_slot = {
         "computed": torch.full((slots,), 1000, dtype=torch.int32),
-        "all_modes": torch.full((slots,), GREEDY, dtype=torch.int32),
+        "modes": torch.full((slots,), GREEDY, dtype=torch.int32),
         "most_nodes": torch.full((slots,), 2**31 - 1, dtype=torch.int32),
         "read": torch.full((slots,), UNTOUCHED, dtype=torch.int32),
-        "num_nodes": torch.full((slots,), TREE_SIZE, dtype=torch.int32),  # of the last step
-        "rows": torch.full((slots,), UNTOUCHED, dtype=torch.int32),
-        "all_temperatures": torch.arange(slots).float() / 8,
-        "all_top_k": torch.arange(slots, dtype=torch.int32) + 5,
-        "all_top_p": torch.arange(slots).float() / 16,
-        "all_min_p": torch.arange(slots).float() / 32,
-        "all_seeds": torch.arange(slots) * 10**12,
+        "drafted_nodes": torch.full((slots,), TREE_SIZE, dtype=torch.int32),  # of the last step
+        "drafted_rows": torch.full((slots,), UNTOUCHED, dtype=torch.int32),
+        "temperature": torch.arange(slots).float() / 8,
+        "top_k": torch.arange(slots, dtype=torch.int32) + 5,
+        "top_p": torch.arange(slots).float() / 16,
+        "min_p": torch.arange(slots).float() / 32,
+        "seeds": torch.arange(slots) * 10**12,
     }
     for slot, computed, _, read, _, mode in batch:
         by_slot["computed"][slot], by_slot["read"][slot] = computed, read
-        by_slot["all_modes"][slot] = mode
+        by_slot["modes"][slot] = mode
     columns = {
         name: index for index, name in enumerate(("requests", "", "num_sampled", "", "bounds"))
     }
@@ -51,28 +53,26 @@ def given(batch, slots):
     return by_slot | by_request
 
 
-def written(rows):
-    floats = ("temperatures", "top_p", "min_p")
-    dtypes = {"slots": torch.int64, "seeds": torch.int64} | dict.fromkeys(floats, torch.float32)
-    names = ("slots", "starts", "counts", "roots", "contexts", "modes", "top_k", "seeds", *floats)
-    return {
-        name: torch.full((rows,), UNTOUCHED, dtype=dtypes.get(name, torch.int32)) for name in names
-    }
+WRITTEN = (
+    "slots", "starts", "counts", "roots", "contexts", "modes", "temperature", "top_k", "top_p",
+    "min_p", "seeds",
+)  # fmt: skip
+
+
+def untouched(rows, lag):
+    batch = DraftBatch(rows, torch.device("cpu"), state_offset=lag)
+    for name in WRITTEN:
+        getattr(batch, name).fill_(UNTOUCHED)
+    return batch
 
 
 def check(batch, slots, rows, most_nodes=None, lag=0):
-    arguments, out = given(batch, slots), written(rows)
+    arguments, taken = given(batch, slots), untouched(rows, lag)
     for slot, most in (most_nodes or {}).items():
         arguments["most_nodes"][slot] = most
-    begin_drafting(
-        **arguments,
-        **out,
-        tree_size=TREE_SIZE,
-        rows_per_tree=INNER_NODES,
-        longest=LONGEST,
-        max_trees=MAX_TREES,
-        lag=lag,
-    )
+    levels = SimpleNamespace(tree=SimpleNamespace(size=TREE_SIZE), rows_per_tree=INNER_NODES)
+    taken.begin(**arguments, levels=levels, longest=LONGEST, max_trees=MAX_TREES)
+    out = {name: getattr(taken, name) for name in WRITTEN}
     trees = {}
     for row, (slot, computed, sampled, read, bound, mode) in enumerate(batch):
         end = computed + (sampled > 0)
@@ -81,19 +81,19 @@ def check(batch, slots, rows, most_nodes=None, lag=0):
         found = [out[name][row].item() for name in ("slots", "starts", "counts", "roots", "modes")]
         assert found == [slot, read, count, max(end - 1, 0), mode]
         assert out["contexts"][row] == max(end - 1 - lag, 0)
-        assert out["temperatures"][row] == slot / 8
+        assert out["temperature"][row] == slot / 8
         assert (out["top_k"][row], out["top_p"][row]) == (slot + 5, slot / 16)
         assert out["min_p"][row] == slot / 32
         assert out["seeds"][row] == slot * 10**12
         assert arguments["read"][slot] == read + count
-        assert arguments["rows"][slot] == row * INNER_NODES
+        assert arguments["drafted_rows"][slot] == row * INNER_NODES
         complete = read + count == readable and sampled > 0
         if complete and mode != SKIP and end - 1 < LONGEST and row < MAX_TREES:
             trees[slot] = min(TREE_SIZE, (most_nodes or {}).get(slot, TREE_SIZE))
-    assert arguments["num_nodes"].tolist() == [trees.get(slot, 0) for slot in range(slots)]
+    assert arguments["drafted_nodes"].tolist() == [trees.get(slot, 0) for slot in range(slots)]
     others = sorted(set(range(slots)) - {request[0] for request in batch})
     assert (arguments["read"][others] == UNTOUCHED).all()
-    assert (arguments["rows"][others] == UNTOUCHED).all()
+    assert (arguments["drafted_rows"][others] == UNTOUCHED).all()
     padding = slice(len(batch), None)
     assert (out["slots"][padding] == -1).all()
     assert (out["modes"][padding] == SKIP).all()
