@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.compiled.variant import Variant
-from sequoia_vllm.gpu_check import model_kernels
+from benchmarks.gpu.check import model_kernels
 
 
 def model_variants() -> list[Variant]:

@@ -37,7 +37,7 @@ def gpu_check(
     sequoia_vllm.gpu_check` runs them in a bare checkout. Exit code 1: something
     is wrong; 2: it could not be checked.
     """
-    from sequoia_vllm.gpu_check.command import main
+    from sequoia_vllm.gpu_check import main
 
     arguments = ["--stages", stages, "--output", str(output), *(["--tiny"] if tiny else [])]
     for name, path in (("--models", models), ("--report", report), ("--profile", profile)):

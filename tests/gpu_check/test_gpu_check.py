@@ -13,20 +13,20 @@ import torch
 from benchmarks.compiled.compiling import compile_variant
 from benchmarks.compiled.model_variants import model_variants
 from benchmarks.compiled.variant import SHARED_MEMORY_LIMITS
-from sequoia_vllm.gpu_check import step_times, verification_times
-from sequoia_vllm.gpu_check.command import CANNOT, WRONG, main
-from sequoia_vllm.gpu_check.goals import judge
-from sequoia_vllm.gpu_check.machine import Machine
-from sequoia_vllm.gpu_check.profile_of_report import profile_of
-from sequoia_vllm.gpu_check.report import (
+from benchmarks.gpu.check import step_times, verification_times
+from benchmarks.gpu.check.command import CANNOT, WRONG, main
+from benchmarks.gpu.check.goals import judge
+from benchmarks.gpu.check.machine import Machine
+from benchmarks.gpu.check.profile_of_report import profile_of
+from benchmarks.gpu.check.report import (
     AttentionTime,
     GpuCheckError,
     GpuCheckReport,
     PartTime,
     StageReport,
 )
-from sequoia_vllm.gpu_check.stage import StageRun
-from sequoia_vllm.gpu_check.timing import OnceTimer
+from benchmarks.gpu.check.stage import StageRun
+from benchmarks.gpu.check.timing import OnceTimer
 from sequoia_vllm.hardware import CostModel
 from sequoia_vllm.library.entries import model_class_of
 
@@ -53,7 +53,7 @@ def run_python(code, *arguments):
 @pytest.mark.slow
 def test_tiny_check_in_a_bare_checkout(tmp_path):
     """Everything but timing, by Triton's interpreter, where only PyTorch and Triton are."""
-    code = f"{BARE}\nfrom sequoia_vllm.gpu_check.command import main\nsys.exit(main(sys.argv[1:]))"
+    code = f"{BARE}\nfrom benchmarks.gpu.check.command import main\nsys.exit(main(sys.argv[1:]))"
     output = tmp_path / "report.json"
     done = run_python(code, "--tiny", "--output", output)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -78,8 +78,8 @@ def test_wrong_kernels_are_found(tmp_path):
     """Masks that ignore the tree, other random numbers, a commit that moves nothing."""
     code = """
 import sys, torch
-from sequoia_vllm.gpu_check import attention_check, command, sampling_check
-from sequoia_vllm.gpu_check.tree_batch import TreeBatch
+from benchmarks.gpu.check import attention_check, command, sampling_check
+from benchmarks.gpu.check.tree_batch import TreeBatch
 of = attention_check.NodeMask.of
 attention_check.NodeMask.of = lambda seen, *window: of(torch.ones_like(seen).tril(), *window)
 sampling_check.DRAW, sampling_check.VERIFY = sampling_check.VERIFY, sampling_check.DRAW
@@ -103,11 +103,11 @@ sys.exit(command.main(sys.argv[1:]))
 def test_a_commit_that_moves_nothing_changes_what_is_decoded():
     code = """
 import torch
-from sequoia_vllm.gpu_check import decoding
-from sequoia_vllm.gpu_check.tree_batch import TreeBatch
-from sequoia_vllm.gpu_check.machine import Machine
-from sequoia_vllm.gpu_check.stage import StageRun
-from sequoia_vllm.gpu_check.timing import OnceTimer
+from benchmarks.gpu.check import decoding
+from benchmarks.gpu.check.tree_batch import TreeBatch
+from benchmarks.gpu.check.machine import Machine
+from benchmarks.gpu.check.stage import StageRun
+from benchmarks.gpu.check.timing import OnceTimer
 TreeBatch.commit = lambda *arguments: None
 run = StageRun(Machine.find(tiny=True), OnceTimer(), True, print)
 decoding.check_decoding(run)
@@ -125,10 +125,10 @@ def test_growth_that_reads_something_else_drafts_something_else(mistake):
     code = f"""
 import torch
 from sequoia_vllm.drafting.growth import TreeGrowth
-from sequoia_vllm.gpu_check import decoding
-from sequoia_vllm.gpu_check.machine import Machine
-from sequoia_vllm.gpu_check.stage import StageRun
-from sequoia_vllm.gpu_check.timing import OnceTimer
+from benchmarks.gpu.check import decoding
+from benchmarks.gpu.check.machine import Machine
+from benchmarks.gpu.check.stage import StageRun
+from benchmarks.gpu.check.timing import OnceTimer
 forward = TreeGrowth._forward
 def mistaken(self, *arguments):
     self._inputs.{mistake}

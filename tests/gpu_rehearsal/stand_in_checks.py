@@ -168,8 +168,8 @@ def attention_over_contexts_is_what_the_gpu_check_expects() -> None:
     """As the GPU check asks vLLM's FlashAttention for it, and as it writes it down in torch."""
     from gpu_stand_in.flash_attention import flash_attn_varlen_func
 
-    from sequoia_vllm.gpu_check.context_attention import flash_call, plain_attention
-    from sequoia_vllm.gpu_check.paged import PagedCache
+    from benchmarks.gpu.check.context_attention import flash_call, plain_attention
+    from benchmarks.gpu.check.paged import PagedCache
 
     generator = torch.Generator().manual_seed(0)
     cache = PagedCache(1, 3, 40, 2, 8, torch.float32, generator)

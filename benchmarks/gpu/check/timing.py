@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sequoia_vllm.gpu_check.machine import Machine
+from benchmarks.gpu.check.machine import Machine
 
 Work = Callable[[], object]
 # Read before each timed replay: more than any L2 cache, and longer than the host

@@ -11,14 +11,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.check.grower import TreeGrower
+from benchmarks.gpu.check.llama import Llama, LlamaShape, ScoredNodes
+from benchmarks.gpu.check.paged import PagedCache
+from benchmarks.gpu.check.stage import StageRun
+from benchmarks.gpu.check.timing import capture
+from benchmarks.gpu.check.tree_batch import TreeBatch
+from benchmarks.gpu.check.trees import best_tree, first_path_depth
 from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.gpu_check.grower import TreeGrower
-from sequoia_vllm.gpu_check.llama import Llama, LlamaShape, ScoredNodes
-from sequoia_vllm.gpu_check.paged import PagedCache
-from sequoia_vllm.gpu_check.stage import StageRun
-from sequoia_vllm.gpu_check.timing import capture
-from sequoia_vllm.gpu_check.tree_batch import TreeBatch
-from sequoia_vllm.gpu_check.trees import best_tree, first_path_depth
 from sequoia_vllm.kernels.commit import CacheLayers
 from sequoia_vllm.kernels.modes import GREEDY
 

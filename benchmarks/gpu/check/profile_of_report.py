@@ -9,8 +9,8 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable
 
-from sequoia_vllm.gpu_check import step_times
-from sequoia_vllm.gpu_check.report import GpuCheckError, GpuCheckReport, PartTime
+from benchmarks.gpu.check import step_times
+from benchmarks.gpu.check.report import GpuCheckError, GpuCheckReport, PartTime
 from sequoia_vllm.hardware.roofline import Assumptions
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
 

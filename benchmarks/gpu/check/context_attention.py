@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sequoia_vllm.gpu_check.paged import PagedCache
+from benchmarks.gpu.check.paged import PagedCache
 from sequoia_vllm.kernels.context_attention import attend_to_contexts
 from sequoia_vllm.testing.attention import dense_attention, gathered
 

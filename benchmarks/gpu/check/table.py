@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sequoia_vllm.gpu_check.report import GpuCheckReport, StageReport
+from benchmarks.gpu.check.report import GpuCheckReport, StageReport
 
 
 def lines_of(report: GpuCheckReport) -> list[str]:

@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.gpu.check.paged import PagedCache
+from benchmarks.gpu.check.stage import StageRun
+from benchmarks.gpu.check.tree_batch import TreeBatch
+from benchmarks.gpu.check.trees import best_tree
 from sequoia_vllm.drafting.tree_tables import Level, TreeTables
-from sequoia_vllm.gpu_check.paged import PagedCache
-from sequoia_vllm.gpu_check.stage import StageRun
-from sequoia_vllm.gpu_check.tree_batch import TreeBatch
-from sequoia_vllm.gpu_check.trees import best_tree
 from sequoia_vllm.kernels.commit import CacheLayers
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
 from sequoia_vllm.kernels.random import DRAW, VERIFY

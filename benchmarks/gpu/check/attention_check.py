@@ -9,14 +9,14 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from sequoia_vllm.gpu_check.context_attention import (
+from benchmarks.gpu.check.context_attention import (
     ContextAttention,
     flash_attention,
     plain_attention,
 )
-from sequoia_vllm.gpu_check.paged import PagedCache
-from sequoia_vllm.gpu_check.report import AttentionTime
-from sequoia_vllm.gpu_check.stage import StageRun
+from benchmarks.gpu.check.paged import PagedCache
+from benchmarks.gpu.check.report import AttentionTime
+from benchmarks.gpu.check.stage import StageRun
 from sequoia_vllm.kernels.tree_attention import (
     NodeMask,
     TreeAttentionWorkspace,

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.check.report import GpuCheckError
 from sequoia_vllm import __version__
-from sequoia_vllm.gpu_check.report import GpuCheckError
 from sequoia_vllm.installed import installed_versions
 
 _PACKAGES = ("torch", "triton", "numpy", "vllm", "sequoia-vllm")
@@ -97,7 +97,7 @@ class Machine:
 
 def _commit() -> str | None:
     """The commit of this checkout; None: not a checkout, or one without git."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     return (
         _output("git", "-C", str(root), "rev-parse", "HEAD") if (root / ".git").exists() else None
     )

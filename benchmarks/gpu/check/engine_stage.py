@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sequoia_vllm.gpu_check.report import GpuCheckError
-from sequoia_vllm.gpu_check.stage import StageRun
+from benchmarks.gpu.check.report import GpuCheckError
+from benchmarks.gpu.check.stage import StageRun
 
 if TYPE_CHECKING:
     from sequoia_vllm.bench.rounds import BenchSettings

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sequoia_vllm.gpu_check.model_kernels import (
+from benchmarks.gpu.check.model_kernels import (
     add_and_normalize,
     rotate_and_store,
     silu_and_multiply,
 )
-from sequoia_vllm.gpu_check.paged import PagedCache
+from benchmarks.gpu.check.paged import PagedCache
 from sequoia_vllm.kernels.tree_attention import (
     NodeMask,
     TreeAttentionWorkspace,

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sequoia_vllm.gpu_check.report import GpuCheckError, GpuCheckReport
+from benchmarks.gpu.check.report import GpuCheckError, GpuCheckReport
 
 if TYPE_CHECKING:
-    from sequoia_vllm.gpu_check.stage import StageRun
+    from benchmarks.gpu.check.stage import StageRun
 
 STAGES = ("kernels", "steps", "engine")
 WRONG, CANNOT = 1, 2  # exit codes
-_MODELS = Path(__file__).parents[2] / "examples" / "models"
+_MODELS = Path(__file__).parents[3] / "examples" / "models"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    from sequoia_vllm.gpu_check.table import lines_of
+    from benchmarks.gpu.check.table import lines_of
 
     if given.report is not None:
         report = GpuCheckReport.load(given.report)
@@ -64,7 +64,7 @@ def _run(given: argparse.Namespace) -> int:
         _say(f"written to {given.output}")
     print("\n".join(lines_of(report)))
     if given.profile is not None:
-        from sequoia_vllm.gpu_check.profile_of_report import profile_of
+        from benchmarks.gpu.check.profile_of_report import profile_of
 
         profile_of(report).save(given.profile)
         _say(f"profile written to {given.profile}")
@@ -93,10 +93,10 @@ def run_check(stages: Sequence[str], output: Path, models: Path, tiny: bool) -> 
         import triton  # noqa: F401 (is it there?)
     except ImportError as error:
         raise GpuCheckError(f"PyTorch and Triton are needed: {error}") from error
-    from sequoia_vllm.gpu_check.goals import judge
-    from sequoia_vllm.gpu_check.machine import Machine
-    from sequoia_vllm.gpu_check.stage import StageRun
-    from sequoia_vllm.gpu_check.timing import make_timer
+    from benchmarks.gpu.check.goals import judge
+    from benchmarks.gpu.check.machine import Machine
+    from benchmarks.gpu.check.stage import StageRun
+    from benchmarks.gpu.check.timing import make_timer
 
     machine = Machine.find(tiny)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -129,16 +129,16 @@ def _say(line: str) -> None:
 def _why_not(stage: str, tiny: bool) -> str | None:
     if stage != "engine":
         return None
-    from sequoia_vllm.gpu_check.engine_stage import why_not
+    from benchmarks.gpu.check.engine_stage import why_not
 
     return why_not(tiny)
 
 
 def _kernels(run: StageRun, report: GpuCheckReport, models: Path) -> None:
-    from sequoia_vllm.gpu_check.attention_check import check_attention, time_attention
-    from sequoia_vllm.gpu_check.sampling_check import check_sampling
-    from sequoia_vllm.gpu_check.timing import copy_bytes_per_second, product_operations_per_second
-    from sequoia_vllm.gpu_check.verification_times import time_verification
+    from benchmarks.gpu.check.attention_check import check_attention, time_attention
+    from benchmarks.gpu.check.sampling_check import check_sampling
+    from benchmarks.gpu.check.timing import copy_bytes_per_second, product_operations_per_second
+    from benchmarks.gpu.check.verification_times import time_verification
 
     check_attention(run)
     check_sampling(run)
@@ -149,15 +149,15 @@ def _kernels(run: StageRun, report: GpuCheckReport, models: Path) -> None:
 
 
 def _steps(run: StageRun, report: GpuCheckReport, models: Path) -> None:
-    from sequoia_vllm.gpu_check.decoding import check_decoding
-    from sequoia_vllm.gpu_check.step_times import run_steps
+    from benchmarks.gpu.check.decoding import check_decoding
+    from benchmarks.gpu.check.step_times import run_steps
 
     check_decoding(run)
     run_steps(run)
 
 
 def _engine(run: StageRun, report: GpuCheckReport, models: Path) -> None:
-    from sequoia_vllm.gpu_check.engine_stage import run_engine
+    from benchmarks.gpu.check.engine_stage import run_engine
 
     run_engine(run, models)
 

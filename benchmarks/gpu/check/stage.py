@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
-from sequoia_vllm.gpu_check.machine import Machine
-from sequoia_vllm.gpu_check.report import Check, PartTime, StageReport
-from sequoia_vllm.gpu_check.timing import Time, Timer, Work
+from benchmarks.gpu.check.machine import Machine
+from benchmarks.gpu.check.report import Check, PartTime, StageReport
+from benchmarks.gpu.check.timing import Time, Timer, Work
 
 
 class StageRun:

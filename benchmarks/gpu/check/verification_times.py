@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.check.paged import PagedCache
+from benchmarks.gpu.check.stage import StageRun
+from benchmarks.gpu.check.tree_batch import TreeBatch
+from benchmarks.gpu.check.trees import best_tree, first_path_depth
 from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.gpu_check.paged import PagedCache
-from sequoia_vllm.gpu_check.stage import StageRun
-from sequoia_vllm.gpu_check.tree_batch import TreeBatch
-from sequoia_vllm.gpu_check.trees import best_tree, first_path_depth
 from sequoia_vllm.kernels.commit import CacheLayers
 from sequoia_vllm.kernels.modes import SAMPLED
 from sequoia_vllm.tree import TokenTree

@@ -8,14 +8,14 @@ from functools import partial
 
 import torch
 
+from benchmarks.gpu.check.grower import TreeGrower
+from benchmarks.gpu.check.llama import Llama, LlamaShape, ScoredNodes
+from benchmarks.gpu.check.stage import StageRun
+from benchmarks.gpu.check.timing import capture
+from benchmarks.gpu.check.tree_batch import TreeBatch
+from benchmarks.gpu.check.trees import best_tree, level_tree
+from benchmarks.gpu.check.verification_times import accepted_drafts, deepest_path
 from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.gpu_check.grower import TreeGrower
-from sequoia_vllm.gpu_check.llama import Llama, LlamaShape, ScoredNodes
-from sequoia_vllm.gpu_check.stage import StageRun
-from sequoia_vllm.gpu_check.timing import capture
-from sequoia_vllm.gpu_check.tree_batch import TreeBatch
-from sequoia_vllm.gpu_check.trees import best_tree, level_tree
-from sequoia_vllm.gpu_check.verification_times import accepted_drafts, deepest_path
 from sequoia_vllm.kernels.commit import CacheLayers
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED
 from sequoia_vllm.tree import TokenTree

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.check.llama import Llama, Nodes
+from benchmarks.gpu.check.paged import BLOCK_SIZE, PagedCache
+from benchmarks.gpu.check.tree_batch import TreeBatch
 from sequoia_vllm.drafting.draft_plan import level_widths
 from sequoia_vllm.drafting.growth import DraftModel, DraftQueries, DraftStates, TreeGrowth
-from sequoia_vllm.gpu_check.llama import Llama, Nodes
-from sequoia_vllm.gpu_check.paged import BLOCK_SIZE, PagedCache
-from sequoia_vllm.gpu_check.tree_batch import TreeBatch
 from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
 from sequoia_vllm.kernels.tree_attention import NodeMasks
 

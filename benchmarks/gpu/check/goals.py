@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from sequoia_vllm.gpu_check import step_times, verification_times
-from sequoia_vllm.gpu_check.report import Goal, GpuCheckReport, PartTime, StageReport
+from benchmarks.gpu.check import step_times, verification_times
+from benchmarks.gpu.check.report import Goal, GpuCheckReport, PartTime, StageReport
 
 _BANDWIDTH_PERCENT = 70.0
 _BANDWIDTH_CONTEXT, _BANDWIDTH_NODES = 8192, 64
