@@ -24,7 +24,7 @@ from sequoia_vllm.json_input import MOST_PROBLEMS, key_name, shortened
 from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vector, is_tree_file
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.token_tree import MOST_NODES, TokenTree
-from sequoia_vllm.verification.methods import MethodName
+from sequoia_vllm.verification.method_field import MethodName
 
 METHOD = "sequoia"
 AUTO = "auto"

@@ -16,7 +16,7 @@ from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.json_file import FileModel, read_model
 from sequoia_vllm.tree.acceptance import Acceptance, AcceptanceError
 from sequoia_vllm.tree.token_tree import TokenTree
-from sequoia_vllm.verification.methods import MethodName
+from sequoia_vllm.verification.method_field import MethodName
 
 LIBRARY_SCHEMA = "sequoia-vllm/tree-library/v1"
 USER_TREE_SCHEMA = "sequoia-vllm/user-tree/v1"

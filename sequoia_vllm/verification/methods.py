@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Annotated, Any
-
-from pydantic import AfterValidator
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -85,13 +83,6 @@ def method_of(name: str) -> VerificationMethod:
         raise ValueError(f"there is no method {name!r}: give one of {', '.join(_METHODS)}")
     return _METHODS[name]
 
-
-def _known(name: str) -> str:
-    return method_of(name).name
-
-
-MethodName = Annotated[str, AfterValidator(_known)]
-"""A field of configurations and files that names a method."""
 
 DEFAULT_METHOD = "sequoia"
 """The paper's: Algorithm 2 of arXiv 2402.12374."""
