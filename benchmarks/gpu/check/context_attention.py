@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.check.paged import PagedCache
-from sequoia_vllm.kernels.context_attention import attend_to_contexts
+from sequoia_vllm.kernels.tree_attention import attend_to_contexts
 from sequoia_vllm.testing.attention import dense_attention, gathered
 
 ContextAttention = Callable[..., Tensor]

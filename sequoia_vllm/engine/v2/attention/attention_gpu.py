@@ -26,10 +26,10 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from sequoia_vllm.engine.runner.attention_layers import TreeForward, window_of
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
-from sequoia_vllm.kernels.context_attention import attend_to_contexts
 from sequoia_vllm.kernels.tree_attention import (
     NodeMasks,
     TreeAttentionWorkspace,
+    attend_to_contexts,
     tree_attention,
 )
 
@@ -218,13 +218,13 @@ class TritonTreeImpl(GPUTreeForward, TritonAttentionImpl):
 
 
 class FlashTreeBuilder(FlashAttentionMetadataBuilder):
-    """As vLLM's; a full CUDA graph holds either trees or one token per request."""
+    """Builds vLLM's metadata; a full CUDA graph holds either trees or one token per request."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
 
 class TritonTreeBuilder(TritonAttentionMetadataBuilder):
-    """As vLLM's; a full CUDA graph holds either trees or one token per request."""
+    """Builds vLLM's metadata; a full CUDA graph holds either trees or one token per request."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
