@@ -56,7 +56,7 @@ def planning_schedule(keep_schedule: bool) -> Iterator[None]:
 
 
 def check_schedule(original: Callable[..., None], self: Any) -> None:
-    """As vLLM's, which takes schedules from data-parallel engines, but not from those with trees.
+    """Keeps schedules of trees with data parallelism, where vLLM's own check takes them away.
 
     With unequal numbers of drafts vLLM's replicas would have unequal numbers of drafting passes,
     in each of which they meet; ours meet in none. vLLM checks again where a configuration is

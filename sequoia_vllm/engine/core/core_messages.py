@@ -45,7 +45,7 @@ def keep_drafts(scheduler: Any, model_runner_output: Any) -> None:
 
 
 def post_step(original: Callable[..., None], self: Any, model_executed: bool) -> None:
-    """As the engine core's, which asks the workers for drafts: not if the output brought them."""
+    """Asks the workers for drafts like the engine core's, unless the output brought them."""
     scheduler = self.scheduler
     drafts: DraftTokenIds | None = getattr(scheduler, _BROUGHT, None)
     if drafts is None:

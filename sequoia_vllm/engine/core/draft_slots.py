@@ -32,7 +32,7 @@ class DraftsAtMost:
 
 
 def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """As the scheduler's, with slots for the drafts of this batch, and no more drafts than those.
+    """Schedules like vLLM, with slots for the drafts of this batch and no more drafts than those.
 
     The batch may come out smaller than expected, as where a request's last token is under way;
     in that step it drafts no more than the batch of those that run.

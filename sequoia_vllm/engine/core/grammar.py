@@ -83,7 +83,7 @@ class _Walked:
 def validate_tokens(
     original: Callable[..., list[int]], self: Any, request: Any, spec_tokens: list[int]
 ) -> list[int]:
-    """As the manager's; a Sequoia engine keeps all drafts, as a tree's other paths may be valid.
+    """Keeps all drafts of a Sequoia engine: other paths of a tree may be valid.
 
     It may replace some of them.
     """

@@ -9,7 +9,7 @@ from sequoia_vllm.engine.common.settings import SequoiaSettings
 
 
 def handle_stopped_request(original: Callable[..., bool], self: Any, request: Any) -> bool:
-    """As the scheduler's, which goes on where the target has computed.
+    """Stops a request like the scheduler, whose requests go on where the target has computed.
 
     That is past a turn's end where its last step accepted tokens behind it, and the next
     piece would begin in the slots of these. Without speculation the last token that is

@@ -113,7 +113,7 @@ def _limit_drafts(scheduler: Any, limit: int | None) -> None:
 def update_from_output(
     original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
 ) -> Any:
-    """As the scheduler's; adds the step's report to its statistics, if it makes any."""
+    """Updates like the scheduler, and adds the step's report to its statistics if it makes any."""
     started = time.perf_counter()
     outputs = original(self, scheduler_output, model_runner_output)
     keep_drafts(self, model_runner_output)
@@ -158,7 +158,7 @@ def _undrafted(scheduler: Any, scheduler_output: Any) -> list[Reason]:
 def init_stat_logger_manager(
     original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """As vLLM's; then adds a logger of trees, for Sequoia's engines."""
+    """Calls vLLM's, then adds a logger of trees for Sequoia's engines."""
     global _shown
     original(self, *args, **kwargs)
     if _shown is not None:
@@ -208,7 +208,7 @@ class LoggerKinds:
 
 
 def get_metrics(original: Callable[..., list[Any]], self: Any) -> list[Any]:
-    """As vLLM's, which knows names that start with ``vllm:`` only; and the trees' metrics."""
+    """Returns vLLM's metrics, whose names start with ``vllm:``, and the trees'."""
     return [*original(self), *(_read(_shown) if _shown is not None else [])]
 
 

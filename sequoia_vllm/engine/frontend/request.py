@@ -14,7 +14,7 @@ from sequoia_vllm.json_input import parse_json
 
 
 def add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
-    """As vLLM's; ``--speculative-config sequoia`` and ``--spec-method sequoia`` parse, too."""
+    """Adds vLLM's; ``--speculative-config sequoia`` and ``--spec-method sequoia`` parse, too."""
     parser = original(parser)
     for action in parser._actions:
         if action.dest == "speculative_config":

@@ -30,7 +30,7 @@ class TreeForward(ABC):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """As vLLM's; rows of tree nodes are computed with their tree's mask.
+        """Runs attention like vLLM's implementation, but masks each tree node to its ancestors.
 
         vLLM's kernels take no mask and treat every request as a chain: what they
         write for tree rows is replaced (design: context plus ancestors, in one

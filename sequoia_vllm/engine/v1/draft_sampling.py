@@ -94,7 +94,7 @@ class DraftSampling:
         truncation: Truncation,
         depth: int,
     ) -> DraftSampling:
-        """As some requests of a batch ask for it.
+        """Sampling that some requests of a batch ask for.
 
         Args:
             requests: Their indices in the batch.

@@ -103,7 +103,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     # -- model and cache -----------------------------------------------------------
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
-        """As vLLM's, with our attention; refuses attention that trees cannot use.
+        """Loads the model with our attention; refuses attention that trees cannot use.
 
         Raises:
             ValueError: Naming the layer and what it uses.
@@ -141,7 +141,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     # -- before the target's forward -------------------------------------------------
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        """As vLLM's; follows requests that finish, start, or resume after preemption."""
+        """Calls vLLM's, and follows requests that finish, start, or resume after preemption."""
         for request_id in scheduler_output.finished_req_ids:
             self._drafts.pop(request_id, None)
             self._session_seeds.forget(request_id)
@@ -164,7 +164,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> Any:
-        """As vLLM's; then gives tree nodes the position of their depth.
+        """Calls vLLM's, then gives tree nodes the position of their depth.
 
         vLLM computed slots from consecutive positions, and slots stay so. A step without
         drafts is prepared as without speculation.
@@ -206,7 +206,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         return logits_rows(num_draft_tokens, cu_num_scheduled_tokens, self.device)
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, for the target's layers only; then adds the trees' rows and masks.
+        """Builds vLLM's for the target's layers only, then adds the trees' rows and masks.
 
         The draft makes its own for each of its passes.
         """
@@ -235,7 +235,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         )
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, timed."""
+        """Calls vLLM's, and times it."""
         num_reqs = self.input_batch.num_reqs
         tokens = int(self.query_start_loc.np[num_reqs]) if num_reqs else 0
         with self.stats.timed("target", num_reqs, tokens):
@@ -325,7 +325,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self._target_caches.move(source, target, self._target_metadata)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, without rewinding generators: `_sample` never advanced them."""
+        """Calls vLLM's without rewinding generators: `_sample` never advanced them."""
         generators, self.input_batch.generators = self.input_batch.generators, {}
         try:
             return super()._bookkeeping_sync(*args, **kwargs)

@@ -28,7 +28,7 @@ class AdaptersOfNodes(LoraState):
         idx_mapping: NDArray[np.int32],
         num_scheduled_tokens: NDArray[np.int32],
     ) -> tuple[tuple[int, ...], tuple[int, ...], set[LoRARequest]]:
-        """As vLLM's, with all rows of logits."""
+        """Makes vLLM's inputs, with all rows of logits."""
         of_requests, of_tokens, active = super().make_lora_inputs(
             req_ids, idx_mapping, num_scheduled_tokens
         )

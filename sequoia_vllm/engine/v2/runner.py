@@ -84,7 +84,7 @@ class TreeRunner(GPUModelRunner):
     # -- model and cache -----------------------------------------------------------
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's, with our attention, and room for a grammar's masks of what can be scored.
+        """Loads the model with our attention, and makes room for a grammar's masks of scored rows.
 
         `set_up_trees` follows.
         """
@@ -135,7 +135,7 @@ class TreeRunner(GPUModelRunner):
     # -- requests ------------------------------------------------------------------
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """As vLLM's; follows what the draft has read of new and resumed requests."""
+        """Calls vLLM's, and follows what the draft has read of new and resumed requests."""
         super().add_requests(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
             slot = self.req_states.req_id_to_index[new.req_id]
@@ -151,14 +151,14 @@ class TreeRunner(GPUModelRunner):
     # -- before the target's forward -----------------------------------------------
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
-        """As vLLM's; adapters need each request's rows of logits."""
+        """Calls vLLM's, and tells adapters each request's rows of logits."""
         batch = super().prepare_inputs(*args, **kwargs)
         if self.lora_config is not None:
             self.lora_state.expect_rows(np.diff(batch.cu_num_logits_np))
         return batch
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[Tensor, ...], Tensor]:
-        """As vLLM's, whose slots follow from positions; then positions by depth."""
+        """Calls vLLM's, whose slots follow from positions, then sets positions by depth."""
         prepared = super().prepare_attn(input_batch)
         self._scoring.place(input_batch)
         return prepared
@@ -190,7 +190,7 @@ class TreeRunner(GPUModelRunner):
     # -- after it: verify and commit -------------------------------------------------
 
     def sample(self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any) -> Any:
-        """As vLLM's, whose rejection sampler is ours; then commits the accepted paths."""
+        """Calls vLLM's, whose rejection sampler is ours, then commits the accepted paths."""
         output = super().sample(hidden_states, input_batch, grammar_output)
         self.speculator.note_accepted(None)
         if (trees := self._trees) is not None and input_batch.num_draft_tokens > 0:
@@ -203,7 +203,7 @@ class TreeRunner(GPUModelRunner):
         return output
 
     def take_draft_token_ids(self) -> Any:
-        """As vLLM's, but for requests that never draft: they get none."""
+        """Returns vLLM's drafts; requests that never draft get none."""
         drafts = super().take_draft_token_ids()
         for index, request_id in enumerate(drafts.req_ids if drafts is not None else ()):
             slot = self.req_states.req_id_to_index.get(request_id)

@@ -39,7 +39,7 @@ class TreeScheduler(AsyncScheduler):
         self._without_drafts: dict[str, bool] = {}
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
-        """As vLLM's; then takes away drafts that the worker would have to reject."""
+        """Calls vLLM's, then takes away drafts that the worker would have to reject."""
         if self._nobody_drafts:
             scheduler_output.num_spec_tokens_to_schedule = 0
         super()._update_after_schedule(scheduler_output)

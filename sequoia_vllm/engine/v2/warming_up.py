@@ -8,7 +8,7 @@ from typing import Any
 
 
 def warm_up(original: Callable[..., None], runner: Any, *steps: Any) -> None:
-    """As the worker's `warmup_kernels`, which gives every request the whole tree.
+    """Calls the worker's `warmup_kernels`, which gives every request the whole tree.
 
     It comes after the KV cache has taken what profiling left: logits of more nodes than a
     schedule ever scores may not fit.

@@ -20,7 +20,7 @@ class AgreeingWorker(Worker):
     """A worker that starts only where the same was decided for all ranks that run with it."""
 
     def init_device(self) -> None:
-        """As vLLM's; then compares.
+        """Calls vLLM's, then compares.
 
         Raises:
             ConfigError: Naming what differs, and the fix.
@@ -36,7 +36,7 @@ class SequoiaWorker(AgreeingWorker):
     _draft_limit: int | None = None
 
     def init_device(self) -> None:
-        """As vLLM's, where versions, decisions and devices fit the engine's.
+        """Calls vLLM's if versions, decisions and devices fit the engine's.
 
         Raises:
             ConfigError: Naming what differs, and the fix.
@@ -48,7 +48,7 @@ class SequoiaWorker(AgreeingWorker):
         )
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """As vLLM's; then all that trees need on the device besides weights.
+        """Calls vLLM's, then makes all that trees need on the device besides weights.
 
         Not while the model is loaded: what is made meanwhile counts as weights, which the
         second level of sleep throws away and only a loader makes again. This is memory of the
@@ -71,7 +71,7 @@ class SequoiaWorker(AgreeingWorker):
         return takes_single_steps(self.vllm_config)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """As vLLM's, timed as part of the step; samples at once where it can."""
+        """Calls vLLM's, timed as part of the step; samples at once where it can."""
         with self.model_runner.stats.timed("step"):
             output = super().execute_model(scheduler_output)
         has_masks = scheduler_output.has_structured_output_requests
@@ -80,7 +80,7 @@ class SequoiaWorker(AgreeingWorker):
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """As vLLM's, timed as part of the step.
+        """Calls vLLM's, timed as part of the step.
 
         Its output says what became of its trees, and which are next.
         """

@@ -19,7 +19,7 @@ class SequoiaCPUWorker(SequoiaWorker, OffloadingCPUWorker):
     """vLLM's CPU worker with our model runner."""
 
     def init_device(self) -> None:
-        """As vLLM's, which builds `CPUModelRunner` by that module-level name.
+        """Calls vLLM's, which builds `CPUModelRunner` by that module-level name.
 
         The name is patched meanwhile: no second runner, with its buffers, is
         built only to be thrown away.

@@ -28,7 +28,7 @@ class SequoiaGPUWorker(SequoiaWorker):
         return SequoiaGPUModelRunner(self.vllm_config, self.device)
 
     def compile_or_warm_up_model(self) -> Any:
-        """As vLLM's, after what its warm-up requests do not reach: see `TreeVerifierV2.warm_up`.
+        """Warms up what vLLM's requests do not reach (`TreeVerifierV2.warm_up`), then calls vLLM's.
 
         Before it, as at its end vLLM begins to warn of kernels that are compiled late.
         """

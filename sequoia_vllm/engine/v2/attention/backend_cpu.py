@@ -34,7 +34,7 @@ class CPUTreeBackend(TreeBackend):
         self._caches: TargetCaches | None = None
 
     def replace_attention(self) -> AbstractContextManager[None]:
-        """As the V1 runner does."""
+        """Replaces attention like the V1 runner does."""
         return replaced_backends(CPU_BACKENDS)
 
     def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:

@@ -26,7 +26,7 @@ class TreeGraphManager(ModelCudaGraphManager):
     _candidates: dict[tuple[int, int], list[BatchExecutionDescriptor]]
 
     def _init_candidates(self) -> None:
-        """As vLLM's; then full graphs for decode steps are those of `decode_shapes`."""
+        """Calls vLLM's, then takes the full graphs for decode steps from `decode_shapes`."""
         super()._init_candidates()
         mode = CUDAGraphMode.FULL
         # Full graphs for everything, or of two micro-batches, are not by number of drafts.

@@ -32,7 +32,7 @@ class BlockTreeProposer(StateTreeProposer, DFlashSpeculator, BlockModel):
     """
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """As vLLM's; a request has as many queries as its tree has levels, the root's included."""
+        """Loads vLLM's draft; a request has a query for each level of its tree, root included."""
         super().load_model(target_model)
         self.num_query_per_req = self.tree.depth + (0 if self.sample_from_anchor else 1)
         names = self.model.get_draft_kv_cache_layer_names()

@@ -54,7 +54,7 @@ class StateTreeProposer(TreeProposerV2):
         return auxiliary
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's, after room for slots is there."""
+        """Makes room for slots, then calls vLLM's."""
         block_tables: BlockTables = kwargs["block_tables"] if "block_tables" in kwargs else args[2]
         self._slots = torch.empty(
             block_tables.num_kv_cache_groups,
@@ -98,7 +98,7 @@ class StateTreeProposer(TreeProposerV2):
     # -- one drafting pass -----------------------------------------------------------------
 
     def propose(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As `TreeProposerV2`'s; lets go of the step's states, which take memory of the next."""
+        """Proposes like `TreeProposerV2`, then frees the step's states for the next step."""
         try:
             return super().propose(*args, **kwargs)
         finally:

@@ -124,7 +124,7 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
     # -- model and cache ---------------------------------------------------------------
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """As vLLM's, on the device."""
+        """Loads vLLM's draft, on the device."""
         with nothing_offloaded():
             super().load_model(target_model)
         self._target_is_capped = has_soft_cap(target_model)
@@ -141,7 +141,7 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         )  # fmt: skip
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's; the draft's growth works on these caches."""
+        """Calls vLLM's, and lets the draft's growth work on these caches."""
         super().set_attn(*args, **kwargs)
         groups = {
             name: index
