@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
 """Traversal verification on the GPU (arXiv 2505.12398), in Triton: waves of nodes.
 
-In the plain form, `sequoia_vllm.testing.verification.traversal`, nodes are visited one after
+In the plain form, `tests.oracles.verification.traversal`, nodes are visited one after
 another, and each rejection costs a pass over the vocabulary. But what a rejection leaves at a
 node does not depend on the subtree of the rejected child, nor on other nodes than those above.
 So a child's turn at its node comes in a wave in which others have theirs elsewhere in the tree,

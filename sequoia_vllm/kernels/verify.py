@@ -135,7 +135,7 @@ def verify_trees(
     """Walks every request's tree, and writes what it accepts and emits.
 
     A request in mode SAMPLED goes by Algorithm 2, whose decisions are those of
-    `sequoia_vllm.testing.verification`. Its emitted tokens have the law of
+    `tests.oracles.verification`. Its emitted tokens have the law of
     sampling the target one token at a time, if the children of each node are the
     ordered draws without replacement that `sequoia_vllm.kernels.children` makes. In
     the other modes the target's token after each node is given: it is emitted, and

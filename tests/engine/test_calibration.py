@@ -25,9 +25,9 @@ from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.measuring.engines import EngineSpec
-from sequoia_vllm.testing.laws import chi_square, outcomes
-from sequoia_vllm.testing.verification import algorithm_2, children_of, draft_tree
 from sequoia_vllm.verification.sampling import Truncation, lower_outside
+from tests.oracles.laws import chi_square, outcomes
+from tests.oracles.verification import algorithm_2, children_of, draft_tree
 from tests.support.models import DRAFT, MODELS, TARGET
 from tests.support.quicker import look_past_what_is_imported
 

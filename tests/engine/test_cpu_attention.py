@@ -14,7 +14,7 @@ from sequoia_vllm.engine.runner.cpu_attention import (
     CPUTreeAttentionMetadata,
     TreeQueries,
 )
-from sequoia_vllm.testing.attention import dense_attention, random_ancestors
+from tests.oracles.attention import dense_attention, random_ancestors
 
 BLOCK = 32
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

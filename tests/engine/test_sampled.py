@@ -23,8 +23,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from sequoia_vllm.engine.v1 import draft_sampling, verifier
-from sequoia_vllm.testing.laws import assert_same_law
 from sequoia_vllm.verification import methods
+from tests.oracles.laws import assert_same_law
 from tests.support import target_only
 from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
 from tests.support.histories import Histories, penalised

@@ -5,8 +5,8 @@ import torch
 from vllm import SamplingParams
 
 from sequoia_vllm.engine.frontend import engine_config
-from sequoia_vllm.testing.laws import assert_same_law
 from tests.engine.test_sampled import CUT, FALSE_ALARM, PLAIN, PROMPT, VOCAB, count, exact_law
+from tests.oracles.laws import assert_same_law
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.models import DRAFT, prompts, save_llama, save_word_tokenizer
 from tests.support.vocabularies import (

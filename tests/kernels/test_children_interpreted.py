@@ -11,7 +11,7 @@ import triton.language as tl
 from sequoia_vllm.kernels import children, children_kernels
 from sequoia_vllm.kernels.children import DrawWorkspace
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
-from sequoia_vllm.testing.laws import assert_same_law, plackett_luce
+from tests.oracles.laws import assert_same_law, plackett_luce
 from tests.support.drawing import (
     TINY,
     UNTOUCHED,

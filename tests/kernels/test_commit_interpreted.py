@@ -7,7 +7,7 @@ from sequoia_vllm.kernels.commit import (
     CacheLayers,
     commit_accepted,
 )
-from sequoia_vllm.testing.attention import commit_reference
+from tests.oracles.attention import commit_reference
 from tests.support.committing import CONTEXTS, PATHS, bits, random_cache, tables
 
 

@@ -10,8 +10,8 @@ from sequoia_vllm.attention.cpu_cache import gather_context, keys_and_values
 from sequoia_vllm.attention.cpu_kernel import AttentionShape, TreeAttentionBatch, load_kernels
 from sequoia_vllm.attention.tree_attention import tree_attention, tree_attention_mask
 from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.testing.attention import dense_attention, gathered, tree_attention_reference
 from sequoia_vllm.tree import TokenTree
+from tests.oracles.attention import dense_attention, gathered, tree_attention_reference
 
 BLOCK = 32
 

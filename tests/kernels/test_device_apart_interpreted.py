@@ -9,7 +9,7 @@ import torch
 from sequoia_vllm.kernels import commit, target_statistics, traversal, verify
 from sequoia_vllm.kernels.children import DrawWorkspace
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED
-from sequoia_vllm.testing.attention import commit_reference
+from tests.oracles.attention import commit_reference
 from tests.support import attending, committing, drawing, verifying
 from tests.support.device_apart import (
     DEVICE,

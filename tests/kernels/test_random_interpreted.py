@@ -13,7 +13,7 @@ import triton.language as tl
 
 from sequoia_vllm.kernels import random
 from sequoia_vllm.kernels.modes import MATCHED
-from sequoia_vllm.testing.random_numbers import exponential, philox, uniform32, uniform64
+from tests.oracles.random_numbers import exponential, philox, uniform32, uniform64
 from tests.support.drawing import draw
 
 KEYS = [  # seed, position, node, purpose

@@ -8,7 +8,7 @@ from sequoia_vllm.kernels import traversal as launching
 from sequoia_vllm.kernels import verify
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED
 from sequoia_vllm.kernels.traversal import TraversalOrder
-from sequoia_vllm.testing.verification import traversal
+from tests.oracles.verification import traversal
 from tests.support.verifying import (
     KINDS,
     Request,

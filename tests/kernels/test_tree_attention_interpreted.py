@@ -13,7 +13,7 @@ from sequoia_vllm.kernels.tree_attention import (
     TreeAttentionWorkspace,
     pack_ancestors,
 )
-from sequoia_vllm.testing.attention import random_ancestors
+from tests.oracles.attention import random_ancestors
 from tests.support.attending import UNTOUCHED, Batch
 
 

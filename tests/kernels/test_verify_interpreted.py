@@ -11,7 +11,7 @@ import torch
 from sequoia_vllm.kernels import target_statistics, verify
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
 from sequoia_vllm.kernels.verify import TreesToVerify
-from sequoia_vllm.testing.laws import assert_same_law
+from tests.oracles.laws import assert_same_law
 from tests.support.verifying import (
     INF,
     KINDS,

@@ -7,7 +7,7 @@ from sequoia_vllm.kernels.tree_attention import (
     TreeAttentionWorkspace,
     tree_attention,
 )
-from sequoia_vllm.testing.attention import (
+from tests.oracles.attention import (
     dense_attention,
     gathered,
     random_ancestors,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.kernels.children import DrawWorkspace, draw_children
-from sequoia_vllm.testing.random_numbers import exponential, race_scores
+from tests.oracles.random_numbers import exponential, race_scores
 
 UNTOUCHED = -99
 DRAW = 0  # the purpose of the random numbers

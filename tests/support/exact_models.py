@@ -6,8 +6,8 @@ from functools import cache
 
 import torch
 
-from sequoia_vllm.testing.verification import normalized
 from sequoia_vllm.verification.topology import Topology
+from tests.oracles.verification import normalized
 
 # Models have integer weights for each path.
 

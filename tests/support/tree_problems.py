@@ -9,14 +9,14 @@ from unittest.mock import patch
 import torch
 from hypothesis import strategies as st
 
-from sequoia_vllm.testing.verification import (
+from sequoia_vllm.verification import randomness
+from tests.oracles.verification import (
     Uniforms,
     acceptance_probability,
     algorithm_2,
     children_of,
     normalized,
 )
-from sequoia_vllm.verification import randomness
 
 
 def generator(seed):

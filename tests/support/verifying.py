@@ -11,8 +11,8 @@ import triton.language as tl
 from sequoia_vllm.kernels.modes import SAMPLED, SKIP
 from sequoia_vllm.kernels.random import RESIDUAL, VERIFY, uniform64
 from sequoia_vllm.kernels.verify import TreesToVerify
-from sequoia_vllm.testing.verification import algorithm_2, draw_without_replacement, match
 from sequoia_vllm.verification.methods import method_of
+from tests.oracles.verification import algorithm_2, draw_without_replacement, match
 
 STALE = 77
 INF = float("inf")

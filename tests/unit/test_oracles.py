@@ -1,4 +1,4 @@
-"""The oracles of `sequoia_vllm.testing`: against SciPy, published vectors, and plain loops."""
+"""The oracles of `tests.oracles`: against SciPy, published vectors, and plain loops."""
 
 from fractions import Fraction
 
@@ -7,21 +7,21 @@ import pytest
 import torch
 from scipy import stats
 
-from sequoia_vllm.testing.attention import (
+from tests.oracles.attention import (
     commit_reference,
     dense_attention,
     random_ancestors,
     tree_attention_reference,
 )
-from sequoia_vllm.testing.laws import (
+from tests.oracles.laws import (
     ChiSquare,
     assert_same_law,
     chi_square,
     outcomes,
     plackett_luce,
 )
-from sequoia_vllm.testing.random_numbers import philox, race_scores
-from sequoia_vllm.testing.verification import (
+from tests.oracles.random_numbers import philox, race_scores
+from tests.oracles.verification import (
     Uniforms,
     acceptance_probability,
     algorithm_2,

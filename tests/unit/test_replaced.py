@@ -13,24 +13,24 @@ from itertools import product
 import pytest
 import torch
 
-from sequoia_vllm.testing.laws import (
+from sequoia_vllm.verification import replaced
+from sequoia_vllm.verification.methods import method_of
+from sequoia_vllm.verification.replaced import verify_replaced
+from sequoia_vllm.verification.topology import VerifyResult
+from tests.oracles.laws import (
     assert_same_law,
     autoregressive_law,
     emitted_law,
     exact_law,
     expected_tokens,
 )
-from sequoia_vllm.testing.verification import (
+from tests.oracles.verification import (
     algorithm_2,
     children_of,
     normalized,
     path_tokens,
     traversal,
 )
-from sequoia_vllm.verification import replaced
-from sequoia_vllm.verification.methods import method_of
-from sequoia_vllm.verification.replaced import verify_replaced
-from sequoia_vllm.verification.topology import VerifyResult
 from tests.support.exact_models import depth_of, models
 
 RULES = {"sequoia": algorithm_2, "traversal": traversal}

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import kstest
 
-from sequoia_vllm.testing.laws import assert_same_law, plackett_luce
 from sequoia_vllm.verification.sampling import (
     _exponential,
     draft_distribution,
     sample_without_replacement,
 )
+from tests.oracles.laws import assert_same_law, plackett_luce
 
 SAMPLES = 100_000
 

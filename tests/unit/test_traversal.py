@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from sequoia_vllm.testing.verification import Uniforms, children_of, match
-from sequoia_vllm.testing.verification import traversal as plain_form
 from sequoia_vllm.verification import traversal
 from sequoia_vllm.verification.randomness import node_uniforms
 from sequoia_vllm.verification.topology import Topology
 from sequoia_vllm.verification.traversal import traverse_tree
 from sequoia_vllm.verification.walk import verify_tree
+from tests.oracles.verification import Uniforms, children_of, match
+from tests.oracles.verification import traversal as plain_form
 from tests.support.tree_problems import (
     Problem,
     as_lists,

@@ -5,15 +5,15 @@ from functools import partial
 import numpy as np
 import pytest
 
-from sequoia_vllm.testing import verification
-from sequoia_vllm.testing.laws import (
+from tests.oracles import verification
+from tests.oracles.laws import (
     autoregressive_law,
     emitted_law,
     exact_law,
     expected_tokens,
     outcomes,
 )
-from sequoia_vllm.testing.verification import (
+from tests.oracles.verification import (
     algorithm_2,
     children_of,
     draft_tree,

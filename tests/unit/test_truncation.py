@@ -7,7 +7,6 @@ from torch.nn.functional import one_hot
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
-from sequoia_vllm.testing.laws import assert_same_law, plackett_luce
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.sampling import (
     LARGEST_NUCLEUS,
@@ -17,6 +16,7 @@ from sequoia_vllm.verification.sampling import (
     lower_outside,
 )
 from sequoia_vllm.verification.walk import verify_tree
+from tests.oracles.laws import assert_same_law, plackett_luce
 from tests.support.truncations import TRUNCATIONS
 
 FALSE_ALARM = 1e-6

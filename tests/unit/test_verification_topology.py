@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sequoia_vllm.testing.verification import children_of
 from sequoia_vllm.verification.topology import Topology
+from tests.oracles.verification import children_of
 
 
 @st.composite

@@ -8,10 +8,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sequoia_vllm.testing.verification import algorithm_2, children_of, match, traversal
 from sequoia_vllm.verification.sampling import draft_distribution, sample_without_replacement
 from sequoia_vllm.verification.topology import Topology
 from sequoia_vllm.verification.walk import match_nodes, match_tree, verify_tree, walk_tree
+from tests.oracles.verification import algorithm_2, children_of, match, traversal
 from tests.support.tree_problems import (
     Edges,
     FarFromEdges,

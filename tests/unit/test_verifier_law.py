@@ -13,11 +13,11 @@ from itertools import product
 import pytest
 import torch
 
-from sequoia_vllm.testing.laws import assert_same_law, autoregressive_law, exact_law
-from sequoia_vllm.testing.verification import children_of
 from sequoia_vllm.verification.sampling import draft_distribution, sample_without_replacement
 from sequoia_vllm.verification.topology import Topology
 from sequoia_vllm.verification.walk import verify_tree, walk_tree
+from tests.oracles.laws import assert_same_law, autoregressive_law, exact_law
+from tests.oracles.verification import children_of
 from tests.support.exact_models import KINDS, TREES, depth_of, models
 
 SAMPLES = 200_000

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
-from sequoia_vllm.testing.laws import assert_same_law
 from sequoia_vllm.verification.methods import register
+from tests.oracles.laws import assert_same_law
 from tests.support import target_only
 from tests.support.block_heads import save_dflash2, save_dspark
 from tests.support.editing import SIBLINGS_FIRST, edited_params

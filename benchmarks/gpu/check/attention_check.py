@@ -22,7 +22,7 @@ from sequoia_vllm.kernels.tree_attention import (
     TreeAttentionWorkspace,
     tree_attention,
 )
-from sequoia_vllm.testing.attention import random_ancestors, tree_attention_reference
+from tests.oracles.attention import random_ancestors, tree_attention_reference
 
 # A row's error over its norm: so many units in the last place of the output's dtype.
 _ROW_ERROR = 2.0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu.check.paged import PagedCache
 from sequoia_vllm.kernels.tree_attention import attend_to_contexts
-from sequoia_vllm.testing.attention import dense_attention, gathered
+from tests.oracles.attention import dense_attention, gathered
 
 ContextAttention = Callable[..., Tensor]
 """Writes attention over contexts to ``output`` and returns its log-sum-exps ``[Hq, T]``.

@@ -19,16 +19,16 @@ from sequoia_vllm.drafting.tree_tables import Level, TreeTables
 from sequoia_vllm.kernels.commit import CacheLayers
 from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
 from sequoia_vllm.kernels.random import DRAW, VERIFY
-from sequoia_vllm.testing.attention import commit_reference
-from sequoia_vllm.testing.laws import chi_square
-from sequoia_vllm.testing.random_numbers import (
+from sequoia_vllm.tree import TokenTree
+from tests.oracles.attention import commit_reference
+from tests.oracles.laws import chi_square
+from tests.oracles.random_numbers import (
     exponential,
     race_scores,
     target_noise,
     uniform_of,
 )
-from sequoia_vllm.testing.verification import algorithm_2, match, traversal
-from sequoia_vllm.tree import TokenTree
+from tests.oracles.verification import algorithm_2, match, traversal
 
 _RULES: dict[str, Callable[..., tuple[list[int], list[int]]]] = {
     "sequoia": algorithm_2,

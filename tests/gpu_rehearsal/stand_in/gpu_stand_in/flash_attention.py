@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu_stand_in import graphs
-from sequoia_vllm.testing.attention import dense_attention
+from tests.oracles.attention import dense_attention
 
 _VERSIONS = (2, 3)
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from sequoia_vllm.testing.verification import (
+from tests.oracles.verification import (
     Chance,
     Distribution,
     Model,

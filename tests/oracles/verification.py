@@ -1,7 +1,7 @@
 """Drafting and verification as the Sequoia paper (arXiv 2402.12374) writes them, tree by tree.
 
 Distributions are arrays ``[V]``, or lists, of floats or of `fractions.Fraction`: then nothing
-is rounded, and `sequoia_vllm.testing.laws.exact_law` shows that a rule is lossless by an
+is rounded, and `tests.oracles.laws.exact_law` shows that a rule is lossless by an
 equation.
 
 A verifier of your own is right if it takes the same decisions from the same numbers::
