@@ -65,8 +65,8 @@ class DFlash(BlockHead):
     method = "dflash"
     proposer = f"{_V2}.block_proposer.BlockTreeProposer"
     proposers = MappingProxyType({
-        "DFlash2DraftModel": f"{_V2}.corrected_blocks.CandidateTreeProposer",
-        "LiLiCorrDraftModel": f"{_V2}.corrected_blocks.LatticeTreeProposer",
+        "DFlash2DraftModel": f"{_V2}.dspark_dflash2_lilicorr.CandidateTreeProposer",
+        "LiLiCorrDraftModel": f"{_V2}.dspark_dflash2_lilicorr.LatticeTreeProposer",
     })  # fmt: skip
     signs = (
         Sign(

@@ -17,7 +17,7 @@ class DSpark(BlockHead):
     name = "a DSpark head"
     rank = 1
     method = "dspark"
-    proposer = "sequoia_vllm.engine.v2.drafting.corrected_blocks.MarkovTreeProposer"
+    proposer = "sequoia_vllm.engine.v2.drafting.dspark_dflash2_lilicorr.MarkovTreeProposer"
     signs = (
         Sign("architecture", r"DSparkDraftModel", model_type="qwen3"),
         Sign("architecture", r"Qwen3DSparkModel"),

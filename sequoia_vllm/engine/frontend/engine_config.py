@@ -50,7 +50,7 @@ TREE_SCHEDULER = "sequoia_vllm.engine.v2.scheduler.TreeScheduler"
 def create_engine_config(
     original: Callable[..., Any], self: EngineArgs, *args: Any, **kwargs: Any
 ) -> Any:
-    """As vLLM's; checks the contract before, and refuses unsupported set-ups after.
+    """Checks the contract, calls vLLM's, then refuses unsupported set-ups.
 
     Raises:
         SequoiaError: What we cannot do; in vLLM's own commands a line and exit code 2.
@@ -120,7 +120,7 @@ def create_speculative_config(
     original: Callable[..., Any], self: EngineArgs, target_model_config: Any,
     target_parallel_config: Any,
 ) -> Any:  # fmt: skip
-    """As vLLM's; a Sequoia configuration becomes one of the method that drafts so as chains.
+    """Calls vLLM's with a Sequoia configuration translated to the method that drafts such chains.
 
     Returns:
         vLLM's speculative configuration; None for an engine that does not speculate.

@@ -27,7 +27,7 @@ from sequoia_vllm.engine.common.config_tag import is_or_will_be_tagged, is_tagge
 from sequoia_vllm.engine.common.request_options import check_options
 from sequoia_vllm.engine.compat.versions import cuts_length_to_draft
 from sequoia_vllm.engine.core import core_messages, draft_slots, grammar, sessions, tree_reports
-from sequoia_vllm.engine.frontend import batch_limits, engine_config, request, shown
+from sequoia_vllm.engine.frontend import batch_limits, engine_config, request, vllm_display
 
 _ORIGINAL = "_sequoia_original"  # set on what replaces a function of vLLM, to that function
 
@@ -46,15 +46,15 @@ def install() -> None:
     _wrap(EngineCore, "post_step", core_messages.post_step)
     _wrap(Scheduler, "_handle_stopped_request", sessions.handle_stopped_request)
     _wrap(StatLoggerManager, "__init__", tree_reports.init_stat_logger_manager)
-    _wrap(SpeculativeConfig, "__repr__", shown.describe)
+    _wrap(SpeculativeConfig, "__repr__", vllm_display.describe)
     _wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _verify_vocabulary_size)
     _wrap(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", draft_schedule.check_schedule)
     if cuts_length_to_draft():
         _wrap(VllmConfig, "_limit_max_model_len_to_draft", engine_config.limit_length)
     _wrap(VllmConfig, "_set_max_num_scheduled_tokens", batch_limits.check_budget)
     _wrap(SpeculativeConfig, "max_num_new_slots_for_drafting", batch_limits.slots_for_drafting)
-    _wrap(Scheduler, "make_stats", shown.make_stats)
-    _wrap(SpecDecodingProm, "__init__", shown.init_acceptance_counters)
+    _wrap(Scheduler, "make_stats", vllm_display.make_stats)
+    _wrap(SpecDecodingProm, "__init__", vllm_display.init_acceptance_counters)
     _wrap(LLMEngine, "get_metrics", tree_reports.get_metrics)
 
 
@@ -82,10 +82,7 @@ def _wrap(owner: type, name: str, replacement: Callable[..., Any], static: bool 
 def _validate_spec_decode(
     original: Callable[..., Any], self: SamplingParams, speculative_config: Any
 ) -> None:
-    """As vLLM's, which refuses min_p and logit_bias; a Sequoia engine serves both.
-
-    It has options of its own, and refuses wrong ones.
-    """
+    """Checks Sequoia's options instead of vLLM's rule, which refuses min_p and logit_bias."""
     if is_tagged(speculative_config):
         check_options(self)
     else:
@@ -93,6 +90,6 @@ def _validate_spec_decode(
 
 
 def _verify_vocabulary_size(original: Callable[..., Any], self: SpeculativeConfig) -> None:
-    """As vLLM's; a Sequoia engine compares vocabularies itself, and maps them."""
+    """Calls vLLM's, unless the engine is Sequoia's, which maps vocabularies itself."""
     if not is_or_will_be_tagged(self):
         original(self)

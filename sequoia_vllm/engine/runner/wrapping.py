@@ -36,7 +36,7 @@ def around_marks(
     before: Callable[..., None] | None,
     after: Callable[[Mark, Mark], None],
 ) -> Callable[[], None]:
-    """As `around`, with ``after`` called with the marks made before and after each call."""
+    """Wraps calls like `around`; ``after`` gets the marks made before and after each call."""
     method = getattr(owner, name)
     is_own = name in vars(owner)
 

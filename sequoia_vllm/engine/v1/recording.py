@@ -41,7 +41,7 @@ class RecordingV1:
             ]
 
     def take(self, decoding: int | None = None) -> list[dict[str, Any]]:
-        """As `RecordingV2.take`."""
+        """See `RecordingV2.take`."""
         steps, self._steps = self._steps, []
         if decoding is None:
             return steps
@@ -85,7 +85,7 @@ class RecordingV1:
             self._trace_before, self._stats.trace = self._stats.trace, []
 
     def _add_chain_forward(self, seconds: float) -> None:
-        """Of the draft model of vLLM's chain, whose runner counts nothing itself."""
+        """Times the draft model of vLLM's chain, whose runner counts nothing itself."""
         self._chain_forwards += seconds
 
     def _add_drafting(self, seconds: float) -> None:

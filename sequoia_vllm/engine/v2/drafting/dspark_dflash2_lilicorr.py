@@ -120,7 +120,7 @@ class CandidateTreeProposer(BlockTreeProposer, DFlash2Speculator):
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
     ) -> torch.nn.Module:
-        """As vLLM's, of chains as long as the tree is deep."""
+        """Loads as vLLM does, for chains as long as the tree is deep."""
         with _drafts(self.vllm_config.speculative_config, self.tree.depth):
             return super().load_draft_model(target_model, target_attn_layer_names)
 

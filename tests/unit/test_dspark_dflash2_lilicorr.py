@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from sequoia_vllm.engine.v2.drafting.corrected_blocks import CandidateLogits, MarkovLogits
+from sequoia_vllm.engine.v2.drafting.dspark_dflash2_lilicorr import CandidateLogits, MarkovLogits
 
 NONE = float("-inf")
 
