@@ -101,7 +101,7 @@ def estimate_acceptance(offered: Counts, accepted: Counts) -> AcceptanceEstimate
 
 
 def precision(estimate: AcceptanceEstimate) -> float:
-    """How well the vector is known: the one number that `calibrate --precision` bounds.
+    """How well the vector is known: the one number that `tune --precision` bounds.
 
     The half-width of each entry's 95 % interval, times the share of trees that
     reach its depth; the largest of these. That is how far off, from one entry,

@@ -94,7 +94,7 @@ class AcceptanceFile(FileModel):
     low: Table | None = Field(default=None, description="Same shape: 95 % interval, lower end.")
     high: Table | None = Field(default=None, description="Same shape: 95 % interval, upper end.")
     calibration: CalibrationState | None = Field(
-        default=None, description="Written by the calibrate command: its counts and its state."
+        default=None, description="Written by `tune`: the counts, and how far it came."
     )
     provenance: dict[str, Any] = Field(
         default_factory=dict,

@@ -6,7 +6,7 @@ from sequoia_vllm.hardware import current_cpu_name
 
 
 def current_device_name(index: int = 0) -> str:
-    """Such as "NVIDIA H200", or a CPU's model name.
+    """Returns the GPU's name, for example "NVIDIA H200", or the CPU's model name.
 
     Args:
         index: Which of the node's GPUs.

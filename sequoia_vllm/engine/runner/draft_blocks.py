@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import takewhile
 
 NULL_BLOCK = 0
-"""Of vLLM's pool: the first block, which no request ever gets."""
+"""The first block of vLLM's pool, which no request ever gets."""
 
 
 class DraftBlocks:
