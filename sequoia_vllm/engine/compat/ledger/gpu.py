@@ -72,13 +72,6 @@ GPU = table({
             "taken the memory: many times the logits of any scheduled step. Ours puts fewer "
             "requests into the runner's scheduler_config"),
     ],
-    "vllm.vllm_flash_attn.flash_attn_interface": [
-        "flash_attn_varlen_func(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, "
-        "seqused_k, q_v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, "
-        "deterministic, return_attn_probs, block_table, return_softmax_lse, out, "
-        "scheduler_metadata, q_descale, k_descale, v_descale, num_splits, output_scale, "
-        "fa_version, ...)",
-    ],
     # Attention. Rows after the trees get metadata of their own: fields about requests are cut.
     _FLASH: [
         "FlashAttentionMetadata(num_actual_tokens, max_query_len, query_start_loc, max_seq_len, "
@@ -99,4 +92,12 @@ GPU = table({
     f"{_TRITON}:TritonAttentionImpl": _IMPLEMENTATION,
     f"{_TRITON}:TritonAttentionMetadataBuilder": [_METADATA_BUILDER],
     f"{_TRITON}:TritonAttentionBackend": _BACKEND,
+    # Last: without its libraries (CPU builds) only the backends, loaded first, leave it there.
+    "vllm.vllm_flash_attn.flash_attn_interface": [
+        "flash_attn_varlen_func(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, "
+        "seqused_k, q_v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, "
+        "deterministic, return_attn_probs, block_table, return_softmax_lse, out, "
+        "scheduler_metadata, q_descale, k_descale, v_descale, num_splits, output_scale, "
+        "fa_version, ...)",
+    ],
 })  # fmt: skip
