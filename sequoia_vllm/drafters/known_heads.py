@@ -36,11 +36,11 @@ def known_heads(
     """Known heads of one kind.
 
     Args:
-        publishers: By the owner in the heads' names.
+        publishers: By a head's whole name, or else by the owner in it.
         heads: Names of heads by the pattern of their target, preferred ones first.
     """
     return tuple(
-        KnownDrafter(target, head, *publishers[head.partition("/")[0]])
+        KnownDrafter(target, head, *(publishers.get(head) or publishers[head.partition("/")[0]]))
         for target, names in heads.items()
         for head in names
     )

@@ -22,6 +22,9 @@ from sequoia_vllm.drafters.registry import Drafter, HeadShape, Sign, register
 _PUBLISHERS = {
     "RedHatAI": Publisher(SPECULATORS, "Eagle3LlamaForCausalLM"),
     "yuhuili": Publisher("SafeAILab/EAGLE: README.md", "Eagle3LlamaForCausalLM"),
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": Publisher(
+        "vllm-project/vllm: tests/models/registry.py", "Eagle3LlamaForCausalLM"
+    ),
     "AngelSlim": Publisher("Tencent/AngelSlim: README.md", "LlamaForCausalLMEagle3"),
     "lmsys": Publisher(
         "sgl-project/SpecForge: docs/community_resources/specbundle.md", "LlamaForCausalLMEagle3"
