@@ -27,7 +27,8 @@ def begin_drafting_variants() -> list[Variant]:
     )  # fmt: skip
     floats = ("all_temperatures", "temperatures", "all_top_p", "top_p", "all_min_p", "min_p")
     numbers = (
-        "num_requests", "max_requests", "tree_size", "rows_per_tree", "longest", "max_trees", "lag",
+        "num_requests", "max_requests", "tree_size", "rows_per_tree", "longest", "max_trees",
+        "state_offset",
     )  # fmt: skip
     signature = {
         **dict.fromkeys(int32, "*i32"),
@@ -44,8 +45,8 @@ def draft_input_variants() -> list[Variant]:
     int32 = ("starts", "counts", "contexts", "roots", "nodes", "token_ids", "all_token_ids")
     int64 = ("requests", "tokens", "layout", "positions", "slots", "last_rows")
     numbers = (
-        "ids_stride", "max_len", "width", "num_rows", "longest", "lag", "tokens_stride", "first",
-        "depth", "mask_token",
+        "ids_stride", "max_len", "width", "num_rows", "longest", "state_offset", "tokens_stride",
+        "first", "depth", "mask_token",
     )  # fmt: skip
     signature = {
         **dict.fromkeys(int32, "*i32"),

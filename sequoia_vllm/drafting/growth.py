@@ -176,7 +176,7 @@ class TreeGrowth:
             all_token_ids=self._token_ids,
             width=width,
             longest=self._draft_max_len,
-            lag=batch.state_offset,
+            state_offset=batch.state_offset,
         )
         recurrent_states = None
         if self._target_states is not None:

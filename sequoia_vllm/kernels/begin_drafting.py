@@ -23,13 +23,13 @@ ROWS_PER_PROGRAM = 128
         "rows_per_tree",
         "longest",
         "max_trees",
-        "lag",
+        "state_offset",
     ]
 )
 def begin_drafting_kernel(
     requests, computed, num_sampled, bounds, all_modes, most_nodes, all_temperatures, all_top_k,
     all_top_p, all_min_p, all_seeds, read, num_nodes, rows, num_requests, max_requests, tree_size,
-    rows_per_tree, longest, max_trees, lag, slots, starts, counts, roots, contexts, modes,
+    rows_per_tree, longest, max_trees, state_offset, slots, starts, counts, roots, contexts, modes,
     temperatures, top_k, top_p, min_p, seeds, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Takes R requests from tables of S request slots into a batch of M >= R rows, one per lane.
@@ -60,8 +60,8 @@ def begin_drafting_kernel(
         rows_per_tree: Rows of draft logits of each tree.
         longest: No tree where the root's position reaches it.
         max_trees: Nor in rows from this one on.
-        lag: 0 or 1, the hidden-state offset: the draft reads a token at its position less this;
-            with 1 the first token of a request is not read.
+        state_offset: 0 or 1, the hidden-state offset: the draft reads a token at its position
+            less this. With 1 the first token of a request is not read.
         slots, starts, counts, roots, contexts, modes, temperatures, top_k, top_p, min_p, seeds:
             ``[M]``, written: the attributes of `DraftBatch`; the last five for R requests only.
     """
@@ -73,8 +73,8 @@ def begin_drafting_kernel(
     start = tl.load(read + slot, mask=is_request, other=0)
     end = tl.load(computed + slot, mask=is_request, other=0) + sampled.to(tl.int32)
     bound = tl.load(bounds + row, mask=is_request, other=0)
-    # A lagging draft reads a prompt's token to come with the last one of a chunk.
-    readable = end - lag * sampled.to(tl.int32)
+    # With an offset of 1, the last row of a prompt's chunk takes the token after that chunk.
+    readable = end - state_offset * sampled.to(tl.int32)
     count = tl.maximum(tl.minimum(readable - start, bound), 0)
     root = tl.maximum(end - 1, 0)
     mode = tl.load(all_modes + slot, mask=is_request, other=_SKIP)
@@ -82,7 +82,7 @@ def begin_drafting_kernel(
     tl.store(starts + row, start, mask=exists)
     tl.store(counts + row, count, mask=exists)
     tl.store(roots + row, root, mask=exists)
-    tl.store(contexts + row, tl.maximum(root - lag, 0), mask=exists)
+    tl.store(contexts + row, tl.maximum(root - state_offset, 0), mask=exists)
     tl.store(modes + row, mode, mask=exists)
     temperature = tl.load(all_temperatures + slot, mask=is_request)
     tl.store(temperatures + row, temperature, mask=is_request)

@@ -73,7 +73,7 @@ def draw_children(
     """Draws the children of the m nodes of one level, for R requests.
 
     By mode (`sequoia_vllm.kernels.modes`): GREEDY, the largest logits in order;
-    SAMPLED, draws from Q without replacement; MATCHED, the largest logits over
+    SAMPLED, draws from Q without replacement; SEEDED, the largest logits over
     temperature under the noise with which vLLM draws the target's token after the
     node; SKIP, token 0. Equal scores: the lower token first. A request's tokens
     depend on nothing of the other requests. Waits for nothing on the device.
@@ -81,9 +81,9 @@ def draw_children(
     Args:
         logits: ``[R * m, V]``, float32, bfloat16 or float16, contiguous in its
             rows; the m rows of a request follow one another.
-        temperature: float32 ``[R]``; above 0 where SAMPLED or MATCHED.
+        temperature: float32 ``[R]``; above 0 where SAMPLED or SEEDED.
         top_k, top_p, min_p: int32, float32 and float32 ``[R]``; V or more, 1 and 0 where
-            not used. What they exclude of SAMPLED and MATCHED rows is lowered.
+            not used. What they exclude of SAMPLED and SEEDED rows is lowered.
         seeds: int64 ``[R]``.
         modes: int32 ``[R]``.
         positions: int32 ``[R]``: position of each root.

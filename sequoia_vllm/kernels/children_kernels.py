@@ -20,7 +20,7 @@ from sequoia_vllm.kernels.truncation import lower_outside
 
 _SKIP = tl.constexpr(_modes.SKIP)
 _SAMPLED = tl.constexpr(_modes.SAMPLED)
-_MATCHED = tl.constexpr(_modes.MATCHED)
+_SEEDED = tl.constexpr(_modes.SEEDED)
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 # Scores stay normal float32: Q is 2**-126 to 1, arrival 2**-57 to 17.
 _SCORE_SCALE = tl.constexpr(2.0**32)
@@ -177,7 +177,7 @@ def block_best_kernel(
             probability = draft_probability(raw, own_temperature, maximum, total)
             node = tl.load(nodes + place)
             scores = race_scores(probability, tl.load(seeds + request), token, position, node)
-        if mode == _MATCHED:
+        if mode == _SEEDED:
             noise = target_noise(tl.load(seeds + request), position, token)
             scores = scale_logits(raw, own_temperature) + noise
         keys = _keys(scores, token, exists)

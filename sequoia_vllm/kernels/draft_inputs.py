@@ -113,13 +113,13 @@ class DraftInputs:
         all_token_ids: Tensor,
         width: int,
         longest: int,
-        lag: int = 0,
+        state_offset: int = 0,
     ) -> None:
         """Fills in ``width`` rows for each of R requests: committed tokens that follow.
 
         Row ``r * width + j`` is position ``starts[r] + j`` if ``j < counts[r]``, with the
-        token that is ``lag`` positions further on; other rows are padding: token 0 without
-        a slot. Rows of requests that are not there are so, too. ``last_rows`` gets each
+        token that is ``state_offset`` positions further on. Other rows are padding: token 0
+        without a slot. Rows of absent requests are padding, too. ``last_rows`` gets each
         request's last row that is no padding.
 
         Args:
@@ -128,13 +128,13 @@ class DraftInputs:
             all_token_ids: int32 ``[S, max_len]``, contiguous in its rows.
             width: Rows per request.
             longest: Positions that the model was made for.
-            lag: The hidden-state offset, see `begin_drafting_kernel`.
+            state_offset: The hidden-state offset, see `begin_drafting_kernel`.
         """
         num_rows = len(requests) * width
         self._check(num_rows, len(requests))
         committed_inputs_kernel[(triton.cdiv(num_rows, _BLOCK),)](
             requests, starts, counts, all_token_ids, all_token_ids.stride(0),
-            all_token_ids.shape[1], width, num_rows, longest, lag,
+            all_token_ids.shape[1], width, num_rows, longest, state_offset,
             self.tables.layout, self.token_ids, self.positions, self.slots, self.slots.stride(0),
             self.last_rows, GROUPS=len(self.slots), BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
@@ -233,10 +233,10 @@ def _store_slots(
         )
 
 
-@triton.jit(do_not_specialize=["max_len", "width", "num_rows", "longest", "lag"])
+@triton.jit(do_not_specialize=["max_len", "width", "num_rows", "longest", "state_offset"])
 def committed_inputs_kernel(
-    requests, starts, counts, all_token_ids, ids_stride, max_len, width, num_rows, longest, lag,
-    layout, token_ids, positions, slots, slots_stride, last_rows,
+    requests, starts, counts, all_token_ids, ids_stride, max_len, width, num_rows, longest,
+    state_offset, layout, token_ids, positions, slots, slots_stride, last_rows,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of committed tokens. Arguments as in `DraftInputs.read_committed`."""
@@ -246,8 +246,9 @@ def committed_inputs_kernel(
     state = tl.load(requests + request, mask=exists, other=-1)
     count = tl.load(counts + request, mask=exists, other=0)
     position = tl.load(starts + request, mask=exists, other=0) + offset
-    is_token = (state >= 0) & (offset < count) & (position + lag < max_len)
-    token = tl.load(all_token_ids + state * ids_stride + position + lag, mask=is_token, other=0)
+    is_token = (state >= 0) & (offset < count) & (position + state_offset < max_len)
+    source = all_token_ids + state * ids_stride + position + state_offset
+    token = tl.load(source, mask=is_token, other=0)
     tl.store(token_ids + row, token, mask=exists)
     tl.store(positions + row, tl.minimum(position, longest - 1).to(tl.int64), mask=exists)
     last = request * width + tl.maximum(count - 1, 0)

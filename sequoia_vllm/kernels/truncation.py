@@ -26,7 +26,7 @@ _BINS = 128
 RESOLUTION = RANGE / _BINS
 """Width of a bin, in scaled logits."""
 _LOWERED_BY, _RESOLUTION = tl.constexpr(LOWERED_BY), tl.constexpr(RESOLUTION)
-_SAMPLED, _MATCHED = tl.constexpr(_modes.SAMPLED), tl.constexpr(_modes.MATCHED)
+_SAMPLED, _SEEDED = tl.constexpr(_modes.SAMPLED), tl.constexpr(_modes.SEEDED)
 _BLOCK, _COUNTING_WARPS, _MERGING_WARPS = 8192, 8, 4
 # Bins are numbered from a scaled logit of 0; no number is further from it.
 _FURTHEST_BIN = tl.constexpr(1.0e9)
@@ -55,13 +55,13 @@ def lowest_inside(
     Args:
         logits: ``[R * m, V]``, float32, bfloat16 or float16, contiguous in its rows; the m
             rows of a request follow one another.
-        temperature: float32 ``[R]``; above 0 where SAMPLED or MATCHED.
+        temperature: float32 ``[R]``; above 0 where SAMPLED or SEEDED.
         top_k: int32 ``[R]``; V or more: not used.
         top_p: float32 ``[R]``; 1: not used.
         min_p: float32 ``[R]``; 0: not used.
         modes: int32 ``[R]``, of `sequoia_vllm.kernels.modes`.
         found: float32 ``[R * m]``, written: -inf where all is inside, and where a request
-            is neither SAMPLED nor MATCHED.
+            is neither SAMPLED nor SEEDED.
         workspace: int32, `workspace_size` of it; None: allocated here.
     """
     rows, vocabulary = logits.shape
@@ -160,7 +160,7 @@ def _cuts(top_k, top_p, min_p, modes, request, vocabulary):
     mode = tl.load(modes + request)
     excludes = (tl.load(top_k + request) < vocabulary) | (tl.load(top_p + request) < 1.0)
     excludes = excludes | (tl.load(min_p + request) > 0.0)
-    return ((mode == _SAMPLED) | (mode == _MATCHED)) & excludes
+    return ((mode == _SAMPLED) | (mode == _SEEDED)) & excludes
 
 
 @triton.jit

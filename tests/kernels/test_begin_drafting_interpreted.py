@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch
-from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
+from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 
 UNTOUCHED = -99
 TREE_SIZE, INNER_NODES, LONGEST, MAX_TREES = 12, 5, 40, 6
@@ -16,8 +16,8 @@ BATCH = [
     (0, 16, 0, 0, 16, GREEDY),  # a part of a prompt: nothing sampled, no tree
     (7, 30, 1, 10, 8, SAMPLED),  # more than its bound: no tree yet
     (2, 9, 1, 9, 4, SKIP),  # reads, but never drafts
-    (5, 39, 2, 39, 2, MATCHED),  # its root is the last position with a tree
-    (1, 40, 1, 40, 2, MATCHED),  # ... and past it
+    (5, 39, 2, 39, 2, SEEDED),  # its root is the last position with a tree
+    (1, 40, 1, 40, 2, SEEDED),  # ... and past it
     (8, 5, 1, 5, 1, GREEDY),  # in a row without room for a tree
     (3, 0, 0, 0, 0, GREEDY),  # nothing at all
     (6, 7, 0, 9, 4, GREEDY),  # has read more than there is
@@ -59,15 +59,15 @@ WRITTEN = (
 )  # fmt: skip
 
 
-def untouched(rows, lag):
-    batch = DraftBatch(rows, torch.device("cpu"), state_offset=lag)
+def untouched(rows, state_offset):
+    batch = DraftBatch(rows, torch.device("cpu"), state_offset=state_offset)
     for name in WRITTEN:
         getattr(batch, name).fill_(UNTOUCHED)
     return batch
 
 
-def check(batch, slots, rows, most_nodes=None, lag=0):
-    arguments, taken = given(batch, slots), untouched(rows, lag)
+def check(batch, slots, rows, most_nodes=None, state_offset=0):
+    arguments, taken = given(batch, slots), untouched(rows, state_offset)
     for slot, most in (most_nodes or {}).items():
         arguments["most_nodes"][slot] = most
     levels = SimpleNamespace(tree=SimpleNamespace(size=TREE_SIZE), rows_per_tree=INNER_NODES)
@@ -76,11 +76,11 @@ def check(batch, slots, rows, most_nodes=None, lag=0):
     trees = {}
     for row, (slot, computed, sampled, read, bound, mode) in enumerate(batch):
         end = computed + (sampled > 0)
-        readable = computed if lag else end
+        readable = computed if state_offset else end
         count = max(min(readable - read, bound), 0)
         found = [out[name][row].item() for name in ("slots", "starts", "counts", "roots", "modes")]
         assert found == [slot, read, count, max(end - 1, 0), mode]
-        assert out["contexts"][row] == max(end - 1 - lag, 0)
+        assert out["contexts"][row] == max(end - 1 - state_offset, 0)
         assert out["temperature"][row] == slot / 8
         assert (out["top_k"][row], out["top_p"][row]) == (slot + 5, slot / 16)
         assert out["min_p"][row] == slot / 32
@@ -108,8 +108,10 @@ def test_a_batch(rows):
 
 def test_a_draft_that_lags_behind_needs_not_read_the_root():
     # Their tokens in the cache are all they read; what was sampled last, they read along.
-    assert set(check(BATCH, SLOTS, ROWS, lag=1)) == {4, 5}
-    assert set(check([(4, 20, 1, 18, 2, GREEDY), (0, 20, 0, 18, 2, GREEDY)], 6, 4, lag=1)) == {4}
+    assert set(check(BATCH, SLOTS, ROWS, state_offset=1)) == {4, 5}
+    assert set(
+        check([(4, 20, 1, 18, 2, GREEDY), (0, 20, 0, 18, 2, GREEDY)], 6, 4, state_offset=1)
+    ) == {4}
 
 
 def test_a_request_may_cap_its_tree():

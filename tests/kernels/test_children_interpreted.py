@@ -10,7 +10,7 @@ import triton.language as tl
 
 from sequoia_vllm.kernels import children, children_kernels
 from sequoia_vllm.kernels.children import DrawWorkspace
-from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
+from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from tests.oracles.laws import assert_same_law, plackett_luce
 from tests.support.drawing import (
     TINY,
@@ -80,11 +80,11 @@ def test_matched_nodes_of_a_depth_share_their_noise():
     """All but the node's index decides the noise: equal logits, equal children."""
     torch.manual_seed(2)
     row = torch.randn(1, 300)
-    drawn = draw(row.expand(4, -1).contiguous(), MATCHED, [6, 6], seeds=torch.tensor([8, 9]))
+    drawn = draw(row.expand(4, -1).contiguous(), SEEDED, [6, 6], seeds=torch.tensor([8, 9]))
     assert drawn.children(0, 0) == drawn.children(0, 1)
     assert drawn.children(1, 0) == drawn.children(1, 1)
     assert drawn.children(0, 0) != drawn.children(1, 0)
-    deeper = draw(row, MATCHED, [6], seeds=torch.tensor([8]), depth=3)
+    deeper = draw(row, SEEDED, [6], seeds=torch.tensor([8]), depth=3)
     assert deeper.children(0, 0) != drawn.children(0, 0)
 
 
@@ -96,7 +96,7 @@ def test_skip_writes_zeros_and_keeps_nothing():
     assert (drawn.draft_logits == UNTOUCHED).all()
 
 
-@pytest.mark.parametrize("mode", [GREEDY, SAMPLED, MATCHED])
+@pytest.mark.parametrize("mode", [GREEDY, SAMPLED, SEEDED])
 def test_garbage_rows_still_give_different_tokens(mode):
     """As padding rows may hold: an id outside the vocabulary would be read out of bounds."""
     torch.manual_seed(4)
@@ -116,12 +116,12 @@ def test_garbage_rows_still_give_different_tokens(mode):
 # -- independence ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [GREEDY, SAMPLED, MATCHED])
+@pytest.mark.parametrize("mode", [GREEDY, SAMPLED, SEEDED])
 def test_a_request_does_not_depend_on_its_neighbours(mode):
     torch.manual_seed(5)
     logits = torch.randn(4 * 2, 1500)
     seeds, positions = torch.tensor([3, 1, 4, 1]), torch.tensor([9, 8, 7, 6], dtype=torch.int32)
-    modes = torch.tensor([SAMPLED, mode, SKIP, MATCHED])
+    modes = torch.tensor([SAMPLED, mode, SKIP, SEEDED])
     together = draw(logits, modes, [4, 2], seeds=seeds, positions=positions)
     alone = draw(logits[2:4], mode, [4, 2], seeds=seeds[1:2], positions=positions[1:2])
     assert torch.equal(together.tokens[1], alone.tokens[0])
@@ -130,7 +130,7 @@ def test_a_request_does_not_depend_on_its_neighbours(mode):
 def test_cutting_the_vocabulary_otherwise_changes_nothing(monkeypatch):
     torch.manual_seed(6)
     logits = torch.randn(3 * 2, 1000)
-    modes = torch.tensor([GREEDY, SAMPLED, MATCHED])
+    modes = torch.tensor([GREEDY, SAMPLED, SEEDED])
     whole = draw(logits, modes, [4, 8])
     monkeypatch.setattr(children, "_MIN_BLOCK", 64)
     assert torch.equal(draw(logits, modes, [4, 8]).tokens, whole.tokens)

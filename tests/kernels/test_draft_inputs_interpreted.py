@@ -49,9 +49,9 @@ def check_rows(inputs, expected, block_sizes):
         assert (buffer[..., rows:] == UNTOUCHED).all()
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("state_offset", [0, 1])
 @pytest.mark.parametrize("block_sizes", [(16,), (32,), (16, 32), (32, 16, 64)])
-def test_committed_tokens(block_sizes, lag):
+def test_committed_tokens(block_sizes, state_offset):
     inputs = untouched_inputs(tables_of(block_sizes), rows=40)
     starts = torch.tensor([0, 15, 31, 9, MAX_LEN - 2], dtype=torch.int32)
     counts = torch.tensor([4, 0, 2, 4, 3], dtype=torch.int32)  # the last leaves the model
@@ -64,23 +64,23 @@ def test_committed_tokens(block_sizes, lag):
         all_token_ids=token_ids,
         width=width,
         longest=longest,
-        lag=lag,
+        state_offset=state_offset,
     )
     expected = []
     for request, slot in enumerate(REQUESTS.tolist()):
         for offset in range(width):
             position = int(starts[request]) + offset
-            real = slot >= 0 and offset < counts[request] and position + lag < MAX_LEN
+            real = slot >= 0 and offset < counts[request] and position + state_offset < MAX_LEN
             expected.append(
                 (
-                    int(token_ids[slot, position + lag]) if real else 0,
+                    int(token_ids[slot, position + state_offset]) if real else 0,
                     min(position, longest - 1),
                     position if real else None,
                     request,
                 )
             )
     last = [cached is None for _, _, cached, _ in expected[-4:]]
-    assert last == [False, lag == 1, True, True]
+    assert last == [False, state_offset == 1, True, True]
     check_rows(inputs, expected, block_sizes)
     assert inputs.last_rows.tolist() == [3, 4, 9, 15, 18, UNTOUCHED]
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from sequoia_vllm.kernels import random
-from sequoia_vllm.kernels.modes import MATCHED
+from sequoia_vllm.kernels.modes import SEEDED
 from tests.oracles.random_numbers import exponential, philox, uniform32, uniform64
 from tests.support.drawing import draw
 
@@ -149,7 +149,7 @@ def test_matched_drafts_propose_what_vllm_samples(vllm_gumbel):
     positions = torch.randint(0, 5000, (requests,), dtype=torch.int32)
     temperature = torch.rand(requests) + 0.5
     drawn = draw(
-        logits, MATCHED, [3], temperature=temperature, seeds=seeds, positions=positions, depth=depth
+        logits, SEEDED, [3], temperature=temperature, seeds=seeds, positions=positions, depth=depth
     )
     sampled = vllm_gumbel.gumbel_sample(
         logits.clone(), torch.arange(requests), temperature, seeds, positions.long() + depth,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
+from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.kernels.scoring_inputs import gather_for_verification, place_nodes
 
 UNTOUCHED = -99
@@ -73,7 +73,7 @@ def test_inputs_of_the_verifier(with_invalid):
     by_slot = {
         "num_nodes": torch.tensor([4, 0, 0, 4, 9, 9], dtype=torch.int32),
         "state_rows": torch.tensor([1, 9, 9, 3, 9, 0], dtype=torch.int32),
-        "modes": torch.tensor([GREEDY, SKIP, SKIP, SAMPLED, GREEDY, MATCHED], dtype=torch.int32),
+        "modes": torch.tensor([GREEDY, SKIP, SKIP, SAMPLED, GREEDY, SEEDED], dtype=torch.int32),
         "temperatures": torch.arange(6) / 8,
         "seeds": torch.arange(6) * -(10**12),
     }

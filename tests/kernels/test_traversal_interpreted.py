@@ -6,7 +6,7 @@ import torch
 
 from sequoia_vllm.kernels import traversal as launching
 from sequoia_vllm.kernels import verify
-from sequoia_vllm.kernels.modes import GREEDY, MATCHED
+from sequoia_vllm.kernels.modes import GREEDY, SEEDED
 from sequoia_vllm.kernels.traversal import TraversalOrder
 from tests.oracles.verification import traversal
 from tests.support.verifying import (
@@ -110,7 +110,7 @@ def test_other_modes_and_requests_without_rows(part):
     rng = np.random.default_rng(2)
     tree = Tree([-1, 0, 0, 1, 1, 3])
     requests = [random_request(rng, tree, 9, seed=seed) for seed in range(6)]
-    for request, mode in zip(requests[::2], (GREEDY, MATCHED, GREEDY), strict=True):
+    for request, mode in zip(requests[::2], (GREEDY, SEEDED, GREEDY), strict=True):
         request.mode, request.target_tokens = mode, [3] * len(request.tokens)
     nothing = Request([], np.zeros((0, 9), np.float32), target_tokens=[])
     together = traverse(tree, [*requests, nothing])

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
+from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.kernels.truncation import LOWERED_BY, RANGE, RESOLUTION, lowest_inside
 from sequoia_vllm.verification import sampling as readable
 from sequoia_vllm.verification.sampling import Truncation, lower_outside
@@ -44,7 +44,7 @@ def test_both_runners_lower_as_much():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", [SAMPLED, MATCHED])
+@pytest.mark.parametrize("mode", [SAMPLED, SEEDED])
 def test_it_ends_where_the_readable_form_ends(dtype, mode):
     """To a bin of scaled logits; of top-p to 5 %, as a bin's tokens all count as its middle."""
     torch.manual_seed(0)
@@ -154,7 +154,7 @@ def test_seeded_requests_look_outside_the_nucleus_last():
     logits = torch.randn(64, 400).mul_(0.3)
     own = parameters(64, {"top_k": 8})
     inside = logits >= logits.topk(8, dim=1).values[:, -1:]
-    cut, plain = (draw(logits, MATCHED, [4], **more) for more in (own, {}))
+    cut, plain = (draw(logits, SEEDED, [4], **more) for more in (own, {}))
 
     def share(drawn):
         """Of children that are inside."""

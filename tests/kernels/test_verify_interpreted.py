@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sequoia_vllm.kernels import target_statistics, verify
-from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
+from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.kernels.verify import TreesToVerify
 from tests.oracles.laws import assert_same_law
 from tests.support.verifying import (
@@ -83,7 +83,7 @@ def test_matching_walks_as_plain_python_does():
             tokens = rng.choice([-1, 0, 1, 2], own, p=[0.1, 0.6, 0.2, 0.1]).tolist()
             request = Request(tokens, np.zeros((own, 3), np.float32))
             request.target_tokens = rng.choice(3, own, p=[0.7, 0.2, 0.1]).tolist()
-            request.mode = [GREEDY, GREEDY, MATCHED, MATCHED, SKIP][i % 5]
+            request.mode = [GREEDY, GREEDY, SEEDED, SEEDED, SKIP][i % 5]
             requests.append(request)
         expected = [expected_match(tree, request) for request in requests]
         assert run(tree, requests, columns=size + 2) == expected
@@ -95,7 +95,7 @@ def test_matching_walks_as_plain_python_does():
 def test_a_placeholder_matches_no_target():
     tree = Tree([-1, 0])
     logits = np.zeros((2, 3), np.float32)
-    request = Request([0, -1], logits, target_tokens=[-1, 2], mode=MATCHED)
+    request = Request([0, -1], logits, target_tokens=[-1, 2], mode=SEEDED)
     assert run(tree, [request]) == [([], [-1])]
 
 
@@ -139,9 +139,9 @@ def test_temperature_is_applied_to_what_is_read(four_lanes, few):
         request.target_temperature = temperature
         logits = request.logits / np.float32(temperature)
         divided.append(replace(request, logits=logits, target_temperature=1.0))
-    raw[2].mode, raw[2].target_tokens = MATCHED, [3] * len(raw[2].tokens)
+    raw[2].mode, raw[2].target_tokens = SEEDED, [3] * len(raw[2].tokens)
     raw[2].target_temperature = 0.0  # not used
-    divided[2] = replace(divided[2], mode=MATCHED, target_tokens=raw[2].target_tokens)
+    divided[2] = replace(divided[2], mode=SEEDED, target_tokens=raw[2].target_tokens)
     assert run(tree, raw, dtype=torch.bfloat16) == run(tree, divided)
     sampled = [request for request in raw if request.mode == SAMPLED][:12]
     assert assert_as_reference(tree, sampled, four_lanes, dtype=torch.bfloat16) >= 3

@@ -17,7 +17,7 @@ from benchmarks.gpu.check.tree_batch import TreeBatch
 from benchmarks.gpu.check.trees import best_tree
 from sequoia_vllm.drafting.tree_tables import Level, TreeTables
 from sequoia_vllm.kernels.commit import CacheLayers
-from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
+from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.kernels.random import DRAW, VERIFY
 from sequoia_vllm.tree import TokenTree
 from tests.oracles.attention import commit_reference
@@ -38,7 +38,7 @@ _NAMES: dict[str, str] = {
     "sequoia": "verification sampled",
     "traversal": "verification by traversal",
 }
-_MODES = {"greedy": GREEDY, "sampled": SAMPLED, "matched": MATCHED}
+_MODES = {"greedy": GREEDY, "sampled": SAMPLED, "matched": SEEDED}
 # Shares of a score by which float32 may prefer another token than float64.
 _SCORE_ERROR = 1e-4
 # Decisions nearer than this to their other side may go either way.
@@ -272,7 +272,7 @@ def _check_matched_walks(run: StageRun, batch: TreeBatch, target: Tensor) -> Non
     given = torch.randint(0, 7, (batch.num_reqs, tree.size), generator=generator)
     drafted = torch.randint(0, 7, (batch.num_reqs, tree.size), generator=generator)
     batch.drafted.tokens.copy_(drafted)
-    modes = [(GREEDY, MATCHED, SKIP)[request % 3] for request in range(batch.num_reqs)]
+    modes = [(GREEDY, SEEDED, SKIP)[request % 3] for request in range(batch.num_reqs)]
     batch.requests.modes.copy_(torch.tensor(modes, dtype=torch.int32))
     batch.verify(target, given.view(-1).to(target.device))
     wrong = 0

@@ -17,7 +17,7 @@ from benchmarks.gpu.check.trees import best_tree, level_tree
 from benchmarks.gpu.check.verification_times import accepted_drafts, deepest_path
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.kernels.commit import CacheLayers
-from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED
+from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED
 from sequoia_vllm.tree import TokenTree
 
 TARGET = LlamaShape("meta-llama/Llama-2-7b-hf", 32, 4096, 11008, 32, 32, 128, 32000)
@@ -144,7 +144,7 @@ class Steps:
         differing = 0
         seen = set()
         for seed in range(_SEEDS):
-            for mode in (GREEDY, SAMPLED, MATCHED):
+            for mode in (GREEDY, SAMPLED, SEEDED):
                 batch.requests.modes.fill_(mode)
                 batch.requests.seeds.fill_(seed)
                 found = []

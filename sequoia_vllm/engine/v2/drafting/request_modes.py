@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
 from sequoia_vllm.engine.common.request_options import most_drafts
 from sequoia_vllm.engine.core.eligibility import never_drafts
-from sequoia_vllm.kernels.modes import GREEDY, MATCHED, SAMPLED, SKIP
+from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.verification.sampling import GREEDY_BELOW
 
 _ANY_NUMBER = np.iinfo(np.int32).max
@@ -74,4 +74,4 @@ def mode_of(sampling_params: Any) -> int:
     """How this request, which has drafts, is drafted and verified."""
     if sampling_params.temperature < GREEDY_BELOW:
         return GREEDY
-    return SAMPLED if sampling_params.seed is None else MATCHED
+    return SAMPLED if sampling_params.seed is None else SEEDED
