@@ -12,10 +12,10 @@ from sequoia_vllm.kernels.verify_kernels import verify_kernel
 
 # A lane's rejected tokens are bits of an int64.
 _TOKENS_PER_LANE = 64
-# What one program reads a row with, measured on an H100 (see docs/benchmarks.md): of 4, 8
-# and 16 warps, 2048 and 4096 lanes, and 1 to 4 stages the quickest for vocabularies of
-# 32,000 and 128,256 tokens. More lanes, which only vocabularies above 131,072 tokens
-# get, are twice the registers; stages are slower with them.
+# What one program reads a row with, measured on an H100 (docs/notebook/2026-11-22-h100.md):
+# of 4, 8 and 16 warps, 2048 and 4096 lanes, and 1 to 4 stages the quickest for
+# vocabularies of 32,000 and 128,256 tokens. More lanes, which only vocabularies above
+# 131,072 tokens get, are twice the registers; stages are slower with them.
 _FEWEST_LANES = 2048
 NUM_WARPS = 16
 _STAGES, _STAGES_OF_MORE_LANES = 3, 1

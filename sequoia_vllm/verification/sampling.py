@@ -9,7 +9,8 @@ drafted token outside of P is rejected for certain. So Q leans into the nucleus:
 same parameters are applied to it before children are drawn. They lower tokens
 instead of excluding them. The draft's nucleus is not the target's, and often holds
 fewer tokens than a node has children. The others would be drawn uniformly from the
-vocabulary, which often costs more than is gained (docs/benchmarks.md).
+vocabulary, which often costs more than is gained
+(docs/notebook/2026-11-22-nucleus.md).
 """
 
 from __future__ import annotations

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import vllm
 from typer.testing import CliRunner
+from vllm import AsyncEngineArgs
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from sequoia_vllm.cli import app
+from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload.settings import offload_of
 from sequoia_vllm.hardware import Assumptions
@@ -25,6 +28,9 @@ FILES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 TEXTS = {file.relative_to(ROOT): file.read_text(encoding="utf-8") for file in FILES}
+# History: its links lead somewhere, its commands are not run again.
+NOTEBOOK = sorted((ROOT / "docs" / "notebook").glob("*.md"))
+LINKED = TEXTS | {file.relative_to(ROOT): file.read_text(encoding="utf-8") for file in NOTEBOOK}
 PREDICTIONS = TEXTS[Path("benchmarks/predictions.md")]
 SCRIPTS = Path(sys.executable).parent
 # Setting up is what CI itself does; the demo and the tests are not run within a test.
@@ -47,6 +53,12 @@ def blocks(language: str) -> list[str]:
 def commands() -> list[str]:
     lines = [line for block in blocks("console") for line in block.splitlines()]
     return [line.removeprefix("$ ").split("  #")[0].split("   #")[0].strip() for line in lines]
+
+
+def gpu_servers() -> list[str]:
+    """Commands of servers that need a GPU or a download: shown as text, and parsed here."""
+    lines = [line for block in blocks("text") for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line.startswith("vllm serve")]
 
 
 @pytest.fixture
@@ -117,6 +129,15 @@ def test_commands_work(command, folder, monkeypatch):
         if _runs_engines(command):
             cleanup_dist_env_and_memory()
         assert done.exit_code == 0, done.output[-2000:]
+
+
+@pytest.mark.parametrize("command", gpu_servers())
+def test_commands_for_gpus_are_understood(command):
+    """By vLLM's parser and by our settings; nothing is started."""
+    _, _, model, *options = shlex.split(command.split("   #")[0])
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    given = parser.parse_args(["--model", model, *options]).speculative_config
+    assert SequoiaConfig.parse(given)
 
 
 def run_tool(words: list[str], monkeypatch) -> None:
@@ -207,16 +228,26 @@ def test_the_comparison_with_the_paper_is_the_tools(printed):
     assert f"and {plain['Llama-2-70B', 'overlapping']:.1f} s in the model" in said
 
 
+def anchors(text: str) -> set[str]:
+    """What links may name: a document's headings, as GitHub spells them."""
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize(
     ("document", "link"),
     [
         (document, link)
-        for document, text in TEXTS.items()
-        for link in sorted(set(re.findall(r"\]\((?!https?:)([^)#]+)\)", text)))
+        for document, text in LINKED.items()
+        for link in sorted(set(re.findall(r"\]\((?!https?:)([^)]+)\)", text)))
     ],
 )
 def test_links_lead_somewhere(document, link):
-    assert (ROOT / document.parent / link).exists()
+    path, _, anchor = link.partition("#")
+    file = ROOT / document.parent / path if path else ROOT / document
+    assert file.exists()
+    if anchor:
+        assert anchor in anchors(file.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
