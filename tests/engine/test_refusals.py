@@ -250,6 +250,22 @@ def test_routed_experts_of_rows_that_are_not_a_path():
     assert "drop --enable-return-routed-experts" in reason
 
 
+def test_options_of_sampling_that_trees_do_not_follow():
+    """On CPUs vLLM itself refuses some of them; here its checks are past."""
+    config = engine_config()
+    for part, name in [
+        (config.model_config, "return_sampling_mask"),
+        (config.model_config, "enable_trace_replay"),
+        (config, "watermark_config"),
+    ]:
+        before = getattr(part, name)
+        setattr(part, name, True)
+        [reason] = refusals._feature_reasons(config)
+        assert f"drop --{name.replace('_', '-')}" in reason
+        setattr(part, name, before)
+    assert refusals._feature_reasons(config) == []
+
+
 def test_batch_invariance(monkeypatch):
     config = engine_config()
     for name, value in (("is_cpu", False), ("is_cuda", True)):

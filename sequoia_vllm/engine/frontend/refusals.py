@@ -82,7 +82,7 @@ def _platform_reasons(vllm_config: Any) -> list[str]:
             "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
             "batch-sharded sampling hides other ranks' trees: drop "
             "--enable-batch-sharded-sampling": bool(
-                getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False)
+                vllm_config.parallel_config.enable_batch_sharded_sampling
             ),
         }
     )
@@ -117,7 +117,7 @@ def _parallel_reasons(vllm_config: Any) -> list[str]:
             ),
             "context parallelism is not supported: set decode_context_parallel_size to 1": (
                 parallel.decode_context_parallel_size > 1
-                or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+                or parallel.prefill_context_parallel_size > 1
             ),
             f"vLLM runs draft models at the target's tensor parallel size: give no "
             f"draft_tensor_parallel_size, or {parallel.tensor_parallel_size}": (
@@ -176,15 +176,15 @@ def _feature_reasons(vllm_config: Any) -> list[str]:
                 model.use_fp64_gumbel
             ),
             "sampling masks are not supported: drop --return-sampling-mask": bool(
-                getattr(model, "return_sampling_mask", False)
+                model.return_sampling_mask
             ),
             "trace replay is not supported: drop --enable-trace-replay": bool(
-                getattr(model, "enable_trace_replay", False)
+                model.enable_trace_replay
             ),
             "routed experts are those of the first rows, which in a tree are not the accepted "
             "ones: drop --enable-return-routed-experts": vllm_config.aux_output_config.enabled,
             "watermarking changes the sampler: drop --watermark-config": (
-                getattr(vllm_config, "watermark_config", None) is not None
+                vllm_config.watermark_config is not None
             ),
         }
     )

@@ -12,7 +12,7 @@ _METRICS = "vLLM carries a speculative method's own statistics from the worker t
 
 EVERYWHERE = table({
     "vllm.config": [
-        "CacheConfig.kv_offloading_size",
+        "CacheConfig.kv_offloading_size", "CacheConfig.kv_sharing_fast_prefill",
         "get_layers_from_vllm_config(vllm_config, layer_type, ...)",
     ],
     "vllm.config.aux_output": ["AuxOutputConfig.enabled"],
@@ -27,11 +27,13 @@ EVERYWHERE = table({
     "vllm.config:ModelConfig": [
         "hf_text_config", "hf_overrides", "config_format", "quantization", "trust_remote_code",
         "max_model_len", "skip_tokenizer_init", "tokenizer", "tokenizer_mode", "tokenizer_revision",
-        "model", "revision", "get_vocab_size(self)",
+        "model", "revision", "get_vocab_size(self)", "enable_prompt_embeds", "use_fp64_gumbel",
+        "return_sampling_mask", "enable_trace_replay",
     ],
     "vllm.config:ParallelConfig": [
         "nnodes_within_dp", "data_parallel_size_local", "reconfigure_for_independent_dp_rank(self)",
-        "use_ubatching",
+        "use_ubatching", "enable_batch_sharded_sampling", "decode_context_parallel_size",
+        "prefill_context_parallel_size",
     ],
     "vllm.config:SchedulerConfig": [
         "max_num_active_seqs", "async_scheduling", "scheduler_cls", "max_num_batched_tokens",
@@ -51,7 +53,7 @@ EVERYWHERE = table({
         patch("__repr__(self)", _NEW_METHOD, "vLLM's log would name the method draft_model"),
     ],
     "vllm.config:VllmConfig": [
-        "use_v2_model_runner",
+        "use_v2_model_runner", "watermark_config",
         patch("_set_max_num_scheduled_tokens(self)",
             "vLLM asks the speculative method how many requests it drafts for",
             "for block heads, from 0.33 on, lowers max_num_active_seqs so that a pass has a row "
