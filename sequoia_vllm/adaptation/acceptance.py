@@ -9,8 +9,8 @@ from sequoia_vllm.adaptation.state import FadedCounts
 from sequoia_vllm.metrics import TreeCounts
 from sequoia_vllm.tree import Acceptance, TokenTree
 
-# Verified trees after which a count weighs half: a workload that changes is followed within
-# a few hundred trees, and the noise of an expected number of tokens is about 2 %.
+# Verified trees after which a count weighs half. So a change of workload is followed within a few
+# hundred trees, and the noise of an expected number of tokens is about 2 %.
 HALF_LIFE = 1000.0
 # A position that was offered so often is known as well as all depths together are.
 _POOLED = 8.0

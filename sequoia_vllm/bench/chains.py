@@ -1,10 +1,10 @@
 """The search for vLLM's best chain: all lengths, predicted from the longest one.
 
-An engine that drafts a chain of 8 shows how often its first i drafts are accepted, which
-is what a shorter chain would accept too. (Block verification would accept a little more:
-it decides about the whole chain.) A step's time is taken to grow evenly with every
-draft, from plain vLLM's target pass to the one over 9 tokens. Predictions only choose:
-every result reported of a chain was measured with an engine of its own.
+An engine that drafts a chain of 8 shows how often its first i drafts are accepted, which is what
+a shorter chain would accept too. Block verification would accept a little more, as it decides
+about the whole chain. A step's time is taken to grow evenly with every draft, from plain vLLM's
+target pass to the one over 9 tokens. Predictions only choose: every result reported of a chain
+was measured with an engine of its own.
 """
 
 from __future__ import annotations

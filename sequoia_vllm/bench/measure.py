@@ -2,9 +2,9 @@
 
 Greedy outputs are compared with plain vLLM's. In float32 every difference is an error. In half
 precision the same token may be scored in a batch of another shape, where sums are rounded
-differently, so that of two tokens with nearly equal logits either may win. The target then
-scores the whole output once more: every token from the difference on must be within `NEAR_TIE`
-of the target's best one.
+differently. Then either of two tokens with nearly equal logits may win. The target then scores
+the whole output once more: every token from the difference on must be within `NEAR_TIE` of the
+target's best one.
 """
 
 from __future__ import annotations

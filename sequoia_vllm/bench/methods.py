@@ -19,14 +19,14 @@ _SHAPE = re.compile(r"(\d+)x(\d+)")
 _AUTO_SIZE = 128
 
 Sampling = tuple[str, ...]
-"""How vLLM's chain draws and verifies drafts above temperature 0: values that are not vLLM's
-defaults. "probabilistic" draws drafts from the draft's distribution instead of taking the
-likeliest tokens; "block" verifies a whole chain at once instead of token by token."""
+"""How vLLM's chain draws and verifies drafts above temperature 0, where not by vLLM's defaults.
+"probabilistic" draws drafts from the draft's distribution instead of taking the likeliest tokens;
+"block" verifies a whole chain at once instead of token by token."""
 
 DEFAULT: Sampling = ()
 _KEYS = {"probabilistic": "draft_sample_method", "block": "rejection_sample_method"}
-# Greedy drafts are verified as well token by token as in a block: there is one path only,
-# and both accept its first i tokens with the product of the target's probabilities.
+# Greedy drafts are verified as well token by token as in a block. There is one path only, and
+# both accept its first i tokens with the product of the target's probabilities.
 _TRIED: tuple[Sampling, ...] = (DEFAULT, ("probabilistic",), ("probabilistic", "block"))
 
 

@@ -41,13 +41,13 @@ class AcceptanceEstimate:
 def probing_tree(branch: int, depth: int = 1, tail: int = 0) -> TokenTree:
     """The wide tree whose children are counted.
 
-    Depth 1 is a star: a root with ``branch`` children. Below it the first and
-    the second child of each level's first node have ``branch`` children, too:
-    the commonest ways to get there, likely tokens of the draft and less likely
-    ones, so that a row is not one of easy contexts alone.
+    Depth 1 is a star: a root with ``branch`` children. Below it the first and the second child of
+    each level's first node have ``branch`` children, too. These are the commonest ways to get
+    there: after likely tokens of the draft, and after less likely ones. So a row does not count
+    easy contexts alone.
 
-    A tree starts where the one before it ended: one that goes no deeper than what is counted
-    starts in the middle of what is easy to draft, where deeper trees never do. So the same
+    A tree starts where the one before it ended. A tree no deeper than what is counted would often
+    start in the middle of a stretch that is easy to draft. Deeper trees never do. So the same
     nodes have ``tail`` more levels of two children, which are not counted.
 
     Raises:
@@ -79,11 +79,10 @@ def wilson_interval(successes: int, trials: int, z: float = _Z95) -> tuple[float
 def estimate_acceptance(offered: Counts, accepted: Counts) -> AcceptanceEstimate:
     """The acceptance vector of these counts (`StepStats.offered`, `StepStats.accepted`).
 
-    Rows below the root with fewer than 100 trials are left out: the tree
-    optimizer uses the last row for all depths below it, and would take noise
-    for a fact. Trees are sometimes trimmed from the end, so a late child may
-    have fewer trials than an early one; if the shares then sum to more than 1
-    they are scaled to sum to 1.
+    Rows below the root with fewer than 100 trials are left out. The tree optimizer uses the last
+    row for all depths below it, and would take noise for a fact. Trees are sometimes trimmed from
+    the end, so a late child may have fewer trials than an early one; if the shares then sum to
+    more than 1 they are scaled to sum to 1.
 
     Raises:
         CalibrationError: If no tree was verified.

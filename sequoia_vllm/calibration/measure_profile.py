@@ -349,10 +349,10 @@ class Ladder:
     def goes_on(self, times: BatchTimes, size: int) -> bool:
         """True if a tree larger than ``size``, which was just timed, might be the best.
 
-        Not when a step with this one already takes as long as 12 plain steps: no
-        draft gets so many tokens accepted. Where acceptance is known, not either when
-        the most tokens that any larger tree can get, in the least time that its step
-        can take, are slower than what was timed already.
+        False when a step with this tree already takes as long as 12 plain steps: no draft gets
+        so many tokens accepted. Where acceptance is known, also False when no larger tree can
+        be faster than what was timed: with the most tokens that it can get, in the least time
+        that its step can take.
         """
         plain = _typical_seconds(times.plain)
         if _typical_seconds(times.trees[size]) >= _MOST_PLAIN_STEPS * plain:

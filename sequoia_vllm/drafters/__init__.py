@@ -1,7 +1,7 @@
 """Kinds of drafters: models of their own, heads of a target, layers of its checkpoint.
 
-Nothing here imports vLLM. A module of `kinds` has all that is known of a kind: its names, how its
-configuration is recognised, its shape, the published ones, and which class drafts with it.
+Nothing here imports vLLM. A module of `kinds` has all that is known of a kind: names, how its
+configuration is recognised, its shape, published checkpoints, and which class drafts with it.
 """
 
 from sequoia_vllm.drafters.fields import Fields, ShapeError

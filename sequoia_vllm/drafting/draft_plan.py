@@ -1,7 +1,7 @@
 """How many requests are drafted together, by number of drafts: what schedule and budget allow.
 
-No vLLM and no device here: what is captured as CUDA graphs and how much memory drafts
-take follows from it, and can be looked at for any server.
+The plan needs no vLLM and no device. CUDA graphs to capture and memory for drafts follow from it,
+and can be looked at for any server.
 """
 
 from __future__ import annotations

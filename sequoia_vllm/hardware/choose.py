@@ -29,8 +29,8 @@ _SAME = 1e-9
 TOLERANCE = 0.01
 # Trees made in one search; a few are enough unless wide draft levels are slow.
 _MOST_TREES = 256
-# Up to here each size is looked at, and above it only multiples of the other: around the best
-# of hundreds of nodes a few more or less are worth nothing.
+# Up to the first number each size is looked at, and above it only multiples of the second. Around
+# the best tree of hundreds of nodes, a few more or less are worth nothing.
 _EACH_SIZE_TO, _SIZE_STEP = 128, 8
 
 
@@ -89,9 +89,9 @@ def choose_tree(
 ) -> TokenTree:
     """The tree with the most expected tokens per second at this batch size.
 
-    Searched are the optimal trees of every size (above 128 nodes of every eighth) and
-    depth (`Frontier`), best bound first, which finds the best of them all while making
-    few (at most 256).
+    The optimal trees of every depth and size are searched (`Frontier`); above 128 nodes, of every
+    eighth size. The best bound comes first, which finds the best of them all while making at most
+    256.
 
     Args:
         acceptance: p[k] or p[d][k].
@@ -130,10 +130,10 @@ def choose_schedule(
 ) -> Schedule:
     """One stored tree, and how many of its drafts to use at each batch size.
 
-    Each request of a batch drafts a prefix of the one tree, which is what
-    vLLM's trimming of draft lists does. The stored tree is the per-batch
-    optimum (of the powers of two among ``batch_sizes``) whose prefixes are best
-    over all of them, by the geometric mean of the speed.
+    Each request of a batch drafts a prefix of the one tree, which is what vLLM's trimming of
+    draft lists does. The candidates are the optima of single batch sizes, for the powers of two
+    among ``batch_sizes``. The stored tree is the one whose prefixes are best over all of these
+    sizes, by the geometric mean of the speed.
 
     Args:
         acceptance: p[k] or p[d][k].
@@ -239,9 +239,9 @@ class TreeSearch:
     ) -> TokenTree | None:
         """The tree with the highest speed above ``at_least``, in tokens per request and second.
 
-        Trees are made best bound first, only while they could still win. The
-        bound of (n, d) times every draft level as if it had one node: widths
-        only add time, so below the best speed found no bound is worth a tree.
+        Trees are made best bound first, only while they could still win. The bound of (n, d)
+        times every draft level as if it had one node. Widths only add time, so a bound below the
+        best speed found is worth no tree.
         """
         bounds = self._bounds(sizes, batch_size)
         best, best_speed = None, at_least

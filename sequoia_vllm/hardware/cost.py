@@ -6,11 +6,11 @@ depend on the batch size, and c on the width of each level as well:
     step(tree) = target(n) + verification(n)
                  + draft(new tokens) + sum over deeper levels draft(width) + overhead
 
-where the first draft pass of a step runs over the tokens the last one
-committed, and each later one over the nodes of a level that have children.
+The first draft pass of a step runs over the tokens that the last step committed. Each later pass
+runs over the nodes of a level that have children.
 
-A head that drafts all levels in one pass (DFlash) runs it over a position for
-each level and one before them, and draws of its distributions alone below:
+A head that drafts all levels in one pass (DFlash) runs it over a position for each level and one
+before them. Below it only draws from its distributions:
 
     draft(1 + depth) + sum over deeper levels drawing(width)
 """
@@ -184,9 +184,8 @@ class Prefixes:
 
     Attributes:
         expected_tokens: float64 ``[size]``; entry n - 1 is the first n nodes'.
-        widths: int64 ``[size, depth]``; entry [n - 1, d - 1] is the number of
-            nodes at depth d >= 1 that have children among the first n nodes:
-            the draft's rows at that level.
+        widths: int64 ``[size, depth]``: the draft's rows at each level. Entry [n - 1, d - 1] is
+            the number of nodes at depth d >= 1 that have children among the first n nodes.
     """
 
     expected_tokens: Floats

@@ -16,8 +16,8 @@ from sequoia_vllm.graph_batches import half_octaves, last_with
 MOST_TOKENS = 1024
 """Tokens of the largest step that is captured.
 
-Larger ones take longer on the device than their launches on the host: by the
-roofline 4 ms and more for a model of 1B parameters on an H200.
+Larger ones take longer on the device than their launches take on the host: 4 ms and more by the
+roofline, for a model of 1B parameters on an H200.
 """
 
 # vLLM's own limit: for steps with prompts, too, which run in piecewise graphs.
@@ -29,11 +29,11 @@ def decode_shapes(
 ) -> list[tuple[int, int]]:
     """Full graphs for decode steps: (tokens of each request, requests).
 
-    Padding is less than an eighth of the requests above 8, and none up to there.
-    Where the schedule drafts nothing the grid is vLLM's own: decoding is to be
-    what it is without speculation. There are a few for one token of each request
-    besides, for batches in which nobody can draft, and some for fewer tokens than the
-    schedule's: an engine that adapts may change over to these, at any batch size.
+    Padding is less than an eighth of the requests above 8, and none up to there. Where the
+    schedule drafts nothing the grid is vLLM's own: decoding is to be what it is without
+    speculation. A few more are for one token of each request, for batches in which nobody can
+    draft. Others are for fewer tokens than the schedule's: an engine that adapts may change over
+    to these, at any batch size.
 
     Args:
         tokens_by_batch: Tokens of each request at batch sizes 1, 2, ...: its

@@ -1,21 +1,19 @@
 """A profile for a device nobody measured, from its datasheet (paper, section 4.1).
 
-Each forward pass is the sum of its matrix products, its attention, its kernel
-launches, its logits and, on several devices, its reductions. Products and
-attention take the root of the summed squares of moving their bytes and doing
-their arithmetic: the longer where one outweighs the other, and 1.41 times that
-where both take as long, as neither hides all of the other (`_Forward._roofline`).
-Decoding is bound by bytes, so that scoring a tree costs little more than one
-token until the device's operations per byte are half used up: what Sequoia lives on.
+Each forward pass is the sum of its matrix products, its attention, its kernel launches, its
+logits and, on several devices, its reductions. Products and attention take the root of the summed
+squares of moving their bytes and doing their arithmetic. That is the longer of the two where one
+outweighs the other. Where both take as long it is 1.41 times that, as neither hides all of the
+other (`_Forward._roofline`). Decoding is bound by bytes. So scoring a tree costs little more than
+one token until the device's operations per byte are half used up. Sequoia lives on that.
 
 A head (`HeadShape`) reads more in a step's first pass than in those over levels.
 One that drafts all levels in its first pass draws below it: the logits are there.
 
-More devices divide products and attention. They do not divide launches and
-logits, and add reductions, whose bytes grow with the tokens and whose number
-with the layers. The draft is split like the target, as vLLM requires: its
-products shrink too, its launches and reductions do not, so that a draft level
-becomes dearer beside the target and the best trees shallower.
+More devices divide products and attention. They do not divide launches and logits, and add
+reductions, whose bytes grow with the tokens and whose number with the layers. The draft is split
+like the target, as vLLM requires. Its products shrink too, its launches and reductions do not. So
+a draft level becomes dearer beside the target, and the best trees become shallower.
 
 Weights that do not fit the memory may be streamed (`sequoia_vllm.hardware.streaming`): the
 target's pass then takes the longer of this and reading them, or both.
@@ -272,8 +270,8 @@ class _Forward:
         1024    17.2 to 18.3   16.7         17.2 to 17.5
         ======  =============  ===========  ===========
 
-        Of p-norms, 1.8 to 2.5 come about as near to those passes, in passes over one token (3.6
-        to 4.2 % root mean square, the longer 7.4 %), and 2 leaves no constant to fit to one
+        In passes over one token, p-norms with p of 1.8 to 2.5 miss these measurements by 3.6 to
+        4.2 % (root mean square), and the longer by 7.4 %. With p = 2 no constant is fitted to one
         device.
 
         Args:

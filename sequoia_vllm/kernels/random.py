@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
 """Random numbers that kernels compute from what they are for, instead of from a state.
 
-A number is a function of the request's seed and a key: token, position, node and
-purpose. So a request's numbers do not depend on its neighbours in the batch, on
-how the work is cut into blocks, or on the order in which programs run.
+A number is a function of the request's seed and a key: token, position, node and purpose. So a
+request's numbers do not depend on its neighbours in the batch. Nor do they depend on how the work
+is cut into blocks, or on the order in which programs run.
 
 Position is the node's: root position + depth. A node's index fixes its depth and
 every step's root lies further on, so no number is used twice.

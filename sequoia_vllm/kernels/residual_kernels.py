@@ -12,11 +12,11 @@ Once s is exactly 0, D is uniform over the m tokens not rejected; Q is 0 on all 
 them, and c/m is added to k instead. Rejected tokens have R = 0, by D > R there or
 D = R = 0. So two numbers and the rejected tokens say all about R.
 
-**Lanes.** Token x belongs to lane ``x % LANES``. Sums go by lanes first, so that
-rounding grows with V / LANES, and sampling by inversion needs no pass of its own:
-the lanes' sums of the last pass give the lane, and its up to 64 tokens are computed
-again. A race of exponentials would need a Philox call per token, which costs several
-passes. Which lane's tokens were rejected is one word of 64 bits.
+**Lanes.** Token x belongs to lane ``x % LANES``. Sums go by lanes first, so that rounding grows
+with V / LANES. Sampling by inversion then needs no pass of its own: the lanes' sums of the last
+pass give the lane, and its up to 64 tokens are computed again. A race of exponentials would need
+a Philox call per token, which costs several passes. Which lane's tokens were rejected is one word
+of 64 bits.
 """
 
 from __future__ import annotations

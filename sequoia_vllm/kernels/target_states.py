@@ -29,9 +29,9 @@ def gather_target_states(
 ) -> None:
     """Copies rows of every layer's states into one row each.
 
-    Row i belongs to token ``offsets[i]`` of what its request has in this step: of a
-    request with a tree to the root, and then the accepted nodes by depth; of others to
-    its tokens in order. Further tokens than were accepted get the root's states.
+    Row i belongs to token ``offsets[i]`` of what its request has in this step. A request with a
+    tree has the root, and then the accepted nodes by depth; another has its tokens in order.
+    Tokens past the accepted ones get the root's states.
 
     Args:
         layers: ``[T, H]`` of each of L layers, contiguous in their rows: the target's states

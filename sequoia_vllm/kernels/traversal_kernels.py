@@ -7,14 +7,14 @@ node does not depend on the subtree of the rejected child, nor on other nodes th
 So a child's turn at its node comes in a wave in which others have theirs elsewhere in the tree,
 as if nothing were accepted; of those that may be, the first in the plain form's order is.
 
-A launch is a wave, and its programs are (request, visit, part of the vocabulary). What one
-leaves for the next waves are a node's *state* before each of its children's turns, in the place
+A launch is a wave, and its programs are (request, visit, part of the vocabulary). A wave leaves
+two things for the next ones: a node's *state* before each of its children's turns, in the place
 of that child, and the sums of the pass that rejects it, by parts. A visit that comes after what
 earlier waves have accepted does nothing.
 
-What is left of P and Q after rejections is in closed form, see `residual_kernels`: in its terms
-a rejection adds ``(c / chance) / s`` to a, and multiplies ``chance`` with the new c / c before it
-becomes S / (S + 1 - chance).
+What is left of P and Q after rejections is in closed form, see `residual_kernels`. In its terms a
+rejection adds ``(c / chance) / s`` to a. With S = ``chance`` * (new c) / c, ``chance`` becomes
+``S / (S + 1 - chance)``.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """Tree attention over a paged KV cache, in Triton.
 
-Every node sees the whole committed context and, of the tree, itself and its
-ancestors. Node j of a request with c committed tokens keeps its key and value in
-cache position c + j: one pass over positions serves both, and a cache in fp8
-gives the tree exactly what plain decoding would read from it.
+Every node sees the whole committed context and, of the tree, itself and its ancestors. Node j of
+a request with c committed tokens keeps its key and value in cache position c + j. So one pass
+over positions serves both, and a cache in fp8 gives the tree exactly what plain decoding would
+read from it.
 
-The nodes of a request and the query heads that share a key head are the rows of
-one matrix product, so that keys are read once for up to `MAX_ROWS` of them.
-Where that leaves processors idle the positions are divided into splits, and a
-second launch merges their results. Launch shapes depend on nothing that only the
-device knows: a CUDA graph may hold the launches.
+The nodes of a request and the query heads that share a key head are the rows of one matrix
+product. So keys are read once for up to `MAX_ROWS` rows. Where that leaves processors idle the
+positions are divided into splits, and a second launch merges their results. Launch shapes depend
+on nothing that only the device knows: a CUDA graph may hold the launches.
 """
 
 from __future__ import annotations
@@ -223,9 +222,9 @@ def tree_attention(
             softmax and adds nothing to the output.
 
     Raises:
-        ValueError: For dtypes and shapes other than these, for fp8 on a device
-            that cannot convert it, for fp8, a window, a soft cap or sinks with
-            ``context_lse``, and for a workspace of a smaller head size.
+        ValueError: For dtypes and shapes other than these; for fp8 on a device that cannot
+            convert it; for ``context_lse`` with fp8, a window, a soft cap or sinks; for a
+            workspace of a smaller head size.
     """
     if key_cache.dtype == torch.uint8:
         key_cache = key_cache.view(torch.float8_e4m3fn)

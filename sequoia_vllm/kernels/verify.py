@@ -12,10 +12,10 @@ from sequoia_vllm.kernels.verify_kernels import verify_kernel
 
 # A lane's rejected tokens are bits of an int64.
 _TOKENS_PER_LANE = 64
-# What one program reads a row with, measured on an H100 (docs/notebook/2026-11-22-h100.md):
-# of 4, 8 and 16 warps, 2048 and 4096 lanes, and 1 to 4 stages the quickest for
-# vocabularies of 32,000 and 128,256 tokens. More lanes, which only vocabularies above
-# 131,072 tokens get, are twice the registers; stages are slower with them.
+# What one program reads a row with. On an H100 we timed 4, 8 and 16 warps, 2048 and 4096 lanes,
+# and 1 to 4 stages, for vocabularies of 32,000 and 128,256 tokens. These are the quickest
+# (docs/notebook/2026-11-22-h100.md). More lanes, which only vocabularies above 131,072 tokens
+# get, need twice the registers, and stages are slower with them.
 _FEWEST_LANES = 2048
 NUM_WARPS = 16
 _STAGES, _STAGES_OF_MORE_LANES = 3, 1
@@ -135,16 +135,16 @@ def verify_trees(
     """Walks every request's tree, and writes what it accepts and emits.
 
     A request in mode SAMPLED goes by Algorithm 2, whose decisions are those of
-    `tests.oracles.verification`. Its emitted tokens have the law of
-    sampling the target one token at a time, if the children of each node are the
-    ordered draws without replacement that `sequoia_vllm.kernels.children` makes. In
-    the other modes the target's token after each node is given: it is emitted, and
-    the walk goes on where a child carries it (nowhere, in mode SKIP).
+    `tests.oracles.verification`. Its emitted tokens have the law of sampling the target one token
+    at a time. For that the children of each node must be the ordered draws without replacement
+    that `sequoia_vllm.kernels.children` makes. In the other modes the target's token after each
+    node is given. It is emitted, and the walk goes on where a child carries it (nowhere, in mode
+    SKIP).
 
     Launchers of other methods (`sequoia_vllm.verification.methods`) are called alike.
 
-    A child whose token is -1 was not drawn: it is not accepted, and in mode SAMPLED
-    it ends its node's children, as later ones were drawn knowing what is missing.
+    A child whose token is -1 was not drawn, and is not accepted. In mode SAMPLED it ends its
+    node's children, as later ones were drawn knowing what is missing.
 
     No argument is read on the host, so a CUDA graph may hold the launches. A request's
     result does not depend on its neighbours, but for the last bits of its rows' sums,

@@ -1,7 +1,7 @@
 """Where the user's own trees lie, what was measured, and what engines keep for their next start.
 
-An engine may run where it cannot look or write: as a user without a home, as one who may
-not enter the home that it is given, on a read-only disk. It runs all the same, without.
+An engine may run where it cannot look or write: as a user without a home, as a user who may not
+enter the home it is given, or on a read-only disk. It then runs without such files.
 """
 
 from __future__ import annotations

@@ -96,15 +96,15 @@ class TreeMetrics:
         less than size - 1 where the schedule trims the tree, 0 where it turns
         speculation off.
     ``sequoia:expected_speedup``, ``sequoia:measured_speedup``
-        Against plain decoding: as the tree was chosen for one request at once, and as
-        the engine measured with its drafts and without at the load of late. Not there
-        where they are not known.
+        Speed against plain decoding. The first is what the tree was chosen for, with one
+        request at once. The second is what the engine measured with its drafts and without,
+        at its recent load. Absent where not known.
 
-    vLLM's own ``vllm:spec_decode_*`` go on beside them and mean for trees:
-    ``num_drafts`` is trees, ``num_draft_tokens`` nodes without roots, of which
-    one path at most can be accepted (so accepted / drafted is low by design),
-    and ``num_accepted_tokens_per_pos{position=i}`` trees that accepted more
-    than i nodes: position i is depth i + 1; there are as many as levels.
+    vLLM's own ``vllm:spec_decode_*`` go on beside them. For trees ``num_drafts`` counts trees.
+    ``num_draft_tokens`` counts nodes without roots; one path of them at most can be accepted, so
+    accepted / drafted is low by design. ``num_accepted_tokens_per_pos{position=i}`` counts trees
+    that accepted more than i nodes: position i is depth i + 1, and there are as many positions as
+    levels.
 
     The counts of a step are small integers that `observe` adds up; the many
     counters are brought up to date by `flush`, which need not follow each step.

@@ -1,9 +1,9 @@
 """One file without a name that holds weights while an engine runs.
 
 It has no name from the start, so that nothing of it is left however the process ends, and no
-other process can change it. It is written through mapped memory, by whatever loads a checkpoint,
-and read with direct I/O, past the page cache: where weights do not fit in memory, a cache of
-them would only displace what does.
+other process can change it. Whatever loads a checkpoint writes it, through mapped memory. It is
+read with direct I/O, past the page cache. Where weights do not fit in memory, a cache of them
+would only displace what does.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """The optimal static tree, exactly (paper, section 3.1 and appendix).
 
-The paper's recursion T[n, d, b] (best value of n nodes whose root has b
-children and depth budget d) is solved here from the last child to the first:
+The paper's T[n, d, b] is the best value of n nodes whose root has b children and depth budget d.
+Its recursion is solved here from the last child to the first:
 
     forest[s, b, n] = max over m of  p[s, b] * gain[next(s), m] + forest[s, b+1, n-m]
     gain[s, n]      = 1 + forest[s, 0, n-1]
 
-``forest[s, b, n]`` is the best value of n nodes spread over children b, b+1, ...
-of a node in state s, its child b being there whenever n > 0; children are then
-always a run 0..k without holes, even where p is not monotone or has zeros in it.
-A *state* stands for what a node's subtree may still look like: how much depth
-is left and which row of p applies. All states and all b at one n need only
-smaller n, so one NumPy (max, +) step does them together.
+``forest[s, b, n]`` is the best value of n nodes spread over children b, b+1, ... of a node in
+state s. Its child b is there whenever n > 0. So children are always a run 0..k without holes,
+even where p is not monotone or has zeros in it. A *state* stands for what a node's subtree may
+still look like: how much depth is left and which row of p applies. All states and all b at one n
+need only smaller n, so one NumPy (max, +) step does them together.
 
 Sizes count the root; depths count edges.
 """

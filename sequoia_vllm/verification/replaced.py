@@ -1,12 +1,11 @@
 """Verification of trees in which tokens that the target cannot give were replaced before scoring.
 
-A grammar that forbids a drafted token x makes its probability 0: scored as it is, x is
-rejected. So another token y may be scored in its place, if what is decided about x stays as
-it would be. Here x is rejected like any child (R and D lose it), and nothing below it is
-looked at. That ends at some node with a token t of the right law. Should t be the y of one of
-the node's replaced children, then the walk goes on there: the subtree below was drawn from a Q
-that is known, and is verified as a tree of its own, whose root is y. That y stands there
-changes no probability.
+A grammar that forbids a drafted token x makes its probability 0: scored as it is, x is rejected.
+So another token y may be scored in its place, if what is decided about x stays as it would be.
+Here x is rejected like any child (R and D lose it), and nothing below it is looked at. The walk
+ends at some node with a token t of the right law. If t is the y of one of the node's replaced
+children, the walk goes on there. The subtree below was drawn from a known Q, and is verified as a
+tree of its own, whose root is y. That y stands there changes no probability.
 
 Targets whose token is given need none of this: `match_tree` and `match_nodes` take any
 different children.
@@ -42,9 +41,9 @@ def verify_replaced(
 ) -> VerifyResult:
     """Verifies trees whose scored tokens are not all the drawn ones.
 
-    The emitted tokens have the law of `verify`, whatever tokens are chosen, provided that they
-    differ from their siblings' (drawn and scored), that the choice of a node's does not depend
-    on what was drawn below it, and that P at its parent is 0 for the drawn token.
+    The emitted tokens have the law of `verify`, whatever tokens are chosen, under three
+    conditions. A chosen token differs from its siblings' tokens, drawn and scored. Its choice
+    does not depend on what was drawn below its node. P at its parent is 0 for the drawn token.
 
     Args:
         verify: The host function of a method (`methods`).

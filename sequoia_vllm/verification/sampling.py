@@ -1,8 +1,7 @@
 """Drafting: the children of a node, drawn without replacement (section 3.2.2).
 
-The verifiers are lossless only for children that were drawn from exactly the Q
-they test against, so Q has one definition, `draft_distribution`, and the sampler
-draws from its result.
+The verifiers are lossless only for children that were drawn from exactly the Q they test against.
+So Q has one definition, `draft_distribution`, and the sampler draws from its result.
 
 **Truncation.** Where a request's min-p, top-k or top-p cuts the target's P off, a
 drafted token outside of P is rejected for certain. So Q leans into the nucleus: the
@@ -183,9 +182,9 @@ def _race(draft: Tensor, generators: Generators) -> Tensor:
 
 
 def _exponential(like: Tensor, generators: Generators) -> Tensor:
-    # A vocabulary's smallest E decide the race. From float32 uniforms they would
-    # be multiples of 2**-24 (zero once in 16 million: a token of no weight wins),
-    # and on the CPU `Tensor.exponential_` takes four times as long.
+    # A vocabulary's smallest E decide the race. From float32 uniforms they would be multiples of
+    # 2**-24. Once in 16 million one would be zero, and a token of no weight would win.
+    # `Tensor.exponential_` takes four times as long on the CPU.
     uniforms = fill_uniform(torch.empty_like(like, dtype=torch.float64), generators)
     return uniforms.float().neg_().log1p_().neg_()
 

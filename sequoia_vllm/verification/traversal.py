@@ -40,8 +40,8 @@ def traverse_tree(
     conditions of `walk_tree`, and are never fewer on average. A node costs a pass over the
     vocabulary unless it is accepted; a tree as many passes as it has nodes, at most.
 
-    Each request uses one uniform number per node of its tree, as `walk_tree`: the first picks
-    the token that ends the path, the i-th after it (from 1) decides node i.
+    Each request uses one uniform number per node of its tree, as `walk_tree` does. The first
+    picks the token that ends the path; the i-th after it (from 1) decides node i.
 
     Without a C++ compiler `walk_tree` verifies the trees instead, and the log says so once.
 

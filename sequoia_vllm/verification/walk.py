@@ -66,14 +66,12 @@ def walk_tree(
 ) -> VerifyResult:
     """Algorithm 2, asking for the distributions of the visited nodes only.
 
-    The emitted tokens have the law of sampling the target one token at a time,
-    provided that the children of a node are distinct and were drawn as
-    `sample_without_replacement` does with a positive temperature. For a one-hot P
-    any children will do.
+    The emitted tokens have the law of sampling the target one token at a time. For that the
+    children of a node must be distinct, and drawn as `sample_without_replacement` does with a
+    positive temperature. For a one-hot P any children will do.
 
-    Each request uses one uniform number per node of its tree, whatever the
-    outcome, in float64 and in this order: the first picks the token that ends
-    the walk, the i-th after it (from 1) decides node i.
+    Each request uses one uniform number per node of its tree, in float64, whatever the outcome.
+    The first picks the token that ends the walk; the i-th after it (from 1) decides node i.
 
     Args:
         target_at: P at ``nodes[j]`` of ``requests[j]``, float32 ``[A, V]``, each
@@ -237,8 +235,8 @@ def _accept_child(residual: Tensor, draft: Tensor, rows: Tensor, siblings: _Sibl
         target_at_token = probability_of(target, token)
         draft_at_token = probability_of(draft, token)
         waiting = (child >= 0) & (accepted[undecided] < 0)
-        # u < R[x] / D[x], without dividing by zero: a u below 1 in float64 times a
-        # float32 D[x] stays below D[x], so R[x] = D[x] > 0 always accepts.
+        # u < R[x] / D[x], without dividing by zero. A u below 1 in float64 times a float32 D[x]
+        # stays below D[x], so R[x] = D[x] > 0 always accepts.
         accept = waiting & (siblings.uniforms[undecided, rank] * draft_at_token < target_at_token)
         accepted[undecided] = torch.where(accept, child, accepted[undecided])
 

@@ -59,8 +59,8 @@ def check_schedule(original: Callable[..., None], self: Any) -> None:
     """Keeps schedules of trees with data parallelism, where vLLM's own check takes them away.
 
     With unequal numbers of drafts vLLM's replicas would have unequal numbers of drafting passes,
-    in each of which they meet; ours meet in none. vLLM checks again where a configuration is
-    copied for a draft, and at the end of an engine core's start: all is planned by then.
+    in each of which they meet. Ours meet in none. vLLM checks again where a configuration is
+    copied for a draft, and at the end of an engine core's start. All is planned by then.
     """
     if not SequoiaSettings.enabled(self):
         original(self)

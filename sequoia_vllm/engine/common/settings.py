@@ -1,7 +1,7 @@
 """What the front end decides and the workers read: carried by the tag of `config_tag`.
 
-Not in vLLM's ``additional_config``, all of which is part of what vLLM keys its compiled code by:
-the tree and what is known of it differ from start to start, and nothing compiled depends on them.
+They are not in vLLM's ``additional_config``: vLLM keys its compiled code by all of that. The tree
+and what is known of it differ from start to start, and nothing compiled depends on them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Structured output on trees: what the grammar allows after each node, along the node's own path.
 
-vLLM's manager takes a request's drafts for a chain: it drops those after the first that
-the grammar forbids, and fills one mask after another. With trees all drafts are scored, a
-mask for each node; what is forbidden has probability 0 then, and is rejected.
+vLLM's manager takes a request's drafts for a chain: it drops those after the first that the
+grammar forbids, and fills one mask after another. With trees all drafts are scored, with a mask
+for each node. What is forbidden has probability 0 then, and is rejected.
 
-Where the scheduler has the drafts before the target sees them (Model Runner V1), one that is
-forbidden where little is allowed is replaced before (`stand_ins`), and those below it are
-checked after its stand-in: so a path follows what a grammar forces. The verifier knows both
-tokens (`verification.replaced`). Elsewhere the target's forward runs ahead of the
-grammar, with drafts that never left the device.
+On Model Runner V1 the scheduler has the drafts before the target sees them. There a forbidden
+draft is replaced where little is allowed (`stand_ins`), and the drafts below it are checked after
+its stand-in. So a path follows what a grammar forces. The verifier knows both tokens
+(`verification.replaced`). Elsewhere the target's forward runs ahead of the grammar, with drafts
+that never left the device.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def grammar_bitmask(
 ) -> NDArray[np.int32] | None:
     """The manager's masks of the roots; then those of the other nodes.
 
-    It is asked for one request after another: how it lays out several requests' masks differs by
-    version, and for these it takes the room of ``max_num_seqs`` largest trees.
+    The manager is asked for one request after another. How it lays out several requests' masks
+    differs by version, and for several it takes the room of ``max_num_seqs`` largest trees.
 
     Returns:
         int32 ``[rows, V / 32]``: of each of these requests its root's, then its drafts'.

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_ALLOWED = 8
-"""Tokens that a grammar may allow where drafts are replaced: where it allows more, a choice without
-any model is hardly ever right, and the grammar would be asked about all that is below it. A
-forced string allows few: those tokens of the vocabulary that it begins with."""
+"""Drafts are replaced where the grammar allows this many tokens or fewer. Where it allows more, a
+choice without any model is hardly ever right, and the grammar would be asked about all that is
+below it. A forced string allows few: those tokens of the vocabulary that it begins with."""
 
 
 def allows(mask: NDArray[np.int32], token: int) -> bool:

@@ -1,10 +1,9 @@
 """Brings the worker's counts of trees to vLLM's metrics and log, in the front end.
 
-The worker puts what became of a step's trees on the model runner's output
-(`attach_paths`), which the executor pickles as a whole; the scheduler, which also
-knows how many drafts the load allows, puts both on the statistics that vLLM sends
-to the front end with each step, and only if somebody asked for statistics; there,
-off the engine's path, a stat logger counts and shows them.
+The worker puts what became of a step's trees on the model runner's output (`attach_paths`), which
+the executor pickles as a whole. The scheduler also knows how many drafts the batch size allows.
+If somebody asked for statistics, it puts both on those that vLLM sends to the front end with each
+step. There, off the engine's path, a stat logger counts and reports them.
 """
 
 from __future__ import annotations

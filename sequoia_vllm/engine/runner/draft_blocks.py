@@ -13,12 +13,11 @@ NULL_BLOCK = 0
 class DraftBlocks:
     """Follows the blocks of requests from when they are given out until the draft has read them.
 
-    vLLM shares a block of a prompt once the target computes it. The draft may lag
-    behind, or read nothing at all (a schedule says 0 drafts), and whoever finds the
-    block in the prefix cache would start on keys that were never written. So a
-    block that a request gets anew holds nothing of the draft's, and is *filled* when
-    the draft has read the tokens of all of it. Blocks are known by their ids, which
-    vLLM takes from one pool for all cache groups.
+    vLLM shares a block of a prompt once the target computes it. The draft may be behind, or read
+    nothing at all where a schedule says 0 drafts. Whoever finds the block in the prefix cache
+    would then start on keys that were never written. So a block that a request gets anew holds
+    nothing of the draft's. It is *filled* when the draft has read the tokens of all of it. Blocks
+    are known by their ids, which vLLM takes from one pool for all cache groups.
 
     A filled block that is not known as such costs the draft a second reading; one
     that is wrongly taken for filled would cost accepted drafts.

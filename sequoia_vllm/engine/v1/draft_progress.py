@@ -43,11 +43,11 @@ class CommittedTokens:
 class DraftProgressV1:
     """Follows how many tokens of each request the draft model has read.
 
-    Before the target's forward, the runner calls `forget` for the requests that have
-    finished, `start` for those that begin or resume, and `extend` for those that get more
-    cache blocks. After the step has sampled, and only if drafts are due, it calls `take`
-    once: that returns the tokens to read, which `TreeProposerV1.advance` reads at once, and
-    counts them as read.
+    Before the target's forward, the runner calls `forget` for requests that have finished. It
+    calls `start` for those that begin or resume, and `extend` for those that get more cache
+    blocks. After the step has sampled, and only if drafts are due, it calls `take` once: that
+    returns the tokens to read, which `TreeProposerV1.advance` reads at once, and counts them as
+    read.
 
     While a schedule asks for no drafts at this batch size, the draft reads nothing; when
     it asks for some again, the requests catch up. Of the tokens that a request has from
@@ -140,9 +140,9 @@ class DraftProgressV1:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """How much each request reads, int64 ``[requests]`` each.
 
-        Requests that begin to read come last, in the order in which they started: the
-        prefix cache gives a request blocks that an earlier one fills in this very
-        step, and one pass of the draft reads both.
+        Requests that begin to read come last, in the order in which they started. The prefix
+        cache may give a request blocks that an earlier one fills in this very step, and one pass
+        of the draft reads both.
 
         Args:
             request_ids: As in `take`.

@@ -1,12 +1,11 @@
 """Seeded requests: the token plain vLLM would sample, speculation or not.
 
-vLLM's CPU sampler draws one 31-bit seed per token from the request's generator
-and returns ``argmax(logits + gumbel(seed))``. A tree node at depth d decides
-the token that plain vLLM would decide with the d-th next draw. So for a seeded
-request the target's token at a node is a *function* of its logits: it is
-verified by matching, exactly as a greedy one, and its output is the one that
-the seed gives without speculation, whatever else is in the batch and however
-the tree is trimmed.
+vLLM's CPU sampler draws one 31-bit seed per token from the request's generator and returns
+``argmax(logits + gumbel(seed))``. A tree node at depth d decides the token that plain vLLM would
+decide with the d-th next draw. So for a seeded request the target's token at a node is a
+*function* of its logits. The request is verified by matching, exactly as a greedy one. Its output
+is the one that the seed gives without speculation, whatever else is in the batch and however the
+tree is trimmed.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ we only call or read. Each is here once, in the table of where it holds:
 - `V2`: Model Runner V2, on every device;
 - `GPU`: on GPUs, where the runner is always V2.
 
-Tables are ordered by vLLM's modules. They import nothing of vLLM and nothing that they describe,
-so that a device can be checked without loading another one's code, and other versions' wheels can
-be read. `engine.compat.contract` checks at start-up what modules, classes and functions show;
+Tables are ordered by vLLM's modules. They import nothing of vLLM and nothing that they describe.
+So a device can be checked without loading another one's code, and other versions' wheels can be
+read. `engine.compat.contract` checks at start-up what modules, classes and functions show;
 attributes that only instances have are not seen. A test checks that no override is missing here.
 """
 

@@ -1,9 +1,9 @@
 """The target's CUDA graphs: those that the engine's schedule can reach, and found by all batches.
 
-What it can reach are the schedule's numbers of drafts, and fewer where the engine adapts.
-vLLM captures every one of its sizes for every number of drafts in the schedule, and
-gives a batch the next larger captured number of tokens, of any number of drafts: if
-that one is for others, the batch runs without a full graph.
+An engine can reach the schedule's numbers of drafts, and fewer where it adapts. vLLM captures
+every one of its sizes for every number of drafts in the schedule. It gives a batch the next
+larger captured number of tokens, for any number of drafts. If that graph is for another number,
+the batch runs without a full graph.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sequoia_vllm.hardware.graph_sizes import decode_shapes
 class TreeGraphManager(ModelCudaGraphManager):
     """vLLM's manager with other full graphs: per number of drafts, for the batches that have it.
 
-    Its constructor calls `_init_candidates` once, when the engine starts: that sets which
-    graphs vLLM captures, and which of them vLLM tries for a batch of a step, by its tokens.
+    Its constructor calls `_init_candidates` once, when the engine starts. That sets which graphs
+    vLLM captures, and which of them it tries for a step's batch, by its tokens.
     """
 
     _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]

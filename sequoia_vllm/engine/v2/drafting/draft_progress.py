@@ -168,9 +168,9 @@ class ModelDraftProgress(DraftProgress):
     def take_bounds(self, slots: NDArray[np.intp], budget: int) -> NDArray[np.int32]:
         """See `DraftProgress.take_bounds`.
 
-        Requests that begin come last, in the order in which they started: the
-        prefix cache gives a request blocks that an earlier one fills in this very
-        step, and one pass of the draft reads both.
+        Requests that begin come last, in the order in which they started. The prefix cache may
+        give a request blocks that an earlier one fills in this very step, and one pass of the
+        draft reads both.
         """
         beginning = self._beginning(slots)
         reading = np.ones(len(slots), dtype=bool)

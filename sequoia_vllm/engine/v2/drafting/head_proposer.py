@@ -16,9 +16,9 @@ from sequoia_vllm.engine.v2.drafting.state_proposer import StateTreeProposer
 class _LevelTreeProposer(StateTreeProposer):
     """Grows trees with a head that reads tokens and states, in a pass for each level.
 
-    A row of such a head is a committed token with the target's states at the token before it:
-    it has that one's position and slot, and what it computes predicts the token after. Drafted
-    tokens come with what the head itself fed back for their parents.
+    A row of such a head is a committed token with the target's states at the token before it. The
+    row has that earlier token's position and slot, and predicts the token after the committed
+    one. Drafted tokens come with the recurrent states of the head itself at their parents.
     """
 
     @torch.inference_mode()

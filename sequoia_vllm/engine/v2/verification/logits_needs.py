@@ -15,14 +15,13 @@ class LogitsNeeds:
     """What each request slot needs done to its logits: nothing, a temperature, or more.
 
     vLLM's sampler calls `add_request` when a request begins or resumes, and in it
-    `add_to_states`; in each step the verifier asks `any_more` and `nothing` of the
-    requests that it verifies, to leave their logits alone where it can.
+    `add_to_states`. In each step the verifier calls `any_more` and `nothing` for the requests
+    that it verifies, to leave their logits alone where it can.
 
-    vLLM's sampler keeps one flag per slot, raised by a temperature as by anything else
-    that `Sampler.apply_sampling_params` does. `add_request` and `add_to_states` are to
-    take the places of the sampler's and of its states': in between, the flag says what
-    it would say of a request of temperature 1. So whatever vLLM comes to do besides
-    counts as more.
+    vLLM's sampler keeps one flag per slot, raised by a temperature as by anything else that
+    `Sampler.apply_sampling_params` does. `add_request` takes the place of the sampler's, and
+    `add_to_states` that of its states'. In between, the flag says what it would say of a request
+    of temperature 1. So whatever else vLLM comes to do counts as more.
     """
 
     def __init__(self, sampler: Sampler) -> None:
