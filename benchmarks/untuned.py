@@ -92,7 +92,7 @@ def _compare_at(engines: dict[str, Any], batch_size: int, options: Any) -> None:
 
 
 def _summary(own: list[Any], plain: list[Any], temperature: float) -> str:
-    """Of the rounds of one engine, beside plain vLLM's."""
+    """One line on the rounds of one engine, beside plain vLLM's."""
     ours, theirs = ([_milliseconds(run) for run in runs] for runs in (own, plain))
     ratios = [base / time for base, time in zip(theirs, ours, strict=True)]
     speed = (

@@ -139,23 +139,24 @@ class SequoiaConfig(_Strict):
     )
     context_attention: ContextAttention = Field(
         default="triton",
-        description='How the target attends to what came before a tree, on GPUs. "triton": in the '
-        'kernel that also reads the tree. "flash": by vLLM\'s FlashAttention, and our kernel adds '
-        "the tree: a launch more, which may pay where contexts are long (`sequoia-vllm gpu-check` "
-        "times both).",
+        description='How the target attends to what came before a tree, on GPUs. With "triton" '
+        'the kernel that reads the tree does it. With "flash" vLLM\'s FlashAttention does it, and '
+        "our kernel adds the tree. That is a launch more, which may pay where contexts are long. "
+        "`sequoia-vllm gpu-check` times both.",
     )
     verification: MethodName | None = Field(
         default=None,
         description="How sampled trees are verified; output has the target's law by either. "
-        '"sequoia": by the paper\'s Algorithm 2, one decision after another. "traversal": whole '
-        "paths at once (arXiv 2505.12398), which accepts more tokens from the same drafts. None: "
-        'what `sequoia-vllm tune` found better for this pair, and else "sequoia".',
+        'With "sequoia" by the paper\'s Algorithm 2, one decision after another. With "traversal" '
+        "whole paths at once (arXiv 2505.12398), which accepts more tokens from the same drafts. "
+        'None: what `sequoia-vllm tune` found better for this pair, and else "sequoia".',
     )
     adapt: bool | None = Field(
         default=None,
         description="While serving, draft as much of the tree as pays by what the engine measures, "
-        "which may be nothing; learned anew for each pair and device, and kept for the next start. "
-        "False: as configured. None: true, unless num_speculative_tokens_per_batch_size is given.",
+        "which may be nothing. It is learned for each pair and device, and kept for the next "
+        "start. False: as configured. None: true, unless num_speculative_tokens_per_batch_size is "
+        "given.",
     )
     offload: OffloadSpec | None = Field(
         default=None,

@@ -151,8 +151,8 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Encodes prompts, as a server would that gets them in requests.
 
-    A bare prompt is the user's turn of a conversation where the tokenizer has a
-    chat template, since that is what its model was trained to answer.
+    Where the tokenizer has a chat template, a bare prompt is the user's turn of a conversation:
+    its model was trained to answer such.
 
     Args:
         prompts: Texts and conversations.

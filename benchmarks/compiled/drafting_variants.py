@@ -20,7 +20,7 @@ from sequoia_vllm.kernels.children_kernels import (
 
 
 def begin_drafting_variants() -> list[Variant]:
-    """As an engine launches it."""
+    """The start of drafting, as an engine launches it."""
     int32 = (
         "requests", "computed", "num_sampled", "bounds", "all_modes", "most_nodes", "read",
         "num_nodes", "rows", "starts", "counts", "roots", "contexts", "modes", "all_top_k", "top_k",

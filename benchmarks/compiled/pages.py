@@ -49,7 +49,7 @@ class Page:
         path.write_text(self.text(), encoding="utf-8")
 
     def text(self) -> str:
-        """As Markdown."""
+        """The page as Markdown."""
         rows = "\n".join(map(line, self.table))
         sources = "\n".join(f"{kernel:32} {digest}" for kernel, digest in self.sources.items())
         return f"""# The GPU kernels, compiled with Triton {self.triton_version}

@@ -19,7 +19,7 @@ _DIGITS = 16
 
 
 def source_hashes() -> dict[str, str]:
-    """Of each kernel, by name: a hash of its code and of the launches of its variants.
+    """Hashes by kernel's name, each of its code and of the launches of its variants.
 
     Comments, docstrings and the place of code do not count; functions that a kernel calls
     and constants that it names do, in whichever module they are.
@@ -28,7 +28,7 @@ def source_hashes() -> dict[str, str]:
 
 
 def source_hash(variants: Sequence[Variant]) -> str:
-    """Of one kernel, from all its variants; see `source_hashes`.
+    """The hash of one kernel, from all its variants; see `source_hashes`.
 
     Raises:
         TypeError: If its code names anything but constants and functions of `triton.jit`.

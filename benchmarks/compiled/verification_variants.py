@@ -15,7 +15,7 @@ from sequoia_vllm.kernels.verify_kernels import verify_kernel
 
 
 def scoring_input_variants() -> list[Variant]:
-    """As an engine launches them."""
+    """The kernels before scoring and verification, as an engine launches them."""
     int32 = (
         "row_slots", "row_nodes", "input_ids", "slots", "cu_rows", "num_nodes", "state_rows",
         "modes", "token_ids_out", "modes_out", "root_positions_out", "state_rows_out", "scored",
@@ -45,7 +45,7 @@ def scoring_input_variants() -> list[Variant]:
 
 
 def path_edit_variants() -> list[Variant]:
-    """Of float32 logits, as vLLM copies them before it edits."""
+    """Edits of float32 logits: vLLM makes such a copy before it edits."""
     rows = {
         "logits": "*fp32", "logits_stride": "i32:16",
         **dict.fromkeys(("slots", "nodes", "token_ids", "parents"), "*i32"),

@@ -113,7 +113,7 @@ def _listener(url: str) -> psutil.Process:
 
 
 def _memory(process: psutil.Process) -> int:
-    """Of it and those that it started, in bytes."""
+    """Memory of a process and of those that it started, in bytes."""
     family = [process, *process.children(recursive=True)]
     return sum(member.memory_info().rss for member in family)
 

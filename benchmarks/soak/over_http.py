@@ -113,8 +113,8 @@ async def compare(
 ) -> None:
     """Sends all requests to both servers, many at once, and counts what comes back.
 
-    An answer that differs is asked for once more, alone: which of two tokens that are equally
-    likely but for rounding comes first, may depend on what else is in the batch.
+    An answer that differs is asked for once more, alone. Of two tokens that are equally likely
+    but for rounding, either may come first, depending on what else is in the batch.
     """
     waiting = iter(requests)
     suspects: list[tuple[RandomRequest, list[Any]]] = []

@@ -50,12 +50,12 @@ class RandomRequest:
 def random_requests(
     prompts: Sequence[str], count: int, seed: int, vocabulary: int
 ) -> list[RandomRequest]:
-    """As many requests as ``count``, the same for the same arguments.
+    """Random requests, the same for the same arguments.
 
     Args:
         prompts: Texts that prompts are made of.
         count: How many.
-        seed: Of everything that is random.
+        seed: Seeds everything that is random.
         vocabulary: Size of the models' vocabulary.
     """
     source = random.Random(seed)

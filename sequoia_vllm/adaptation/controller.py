@@ -119,10 +119,10 @@ class _Octave:
 class DraftController:
     """Follows an engine's steps, and keeps its table of drafts by batch size.
 
-    Tokens per step are predicted for every prefix of the tree from acceptance by depth and
-    child, for greedy and sampled requests apart; seconds per step are those that were seen.
-    Other numbers of drafts are seen in short trials, none among them, so that speculation
-    that does not pay is off within 200 steps of steady load.
+    Tokens per step are predicted for every prefix of the tree from acceptance by depth and child,
+    for greedy and sampled requests apart; seconds per step are those that were seen. Other
+    numbers of drafts, and none, are seen in short trials. So speculation that does not pay is off
+    within 200 steps of steady load.
 
     Args:
         tree: The engine's tree.

@@ -246,8 +246,8 @@ def speculative_config(method: Method, engine: EngineSpec) -> dict[str, Any] | N
 def _start_order(method: Method) -> tuple[bool, bool]:
     """Sorts Sequoia's worker class first, for engines within this process.
 
-    vLLM adds an extension to a worker class only while no base of it has it,
-    and "auto" may turn out to be a plain engine.
+    vLLM adds an extension to a worker class only while no base class has the extension. And
+    "auto" may turn out to be a plain engine.
     """
     is_auto = (method.speculative_config or {}).get("tree") == AUTO
     return method.kind is not Kind.SEQUOIA, is_auto

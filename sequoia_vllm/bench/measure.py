@@ -21,8 +21,8 @@ from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, run_r
 from sequoia_vllm.measuring.engines import Progress
 from sequoia_vllm.tree.token_tree import TokenTree
 
-# Difference in log-probability that rounding may turn around, nats: two units in
-# the last place of a logit between 16 and 32, as bfloat16 and float16 store it.
+# Difference in log-probability that rounding may turn around, in nats. It is two units in the
+# last place of a logit between 16 and 32, as bfloat16 and float16 store it.
 NEAR_TIE = {"bfloat16": 0.25, "float16": 0.03125}
 # Most chains that a search chooses: each is an engine, alive with all others.
 _MOST_CHAINS = 6

@@ -37,8 +37,8 @@ _ENVIRONMENT = (
 )  # fmt: skip
 CHAIN_SAMPLES_WRONGLY = (
     "vLLM's chain samples wrongly at temperatures above 0 on CPUs without Triton "
-    "(vllm-project/vllm#55005): its tokens are not the target's, and it accepts fewer drafts than "
-    "it should, so that its speed there says nothing of vLLM's chain elsewhere"
+    "(vllm-project/vllm#55005). Its tokens are not the target's, and it accepts fewer drafts than "
+    "it should. So its speed there says nothing of vLLM's chain elsewhere"
 )
 DECLINED = '"auto" does not speculate here'
 Predict = Callable[[MethodRuns, EngineCase], PredictedSpeed | None]

@@ -88,13 +88,12 @@ def bench(
 ) -> None:
     """Compare plain vLLM, its own chain speculation, and Sequoia, in alternating rounds.
 
-    vLLM's best chain is looked for first: one of 8 drafts shows how often drafts are accepted
-    and what steps take, and the two or three that promise most are run with the others.
-    Rates are of steps in which the whole batch decodes. Greedy outputs must be
-    plain vLLM's: in float32 every difference is an error (exit code 1); in half
-    precision only one that rounding cannot explain, that is where from the
-    difference on some token is further below the target's best one than two
-    units in the last place of a logit.
+    vLLM's best chain is looked for first. A chain of 8 drafts shows how often drafts are accepted
+    and what steps take; the two or three that promise most are run with the others. Rates are of
+    steps in which the whole batch decodes. Greedy outputs must be plain vLLM's. In float32 every
+    difference is an error (exit code 1). In half precision only those are that rounding cannot
+    explain: after the difference some token is further below the target's best one than two units
+    in the last place of a logit.
     """
     options = dict(locals())
     quiet_engines()

@@ -184,9 +184,9 @@ DrafterKind = Annotated[str, AfterValidator(_known_kind)]
 class HeadShape(FileModel):
     """Matrices of a head that a draft model does not have.
 
-    A matrix takes the target's hidden states to the head's width when committed tokens are read
-    (vLLM's ``fc``, which is on each device as a whole). MTP layers have none. The embedding is
-    the target's.
+    A matrix takes the target's hidden states to the head's width when committed tokens are read.
+    It is vLLM's ``fc``, which is on each device as a whole. MTP layers have none. The embedding
+    is the target's.
     """
 
     kind: DrafterKind

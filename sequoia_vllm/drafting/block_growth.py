@@ -1,7 +1,7 @@
 """Growth by a drafter that reads all levels in one pass (DFlash, arXiv 2602.06036).
 
-Some of its kin correct what the pass predicts by the tokens that were drafted meanwhile: then Q at
-a node depends on the node's token, too.
+Some related drafters correct what the pass predicts by the tokens that were drafted meanwhile.
+Then Q at a node depends on the node's token, too.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class BlockModel(DraftModel):
 class BlockGrowth(TreeGrowth):
     """Grows trees from one forward over a block of each request: its root, then masks.
 
-    Q at a node is what the level's position predicts, in the light of the node's own token if
-    the drafter takes it into account (`BlockLogits`). The children of each are drawn on their
-    own, as verification takes Q at a node for independent of what was drawn at others.
+    Q at a node is what the level's position predicts. Some drafters also take the node's own
+    token into account (`BlockLogits`). The children of each node are drawn on their own, since
+    verification takes Q at a node for independent of what was drawn at others.
 
     Args:
         mask_token: What stands at positions that are predicted.

@@ -20,9 +20,9 @@ TREE_SHARE = 0.5
 MOST_TREE_TOKENS = 1024
 """Tokens of all trees in a step, whatever the budget, where weights lie on the device.
 
-Scoring 1,024 tokens is bound by arithmetic on every device of the library
-(about 200 are where that begins): more drafts cost what more requests would.
-Where a step waits for weights from the host, arithmetic begins to count much later.
+Scoring 1,024 tokens is bound by arithmetic on every device of the library; that begins at about
+200 tokens. From there more drafts cost what more requests would. Where a step waits for weights
+from the host, arithmetic begins to count much later.
 """
 
 # Trees whose numbers of nodes differ by less than this factor need not both be chosen among.

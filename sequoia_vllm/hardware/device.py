@@ -66,9 +66,9 @@ class DeviceSpec(FileModel):
     def memory_bytes(self) -> float:
         """Memory in bytes.
 
-        Memory chips come in powers of two: drivers report 79.6 GiB of an "80 GB" H100
-        and 24.0 GiB of a "24 GB" RTX 4090. Error correction takes up to 6 % of it on
-        cards with GDDR6 (L4, L40S), which is not subtracted.
+        Memory chips come in powers of two. Drivers report 79.6 GiB of an "80 GB" H100 and 24.0
+        GiB of a "24 GB" RTX 4090. Error correction takes up to 6 % on cards with GDDR6 (L4,
+        L40S), which is not subtracted.
         """
         return self.memory_gb * 2**30
 

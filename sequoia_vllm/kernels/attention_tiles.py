@@ -11,9 +11,9 @@ MAX_ROWS = 128
 _MIN_ROWS = 16
 # A split costs a merge, so it gets at least this many positions to be worth it.
 MIN_POSITIONS_PER_SPLIT = 256
-# Hopper, and Blackwell for data centres: their tensor cores read operands from shared
-# memory. All others take them from registers, consumer Blackwell (12.x) too, and of
-# those 8.6, 8.9 and 12.x have 99 KB of shared memory at most.
+# Hopper, and Blackwell for data centres: their tensor cores read operands from shared memory. All
+# others take them from registers, consumer Blackwell (12.x) too. Among those, 8.6, 8.9 and 12.x
+# have 99 KB of shared memory at most.
 _READ_SHARED_MEMORY = range(90, 120)
 HOPPER = 90
 # Of a thread. The compiler is told so where it would spill a few to fit one more program
@@ -81,8 +81,8 @@ def choose_tile(
     blackwell = not in_registers and capability > HOPPER
     spills = (blackwell and padded_head_size <= 64 <= rows) or (windowed and keys == 128)
     registers = _ALL_REGISTERS if spills else None
-    # Three stages: while one block is computed the next one's keys and values are
-    # on their way, and so are the block table's entries for the one after.
+    # Three stages. While one block is computed, the next one's keys and values are on their way,
+    # and the block table's entries for the one after.
     return Tile(rows, keys, 8 if wide else 4, num_stages=3, max_registers=registers)
 
 

@@ -35,9 +35,9 @@ def begin_drafting_kernel(
     """Takes R requests from tables of S request slots into a batch of M >= R rows, one per lane.
 
     A request reads what is committed beyond what it has read, up to its bound, and that counts as
-    read from now on. It gets a tree if nothing is left to read then, a token was sampled after
-    which to draft, and its mode, length and row allow it. Rows from R on are padding: slot -1,
-    mode SKIP, lengths 0.
+    read from now on. It gets a tree if nothing is left to read then and a token was sampled after
+    which to draft. Its mode, length and row must allow it, too. Rows from R on are padding: slot
+    -1, mode SKIP, lengths 0.
 
     Args:
         requests: int32 or int64 ``[R]``: slot of each, all different.

@@ -1,12 +1,11 @@
 # mypy: allow-untyped-defs
 """Q, and draws from it without replacement: kernels of `sequoia_vllm.kernels.children`.
 
-`draft_probability` is the one definition of Q: it serves the draws and, from the
-statistics kept here, the verifier. A draw is a race: every token of a row gets a
-score, and the highest are its children (arXiv 2402.12374, section 3.2.2). Logits below
-the row's ``lowest`` are lowered first (`sequoia_vllm.kernels.truncation`). The first
-kernel takes what Q needs of each row, the second scores blocks of the vocabulary and
-keeps each block's best, the third merges them.
+`draft_probability` is the one definition of Q: it serves the draws and, from the statistics kept
+here, the verifier. A draw is a race: every token of a row gets a score, and the highest are its
+children (arXiv 2402.12374, section 3.2.2). Logits below the row's ``lowest`` are lowered first
+(`sequoia_vllm.kernels.truncation`). The first kernel takes what Q needs of each row. The second
+scores blocks of the vocabulary and keeps each block's best. The third merges them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _NO_TOKEN = tl.constexpr(-(2**63))
 def scale_logits(logits, temperature):
     """Logits times 1 / temperature, float32: the same bits wherever Q is looked at.
 
-    One division, and a product per logit: a rounded division for each takes twice
+    It takes one division, and a product per logit. A rounded division for each logit takes twice
     the instructions of everything else, and registers that the verifier lacks.
     """
     return logits.to(tl.float32) * tl.div_rn(1.0, temperature)
@@ -42,9 +41,9 @@ def scale_logits(logits, temperature):
 def draft_probability(logits, temperature, maximum, total):
     """Q of tokens, float32: what drafts are drawn from and verified against.
 
-    Values below the smallest normal float32 are 0: some devices flush them. NaN is
-    0, too. So a row with NaN or +inf, or without a finite logit, has no Q at all:
-    its children are drawn uniformly, and verified as that.
+    Values below the smallest normal float32 are 0: some devices flush them. NaN is 0, too. So a
+    row with NaN or +inf, or without a finite logit, has no Q at all. Its children are drawn
+    uniformly, and verified so.
 
     Args:
         logits: Raw draft logits, any floating type, any shape.

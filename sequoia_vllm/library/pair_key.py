@@ -11,8 +11,8 @@ from pathlib import Path
 
 from sequoia_vllm.hardware.step_profile import Profile
 
-# The one file of a model directory whose hash says which weights it has: an index of several
-# only names them, and is the same for every fine-tune.
+# The one file of a model directory whose hash says which weights it has. An index of several
+# files only names them, and is the same for every fine-tune.
 _WEIGHTS = "model.safetensors"
 
 

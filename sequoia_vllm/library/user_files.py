@@ -1,7 +1,7 @@
 """Where the user's own trees lie, what was measured, and what engines keep for their next start.
 
-An engine may run where it cannot look or write: as a user without a home, as a user who may not
-enter the home it is given, or on a read-only disk. It then runs without such files.
+An engine may run where it cannot look or write. Its user may have no home or may not enter it, or
+the disk is read-only. It then runs without such files.
 """
 
 from __future__ import annotations

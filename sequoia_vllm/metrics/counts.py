@@ -154,8 +154,8 @@ def interval_line(tree: TokenTree, counts: TreeCounts, drafts: int | None) -> st
 
     Args:
         tree: The engine's tree.
-        counts: Of the interval.
-        drafts: Nodes drafted for each request at the present load; None: not known.
+        counts: What the interval counted.
+        drafts: Nodes drafted for each request at the current batch size; None: not known.
     """
     if counts.trees == 0:
         return None

@@ -92,13 +92,12 @@ class TreeMetrics:
     ``sequoia:tree_info{size, depth, source}``
         1 for the engine's tree. Its size counts the root.
     ``sequoia:drafted_nodes``
-        Nodes drafted for each request at the present load (the root is not);
-        less than size - 1 where the schedule trims the tree, 0 where it turns
-        speculation off.
+        Nodes drafted for each request at the current batch size (the root is not). Less than
+        size - 1 where the schedule trims the tree, 0 where it turns speculation off.
     ``sequoia:expected_speedup``, ``sequoia:measured_speedup``
-        Speed against plain decoding. The first is what the tree was chosen for, with one
-        request at once. The second is what the engine measured with its drafts and without,
-        at its recent load. Absent where not known.
+        Speed against plain decoding. The first is what the tree was chosen for, with one request
+        at once. The second is what the engine measured with its drafts and without, at recent
+        batch sizes. Absent where not known.
 
     vLLM's own ``vllm:spec_decode_*`` go on beside them. For trees ``num_drafts`` counts trees.
     ``num_draft_tokens`` counts nodes without roots; one path of them at most can be accepted, so
@@ -138,14 +137,14 @@ class TreeMetrics:
             for reason in get_args(Reason)
         }
         info = self._gauge("tree_info", "The engine's tree.", "size", "depth", "source")
-        drafted = self._gauge("drafted_nodes", "Nodes drafted per request at the present load.")
+        drafted = self._gauge("drafted_nodes", "Nodes drafted per request at this batch size.")
         for labels in self._labels.values():
             info.labels(*labels, tree.size, tree.depth, first_clause(source)).set(1)
         self._drafted = {e: drafted.labels(*labels) for e, labels in self._labels.items()}
         for gauge in self._drafted.values():
             gauge.set(tree.num_speculative_tokens)
         expected = self._gauge("expected_speedup", "Expected for one request, against no drafts.")
-        self._measured = self._gauge("measured_speedup", "Measured of late, against no drafts.")
+        self._measured = self._gauge("measured_speedup", "Measured lately, against no drafts.")
         if expected_speedup is not None:
             for labels in self._labels.values():
                 expected.labels(*labels).set(expected_speedup)

@@ -151,10 +151,10 @@ def draw_without_replacement(draft: Tensor, k: int, generators: Generators = Non
 
 
 def _softmax(logits: Tensor, temperature: Tensor, truncation: Truncation) -> Tensor:
-    # Subnormals become zero: some devices flush them at the next operation, and
-    # then the sampler and the verifier would disagree on what Q can still draw.
-    # A tensor even for one common temperature: CUDA divides by a scalar by
-    # multiplying with its reciprocal, which is another Q in the last bit.
+    # Subnormals become zero. Some devices flush them at the next operation, and then the sampler
+    # and the verifier would disagree on what Q can still draw. The temperature is a tensor even
+    # where it is one for all: CUDA divides by a scalar by multiplying with its reciprocal, which
+    # is another Q in the last bit.
     scaled = lower_outside(logits / temperature[:, None], truncation)
     probabilities = torch.softmax(scaled, dim=1)
     return threshold(probabilities, torch.finfo(torch.float32).tiny, 0.0, inplace=True)
@@ -173,9 +173,9 @@ def _greedy_scores(logits: Tensor) -> Tensor:
 def _race(draft: Tensor, generators: Generators) -> Tensor:
     """Scores whose k largest, in order, are k draws without replacement.
 
-    Token x arrives at time E[x] / Q[x], E exponential: the order of arrival is
-    the order of draws (the Gumbel-top-k trick without its logarithms). Those
-    with Q[x] = 0 come after all others, in the order of E alone.
+    Token x arrives at time E[x] / Q[x], with E exponential. The order of arrival is the order of
+    draws (the Gumbel-top-k trick without its logarithms). Tokens with Q[x] = 0 come after all
+    others, in the order of E alone.
     """
     arrival = _exponential(draft, generators)
     return torch.where(draft > 0, draft / arrival, -arrival)

@@ -38,10 +38,10 @@ class Matching:
 def match(target: Vocabulary, draft: Vocabulary, target_size: int, draft_size: int) -> Matching:
     """Matches tokens by their text, and those without text by name and role.
 
-    Several tokens of the draft may mean one of the target's: "<0x41>" is "A", and a draft that
-    ends sequences with another token than the target still ends them. Some tokens of the target
-    are meant by no token of the draft. The draft spells the text of such a token and reads the
-    last token of that, or else the unknown one.
+    Several tokens of the draft may mean one of the target's: "<0x41>" is "A". A draft that ends
+    sequences with another token than the target still ends them. Some tokens of the target are
+    meant by no token of the draft. The draft spells the text of such a token and reads the last
+    token of that, or else the unknown one.
 
     Args:
         target, draft: Their vocabularies.

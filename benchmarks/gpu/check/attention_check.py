@@ -245,7 +245,7 @@ class TimedShape:
 
     @property
     def operations(self) -> int:
-        """Of both products, over the context and half of the tree."""
+        """Operations of both products, over the context and half of the tree."""
         pairs = self.batch_size * self.nodes * (self.context_length + self.nodes // 2)
         return 4 * pairs * self.heads.heads * self.heads.head_size
 

@@ -57,7 +57,7 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """As the driver gives it."""
+        """The device's name, from its driver."""
         return "cpu" if self.interpreted else torch.cuda.get_device_name(self.device)
 
     @property

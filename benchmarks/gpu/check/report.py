@@ -82,7 +82,7 @@ class AttentionTime(_Strict):
 
     @property
     def share_of_bandwidth(self) -> float:
-        """Of what a large copy achieves."""
+        """Share of the bandwidth that a large copy achieves, 0 to 1."""
         return self.bandwidth_floor / self.seconds
 
 

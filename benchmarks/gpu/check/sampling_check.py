@@ -138,7 +138,7 @@ def _shortfall(scores: NDArray[np.float64], drawn: list[int]) -> float:
 
 
 def _statistics_error(batch: TreeBatch, level: Level, logits: Tensor) -> float:
-    """Of the maxima and sums that make Q, and of the copy of its logits."""
+    """Error of the maxima and sums that make Q; infinite where the copy of its logits differs."""
     kept = batch.draft_logits[:, level.rows.long()].reshape(logits.shape)
     if not torch.equal(kept, logits):
         return math.inf

@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.gpu.check.machine import Machine
 
 Work = Callable[[], object]
-# Read before each timed replay: more than any L2 cache, and longer than the host
-# takes to launch what is timed, so that the device never waits for it.
+# Read before each timed replay. It is more than any L2 cache. Reading it takes longer than the host
+# takes to launch what is timed, so the device never waits for the host.
 _FLUSH_BYTES = 2 << 30
 _WARM_UPS = 2
 
@@ -49,7 +49,7 @@ class GraphTimer:
         self._sum = torch.zeros((), dtype=torch.float32, device=device)
 
     def time(self, works: Sequence[Work]) -> Time:
-        """As `Timer.time`; the host's launches are not in it."""
+        """See `Timer.time`; the host's launches are not in it."""
         graph = capture(works)
         graph.replay()
         events = []
@@ -71,7 +71,7 @@ class OnceTimer:
     """Runs everything once, on the host's clock: where times mean nothing."""
 
     def time(self, works: Sequence[Work]) -> Time:
-        """As `Timer.time`."""
+        """See `Timer.time`."""
         start = time.perf_counter()
         for work in works:
             work()

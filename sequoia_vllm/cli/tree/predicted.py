@@ -37,9 +37,9 @@ KindOption = Annotated[
     InterconnectKind | None,
     typer.Option(
         "--interconnect-kind",
-        help="How links lead to the other devices, where it is not as in the datasheet: switch "
-        "(full rate to any), mesh (a share to each of seven), bus (PCIe), host (PCIe of GPUs that "
-        "cannot read each other's memory).",
+        help="How links lead to the other devices, where not as in the datasheet. switch: full "
+        "rate to any; mesh: a share to each of seven; bus: PCIe; host: PCIe of GPUs that cannot "
+        "read each other's memory.",
     ),
 ]
 OffloadOption = Annotated[

@@ -11,9 +11,9 @@ from sequoia_vllm.drafters.registry import Drafter, HeadShape, Sign, register
 MODEL_TYPES = r".*mtp"
 """Model types that vLLM reads such layers as."""
 DENSE = frozenset({"MiMoMTPModel"})
-"""Architectures of such layers that take one state of the target and give one back, attend with
-keys and values, and are dense, as their targets are. Others in vLLM's registry are layers of
-targets that are none of it, or that are multimodal."""
+"""Architectures of such layers that take one state of the target and give one back. They attend
+with keys and values, and are dense, as their targets are. vLLM's registry has others, whose
+targets are not so, or are multimodal."""
 
 
 @register

@@ -1,4 +1,4 @@
-"""How much is drafted at which load, once the engine's limits are known."""
+"""How many drafts each batch size gets, once the engine's limits are known."""
 
 from __future__ import annotations
 

@@ -45,9 +45,9 @@ def fault_of_lock_step(vllm_config: Any) -> str | None:
 def as_alone(vllm_config: Any) -> Any:
     """The configuration that a draft runs with: as if its engine had no other replicas.
 
-    Replicas in lock step agree on a batch's size whenever a forward context is entered, be it
-    of a model without experts. A dense draft exchanges nothing with others, and has as many
-    passes as its own replica's trees need: another one may be idle meanwhile, or draft less.
+    Replicas in lock step agree on a batch's size whenever a forward context is entered, even of a
+    model without experts. A dense draft exchanges nothing with other replicas. It has as many
+    passes as its own replica's trees need, while another replica may be idle or draft less.
     """
     parallel = vllm_config.parallel_config
     if parallel.data_parallel_size == 1:

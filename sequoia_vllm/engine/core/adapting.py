@@ -88,7 +88,7 @@ class SchedulerAdapter:
         keeps: Whether it can be written; where not, the front end has said so.
 
     Attributes:
-        speedup: Against no drafts, at the load of late, as far as was measured; None: not known.
+        speedup: Speed against no drafts at recent batch sizes, as measured; None: not known.
     """
 
     def __init__(self, controller: DraftController, name: str, keeps: bool = True) -> None:

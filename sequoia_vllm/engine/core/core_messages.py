@@ -1,8 +1,8 @@
 """Fewer messages between the engine core and its workers, where it takes one step at a time.
 
 vLLM's engine core then sends three per step, and waits for each answer: run the target, sample,
-and say which tokens were drafted. Here the first samples at once, where the engine core has
-nothing to add (it has the masks of grammars), and the drafts come with the sampled tokens.
+and say which tokens were drafted. Here the first message also samples, unless the engine core
+must add masks of grammars. The drafts come with the sampled tokens.
 
 Where it works a step ahead ("asynchronous scheduling") nobody waits, and nothing is changed.
 """

@@ -1,9 +1,9 @@
 """How many slots of the KV cache requests hold for drafts: a step's, not the largest tree's.
 
-A step's allocation covers what it writes. That is the tree that it scores, which vLLM counts
-among the step's tokens, and the tree that it grows for the next step, in look-ahead slots behind
-it. vLLM looks up how many drafts the second one has after it has allocated, when it knows how
-many requests it could schedule. So ours bounds the number before, by the requests that run.
+A step's allocation covers the two trees that it writes. It scores one, which is counted among the
+step's tokens, and grows the next one, in look-ahead slots behind. How many drafts the next tree
+has is looked up after the allocation: vLLM must know how many requests it could schedule. So ours
+bounds the number before, by the requests that run.
 """
 
 from __future__ import annotations

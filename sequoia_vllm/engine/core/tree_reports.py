@@ -44,9 +44,9 @@ class StepReport:
     """What a step tells the front end.
 
     Attributes:
-        drafts: Nodes drafted per request at its load; None: no request was scheduled.
+        drafts: Nodes drafted per request at its batch size; None: no request was scheduled.
         paths: Its verified trees, for `TreeCounts.from_bytes`; empty: there was none.
-        undrafted: Of each request that began with it and has no drafts, the reason.
+        undrafted: The reason of each request that began with it and has no drafts.
         speedup: Against no drafts, as measured while serving; None: not known.
         tree: `TokenTree.checksum` of the tree that they are of; 0 without paths.
     """

@@ -162,8 +162,8 @@ def _check_depth(tree: TokenTree, draft: ResolvedDraft) -> None:
     if draft.levels is not None and tree.depth > draft.levels:
         raise ConfigError(
             f"the tree has {tree.depth} levels, and the {drafter(draft.kind).short_name} "
-            f"{draft.name!r} drafts {draft.levels} at most (so many positions of its block predict "
-            f"one): choose a tree of depth {draft.levels} or less, such as "
+            f"{draft.name!r} drafts {draft.levels} at most, one for each position of its block "
+            f"that predicts: choose a tree of depth {draft.levels} or less, such as "
             f'"tree": {{"size": {tree.size}, "depth": {draft.levels}}}'
         )
 

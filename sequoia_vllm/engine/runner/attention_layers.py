@@ -32,9 +32,9 @@ class TreeForward(ABC):
     ) -> Tensor:
         """Runs attention like vLLM's implementation, but masks each tree node to its ancestors.
 
-        vLLM's kernels take no mask and treat every request as a chain: what they
-        write for tree rows is replaced (design: context plus ancestors, in one
-        softmax). Keys and values of this step are in the cache by now.
+        vLLM's kernels take no mask and treat every request as a chain. What they write for tree
+        rows is replaced by attention over context and ancestors, in one softmax. Keys and values
+        of this step are in the cache by now.
         """
         tree = getattr(attn_metadata, "tree", None)
         if tree is None or not tree.only_trees:

@@ -45,9 +45,9 @@ class DraftProgressV1:
 
     Before the target's forward, the runner calls `forget` for requests that have finished. It
     calls `start` for those that begin or resume, and `extend` for those that get more cache
-    blocks. After the step has sampled, and only if drafts are due, it calls `take` once: that
-    returns the tokens to read, which `TreeProposerV1.advance` reads at once, and counts them as
-    read.
+    blocks. After the step has sampled, and only if drafts are due, it calls `take` once. That
+    returns the tokens to read and counts them as read; `TreeProposerV1.advance` reads them at
+    once.
 
     While a schedule asks for no drafts at this batch size, the draft reads nothing; when
     it asks for some again, the requests catch up. Of the tokens that a request has from

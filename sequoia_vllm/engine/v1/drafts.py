@@ -1,7 +1,7 @@
 """The trees of a batch: as the proposer grew them, and as the scheduler sends them back.
 
-A step grows trees (`DraftedTreesV1`) and returns their tokens to vLLM's scheduler, which
-may cut them, and where a grammar forbids some replace these (`engine.core.grammar`). The next step
+A step grows trees (`DraftedTreesV1`) and returns their tokens to vLLM's scheduler. The scheduler
+may cut them, and replaces those that a grammar forbids (`engine.core.grammar`). The next step
 lays out what comes back (`ScoringTreesV1`), scores and verifies it.
 """
 

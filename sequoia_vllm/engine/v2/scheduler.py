@@ -13,8 +13,8 @@ from sequoia_vllm.engine.core.eligibility import (
 )
 from sequoia_vllm.engine.core.grammar import thinks_first
 
-# Of the requests in a step, those that carry placeholders instead of drafts are
-# at most this share, or one: their rows are scored for nothing.
+# Requests that carry placeholders instead of drafts are at most this share of a step's, or one
+# request. Their rows are scored for nothing.
 _MOST_PADDED = 1 / 8
 
 

@@ -50,10 +50,10 @@ class SequoiaWorker(AgreeingWorker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Calls vLLM's, then makes all that trees need on the device besides weights.
 
-        Not while the model is loaded: what is made meanwhile counts as weights, which the
-        second level of sleep throws away and only a loader makes again. This is memory of the
-        kind that vLLM keeps asleep, as it does its own from `initialize_from_config` on, and it
-        is there before memory is profiled.
+        It does so after the model is loaded. What is made meanwhile counts as weights, which the
+        second level of sleep throws away and only a loader makes again. This memory is of the
+        kind that vLLM keeps asleep, like its own from `initialize_from_config` on. It is there
+        before memory is profiled.
         """
         super().load_model(load_dummy_weights=load_dummy_weights)
         if self.use_v2_model_runner:

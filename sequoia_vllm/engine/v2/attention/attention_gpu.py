@@ -50,8 +50,8 @@ class OtherChains:
 def other_chains(trees: ScoringTreesV2, metadata: Any) -> OtherChains | None:
     """What is not of these trees in vLLM's metadata of the batch; None: nothing.
 
-    What begins in the middle of a buffer is copied: vLLM's Triton kernel is compiled for how
-    pointers are aligned, and would be once more while requests wait.
+    What begins in the middle of a buffer is copied. vLLM's Triton kernel is compiled for how
+    pointers are aligned, and would be compiled once more while requests wait.
     """
     if (rows := trees.others) is None:
         return None

@@ -60,9 +60,9 @@ class ScoringTreesV2:
 class TreeScoring:
     """Rewrites a batch in which vLLM laid out drafts as chains.
 
-    Before the target's forward the runner calls `place`, which writes the positions and
-    the contexts that the forward reads, and then `trees_of` for the attention metadata.
-    When vLLM captures CUDA graphs it calls `trees_to_capture` instead.
+    Before the target's forward the runner calls `place`, which writes the positions and the
+    contexts that the forward reads. Then it calls `trees_of` for the attention metadata. When
+    vLLM captures CUDA graphs it calls `trees_to_capture` instead.
 
     vLLM gives a request's tokens consecutive positions; their slots follow from
     them and stay so. Node i has slot c + i and RoPE position c + depth(i).

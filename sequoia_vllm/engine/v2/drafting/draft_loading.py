@@ -12,9 +12,9 @@ from vllm.model_executor.offloader.base import NoopOffloader, get_offloader, set
 def nothing_offloaded() -> Iterator[None]:
     """Models built in the block are not offloaded; then the engine's offloader is back.
 
-    It is one for all models of a process. A draft that comes from host memory, level by
-    level, would cost more than it saves, and vLLM's prefetch backend takes the layers of
-    one model only.
+    One offloader serves all models of a process. A draft that comes from host memory, level by
+    level, would cost more than it saves. And vLLM's prefetch backend takes the layers of one
+    model only.
     """
     offloader = get_offloader()
     set_offloader(NoopOffloader())

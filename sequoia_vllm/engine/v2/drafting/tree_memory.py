@@ -53,8 +53,8 @@ def allocate_drafted(
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"the draft's distributions at the {rows} nodes with children of a batch's trees take "
-            f"{size / _GIB:.1f} GiB, more than the device has left: lower max_num_seqs "
+            f"a batch's trees have {rows} nodes with children, and the draft's distributions there "
+            f"take {size / _GIB:.1f} GiB, more than the device has left: lower max_num_seqs "
             f"({max_num_reqs}), or draft less where batches are large "
             "(num_speculative_tokens_per_batch_size)"
         ) from error

@@ -19,8 +19,8 @@ class MasksOfNodes(StructuredOutputsWorker):
     """vLLM's worker for masks, given one for each node, request after request.
 
     `grammar.grammar_bitmask` fills one for each node. The warm-up of newer versions sends as many
-    for each request as the largest tree has nodes. vLLM's code here is told that every row of
-    logits is a request with one position: then both are the same.
+    for each request as the largest tree has nodes. We tell vLLM's code here that every row of
+    logits is a request with one position. Then both are the same.
 
     Args:
         most: Masks that there is room for. Where a step has more, they are applied in turns.
