@@ -173,12 +173,12 @@ class ModelDraftProgress(DraftProgress):
         draft reads both.
         """
         beginning = self._beginning(slots)
-        reading = np.ones(len(slots), dtype=bool)
-        reading[list(beginning.values())] = False
-        bounds = np.where(reading, self._unread_bound[slots], 0)
+        has_begun = np.ones(len(slots), dtype=bool)
+        has_begun[list(beginning.values())] = False
+        bounds = np.where(has_begun, self._unread_bound[slots], 0)
         allowed = np.maximum(budget - (bounds.cumsum() - bounds), 0)
         taken: NDArray[np.int32] = np.minimum(bounds, allowed).astype(np.int32)
-        self._note_read(slots[reading], taken[reading])
+        self._note_read(slots[has_begun], taken[has_begun])
         left = budget - int(taken.sum())
         for slot, row in beginning.items():
             taken[row] = self._begin(slot, left)

@@ -43,18 +43,18 @@ class RaggedRows:
 
     @classmethod
     def of(
-        cls, batch: InputBatch, bounds: NDArray[np.int32], reading: DraftBatch, cache: DraftCache
+        cls, batch: InputBatch, bounds: NDArray[np.int32], read: DraftBatch, cache: DraftCache
     ) -> RaggedRows:
         """Rows of a batch.
 
         Args:
             batch: R requests.
             bounds: int32 ``[R]``: most rows of each; there is one at least.
-            reading: What of it they read.
+            read: What of it they read: ``starts`` and ``counts``.
             cache: The draft's.
         """
         num_reqs = batch.num_reqs
-        starts, counts = reading.starts[:num_reqs], reading.counts[:num_reqs]
+        starts, counts = read.starts[:num_reqs], read.counts[:num_reqs]
         most_np = np.zeros(num_reqs + 1, dtype=np.int32)
         np.cumsum(bounds, out=most_np[1:])
         total = int(most_np[-1])
