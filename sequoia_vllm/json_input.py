@@ -24,7 +24,7 @@ def read_json(path: Path, what: str, error: type[ValueError]) -> Any:
         error: Exception class to raise.
 
     Raises:
-        ValueError: As ``error``, if the file is missing, larger than `MOST_MIB`, or is not JSON.
+        ValueError: An ``error``, if the file is missing, larger than `MOST_MIB`, or is not JSON.
     """
     try:
         with expanded(path).open("rb") as file:  # pipes, too, whose size nobody knows

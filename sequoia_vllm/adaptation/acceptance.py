@@ -21,7 +21,7 @@ class FadingAcceptance:
 
     Args:
         tree: The engine's tree; engines may draft a prefix of it.
-        prior: Of positions that were never offered, such as those of an earlier, wider tree.
+        prior: Acceptance of positions that were never offered: an earlier, wider tree's, say.
         prior_trees: Weight of the verified trees that it was counted from.
 
     Attributes:

@@ -15,7 +15,7 @@ SCHEMA: Literal["sequoia-vllm/adaptation/1"] = "sequoia-vllm/adaptation/1"
 
 
 Workload = Literal["greedy", "sampled", "mixed"]
-# Of so many remembered trees the expected tokens are known to about 3 %.
+# From this many remembered trees on, the expected tokens are known to about 3 %.
 _FEWEST_TREES = 500.0
 
 

@@ -54,7 +54,7 @@ class AttentionShape:
         head_size: A multiple of 16.
         block_size: Tokens per cache block; a multiple of 16.
         scale: Softmax scale.
-        dtype: Of query, output and cache.
+        dtype: The type of query, output and cache.
         window: Tokens that a query sees, itself included; None: all before it.
         soft_cap: Scores s become ``soft_cap * tanh(s / soft_cap)``; 0: they stay.
     """
@@ -79,7 +79,7 @@ class TreeAttentionBatch:
     """The trees of one forward pass, ready to be attended layer after layer.
 
     Args:
-        shape: Of the layers.
+        shape: The layers' shape.
         rows: int64 ``[B, Q]``: row of each node in the flat tokens; -1: padding.
         block_table: int32 ``[B, blocks]``, or a view that is contiguous in its rows.
         context_lens: int64 ``[B]``: slots below are context; node j is in slot

@@ -122,7 +122,7 @@ def tokens_margin(tree: TokenTree, acceptance: Acceptance, trials: Counts) -> fl
     Args:
         tree: The tree.
         acceptance: Its vector.
-        trials: Of each entry of the vector, as of `AcceptanceEstimate`.
+        trials: Trials of each entry of the vector, see `AcceptanceEstimate`.
     """
     table, tokens = acceptance.table, tree.expected_tokens(acceptance)
     variance = 0.0
@@ -135,7 +135,7 @@ def tokens_margin(tree: TokenTree, acceptance: Acceptance, trials: Counts) -> fl
             lower[depth, child] *= 1 - _STEP
             change = tokens - tree.expected_tokens(Acceptance(lower))
             slopes[child] = change / max(_STEP * table[depth, child], _STEP**2)
-        # Of a node's children at most one is accepted: shares of one multinomial.
+        # At most one of a node's children is accepted: shares of one multinomial.
         shares = table[depth, : len(tried)]
         variance += float(shares @ slopes**2 - (shares @ slopes) ** 2) / tried[0]
     return _Z95 * math.sqrt(max(variance, 0.0))

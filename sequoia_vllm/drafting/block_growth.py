@@ -24,7 +24,7 @@ class BlockLogits(ABC):
         """``[R * m, V]``: at the m nodes of a depth, request after request.
 
         Args:
-            depth: Of the nodes; 0: the roots.
+            depth: Depth of the nodes; 0: the roots.
             tokens: int ``[R, m]``: theirs.
         """
 
@@ -81,7 +81,7 @@ class BlockGrowth(TreeGrowth):
         mask_token: What stands at positions that are predicted.
         root_predicts: The root's own position predicts the first level; else the first mask's.
         levels: Every block's, of trees that are less deep, too; None: each tree's own.
-        shared: As of `TreeGrowth`; its model is a `BlockModel`.
+        shared: See `TreeGrowth`; its model is a `BlockModel`.
     """
 
     _model: BlockModel

@@ -29,7 +29,7 @@ class DraftBatch:
     Args:
         max_num_reqs: Rows.
         device: Where they are.
-        state_offset: As above.
+        state_offset: See above.
     """
 
     def __init__(self, max_num_reqs: int, device: torch.device, state_offset: int = 0) -> None:

@@ -46,8 +46,8 @@ class DraftedTrees:
             rows: Nodes with children, of all trees of a batch.
             inner: Nodes with children of the largest tree.
             size: Its nodes, N.
-            vocab_size: Of the draft.
-            dtype: Of its logits.
+            vocab_size: The draft's.
+            dtype: Type of its logits.
             device: Where it all is.
         """
         logits = torch.zeros(rows + inner - 1, vocab_size, dtype=dtype, device=device)

@@ -124,7 +124,7 @@ class TreeGrowth:
         inputs: Buffers for what it reads.
         token_ids: int32 ``[slots, max_model_len]``: tokens of each request.
         max_lens: Longest request of the engine, and of the draft.
-        depth: Of the engine's tree.
+        depth: Depth of the engine's tree.
         target_states: ``[rows, A]``: a buffer that holds, whenever committed tokens are read,
             the target's states that they come with; None: the draft reads tokens alone.
     """

@@ -19,7 +19,7 @@ class Level:
     """The m nodes of one depth that have children, whose children are drawn together.
 
     Attributes:
-        depth: Of these nodes, in edges; 0 is the root.
+        depth: Depth of these nodes, in edges; 0 is the root.
         first: Place of the first of them in draft order: the root, then every
             other inner node, depth by depth. They follow one another from there.
         nodes: int32 ``[m]``: stored index of each.

@@ -140,10 +140,10 @@ def choose_schedule(
         profile: Times of the device and model pair.
         batch_sizes: Batch sizes the table is for; the largest also stands for
             all above it.
-        max_size: As in `choose_tree`, of every batch size alike.
-        max_depth: As in `choose_tree`.
-        max_branch: As in `choose_tree`.
-        context_length: As in `choose_tree`.
+        max_size: See `choose_tree`; the same for every batch size.
+        max_depth: See `choose_tree`.
+        max_branch: See `choose_tree`.
+        context_length: See `choose_tree`.
         tolerance: Share of speed that may be given up for fewer ranges.
         tree: The tree whose prefixes are to be used; None: the best one is looked for.
 

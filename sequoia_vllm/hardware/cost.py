@@ -111,7 +111,7 @@ class CostModel:
 
         Args:
             committed: Tokens of each request that the last step committed; any shape.
-            depths: Of the trees that are drafted; of a shape that goes with ``committed``.
+            depths: Depths of the drafted trees; of a shape that goes with ``committed``.
             batch_size: Requests in the batch.
         """
         if self.profile.drafts_in_one_pass:
@@ -151,7 +151,7 @@ class CostModel:
         widths = prefixes.widths[start:]
         committed, depths = prefixes.expected_tokens[start:], prefixes.depths[start:]
         first = self.first_draft_seconds(committed, depths, batch_size)
-        # Of each width once: few are wide.
+        # Each width is computed once: few are wide.
         of_width = np.zeros(int(widths.max()) + 1)
         of_width[1:] = self.draft_seconds(np.arange(1, len(of_width)), batch_size)
         deeper = of_width[widths].sum(axis=1)

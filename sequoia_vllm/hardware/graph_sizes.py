@@ -38,7 +38,7 @@ def decode_shapes(
     Args:
         tokens_by_batch: Tokens of each request at batch sizes 1, 2, ...: its
             drafts and one.
-        most_tokens: Of a step; larger ones are not captured.
+        most_tokens: Most tokens of a step; larger ones are not captured.
         fewer: Other tokens of each request, where the schedule's are more.
     """
     most_requests = min(len(tokens_by_batch), most_tokens)
@@ -64,7 +64,7 @@ def capture_sizes(tokens_by_batch: Sequence[int], budget: int) -> list[int]:
     As far as `decode_shapes` needs, at most to `MOST_TOKENS`, and as far as vLLM goes itself.
 
     Args:
-        tokens_by_batch: As of `decode_shapes`.
+        tokens_by_batch: See `decode_shapes`.
         budget: Tokens per step that the scheduler hands out.
     """
     by_batch = list(enumerate(tokens_by_batch, start=1))
@@ -79,8 +79,8 @@ def first_beyond(tokens_by_batch: Sequence[int], most_tokens: int) -> int | None
     """The smallest batch whose trees take more tokens than are captured; None: all are captured.
 
     Args:
-        tokens_by_batch: As of `decode_shapes`.
-        most_tokens: Of the largest step that is captured.
+        tokens_by_batch: See `decode_shapes`.
+        most_tokens: Tokens of the largest step that is captured.
     """
     by_batch = enumerate(tokens_by_batch, start=1)
     return next((b for b, tokens in by_batch if tokens > 1 and b * tokens > most_tokens), None)

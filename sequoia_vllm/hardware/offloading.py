@@ -29,9 +29,9 @@ OffloadBackend = Literal["prefetch", "uva"]
 # cuBLAS and CUTLASS have tiles of 64 to 256 rows; 128 is the usual one where rows are many.
 # Assumed: nobody measured which of them vLLM's products take through UVA.
 UVA_TILE_ROWS = 128
-# As many as it takes to copy one layer while another computes.
+# Buffers that it takes to copy one layer while another computes.
 OVERLAPPING_BUFFERS = 2
-# Of a device whose link is not known. The faster one: it leads to the smaller trees.
+# Taken for a device whose link is not known. The faster link leads to the smaller trees.
 _CAUTIOUS_LINK: LinkName = "pcie5"
 
 
@@ -54,7 +54,7 @@ def streamed_layers(
         bytes_per_second: Achieved rate to each device.
         source: Where from, in words ("PCIe 4.0 x16").
         value_bytes: Bytes of a value in the model's type.
-        devices: That the target is split over.
+        devices: Devices that the target is split over.
         backend: ``"prefetch"`` or ``"uva"``.
         buffers: Layers that prefetching has buffers for (``--offload-prefetch-step``).
 

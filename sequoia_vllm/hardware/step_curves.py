@@ -46,7 +46,7 @@ class StepRecord:
         verify: Walking the trees; 0 in a plain engine of Model Runner V1.
         commit: Moving accepted keys and values; 0 in a plain engine.
         drafting: All of the drafting.
-        drawing: Of it what is outside the draft's forward passes, where that can be told.
+        drawing: The part of it outside the draft's forward passes, where that can be told.
         passes: The draft's forward passes: (tokens of all requests, seconds).
             The first is over what the last step committed, each other one over
             one level of the trees.
@@ -110,7 +110,7 @@ class BatchCurves:
     Attributes:
         target, draft, verification, overhead: The entries.
         step_seconds: Measured time of a whole step, by tree size; 1: plain.
-        forward_seconds: Of it, the target's forward pass and LM head alone.
+        forward_seconds: The part of it that the target's forward pass and LM head take.
     """
 
     target: Curve
@@ -227,8 +227,8 @@ def draft_curves(
     """What was measured of a draft as a profile's ``draft_level`` and ``draft_reading``.
 
     Args:
-        drafts: As `BatchCurves.draft`. Of a head that drafts in one pass: of that pass, with all
-            of the drawing.
+        drafts: See `BatchCurves.draft`. For a head that drafts in one pass: times of that pass,
+            with all of the drawing.
         head: What the draft is; None: a model.
     """
     if head is None or not head.drafts_in_one_pass:

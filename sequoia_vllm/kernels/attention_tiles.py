@@ -16,8 +16,8 @@ MIN_POSITIONS_PER_SPLIT = 256
 # have 99 KB of shared memory at most.
 _READ_SHARED_MEMORY = range(90, 120)
 HOPPER = 90
-# Of a thread. The compiler is told so where it would spill a few to fit one more program
-# on a processor than `choose_splits` plans for.
+# Registers of a thread. The compiler is told so where it would spill a few to fit one more
+# program on a processor than `choose_splits` plans for.
 _ALL_REGISTERS = 255
 
 
@@ -28,7 +28,7 @@ class Tile:
     Attributes:
         rows: Pairs of node and query head.
         keys: Positions taken at once.
-        num_warps, num_stages: As in a launch.
+        num_warps, num_stages: A launch's.
         max_registers: Per thread; None leaves it to the compiler.
     """
 
@@ -91,7 +91,7 @@ def choose_splits(units: int, tile: Tile, processors: int, max_positions: int) -
 
     Args:
         units: Programs that there are without splits.
-        tile: Of each program.
+        tile: Each program's.
         processors: Multiprocessors of the device.
         max_positions: Bound on the positions of a request.
     """

@@ -87,7 +87,7 @@ def draw_children(
         seeds: int64 ``[R]``.
         modes: int32 ``[R]``.
         positions: int32 ``[R]``: position of each root.
-        depth: Of the m nodes.
+        depth: Depth of the m nodes.
         nodes: int32 ``[m]``: stored index, part of the key of the random numbers.
         counts: int32 ``[m]``: children of each, at most b.
         columns: int32 ``[m, b]``: column of each child in ``tokens``, in draft order.

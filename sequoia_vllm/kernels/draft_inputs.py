@@ -159,7 +159,7 @@ class DraftInputs:
             tokens: int64 ``[R, N]``, contiguous in its rows: drafted tokens by node.
             nodes: int32 ``[m]``: columns of these in ``tokens``.
             first: Node j of the level belongs in the cache ``first + j`` after the root.
-            depth: Of all m nodes.
+            depth: Depth of all m nodes.
             max_len: There are no cache slots from this position on.
             longest: Positions that the model was made for.
         """

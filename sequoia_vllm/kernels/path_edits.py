@@ -118,7 +118,7 @@ def exclude_bad_words(
         words: int32 ``[S, ...]``: the tokens of all bad words of each request slot.
         offsets: int32 ``[S, ...]``: where each word begins, and the last one ends.
         num_words: int32 ``[S]``.
-        most_words: Of any request.
+        most_words: No request has more bad words.
         all_tokens: int32 ``[S, L]``: prompt, then what was generated, the root included.
         prompt_lens, total_lens: int32 ``[S]``.
     """

@@ -24,7 +24,7 @@ RESIDUAL = tl.constexpr(2)
 # Terms of the series for log(1 - u) on [0, 0.25]: its error is below half a unit
 # in the last place of float32.
 _EXACT_TERMS = tl.constexpr(13)
-# As many as vLLM takes, for noise equal to its own.
+# vLLM takes this many, so the noise is equal to its own.
 _VLLM_TERMS = tl.constexpr(8)
 
 

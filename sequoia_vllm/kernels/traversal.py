@@ -15,7 +15,7 @@ from sequoia_vllm.kernels import target_statistics as statistics
 from sequoia_vllm.kernels.traversal_kernels import NEVER, NUM_STATES, path_kernel, wave_kernel
 from sequoia_vllm.kernels.verify import NUM_WARPS, TreesToVerify, lane_constants, match_trees
 
-# Of a vocabulary, what one program of a wave reads.
+# Tokens of the vocabulary that one program of a wave reads.
 _PART = 4096
 _NUM_WARPS = 4
 
@@ -47,7 +47,7 @@ class TraversalOrder:
         """The order of one tree.
 
         Args:
-            parents: Of each node, -1 for the root; below the node's own index.
+            parents: Each node's parent, -1 for the root; below the node's own index.
             device: Where tensors go.
         """
         count = len(parents)
@@ -105,7 +105,7 @@ def traverse_trees(
 
     Args:
         trees, any_sampled, any_matched, most_nodes: See `verify_trees`.
-        order: Of the tree of ``trees.children``.
+        order: The order of the tree of ``trees.children``.
 
     Raises:
         ValueError: See `TreesToVerify.check`.

@@ -312,7 +312,7 @@ def _after_rejection(
     own = states + child * NUM_STATES
     chance, a, k = tl.load(own), tl.load(own + 1), tl.load(own + 2)
     c, s = tl.load(own + 3), tl.load(own + 4)
-    # Of a path that is impossible, there was no pass.
+    # A path that is impossible had no pass.
     if chance > 0:
         part = tl.arange(0, PARTS)
         sums = partials + (child * num_parts + part) * 2

@@ -36,7 +36,7 @@ _WORD_BITS = 32
 _SPLITS_AT_ONCE = 16
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP8_CAPABILITY = 89
-# Of a program that reads no context: it is short, and larger ones would spill registers.
+# For a program that reads no context: it is short, and larger ones would spill registers.
 _ROWS_OF_NODES = 16
 
 
@@ -52,7 +52,7 @@ class TreeAttentionWorkspace:
         processors: Multiprocessors to occupy; the device's own if not given.
 
     Attributes:
-        processors: As given.
+        processors: See the argument.
         capability: Compute capability of the device, times ten.
     """
 
@@ -201,14 +201,14 @@ def tree_attention(
         context_lens: int32 ``[R]``: committed tokens c before the root; node j is at
             position c + j.
         query_start_loc: int32 ``[R + 1]``.
-        mask: Of the tree. Where it has a window, blocks that lie wholly before the root's
+        mask: The tree's. Where it has a window, blocks that lie wholly before the root's
             are not read.
         first_node: 0 for a whole tree; a level's first node where a level is drafted.
         scale: Softmax scale, positive.
         key_scale, value_scale: Factors of what an fp8 cache holds, positive: two
             floats, or two float32 tensors of one element. Not used for other caches.
         workspace: On the same device, and of no other stream.
-        output: As ``query``; its strides may differ.
+        output: Like ``query``; its strides may differ.
         max_queries: Bound on a request's rows; N - first_node if not given.
         written: int32 ``[R]``: so many of a request's rows, its first ones, have a key and a
             value in the cache. Nobody sees others, whose rows get numbers without meaning;
@@ -318,9 +318,9 @@ def attend_to_contexts(
 
     Args:
         flash_attn_varlen_func: vLLM's.
-        version: Of FlashAttention: 2 or 3.
+        version: FlashAttention's: 2 or 3.
         query, key_cache, value_cache, block_table, context_lens, query_start_loc, scale,
-            output: As `tree_attention` takes them.
+            output: See `tree_attention`.
         max_queries: No request has more rows.
         max_context: Nor a longer context.
 

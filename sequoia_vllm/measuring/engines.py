@@ -36,7 +36,7 @@ class EngineSpec:
 
     Attributes:
         target, draft: Model names or paths.
-        dtype: Of weights and activations, as vLLM takes it.
+        dtype: Type of weights and activations, as vLLM takes it.
         tensor_parallel_size: Devices the target is split over.
         enforce_eager: Without compilation.
         kv_cache_gib: KV cache of each engine, GiB.

@@ -39,7 +39,7 @@ class TreeCounts:
     """What verification did over some steps with one tree.
 
     Attributes:
-        depth, branch: Of the tree: its edges to the deepest node, its most children.
+        depth, branch: The tree's edges to its deepest node, and its most children.
         values: int64 ``[2 + depth + 1 + 2 * depth * branch]``; the properties
             below are views of it.
     """

@@ -161,9 +161,9 @@ class TreeMetrics:
 
         Args:
             engine: Its index.
-            counts: Of the step; None: no tree was verified.
+            counts: What the step counted; None: no tree was verified.
             drafts: Nodes drafted per request; None: not known.
-            undrafted: Of each request that began and has no drafts, the reason.
+            undrafted: The reason of each request that began and has no drafts.
             speedup: Against no drafts, as measured; None: not known.
         """
         for reason in undrafted:

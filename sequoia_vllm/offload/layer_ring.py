@@ -32,7 +32,7 @@ class LayerRing:
 
     Args:
         file: Holds the layers.
-        regions: Of each layer, in the order of computation, sealed.
+        regions: Each layer's, in the order of computation, sealed.
         buffers: How many layers are in memory at once, at least 2.
 
     Raises:

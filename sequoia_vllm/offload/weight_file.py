@@ -36,7 +36,7 @@ class Region:
     """A part of the file: of one layer.
 
     Attributes:
-        offset: Of its first byte, a multiple of a page.
+        offset: Offset of its first byte, a multiple of a page.
         length: In bytes, a multiple of a page.
     """
 
@@ -209,7 +209,7 @@ def filesystem_of(directory: Path) -> str:
     for line in Path("/proc/mounts").read_text().splitlines():
         _, mounted, kind, *_ = line.split(" ")
         point = Path(mounted.encode().decode("unicode_escape"))
-        # Of mounts over each other the last one counts.
+        # Where mounts lie over each other, the last one counts.
         if place.is_relative_to(point) and len(point.parts) >= longest:
             longest, found = len(point.parts), kind
     return found

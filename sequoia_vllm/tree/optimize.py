@@ -102,11 +102,11 @@ class Frontier:
         """Runs the DP.
 
         Args:
-            acceptance: As in `optimize_tree`.
+            acceptance: See `optimize_tree`.
             max_size: Largest size, root included.
             max_depth: Largest depth, in edges.
-            max_branch: As in `optimize_tree`.
-            progress: As in `optimize_tree`.
+            max_branch: See `optimize_tree`.
+            progress: See `optimize_tree`.
 
         Raises:
             AcceptanceError: If ``acceptance`` is not an acceptance vector.

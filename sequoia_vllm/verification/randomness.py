@@ -68,7 +68,7 @@ def node_uniforms(shape: torch.Size, topology: Topology, generators: Generators)
     Args:
         shape: ``[B, N+1]``.
         topology: The trees.
-        generators: As of `fill_uniform_prefixes`, of which a row takes its tree's size.
+        generators: See `fill_uniform_prefixes`; a row takes as many numbers as its tree has nodes.
 
     Returns:
         float64 ``[B, N+1]``; beyond a request's tree anything.

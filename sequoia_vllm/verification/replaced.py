@@ -53,12 +53,12 @@ def verify_replaced(
         drawn: int64 ``[B, N+1]``: tokens as they were drawn.
         scored: int64 ``[B, N+1]``: tokens as the target scored them. Where they differ a node
             was replaced.
-        parents: As of `walk_tree`.
+        parents: See `walk_tree`.
         generator: One stream, or None. How much is taken from it does not depend on what is
             decided: ranks that share a seed stay in step.
 
     Raises:
-        ValueError: As `walk_tree`.
+        ValueError: See `walk_tree`.
     """
     topology = topology_of(parents, scored)
     replaced = drawn != scored

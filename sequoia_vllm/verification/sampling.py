@@ -75,7 +75,7 @@ def draft_distribution(
             host wait for the device; such a row's Q is NaN.
         temperature: One for all rows, or ``[R]``. Below `GREEDY_BELOW` Q is one
             on the argmax and zero elsewhere.
-        truncation: Of the R rows: what lies outside is lowered.
+        truncation: The R rows' own; what lies outside is lowered.
 
     Returns:
         float32 ``[R, V]``; what is too small for a normal float32 is zero.
@@ -142,7 +142,7 @@ def draw_without_replacement(draft: Tensor, k: int, generators: Generators = Non
     Args:
         draft: Q, float32 ``[R, V]``, from `draft_distribution`.
         k: How many tokens, 0 to V.
-        generators: As in `sample_without_replacement`.
+        generators: See `sample_without_replacement`.
 
     Returns:
         int64 ``[R, k]``.
@@ -196,7 +196,7 @@ def lower_outside(scaled: Tensor, truncation: Truncation) -> Tensor:
 
     Args:
         scaled: float32 ``[R, V]``: logits over temperature.
-        truncation: Of the R rows.
+        truncation: The R rows' own.
 
     Returns:
         float32 ``[R, V]``; ``scaled`` itself without any parameters.

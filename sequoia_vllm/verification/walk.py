@@ -46,7 +46,7 @@ def verify_tree(
             of the same law, and never fewer of them on average.
 
     Raises:
-        ValueError: As `walk_tree`; or there is no such method.
+        ValueError: See `walk_tree`; or there is no such method.
     """
     return method_of(method).host_function()(
         lambda requests, nodes: target_probs[requests, nodes],
@@ -77,7 +77,7 @@ def walk_tree(
         target_at: P at ``nodes[j]`` of ``requests[j]``, float32 ``[A, V]``, each
             row a distribution. Called once per depth, for every request still
             walking. Must return a fresh tensor: it is overwritten.
-        draft_at: Likewise Q, called for those whose node has children.
+        draft_at: Q in the same form; called for those whose node has children.
         tokens: int64 ``[B, N+1]``; the root's is not read. In padding anything
             within the vocabulary.
         parents: int ``[B, N+1]`` (-1 the root, -2 padding), or the `Topology`

@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.sequoia")
 _OF_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Of a byte-level vocabulary, so many tokens are of its alphabet; a few may have been added.
+# A byte-level vocabulary has this share of its tokens in its alphabet; a few may have been added.
 _BYTE_LEVEL_SHARE = 0.99
 
 
@@ -28,7 +28,7 @@ class Vocabulary:
 
     Attributes:
         texts: What each token that stands for text stands for, by number; see `token_texts`.
-        byte_pieces: Those of them that stand for a byte that no other token has, as a rule:
+        byte_pieces: The ones that stand for a byte, which no other token has as a rule:
             "<0x0A>".
         controls: Names of those that stand for no text, as "<s>".
         end, begin, unknown: Numbers of the tokens that end and begin a sequence, and of the one

@@ -33,7 +33,7 @@ def check_versions(front_end: Mapping[str, str], here: Mapping[str, str], node: 
 
     Args:
         front_end: `current_versions` of the process that the user started.
-        here: Those of this one.
+        here: `current_versions` of this process.
         node: Its node's name, for the message.
 
     Raises:

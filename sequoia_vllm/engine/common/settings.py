@@ -26,7 +26,7 @@ class SequoiaSettings:
         tree: The tree that every request drafts a prefix of.
         tree_source: Where it came from, for the log.
         chosen_for: The device that it was chosen for; None: it does not depend on one.
-        versions: Of plugin and vLLM, where the engine was configured.
+        versions: Plugin's and vLLM's versions where the engine was configured.
         context_attention, verification: See `SequoiaConfig`.
         adapts_as: Name of the file that keeps what the engine learns of how much to draft; None:
             it drafts as configured.

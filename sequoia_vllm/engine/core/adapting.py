@@ -84,7 +84,7 @@ class SchedulerAdapter:
 
     Args:
         controller: Its table is the scheduler's.
-        name: Of the file that keeps what was learned, in the user's directory.
+        name: Name of the file that keeps what was learned, in the user's directory.
         keeps: Whether it can be written; where not, the front end has said so.
 
     Attributes:
@@ -114,7 +114,7 @@ class SchedulerAdapter:
             scheduled.num_spec_tokens_to_schedule,
         )
         if requests > 0:
-            # As many were scored as are grown, and no prompt was read.
+            # The step scored as many drafts as it grows, and read no prompt.
             decodes = drafts == self._drafts and not scheduled.scheduled_new_reqs
             alone = decodes and max(scheduled.num_scheduled_tokens.values()) <= drafts + 1
             self._controller.observe(

@@ -40,7 +40,7 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     Args:
         original: vLLM's.
         self: Its scheduler.
-        args, kwargs: Of the step.
+        args, kwargs: What the step is scheduled with.
     """
     if self.dynamic_sd_lookup is None or not SequoiaSettings.enabled(self.vllm_config):
         return original(self, *args, **kwargs)
@@ -69,7 +69,7 @@ def _slots_for(scheduler: Any, drafts: int) -> int:
     """Look-ahead slots of a step that grows trees of so many drafts."""
     beyond: int = scheduler.num_lookahead_tokens - scheduler.num_spec_tokens
     if beyond and drafts > 0:
-        # Of a head that drafts blocks: a root and masks, some heads' for all levels of the
-        # engine's tree, however little of it is drafted.
+        # A head that drafts blocks reads a root and masks. Some heads read masks for all levels
+        # of the engine's tree, however little of it is drafted.
         drafts = max(drafts, tagged_depth(scheduler.vllm_config.speculative_config))
     return drafts + beyond

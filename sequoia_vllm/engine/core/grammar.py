@@ -161,7 +161,7 @@ def fill_nodes(
         grammar: vLLM's `StructuredOutputGrammar` of the request, at its root.
         request_id: For the grammar's messages.
         tree: The engine's; the request drafts its first nodes.
-        tokens: Those of nodes 1, 2, ...; -1: none.
+        tokens: Tokens of nodes 1, 2, ...; -1: none.
         masks: int32 ``[1 + len(tokens), V / 32]``, written but for the root's, which is
             filled. Nodes that the grammar forbids, and whatever is below, keep what is there:
             no path leads to them.

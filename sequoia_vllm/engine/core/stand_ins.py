@@ -27,7 +27,7 @@ class StandIns:
 
     Attributes:
         vocabulary: Tokens that the target has; masks may have more.
-        length_of: Of a token's text.
+        length_of: Length of a token's text.
     """
 
     vocabulary: int
@@ -52,7 +52,7 @@ class StandIns:
 
         Args:
             mask: int32 ``[V / 32]``: what the grammar allows after the node.
-            drafts: Of its children, all different.
+            drafts: Its children's drafts, all different.
 
         Returns:
             Different tokens; what is forbidden stays where nothing is left, or too much is.

@@ -41,7 +41,7 @@ logger = logging.getLogger("vllm.sequoia")
 
 CPU_WORKER = "sequoia_vllm.engine.worker.worker_cpu.SequoiaCPUWorker"
 GPU_WORKER = "sequoia_vllm.engine.worker.worker_gpu.SequoiaGPUWorker"
-# Of engines that had better not speculate, where other nodes of theirs may find otherwise.
+# For an engine that had better not speculate, while its other nodes may find otherwise.
 PLAIN_CPU_WORKER = "sequoia_vllm.engine.worker.worker_cpu.PlainCPUWorker"
 PLAIN_GPU_WORKER = "sequoia_vllm.engine.worker.worker_gpu.PlainGPUWorker"
 TREE_SCHEDULER = "sequoia_vllm.engine.v2.scheduler.TreeScheduler"
@@ -201,7 +201,7 @@ def _as_chain(config: SequoiaConfig, resolved: Resolved) -> dict[str, Any]:
     # with placeholder drafts, to keep CUDA graphs uniform. It is fitted to the
     # engine's limits when these are known, see `plan_schedule`.
     schedule = resolved.choice.schedule or [(1, 1, drafts)]
-    # Of the target's own layers vLLM knows where they lie, and that they are quantized alike.
+    # vLLM knows where the target's own layers lie, and that they are quantized alike.
     kind = drafter(resolved.draft.kind)
     model = {} if kind.is_targets_own else {"model": resolved.draft.name}
     return {

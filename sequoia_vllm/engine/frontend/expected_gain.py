@@ -50,7 +50,7 @@ def gain_line(
         gain: What the tree is expected to bring.
         draft: Name of the draft.
         size: Nodes of the tree, root included.
-        depth: Of the tree, in edges.
+        depth: The tree's depth, in edges.
         adapts: Whether the engine drafts as much as pays.
         on_cpu: Whether it runs on a CPU.
         drafter: What the draft is.

@@ -38,7 +38,7 @@ class _Layer:
 
     Attributes:
         module: The layer.
-        size: Of its weights as they are loaded.
+        size: Bytes of its weights as they are loaded.
         weights, region, mapped: Where they are loaded to.
     """
 

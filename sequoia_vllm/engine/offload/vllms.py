@@ -49,7 +49,7 @@ class OffloadedWeights:
 
     Attributes:
         total: Bytes of all.
-        offloaded: Of those, bytes in host memory.
+        offloaded: How many of those are in host memory.
         buffers: Bytes of device memory that offloaded weights are copied to.
     """
 
@@ -68,12 +68,12 @@ class OffloadedWeights:
         """
         parameters = list(model.parameters())
         total = sum(parameter.nbytes for parameter in parameters)
-        # Of the prefetch backend: to the model its parameters are the buffers on the device.
+        # With the prefetch backend the model's parameters are the buffers on the device.
         if modules := getattr(offloader, "module_offloaders", ()):
             copied = sum(info.num_bytes for module in modules for info in module.get_param_infos())
             pool = offloader.buffer_pool
             return cls(total, copied if pool else 0, pool.total_bytes if pool else 0)
-        # Of UVA: views of host memory are marked; without UVA parameters are moved there.
+        # With UVA, views of host memory are marked; without it parameters are moved there.
         in_place = [
             parameter.nbytes
             for parameter in parameters

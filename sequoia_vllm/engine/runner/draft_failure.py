@@ -12,7 +12,7 @@ def survive_draft(vllm_config: Any) -> None:
     """Says that an engine goes on without speculation; called where a draft's error is caught.
 
     Raises:
-        Exception: That error, where several ranks draft: the others wait for this one.
+        Exception: The same error, where several ranks draft: the others wait for this one.
     """
     if vllm_config.parallel_config.tensor_parallel_size > 1:
         raise

@@ -52,7 +52,7 @@ class TargetCaches:
 
     Args:
         kv_caches: Each target layer's cache, by name.
-        metadata: As in `layers_by_cache`.
+        metadata: See `layers_by_cache`.
     """
 
     def __init__(self, kv_caches: dict[str, Tensor], metadata: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.sequoia")
 
 # Up to this share of other tokens, numbers are taken as they are: fine-tuned models rename a few.
 _TOLERATED = 0.01
-# Of the smaller vocabulary; below, a draft would be accepted as seldom as a wrong one.
+# Share of the smaller vocabulary. Below it a draft would be accepted as seldom as a wrong one.
 _LEAST_SHARED = 0.05
 _FITTING_DRAFT = 'give "model" a draft of the target\'s family, with its tokenizer'
 
@@ -39,7 +39,7 @@ class TokensOf:
     Attributes:
         tokenizer: Name or path of the model, or of its tokenizer.
         size: Rows of its logits.
-        revision: Of the tokenizer, on the Hub.
+        revision: The tokenizer's revision, on the Hub.
         trust_remote_code: Whether it may bring code of its own.
         is_readable: Whether it may be loaded, the usual way.
     """

@@ -145,7 +145,7 @@ class DraftProgressV1:
         of the draft reads both.
 
         Args:
-            request_ids: As in `take`.
+            request_ids: See `take`.
             ends: int64 ``[requests]``: how many committed tokens each request has.
 
         Returns:

@@ -65,7 +65,7 @@ class DraftSampling:
         temperature: float32 ``[B]``; 0 is greedy.
         seeds: int64 ``[B, depth]``: the noise seeds of seeded requests.
         is_seeded: bool ``[B]``.
-        truncation: Of the B requests.
+        truncation: The B requests' own.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class DraftSampling:
 
         Args:
             requests: Their indices in the batch.
-            metadata: Of the batch.
-            generators: Of its seeded requests, by index.
-            truncation: Of all requests of the batch.
-            depth: Of the trees.
+            metadata: The batch's.
+            generators: Its seeded requests' generators, by index.
+            truncation: What each request of the batch excludes.
+            depth: Depth of the trees.
         """
         if metadata.temperature is None:
             return cls.greedy(len(requests))

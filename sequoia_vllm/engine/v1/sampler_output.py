@@ -94,7 +94,7 @@ def combine_outputs(
         values = _values(sampler.logprobs_mode, rows.logits_rows, logits, target)
         logprobs = _logprobs(sampler, values, tokens, metadata)
         if sampled is not None and sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES:
-            # Of requests without trees the sampler's own: theirs are not in the target's.
+            # Requests without trees get the sampler's own: theirs are not in the target's.
             own, width = rows.without_tree.nonzero().squeeze(1), tokens.shape[1]
             for ours, theirs in zip(logprobs[:3], sampled.logprobs_tensors[:3], strict=True):
                 ours[own * width] = theirs[own]

@@ -46,7 +46,7 @@ class SessionSeeds:
 
         Args:
             state: The request, as it was in the turn that has ended.
-            num_computed_tokens: Of its next turn.
+            num_computed_tokens: Its computed tokens as the next turn begins.
         """
         emitted = num_computed_tokens + 1 - state.num_prompt_tokens
         emitted += self._emitted.get(state.req_id, 0)

@@ -39,7 +39,7 @@ class TargetDistribution:
     Attributes:
         logits: ``[rows, V]``: the target's logits of this step, any float dtype.
         temperature: float32 ``[requests]``, or None if all are greedy.
-        truncation: Of all requests.
+        truncation: What each request excludes.
     """
 
     logits: Tensor

@@ -19,7 +19,7 @@ class Signature:
 
     Attributes:
         names: In order.
-        required: Those of them that have no default.
+        required: The ones that have no default.
     """
 
     names: tuple[str, ...]

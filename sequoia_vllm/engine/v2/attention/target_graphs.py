@@ -76,8 +76,8 @@ def _smallest_of_each(
 
     Args:
         graphs: Largest first.
-        tokens: Of the batch.
-        loras: As vLLM counts them for a graph.
+        tokens: Tokens of the batch.
+        loras: Adapters, as vLLM counts them for a graph.
     """
     found = {
         graph.uniform_token_count: graph

@@ -103,7 +103,7 @@ class ModelDraftProgress(DraftProgress):
     the draft reads those that it has not read for another request.
 
     Args:
-        max_num_reqs, depths, device: As of `DraftProgress`.
+        max_num_reqs, depths, device: See `DraftProgress`.
         unknown_drafts: The most drafts of a request that the scheduler counts as accepted
             because it does not know yet what became of them.
     """

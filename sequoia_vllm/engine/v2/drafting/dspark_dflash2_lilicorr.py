@@ -62,7 +62,7 @@ class CandidateLogits(BlockLogits):
         scores: ``[R, L, K, K]``: of each after each candidate of the level above; on the first
             level all K rows are alike.
         vocab_size: V.
-        dtype: Of the logits.
+        dtype: Type of the logits.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class TreeProposerV2(TreeSpeculator):
     reads besides tokens.
 
     Attributes:
-        accepted: Of the step, by `note_accepted`.
+        accepted: The step's accepted nodes, by `note_accepted`.
     """
 
     accepted: Tensor | None = None

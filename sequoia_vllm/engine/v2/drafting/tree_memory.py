@@ -34,7 +34,7 @@ def allocate_drafted(
         plan: The batches that are drafted for.
         tree: The engine's.
         max_num_reqs: Its request slots.
-        vocab_size, dtype: Of the draft's logits, as verified.
+        vocab_size, dtype: The draft's logits, as verified.
         device: Where it goes.
 
     Raises:
@@ -66,7 +66,7 @@ def most_scored(drafts_by_batch: Sequence[int], largest_tree: int, most_tokens: 
     Args:
         drafts_by_batch: Drafts per request of batches of 1, 2, ... requests.
         largest_tree: Nodes of the engine's: one request has all in the warm-up.
-        most_tokens: Of a step.
+        most_tokens: Most tokens of a step.
     """
     by_batch = enumerate(drafts_by_batch, start=1)
     most = max(batch * (drafts + 1) for batch, drafts in by_batch)
@@ -100,7 +100,7 @@ def take_logits_memory(
         rows: See `most_scored`.
         largest_tree: Nodes of the largest tree, which are edited together.
         vocab_size: V.
-        dtype: Of the target's logits; parameters are applied to a copy in float32.
+        dtype: Type of the target's logits; parameters are applied to a copy in float32.
         device: The engine's.
         capped: The target has a soft cap, whose every operation makes logits of those before it.
     """

@@ -81,8 +81,8 @@ def place_masks(
     """Which masks are of nodes that are scored, and these nodes' rows of logits.
 
     Args:
-        num_masks: Those of all scored nodes; or ``largest`` of each request, its nodes' first.
-        requests: Those that have masks, in order, as places in the batch.
+        num_masks: Masks of all scored nodes; or ``largest`` of each request, its nodes' first.
+        requests: Requests that have masks, in order, as places in the batch.
         cu_rows: int32 ``[requests of the batch + 1]``: first row of each.
         largest: Nodes of the largest tree.
 

@@ -98,7 +98,7 @@ class TreeVerifierV2(RejectionSampler):
         self.sampler.add_request = self._needs.add_request
         self.sampler.sampling_states.add_request = self._needs.add_to_states
         self._no_temperatures = torch.ones(speculator.max_num_reqs, device=speculator.device)
-        # Of the last batch, for commit and statistics: see `Verified`.
+        # The last batch's, for commit and statistics: see `Verified`.
         self.paths = torch.empty(0, 1, dtype=torch.int32)
 
     def __call__(
@@ -146,7 +146,7 @@ class TreeVerifierV2(RejectionSampler):
         their temperatures.
 
         Args:
-            dtype: Of the target's logits.
+            dtype: Type of the target's logits.
         """
         device = self._speculator.device
         inputs = VerifierInputs.empty(1, 1, device)
@@ -178,7 +178,7 @@ class TreeVerifierV2(RejectionSampler):
         depth, device = self._speculator.tree.depth, batch.idx_mapping.device
         verified = Verified.empty(batch.num_reqs, depth, device)
         inputs = self._inputs(batch, invalid, scored=verified.paths[:, 0])
-        # As vLLM's: sampling parameters are applied to a float32 copy of limited size.
+        # Like vLLM, we apply sampling parameters to a float32 copy of limited size.
         most = get_max_chunk_logits(logits.shape[1])
         for requests in _request_chunks(batch.cu_num_logits_np, most):
             self._verify_requests(requests, logits, inputs, batch, verified, processed)
@@ -261,10 +261,10 @@ class TreeVerifierV2(RejectionSampler):
             temperatures: float32 ``[R]``: what they are to be divided by.
             own_tokens: int64 ``[rows]``: the target's token after each node.
             cu_num_logits: int32 ``[R + 1]``.
-            inputs: Of these requests and rows.
+            inputs: The inputs of these requests and rows.
             verified: Gets what becomes of them.
             any_sampled, any_matched: Whether a request is sampled, or is not.
-            most_nodes: Of any request's tree; None: those of the engine's.
+            most_nodes: No request's tree has more nodes; None: the nodes of the engine's tree.
         """
         drafted, tables = self._speculator.drafted, self._speculator.tables
         trees = TreesToVerify(
