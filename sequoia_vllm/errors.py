@@ -1,4 +1,4 @@
-"""What all of our errors are."""
+"""The base class of all our errors."""
 
 
 class SequoiaError(Exception):

@@ -22,7 +22,7 @@ INK, GREY, PALE, GRID = "#222222", "#767676", "#b5b5b5", "#e4e4e4"
 
 
 class FigureError(SequoiaError, ImportError):
-    """Nothing can be drawn here."""
+    """Raised where pictures cannot be drawn, as matplotlib is missing."""
 
 
 class FigureFormatError(SequoiaError, ValueError):
@@ -96,7 +96,7 @@ def draw_grid(axes: Axes, along: Literal["x", "y", "both"]) -> None:
 
 
 def shades(count: int) -> list[str]:
-    """So many colours in an order that can be seen, the palest first."""
+    """This many colours in an order that can be seen, the palest first."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 

@@ -46,7 +46,7 @@ def streamed_layers(
     backend: OffloadBackend = "prefetch",
     buffers: int = OVERLAPPING_BUFFERS,
 ) -> StreamedWeights:
-    """So many bytes of a target's layers, offloaded as vLLM does.
+    """A number of bytes of a target's layers, offloaded as vLLM does.
 
     Args:
         target: Its shape.
@@ -78,7 +78,7 @@ def streamed_layers(
 
 @dataclass(frozen=True)
 class Offload:
-    """How much to offload, and over what, on whatever device.
+    """How much to offload, and over which link, on any device.
 
     Attributes:
         gib: GiB of the target's layers on each device, as vLLM's ``--cpu-offload-gb`` counts;
@@ -96,7 +96,7 @@ class Offload:
     def streamed(
         self, target: ModelShape, device: str, value_bytes: float, devices: int
     ) -> StreamedWeights:
-        """What is streamed of this target on such devices; errors as of `streamed_layers`."""
+        """The streamed weights of a target on such devices; raises like `streamed_layers`."""
         name, words = host_link(device)
         if self.link is not None:
             name, words = self.link, LINKS[self.link].name

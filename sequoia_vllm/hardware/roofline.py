@@ -90,7 +90,7 @@ def roofline_profile(
     def curves(
         time: Callable[[int, int], float], weights: StreamedWeights | None = None
     ) -> list[Curve]:
-        """By tokens of each request and requests, for all of those to compute times for."""
+        """Curves over the tokens of each request, one for each batch size."""
         counts = {n: list(tokens) if tokens else _tokens_to_time(weights, n) for n in batch_sizes}
         return [
             Curve(
@@ -241,7 +241,7 @@ class _Forward:
         return self._devices * self._roofline(moved, 2 * shape.reading_parameters * rows)
 
     def logits_passes(self, shape: ModelShape, rows: int) -> float:
-        """What each device does with logits, or the distributions that nodes are drawn of."""
+        """Seconds of each device's passes over logits, or over Q where nodes are drawn."""
         passes = self._assumed.logits_passes
         return rows * shape.vocab * 4 * passes / self._bytes_per_second
 

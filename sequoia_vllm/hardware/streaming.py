@@ -37,7 +37,7 @@ class Link:
 
     @property
     def bytes_per_second(self) -> float:
-        """What is achieved."""
+        """Achieved rate, bytes/s."""
         return self.achieved_gb_s * 1e9
 
 

@@ -168,7 +168,7 @@ def gather_for_verification(
 
 @cache
 def _nothing(device: torch.device) -> Tensor:
-    """In the place of a mask that is not there; not read."""
+    """A stand-in for a mask that is not there; it is not read."""
     return torch.zeros(1, dtype=torch.bool, device=device)
 
 

@@ -346,7 +346,7 @@ def attend_to_contexts(
 
 
 def _shared_constants(group: int, head_size: int, keys: int) -> dict[str, int]:
-    """What both kernels know when compiled."""
+    """Constants that both kernels are compiled with."""
     return {
         "GROUP": group,
         "HEAD_SIZE": head_size,

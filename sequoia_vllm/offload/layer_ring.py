@@ -72,7 +72,7 @@ class LayerRing:
 
     @property
     def buffers(self) -> int:
-        """How many there are."""
+        """Number of buffers."""
         return len(self._memory)
 
     def start(self) -> None:
@@ -133,7 +133,7 @@ class LayerRing:
         return number + before - layer < self._computed
 
     def _begin_anew(self, layer: int) -> None:
-        """From this layer on; what is being read still goes to its buffer, and is waited for."""
+        """Reads from this layer on, after it has waited for the reads under way."""
         layers = len(self._regions)
         self._reading = -1, 0  # nothing more is begun
         self._state.wait_for(lambda: self._under_way == 0)

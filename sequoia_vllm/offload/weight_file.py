@@ -45,7 +45,7 @@ class Region:
 
     @property
     def chunks(self) -> int:
-        """How many reads it takes."""
+        """Number of reads that it takes."""
         return -(-self.length // CHUNK)
 
     def chunk(self, number: int) -> tuple[int, int]:

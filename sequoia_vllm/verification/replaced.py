@@ -133,7 +133,7 @@ class _Subtrees:
         return cls(order, own_parents.gather(1, order).masked_fill(~there, PADDING))
 
     def ask(self, distribution_at: DistributionAt, requests: Tensor) -> DistributionAt:
-        """What is asked by column, of which row i is the tree of ``requests[i]``."""
+        """The distributions by column of these subtrees; row i is the tree of ``requests[i]``."""
 
         def at(rows: Tensor, columns: Tensor) -> Tensor:
             return distribution_at(requests[rows], self.nodes[rows, columns])
@@ -151,7 +151,7 @@ class _Paths:
 
     @classmethod
     def none(cls, tokens: Tensor, depth: int) -> _Paths:
-        """Nothing accepted."""
+        """Paths on which nothing is accepted yet."""
         batch = len(tokens)
         return cls(
             tokens.new_full((batch, depth), -1),
@@ -191,5 +191,5 @@ class _Paths:
         self.num_accepted[requests] += 1
 
     def result(self) -> VerifyResult:
-        """What was accepted and emitted."""
+        """The accepted nodes and the emitted tokens."""
         return VerifyResult(self.accepted_nodes, self.output_tokens, self.num_accepted)

@@ -313,5 +313,5 @@ def take_rows(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def true_indices(mask: Tensor) -> Tensor:
-    """Where a mask ``[A]`` holds; waits for the device."""
+    """Indices at which a mask ``[A]`` is True; waits for the device."""
     return mask.nonzero().squeeze(1)

@@ -53,7 +53,7 @@ def measured_speedup(scheduler: Any) -> float | None:
 
 
 def freeze(scheduler: Any) -> None:
-    """From now on drafts are as configured: measuring tools limit them."""
+    """Ends adaptation: from now on drafts are as configured, and measuring tools limit them."""
     setattr(scheduler, _ADAPTER, None)
 
 

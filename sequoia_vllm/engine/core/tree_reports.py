@@ -199,11 +199,11 @@ class LoggerKinds:
         self.gauge = logger_class._gauge_cls
 
     def collect(self) -> list[Any]:
-        """None: they are not shown in this process."""
+        """Returns nothing: these metrics are not exported by this process."""
         return []
 
     def unregister(self) -> None:
-        """Nothing to do: Ray's metrics may be made again."""
+        """Does nothing: Ray's metrics may be made again."""
 
 
 def get_metrics(original: Callable[..., list[Any]], self: Any) -> list[Any]:

@@ -231,7 +231,7 @@ def _none_known(target: str, kinds: Collection[DrafterKind], others: _Fitting) -
 def _why(
     kind: Drafter, known: KnownDrafter, better: _Fitting, kinds: Collection[DrafterKind]
 ) -> str:
-    """What it is and why; and what would be better, and does not run here."""
+    """Says what draft was chosen and why, and which better one does not run here."""
     words = f"{kind.name}, {known.note}"
     if kind.is_head:
         words = f"{kind.name} made for this target ({known.note})"

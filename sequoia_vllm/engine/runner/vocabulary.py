@@ -126,7 +126,7 @@ def draft_vocabulary(vllm_config: Any, device: torch.device) -> SharedVocabulary
 
 
 def difference(target: Mapping[int, bytes], draft: Mapping[int, bytes]) -> tuple[str, float]:
-    """What differs between the texts of two vocabularies' tokens, by number.
+    """Compares the texts of two vocabularies' tokens, number by number.
 
     Returns:
         In words, and as a share of the larger one; "" and 0 where nothing does.
@@ -148,7 +148,7 @@ def difference(target: Mapping[int, bytes], draft: Mapping[int, bytes]) -> tuple
 
 
 def _refuse_other_size(target: TokensOf, draft: TokensOf) -> None:
-    """What cannot be compared must at least be as large."""
+    """Refuses a vocabulary of another size where the texts cannot be compared."""
     if target.size == draft.size:
         return
     why = (

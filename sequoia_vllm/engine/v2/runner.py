@@ -120,7 +120,7 @@ class TreeRunner(GPUModelRunner):
         self.model_state.prepare_attn = self._attention_metadata
 
     def _masks_of_nodes(self, **options: Any) -> MasksOfNodes:
-        """In the place of vLLM's worker for the masks of grammars, made with the same options."""
+        """Makes the worker for grammars' masks in vLLM's place, with the same options."""
         scored = self.speculator.most_scored
         most = most_masked(scored, self.max_num_reqs, self.max_num_tokens)
         return MasksOfNodes(most, self.max_num_tokens, **options)

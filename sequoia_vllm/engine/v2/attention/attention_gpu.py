@@ -48,7 +48,7 @@ class OtherChains:
 
 
 def other_chains(trees: ScoringTreesV2, metadata: Any) -> OtherChains | None:
-    """What is not of these trees in vLLM's metadata of the batch; None: nothing.
+    """The rest of vLLM's metadata of the batch, without these trees; None: nothing is left.
 
     What begins in the middle of a buffer is copied. vLLM's Triton kernel is compiled for how
     pointers are aligned, and would be compiled once more while requests wait.

@@ -90,7 +90,7 @@ class CPUTreeBackend(TreeBackend):
         self, caches: dict[str, Tensor], metadata: dict[str, Any], trees: ScoringTreesV2,
         accepted: Tensor,
     ) -> None:  # fmt: skip
-        """In the compiled CPU kernel, for all layers that share a slot mapping at once."""
+        """Moves keys and values for all layers that share a slot mapping at once, compiled."""
         source, target = accepted_moves(trees.query_start_loc[:-1], accepted)
         if self._caches is None:
             self._caches = TargetCaches(caches, metadata)

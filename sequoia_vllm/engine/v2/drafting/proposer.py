@@ -21,7 +21,7 @@ from sequoia_vllm.engine.v2.drafting.tree_speculator import TreeSpeculator
 
 
 class TreeProposerV2(TreeSpeculator):
-    """What the speculator does in a step: its `propose` replaces vLLM's.
+    """The speculator's work in a step: its `propose` replaces vLLM's.
 
     Whatever a step decided stays on the device. Subclasses say, too, what a kind of draft
     reads besides tokens.
@@ -45,7 +45,7 @@ class TreeProposerV2(TreeSpeculator):
         """Notes the target's states ``[T, H]`` of this step: the last ones, and others."""
 
     def _ragged_states(self, rows: RaggedRows) -> Tensor | None:
-        """What these rows read."""
+        """States that these rows read besides tokens; None: they read none."""
         return None
 
     def _fits_growth(self, num_trees: int, num_reqs: int, width: int) -> bool:
@@ -53,12 +53,12 @@ class TreeProposerV2(TreeSpeculator):
         return True
 
     def _before_growth(self, num_trees: int, width: int) -> None:
-        """What `TreeGrowth` reads besides `DraftBatch` is put in its place."""
+        """Puts what `TreeGrowth` reads besides `DraftBatch` in its place."""
 
     # -- one drafting pass ---------------------------------------------------------------
 
     def note_accepted(self, accepted: Tensor | None) -> None:
-        """What was accepted of the trees of the step, before `propose`.
+        """Notes what the step accepted of its trees, before `propose`.
 
         Args:
             accepted: int32 ``[R', D]``: nodes by depth, then -1, of the batch's first R'

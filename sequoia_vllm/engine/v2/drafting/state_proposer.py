@@ -82,7 +82,7 @@ class StateTreeProposer(TreeProposerV2):
         slots: dict[str, Tensor] | None,
         **inputs: Any,
     ) -> Any:
-        """What the head returns in vLLM's forward context, given ``inputs`` besides tokens."""
+        """Runs the head in vLLM's forward context, given ``inputs`` besides tokens."""
         rows = len(token_ids)
         with set_forward_context(
             metadata,

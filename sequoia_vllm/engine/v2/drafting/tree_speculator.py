@@ -114,7 +114,7 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         return 1
 
     def _dummy_states(self, rows: int) -> Tensor | None:
-        """What a forward of so many rows reads, of no request."""
+        """States for a forward of so many rows that belong to no request; None: it reads none."""
         return None
 
     def _target_states(self) -> Tensor | None:
@@ -169,7 +169,7 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         )
 
     def _new_growth(self, **shared: Any) -> TreeGrowth:
-        """What grows trees; ``shared`` is all that it gets but the model."""
+        """Makes what grows trees; ``shared`` is all that it gets but the model."""
         return TreeGrowth(**shared, model=self)
 
     def forward(
@@ -226,13 +226,13 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         self.modes.apply_starts()
 
     def read_truncation_of(self, states: SamplingStates) -> None:
-        """Where requests' top-k, top-p and min-p are; of temperatures and seeds vLLM tells."""
+        """Notes where requests' top-k, top-p and min-p are; vLLM passes temperatures and seeds."""
         self._states = states
 
     # -- failure ---------------------------------------------------------------------------
 
     def begin_to_serve(self) -> None:
-        """From now on requests are users', who do not need the draft: it may fail."""
+        """Lets the draft fail from now on: requests are users', who can be served without it."""
         self._serves = True
 
     def _survive(self) -> None:
@@ -261,7 +261,7 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
             self._take_target_logits()
 
     def _take_target_logits(self) -> None:
-        """What the target's logits at all nodes take."""
+        """Takes the memory that the target's logits at all nodes need."""
         dtype = self.vllm_config.model_config.head_dtype
         take_logits_memory(
             self.most_scored, self.tree.size, self._logits_size, dtype, self.device,

@@ -78,7 +78,7 @@ class MasksOfNodes(StructuredOutputsWorker):
 def place_masks(
     num_masks: int, requests: Sequence[int], cu_rows: NDArray[np.int32], largest: int
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Which masks are of nodes that are scored, and these nodes' rows of logits.
+    """Finds the masks of nodes that are scored, and these nodes' rows of logits.
 
     Args:
         num_masks: Masks of all scored nodes; or ``largest`` of each request, its nodes' first.
@@ -107,7 +107,7 @@ def place_masks(
 
 @dataclass(frozen=True)
 class _Rows:
-    """What vLLM's code reads of a batch, of one whose requests have a row of logits each.
+    """The part of a batch that vLLM's code reads: here each request has one row of logits.
 
     Attributes:
         req_ids: Their names: their places.
@@ -126,6 +126,6 @@ class _Rows:
         return cls(range(most), torch.arange(most + 1, dtype=torch.int32, device=device), ends)
 
     def first(self, count: int) -> _Rows:
-        """So many of them."""
+        """The first ``count`` rows."""
         ends = slice(count + 1)
         return _Rows(range(count), self.cu_num_logits[ends], self.cu_num_logits_np[ends])
