@@ -1,4 +1,4 @@
-"""As many requests as users ask for, whatever vLLM sets aside for heads that draft blocks."""
+"""Runs as many requests as users ask for, whatever vLLM sets aside for heads that draft blocks."""
 
 from types import SimpleNamespace
 

@@ -31,7 +31,7 @@ class Contents:
         self.seen = self.unfilled = 0
 
     def look(self) -> None:
-        """Of the draft, at the blocks that count as filled."""
+        """Looks at the draft's cache, at the blocks that count as filled."""
         filled = self._cache.runner.draft_progress._blocks._filled if self._is_draft else None
         for block, prefix in self._cache.cached(self._layers.group):
             if filled is not None and block not in filled:

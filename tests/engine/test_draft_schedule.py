@@ -30,7 +30,7 @@ def run(config) -> tuple[dict[str, list[int]], dict[str, int]]:
 
 
 def test_prompts_are_read_while_others_decode():
-    """As soon as by plain vLLM, but for the half of each step that trees may take."""
+    """They are read as soon as by plain vLLM, but for the half of each step that trees may take."""
     expected, plain = run(None)
     found, trees = run(sequoia())
     assert found == expected

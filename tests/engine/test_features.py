@@ -60,7 +60,7 @@ def counted(llm) -> dict:
 
 
 def test_priority_scheduling(plain_outputs):
-    """Those of low priority are preempted, and end last."""
+    """Requests of low priority are preempted, and end last."""
     priorities = [(-place) % 5 for place in range(12)]
     with running(sequoia(), scheduling_policy="priority", **SMALL_CACHE) as llm:
         driven = Driven(llm)

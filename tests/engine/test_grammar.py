@@ -77,7 +77,7 @@ class Words:
 def mask_after(
     path: Sequence[int], before: Sequence[int] = (), strict: bool = False
 ) -> list[int] | None:
-    """That of a grammar of its own that has taken this path; None: it forbids it, or has ended."""
+    """Asks a grammar of its own that has taken this path; None: it forbids it, or has ended."""
     words = Words(list(before), strict)
     for token in path:
         if words.is_terminated() or token not in words.allowed():

@@ -168,7 +168,7 @@ def test_same_tokens_with_any_shape(tree, plain_outputs):
 
 
 def test_schedule_by_batch_size_from_none_to_full(plain_outputs):
-    """As requests end, the batch shrinks past both thresholds; the draft catches up first."""
+    """The batch shrinks, as requests end, past both thresholds; the draft catches up first."""
     params = [SamplingParams(temperature=0, max_tokens=16 + 12 * i) for i in range(8)]
     expected = plain_outputs(PROMPTS[:8], params)
     schedule = [[1, 2, 15], [3, 5, 4], [6, 8, 0]]

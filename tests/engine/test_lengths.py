@@ -68,7 +68,7 @@ def test_requests_beyond_the_drafts_length_are_those_of_plain_vllm(pair, draft_p
 
 
 def test_the_engine_keeps_its_length(pair, monkeypatch):
-    """As on vLLM 0.33, which has a check that cuts it."""
+    """Imitates vLLM 0.33, which has a check that cuts it."""
     target, draft = pair
     cut = []
 

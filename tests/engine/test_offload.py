@@ -68,7 +68,7 @@ def test_plain_decoding_and_vllms_chain(plain_outputs, disk):
 
 
 def test_the_first_layers_stay_in_memory(plain_outputs, disk):
-    """As many as fit: of four layers of the same size, two."""
+    """Layers that fit stay: of four layers of the same size, two."""
     expected = plain_outputs(PROMPTS, GREEDY)
     with running(additional_config=plain(disk)) as llm:
         all_layers = offloader_of(llm).streamed_bytes
@@ -122,7 +122,7 @@ def test_architectures(name, tmp_path, disk):
 
 
 def test_quantised_targets(tmp_path, disk):
-    """Those whose kernels read weights where vLLM has them; others are refused."""
+    """Targets work whose kernels read weights where vLLM has them; others are refused."""
     model, dtype = save_quantised(tmp_path / "int4", TARGET, "int4"), QUANTISED["int4"].dtype
     with running(model=model, dtype=dtype) as llm:
         expected = found(llm, GREEDY)

@@ -278,7 +278,7 @@ def test_batch_invariance(monkeypatch):
 
 
 def test_adapters_need_no_budget_for_whole_trees_at_all_loads():
-    """As with default limits on GPUs; vLLM asks for 256 * 16 tokens, and knows no schedule."""
+    """Limits are GPUs' defaults; vLLM asks for 256 * 16 tokens, and knows no schedule."""
     config = engine_config(enable_lora=True, max_num_seqs=256, max_num_batched_tokens=2048)
     assert config.speculative_config.num_speculative_tokens == 15
     assert config.num_speculative_tokens == 15

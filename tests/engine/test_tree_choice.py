@@ -171,7 +171,7 @@ def test_shapes_are_read_only_where_the_tree_depends_on_them(monkeypatch):
 
 
 def declining(pair, monkeypatch):
-    """As if the library's answer were: do not speculate."""
+    """Makes the library answer: do not speculate."""
     none = tree_choice.TreeChoice(TokenTree((-1,)), "too slow here", [(1, 256, 0)])
     monkeypatch.setattr(tree_choice, "_from_library", lambda pair, shapes: none)
 
@@ -278,7 +278,7 @@ def test_trees_may_be_larger_where_steps_wait_for_weights(monkeypatch):
 
 
 def test_cuda_graphs_reach_as_far_as_the_schedule(monkeypatch, caplog):
-    """Of Model Runner V2. Here vLLM takes the sizes away after that: CPUs have no graphs."""
+    """Model Runner V2's graphs. Here vLLM takes the sizes away after that: CPUs have no graphs."""
     caplog.set_level(logging.INFO, "vllm.sequoia")
     planned, plan_schedule = [], draft_schedule.plan_schedule
 

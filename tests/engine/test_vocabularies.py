@@ -49,7 +49,7 @@ def test_greedy_tokens_are_those_of_plain_vllm(shared, least, tmp_path, plain_ou
 
 
 def test_greedy_tokens_with_a_draft_of_another_tokenizer(tmp_path, plain_outputs):
-    """Of a fifth of the target's size, learned from other text: much of it the draft must spell."""
+    """The draft's vocabulary is a fifth of the target's, of other text: much must be spelled."""
     draft = save_draft_of_another_tokenizer(tmp_path / "draft", prompts(200)[100:], 800)
     tokens, stats = greedy_with(draft)
     assert tokens == plain_outputs(PROMPTS, GREEDY)
@@ -57,7 +57,7 @@ def test_greedy_tokens_with_a_draft_of_another_tokenizer(tmp_path, plain_outputs
 
 
 def test_renumbered_tokens_are_accepted_as_often_as_the_same(tmp_path, with_the_same_tokens):
-    """Of every depth and child, exactly: nothing of the draft is lost or confused."""
+    """Counts agree exactly for every depth and child: nothing of the draft is lost or confused."""
     draft = save_other_draft(tmp_path / "draft", shared=1.0)
     assert greedy_with(draft) == with_the_same_tokens
 
@@ -72,7 +72,7 @@ ALL_BUT_ONE = {**HALF, "w4": 4, "w1": 7}
     [(HALF, [*PLAIN, CUT[0]], "sequoia"), (ALL_BUT_ONE, PLAIN, "traversal")],
 )
 def test_completions_follow_the_exact_law(words, mixed, verification, tmp_path):
-    """As in `test_sampled.py`, where it says what an error would have to be to be found.
+    """See `test_sampled.py`, where it says what an error would have to be to be found.
 
     Roots have up to four children, also where the draft can draw three.
     """

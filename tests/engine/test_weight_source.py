@@ -121,7 +121,7 @@ def test_types_without_a_size_are_said():
 
 
 def test_auto_chooses_for_what_is_offloaded(monkeypatch, tmp_path):
-    """As on an L40 that reads all of this small target over its link; vLLM itself runs on a CPU."""
+    """Stands for an L40 that reads all of this small target over its link; vLLM runs on a CPU."""
     monkeypatch.setattr(engine_config, "current_device_name", lambda: "NVIDIA L40")
     monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path))
 

@@ -224,7 +224,7 @@ def attention(seconds, nodes=64, context=8192):
 
 
 def measured_report():
-    """As from a GPU where scoring 64 nodes takes a tenth longer than one."""
+    """A report like one from a GPU where scoring 64 nodes takes a tenth longer than one."""
     kernels = StageReport(
         attention=[attention(40e-6), attention(1.0, nodes=16), attention(1.0, context=512)],
         parts=[

@@ -165,7 +165,7 @@ def attention_reads_pages_and_looks_back_only() -> None:
 
 
 def attention_over_contexts_is_what_the_gpu_check_expects() -> None:
-    """As the GPU check asks vLLM's FlashAttention for it, and as it writes it down in torch."""
+    """Compares the GPU check's call of vLLM's FlashAttention with its form in torch."""
     from gpu_stand_in.flash_attention import flash_attn_varlen_func
 
     from benchmarks.gpu.check.context_attention import flash_call, plain_attention

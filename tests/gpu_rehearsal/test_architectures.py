@@ -22,7 +22,7 @@ NAMES = ("mistral", "gemma2")
 
 
 def start_and_generate(models: str, names: list[str]) -> dict[str, Any]:
-    """Of plain vLLM, and of each model that drafts for itself."""
+    """Answers of plain vLLM, and of each model that drafts for itself."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)

@@ -40,7 +40,7 @@ def sampled(**options: Any) -> Any:
 
 
 def start_and_generate(models: str) -> dict[str, Any]:
-    """Of plain vLLM and of trees: batches of every size, and one more with FlashAttention."""
+    """Answers of plain vLLM and of trees: batches of every size, and one with FlashAttention."""
     from gpu_stand_in import flash_attention, graphs
 
     target, draft = save_related_pair(Path(models))
@@ -134,7 +134,7 @@ def test_trees_are_grown_and_scored_by_graphs(batch, generated):
 
 
 def test_flash_attention_reads_contexts_with_the_defaults_of_gpus(generated):
-    """As above, but for one key; the target has one layer."""
+    """The options are the defaults but for one key; the target has one layer."""
     found = generated["flash"]
     assert found["tokens"] == generated["plain"]["tokens"]
     assert found["counts"]["tokens_per_tree"] > 1.5
@@ -157,7 +157,7 @@ def test_no_request_is_the_first_to_need_a_kernel(generated):
 
 
 def test_bench_and_profile_can_time_its_steps(generated):
-    """Of the batch of all requests; some of its last trees are cut short."""
+    """Steps are of the batch of all requests; some of its last trees are cut short."""
     full = [step for step in generated["steps"] if step["fewest"] == 8]
     assert len(full) > 1
     assert all(step["target"] > 0 and step["drafting"] > 0 for step in full)

@@ -65,7 +65,7 @@ def run() -> dict[str, Any]:
 
 @contextmanager
 def recording_masks() -> Iterator[list[dict[str, Any]]]:
-    """Of each step with masks within the block: their number, and each request's scored nodes."""
+    """Records each step with masks within the block: their number, and requests' scored nodes."""
     from sequoia_vllm.engine.common.patched import patched
     from sequoia_vllm.engine.v2.runner import TreeRunner
 

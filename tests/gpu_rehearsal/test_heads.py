@@ -23,7 +23,7 @@ def greedy() -> Any:
 
 
 def start_and_generate() -> dict[str, Any]:
-    """Of plain vLLM, and with each head for batches of three and of one."""
+    """Answers of plain vLLM, and with each head for batches of three and of one."""
     from gpu_stand_in import sleeping
 
     texts, options = prompts(3), {"model": TARGET, "skip_tokenizer_init": False}

@@ -115,7 +115,7 @@ def test_a_buffer_that_nobody_looks_at_may_be_handed_out_again(copies):
 
 
 class Pool:
-    """As vLLM's `UvaBufferPool`: two buffers that take turns."""
+    """A pool like vLLM's `UvaBufferPool`: two buffers that take turns."""
 
     def __init__(self):
         self.buffers, self._curr, self.max_concurrency = torch.zeros(2, 3), 0, 2

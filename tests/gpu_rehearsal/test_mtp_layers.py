@@ -17,7 +17,7 @@ TREES = {
 
 
 def start_and_generate(target: str) -> dict[str, Any]:
-    """Of plain vLLM, and of trees for batches of three and of one."""
+    """Answers of plain vLLM, and of trees for batches of three and of one."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)

@@ -23,7 +23,7 @@ UVA = {"offload_backend": "uva", "cpu_offload_gb": 1}
 
 
 def start_and_generate(models: str) -> dict[str, Any]:
-    """Of plain vLLM, and of trees with each offloader."""
+    """Answers of plain vLLM, and of trees with each offloader."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)

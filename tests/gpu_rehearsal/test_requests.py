@@ -43,7 +43,7 @@ def params() -> list[Any]:
 
 
 def run(models: str) -> dict[str, Any]:
-    """Of plain vLLM; of trees in tiers, over vLLM's Triton attention; of trees short of room.
+    """Answers of plain vLLM, of trees in tiers over `TRITON_ATTN`, and of trees short of room.
 
     The contexts of the last are read by FlashAttention.
     """
@@ -112,7 +112,7 @@ def scheduler_of(llm: Any) -> Any:
 
 
 def decide_often(llm: Any, requests: list[Any], most: list[int]) -> dict[str, Any]:
-    """As an engine that adapts: other numbers of drafts, at most so many by batch size."""
+    """Decides like an engine that adapts: other numbers of drafts, bounded by batch size."""
     from gpu_stand_in import graphs
 
     engine, done = llm.llm_engine, {}

@@ -24,7 +24,7 @@ TOKENS = 10
 
 
 def requests() -> list[Any]:
-    """Of the sampled one the nucleus is a single token: its tokens are known, too."""
+    """The sampled one's nucleus is a single token: its tokens are known, too."""
     from vllm import SamplingParams
 
     common = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
@@ -45,7 +45,7 @@ def save_other_draft(target: Path, path: Path) -> str:
 
 
 def generate_and_sleep(models: str) -> dict[str, Any]:
-    """Of plain vLLM, and of trees before and after it: windows, another vocabulary, parameters."""
+    """Answers of plain vLLM, and of trees before and after: windows, vocabulary, parameters."""
     from gpu_stand_in import sleeping
 
     target = save_architecture(Path(models) / "target", "mistral", layers=2)

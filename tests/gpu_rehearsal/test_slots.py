@@ -44,7 +44,7 @@ def params() -> list[Any]:
 
 
 def run(models: str) -> dict[str, Any]:
-    """Of plain vLLM, of trees, and of trees with too few slots."""
+    """Answers of plain vLLM, of trees, and of trees with too few slots."""
     target, draft = save_related_pair(Path(models))
     requests = random_prompts(LENGTHS)
     tiers = {"num_speculative_tokens_per_batch_size": TIERS, "adapt": True}

@@ -98,7 +98,7 @@ def test_skip_writes_zeros_and_keeps_nothing():
 
 @pytest.mark.parametrize("mode", [GREEDY, SAMPLED, SEEDED])
 def test_garbage_rows_still_give_different_tokens(mode):
-    """As padding rows may hold: an id outside the vocabulary would be read out of bounds."""
+    """Padding rows may hold such: an id outside the vocabulary would be read out of bounds."""
     torch.manual_seed(4)
     logits = torch.randn(5, 1100)
     logits[0] = torch.nan

@@ -95,7 +95,7 @@ def test_a_cache_given_twice_moves_once():
 
 
 def test_nothing_is_read_for_padding():
-    """Of requests without a path not even the table, whose entries may be anything."""
+    """Requests without a path have not even their table read: its entries may be anything."""
     cache = random_cache(2, 1, 16, 8)
     expected = cache.clone()
     commit_accepted(

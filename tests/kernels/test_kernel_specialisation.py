@@ -142,7 +142,7 @@ def test_chunks_of_a_batch_verify_with_one_version(record, columns):
 
 @pytest.mark.parametrize("blocks", [1, 16, 37])
 def test_tree_attention_has_a_version_per_tile_and_mask_width(record, blocks):
-    """Of any batch: trees of a schedule, levels of a draft, first requests of a step or not."""
+    """One version serves trees of a schedule, levels of a draft, and any requests of a step."""
     attend = record(tree_attention, "tree_attention_kernel")
     merge = record(tree_attention, "merge_splits_kernel")
     workspace = tree_attention.TreeAttentionWorkspace(64, "cpu", processors=132)

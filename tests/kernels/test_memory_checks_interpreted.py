@@ -191,7 +191,7 @@ def test_programs_run_in_a_shuffled_order(checks):
 
 @triton.jit
 def _fill_at(addresses, size, BLOCK: tl.constexpr):
-    """As kernels do that are given a table of addresses."""
+    """Writes like kernels that are given a table of addresses."""
     base = tl.load(addresses + tl.program_id(0)).to(tl.pointer_type(tl.float32))
     place = tl.arange(0, BLOCK)
     tl.store(base + place, place.to(tl.float32), mask=place < size)

@@ -38,7 +38,7 @@ def by_slot(values: list[float], slots: list[int], otherwise: float) -> torch.Te
 @pytest.mark.parametrize("vocabulary", [50, 4100])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_penalties_are_by_path(vocabulary, dtype):
-    """Of each kind alone and of all; one request has none, and keeps its logits to the bit."""
+    """Each kind alone, and all together; one request has none, and keeps its logits to the bit."""
     found, slots = histories(vocabulary), [3, 0, 4, 1]
     repetition, frequency, presence = [1.3, 0.8, 1.0, 1.2], [0.0, 0.5, 0.0, -0.4], [0.0, 0, 0, 0.7]
     logits = torch.randn(len(found.nodes), vocabulary)

@@ -194,7 +194,7 @@ def test_trees_of_many_nodes(nodes, processors):
     [((2, 2), torch.float32), ((2, 2), torch.float16), ((8, 1), torch.bfloat16)],
 )
 def test_nodes_after_a_context_that_another_kernel_read(dtype, heads):
-    """Of the context nothing is read; where there is none, nodes see each other only."""
+    """Nothing of the context is read; where there is none, nodes see each other only."""
     contexts, sizes = [0, 31, 32, 600, 1, 0], [1, 0, 40, 33, 5, 7]
     batch = Batch(contexts, sizes, heads=heads, dtype=dtype)
     expected, (output, lse) = batch.expected(), batch.attend_to_contexts()
@@ -323,7 +323,7 @@ def test_no_position_past_the_table_is_read(processors, context):
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rows_that_nobody_has_written_are_not_read(processors, window, dtype):
-    """As where a draft reads up to so many tokens: NaN in their places reaches no row."""
+    """A draft reads up to so many tokens: NaN in their places reaches no row."""
     contexts, written = [37, 600, 5, 0, 0], [2, 4, 0, 1, 0]
     batch = Batch(contexts, [4] * 5, heads=(4, 2), dtype=dtype)
     batch.ancestors = torch.ones_like(batch.ancestors).tril()

@@ -17,7 +17,7 @@ VALUES = {"top_k": 2**31 - 1, "top_p": 1.0, "min_p": 0.0}
 
 
 def parameters(requests, *settings):
-    """Of each request, the settings turn about."""
+    """Gives the requests the settings in turn."""
     own = [VALUES | settings[index % len(settings)] for index in range(requests)]
     return {
         name: torch.tensor([values[name] for values in own], dtype=dtype)
@@ -157,7 +157,7 @@ def test_seeded_requests_look_outside_the_nucleus_last():
     cut, plain = (draw(logits, SEEDED, [4], **more) for more in (own, {}))
 
     def share(drawn):
-        """Of children that are inside."""
+        """Share of children that are inside."""
         return inside.gather(1, drawn.tokens[:, 1:-1]).float().mean()
 
     assert share(cut) > 0.4 > 0.1 > share(plain)

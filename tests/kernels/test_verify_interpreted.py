@@ -126,7 +126,7 @@ def test_decides_as_algorithm_2(lanes, target, draft, monkeypatch):
 
 
 def test_temperature_is_applied_to_what_is_read(four_lanes, few):
-    """As to logits divided before, float32 as vLLM divides them; of neighbours, each its own.
+    """The result is that of logits divided before, as vLLM does; each neighbour has its own.
 
     Raw logits of 16 bits: those of 32 the law below is of, at a temperature.
     """
@@ -232,7 +232,7 @@ def test_accepts_where_nothing_of_the_target_would_be_left(four_lanes, few):
 
 
 def test_keeps_the_residual_where_nothing_is_left_and_the_token_is_impossible(four_lanes, few):
-    """As before, but the first child is a token that the target excludes."""
+    """The case before, but the first child is a token that the target excludes."""
     tree = Tree([-1, 0, 0])
     draft_logits = np.array([[1.0, 0.0, 2.0, 0.5, 1.5]], np.float32)
     logits = np.repeat(draft_logits, 3, axis=0)

@@ -73,7 +73,7 @@ def read_models_once(import_utils: ModuleType) -> None:
     find, look_through = import_utils.fetch__all__, import_utils.create_import_structure_from_path
 
     def fetch__all__(source: str) -> list[str]:
-        """As the original does: of the last line that starts with it."""
+        """Reads like the original does: the last line that starts with it."""
         return find(source[source.rfind("\n__all__") + 1 :])
 
     import_utils.fetch__all__ = fetch__all__  # type: ignore[attr-defined]

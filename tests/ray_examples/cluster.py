@@ -47,7 +47,7 @@ def wait_for(what: str, found: Callable[[], Any], deadline: float, pause: float 
 
 
 def named(name: str, processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those whose title starts with this."""
+    """Processes whose title starts with this."""
     return [process for process in processes if _title(process).startswith(name)]
 
 

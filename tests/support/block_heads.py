@@ -110,7 +110,7 @@ _CONVOLUTION = {"conv_kernel_size": 3, "conv_group_size": 8}
 
 
 def _convolutions(seed: int, hidden: int) -> dict[str, torch.Tensor]:
-    """Those of the only layer: mostly a position itself, and a little of those before it."""
+    """Convolutions of the only layer: mostly a position itself, and a little of those before it."""
     random, taps = random_matrices(seed + 2), _CONVOLUTION["conv_kernel_size"]
     groups = hidden // _CONVOLUTION["conv_group_size"]
     base = torch.zeros(2, taps, hidden)

@@ -85,7 +85,7 @@ class LaunchConflicts:
         self._reads.append((region, addresses, width, program))
 
     def read_one(self, region: Region, address: int, width: int, program: int) -> None:
-        """As `read`, of one number."""
+        """See `read`; one number."""
         key = (id(region), width)
         if key not in self._single_reads:
             self._single_reads[key] = _SingleReads(region)
@@ -100,7 +100,7 @@ class LaunchConflicts:
                 yield reads.region, addresses, width, programs
 
     def read_conflicts(self) -> Iterator[Conflict]:
-        """Of each load the first byte that another program of the launch writes.
+        """The first byte of each load that another program of the launch writes.
 
         Of all loads of single numbers through one pointer together the first.
         """

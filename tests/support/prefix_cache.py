@@ -177,7 +177,7 @@ class Engine:
         request.blocks = []
 
     def _share(self, request: Request) -> None:
-        """As vLLM: a prompt's blocks as soon as it is scheduled, others once they are known."""
+        """Shares a prompt's blocks as soon as it is scheduled, others once they are known."""
         for index in range(request.computed // BLOCK):
             prefix = tuple(request.tokens[: (index + 1) * BLOCK])
             self.prefixes.setdefault(prefix, request.blocks[index])

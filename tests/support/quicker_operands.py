@@ -21,7 +21,7 @@ def remember_operands() -> None:
 
 
 def _unwrap_nothing_but_constants() -> None:
-    """Of tensors and numbers it is known that they are neither `constexpr` nor sequences."""
+    """Leaves tensors and numbers as they are: they are neither `constexpr` nor sequences."""
     unwrap, constexpr = core._unwrap_if_constexpr, core.constexpr
     plain = {core.tensor, int, float, bool, str, type(None)}
 

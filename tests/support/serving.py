@@ -53,7 +53,7 @@ def environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Of this machine, and not one that it gives to others until a server listens there."""
+    """A port of this machine, and not one that it gives to others until a server listens there."""
     while True:
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
@@ -181,7 +181,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def wait_for_end(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those that still run after at most so many seconds."""
+    """Processes that still run after at most so many seconds."""
     deadline = time.monotonic() + seconds
     while running := [process for process in processes if not has_ended(process)]:
         if time.monotonic() > deadline:

@@ -226,7 +226,7 @@ def expected_walk(tree, request, uniforms, lanes, rule=algorithm_2):
 
 
 def drafted_children(tree, request):
-    """Of each of the request's nodes: its children up to the first placeholder."""
+    """Each of the request's nodes: its children up to the first placeholder."""
     size = len(request.tokens)
     return [
         list(takewhile(lambda child: request.tokens[child] >= 0, tree.children_of(node, size)))

@@ -71,7 +71,7 @@ def part_of(name: str) -> str | None:
 
 
 def imports() -> dict[str, set[str]]:
-    """Of each package or module below `sequoia_vllm`: the others that it imports."""
+    """Imports of each package or module below `sequoia_vllm`: the others that it imports."""
     found: dict[str, set[str]] = {}
     for name, imported in IMPORTS.items():
         if part := part_of(name):

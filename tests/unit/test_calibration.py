@@ -73,7 +73,7 @@ def test_probing_tree():
 
 
 def test_how_well_tokens_per_step_are_known():
-    """As well as they repeat: the same vector counted again and again."""
+    """They are known as well as they repeat: the same vector counted again and again."""
     random, truth = np.random.default_rng(0), np.array([[0.5, 0.2, 0.0], [0.6, 0.1, 0.1]])
     tree, trials = optimize_tree(Acceptance.of(truth), 24, 6), [[300] * 3, [150] * 3]
     found = []

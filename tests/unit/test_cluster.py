@@ -58,7 +58,7 @@ def test_a_tree_chosen_for_another_device_is_refused():
 
 
 class _Config:
-    """Of an engine with a tree, or of one that had better have none."""
+    """Configuration of an engine with a tree, or of one that had better have none."""
 
     def __init__(self, tree: TokenTree | None, drafts: int = 2, **settings) -> None:
         self.additional_config = {DECLINED: True} if tree is None else {}

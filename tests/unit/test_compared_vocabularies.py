@@ -56,7 +56,7 @@ def test_the_same_tokens_with_other_numbers_are_matched(tmp_path):
 
 
 def test_the_same_tokens_and_another_number_of_rows_are_matched(tmp_path):
-    """As of models of one family, padded to different sizes."""
+    """Models of one family are so, padded to different sizes."""
     found = compare_vocabularies(TokensOf(TARGET, 4160), TokensOf(DRAFT, 4096))
     assert found.matching.read[:4096].tolist() == list(range(4096))
     assert np.flatnonzero(found.matching.drawn < 0).tolist() == list(range(4096, 4160))

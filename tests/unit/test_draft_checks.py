@@ -55,7 +55,7 @@ def test_the_demo_looks_for_models_first():
 
 
 def complaint(message: str) -> Exception:
-    """As vLLM's configuration raises it."""
+    """The error that vLLM's configuration raises."""
 
     def refuse(value):
         raise ValueError(message)

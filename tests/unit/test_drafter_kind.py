@@ -51,7 +51,7 @@ TRANSFORMER = {key: value for key, value in LAYER.items() if key != "architectur
 
 
 def speculators(kind: str, **changes) -> dict:
-    """As the library ``speculators`` writes heads."""
+    """A head's configuration as the library ``speculators`` writes it."""
     return {
         "architectures": ["SomeSpeculator"], "speculators_model_type": kind,
         "transformer_layer_config": dict(TRANSFORMER), "draft_vocab_size": 32000,
@@ -160,7 +160,7 @@ NO_DRAFTER = {"ExtractHiddenStatesModel"}
 
 @pytest.mark.parametrize("architecture", sorted(set(_SPECULATIVE_DECODING_MODELS) - NO_DRAFTER))
 def test_every_drafter_that_vllm_knows_is_recognised(architecture):
-    """As what vLLM runs it with, which the name of the module tells."""
+    """Its kind is what vLLM runs it with, which the name of the module tells."""
     found = recognise(SimpleNamespace(architectures=[architecture], model_type="llama"))
     implementation, _ = _SPECULATIVE_DECODING_MODELS[architecture]
     assert found.sign == f"its architecture is {architecture}"

@@ -10,7 +10,7 @@ NONE = float("-inf")
 
 
 class Bias:
-    """Of token t: t, 2 * t, 3 * t, ... for the tokens that may be drafted."""
+    """Bias of token t: t, 2 * t, 3 * t, ... for the tokens that may be drafted."""
 
     def markov_embed(self, tokens):
         return tokens[:, None].float()

@@ -379,7 +379,7 @@ class TestRoofline:
         assert many > 100 * one
 
     def test_kernels_of_ours_cost_each_draft_level_and_each_merge(self):
-        """Of 32 key heads: contexts are split for up to 3 requests, and merged in each layer."""
+        """With 32 key heads contexts are split for up to 3 requests, and merged in each layer."""
         device = "NVIDIA A100-SXM4-80GB"
         without, with_ones = (
             CostModel(gpu(device, assumptions=Assumptions(small_kernel_seconds=seconds)))

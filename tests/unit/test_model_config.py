@@ -53,7 +53,7 @@ def test_published_sizes():
 
 
 def test_fields_that_may_be_missing():
-    """As many key heads as heads, the width divided by them, an output matrix of its own."""
+    """Defaults: one key head per head, the width divided by heads, an own output matrix."""
     plain = {k: v for k, v in LLAMA_3.items() if k not in ("num_key_value_heads",)}
     del plain["tie_word_embeddings"]
     found = read_shape({**plain, "head_dim": None}, "m")

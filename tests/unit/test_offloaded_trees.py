@@ -58,7 +58,7 @@ def test_the_library_has_trees_of_each_for_the_same_pair(library):
 
 
 def test_the_nearest_class_is_one_of_them_too(library):
-    """Of shapes that cannot be read: a mixture of experts, say."""
+    """Shapes cannot be read here: a mixture of experts, say."""
     pair = replace(OFFLOADED, target="some/target", draft="some/draft")
     shapes = PairShapes(None, None, "a mixture of experts")
     assert library.select(pair, shapes=shapes).entry.streamed is not None

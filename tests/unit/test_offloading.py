@@ -41,7 +41,7 @@ def test_the_backend_is_the_one_that_vllm_chooses(config, backend):
 
 
 def model() -> nn.Module:
-    """Of two layers of 1 KiB each."""
+    """A model of two layers of 1 KiB each."""
     return nn.Sequential(*(nn.Linear(16, 16, bias=False, device=DEVICE) for _ in range(2)))
 
 

@@ -75,7 +75,7 @@ def test_a_vocabulary_is_byte_level_or_not():
 
 
 def piece_tokenizer(size):
-    """As SentencePiece with byte fallback."""
+    """A tokenizer like SentencePiece's with byte fallback."""
     made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     special = ["<unk>", "<s>", "</s>"]
@@ -102,7 +102,7 @@ def pieces_as_ordinary(vocabulary):
 
 
 def test_byte_level_and_pieces_share_their_texts():
-    """Of tokens learned from one corpus, most are common; each is written alike by both."""
+    """Most tokens learned from one corpus are common; each is written alike by both."""
     ours, theirs = train_byte_level(CORPUS, 400), piece_tokenizer(420)
     target, draft = read_vocabulary(ours), pieces_as_ordinary(read_vocabulary(theirs))
     assert target.end == ours.convert_tokens_to_ids("<end>")

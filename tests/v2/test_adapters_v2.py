@@ -17,7 +17,7 @@ LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 
 
 def generate_with_adapters(folder: str) -> dict[str, Any]:
-    """Of plain V2 and of trees: no adapter, one and another; greedy and seeded."""
+    """Answers of plain V2 and of trees: no adapter, one and another; greedy and seeded."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 

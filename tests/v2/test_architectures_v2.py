@@ -25,7 +25,7 @@ NAMES = ("mistral", "gemma2", "gpt_oss")
 
 
 def generate_with_all(models: str, names: list[str], block_size: int) -> dict[str, Any]:
-    """Of each architecture: plain vLLM's tokens, and those that it drafts for itself."""
+    """Answers of each architecture: plain vLLM's tokens, and those that it drafts for itself."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
@@ -104,7 +104,7 @@ def test_drafts_lie_in_several_cache_groups(attention, request):
 
 
 def generate_after_a_rest(models: str) -> dict[str, Any]:
-    """Of requests of which two outlive the others, with drafts only then; and plain vLLM's."""
+    """Answers where two requests outlive the others, with drafts only then; and plain vLLM's."""
     from vllm import SamplingParams
 
     # A block of the draft's windowed layer is in the memory of one of the target's layers.

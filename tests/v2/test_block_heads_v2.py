@@ -47,7 +47,7 @@ def greedy(count: int) -> list[Any]:
 
 
 def generate_all(place: str) -> dict[str, Any]:
-    """Of plain V2, and of each head in vLLM's chains and in ours."""
+    """Answers of plain V2, and of each head in vLLM's chains and in ours."""
     target = str(
         save_llama(
             Path(place) / "target", seed=3, scale=1.5, vocab_size=VOCAB, num_hidden_layers=2,

@@ -43,7 +43,7 @@ def params() -> list[Any]:
 
 
 def generate_as_on_gpus(models: str) -> dict[str, Any]:
-    """Of plain vLLM, and of trees: the target's own, first beside chunks of prompts."""
+    """Answers of plain vLLM, and of trees: the target's own, first beside chunks of prompts."""
     target, draft = save_related_pair(Path(models), **SHAPE)
     requests, options = random_prompts(LENGTHS), {"model": target, **OPTIONS}
     answers = {"plain": generate(None, requests, params(), **options)}
@@ -56,7 +56,7 @@ def generate_as_on_gpus(models: str) -> dict[str, Any]:
 
 
 def launches_of_a_step(llm: Any) -> dict[str, Any]:
-    """Of two requests, greedy and sampled, with trees of depth 6 that were grown before."""
+    """Launches for a greedy and a sampled request with trees of depth 6 that were grown before."""
     from vllm import SamplingParams
 
     from tests.v2.launches import DRAFT, GLUE, VERIFIER, WORK, counted_launches

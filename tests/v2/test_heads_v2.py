@@ -88,7 +88,7 @@ def generate_in_tiers(head: str, texts: list[str]) -> dict[str, Any]:
 
 
 def generate_all() -> dict[str, Any]:
-    """Of plain V2, and of both heads."""
+    """Answers of plain V2, and of both heads."""
     texts, params = prompts(3), greedy(3)
     answers: dict[str, Any] = {
         "plain": generate(None, texts, params),
@@ -145,7 +145,7 @@ def test_a_tree_accepts_more_than_a_chain(kind, answers):
 
 @of_both
 def test_what_the_prefix_cache_keeps_the_head_has_read(kind, answers):
-    """Of the last block it has not, as that comes with a later token: vLLM computes it anew."""
+    """Only its last block is unread, as that comes with a later token: vLLM computes it anew."""
     first, second = answers[kind]["twice"]
     assert first["tokens"] == second["tokens"] == answers["plain"]["tokens"]
     assert first["counts"]["tokens_per_tree"] == second["counts"]["tokens_per_tree"]

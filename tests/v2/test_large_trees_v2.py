@@ -16,7 +16,7 @@ LIMITS = {**TINY, "max_model_len": 2048, "max_num_batched_tokens": 2048, "max_nu
 
 
 def generate_both(models: str) -> dict[str, Any]:
-    """Of plain V2, and of trees; and of trees one more token that is sampled."""
+    """Answers of plain V2, and of trees; and of trees one more token that is sampled."""
     from vllm import SamplingParams
 
     common = {"ignore_eos": True, "detokenize": False}

@@ -60,7 +60,7 @@ def seeded_params(count: int, max_tokens: int) -> list[Any]:
 
 
 def generate_seeded(models: str) -> dict[str, Any]:
-    """Of plain V2, of trees, and of trees by a broken draft; there two more have no seed."""
+    """Answers of plain V2, of trees, and of trees by a broken draft: two more without a seed."""
     from vllm import SamplingParams
 
     target, draft = save_related_pair(Path(models))
@@ -76,7 +76,7 @@ def generate_seeded(models: str) -> dict[str, Any]:
 
 
 def save_broken(path: Path, draft: str) -> str:
-    """That draft, for whose logits NaN comes out once it has read one of some tokens."""
+    """Saves that draft so that NaN comes out once it has read one of some tokens."""
     shutil.copytree(draft, path, dirs_exist_ok=True)
     weights = load_file(path / "model.safetensors")
     weights["model.embed_tokens.weight"][::16] = torch.nan
@@ -181,7 +181,7 @@ def test_tokens_are_those_of_plain_vllm_whoever_applies_temperatures(name, gener
 
 
 def generate_edited(models: str) -> dict[str, Any]:
-    """Of plain V2, with and without edits, and of trees."""
+    """Answers of plain V2, with and without edits, and of trees."""
     from vllm import SamplingParams
 
     target, draft = save_related_pair(Path(models))
@@ -407,7 +407,7 @@ def save_law_pair(directory: Path) -> tuple[str, str]:
 def assert_follows_law(
     answer: dict[str, Any], paths: tuple[str, str | list[int]], share: float
 ) -> None:
-    """Of each token given the tokens before, and independently of the number before.
+    """Checks each token given the tokens before, and independently of the number before.
 
     `share`: of the usual number of tokens.
     """

@@ -55,7 +55,7 @@ def greedy_requests() -> tuple[list[str], list[Any]]:
 
 
 def generate_greedy() -> dict[str, Any]:
-    """Of plain V2, and of trees with and without asynchronous scheduling; and one alone."""
+    """Answers of plain V2, and of trees with and without asynchronous scheduling; and one alone."""
     texts, params = greedy_requests()
     answers = {"plain": generate(None, texts, params)}
     with running(sequoia()) as llm:
@@ -310,7 +310,7 @@ def pressed_params(max_tokens: int = PRESSED_TOKENS) -> list[Any]:
 
 
 def generate_pressed(models: str) -> dict[str, Any]:
-    """Of plain V2, and of trees where tokens per step, blocks or the model's length are few."""
+    """Answers of plain V2, and of trees short of tokens per step, blocks or the model's length."""
     target, draft = save_related_pair(Path(models))
     requests, params = random_prompts(LENGTHS), pressed_params()
     options = {"model": target, **TINY}

@@ -39,7 +39,7 @@ def other_draft(draft: str, path: Path, shared: float) -> str:
 
 
 def generate_with_other_vocabularies(models: str) -> dict[str, Any]:
-    """Of plain V2, and of trees by the draft itself, renumbered, and with half of its tokens."""
+    """Answers of plain V2, and of trees by a draft as it is, renumbered, with half its tokens."""
     target, draft = save_related_pair(Path(models))
     save_word_tokenizer(Path(target))
     requests = random_prompts([12, 30, 5, 41]), greedy_and_seeded(4, 16)

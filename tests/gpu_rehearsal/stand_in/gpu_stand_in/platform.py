@@ -20,7 +20,7 @@ _QUESTIONS = (
 
 
 class StandInPlatform(NonNvmlCudaPlatform):
-    """As an H100's, as far as vLLM's choices go; tensors are made on the CPU."""
+    """An H100's platform, as far as vLLM's choices go; tensors are made on the CPU."""
 
     device_type = "cpu"
     dispatch_key = "CPU"  # vLLM's own operators are registered for CPU tensors
@@ -42,7 +42,7 @@ class StandInPlatform(NonNvmlCudaPlatform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Those of the CPU build; when asked what the GPU's can do, the answer is no."""
+        """Imports the CPU build's; when asked what the GPU's can do, the answer is no."""
         from vllm.platforms.cpu import CpuPlatform
 
         CpuPlatform.import_kernels()

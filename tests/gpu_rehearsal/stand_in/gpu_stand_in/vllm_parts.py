@@ -48,7 +48,7 @@ class UvaBuffer:
 def async_tensor_h2d(
     data: Any, device: Any = None, dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """As vLLM's: a copy, from memory that the host may use again. Not within a graph."""
+    """Copies like vLLM's, from memory that the host may use again. Not within a graph."""
     graphs.refuse_while_capturing("a copy of host memory that will be gone")
     if isinstance(data, np.ndarray):
         data = torch.from_numpy(data)
