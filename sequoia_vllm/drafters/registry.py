@@ -79,6 +79,7 @@ class Drafter:
             alone. Heads need Model Runner V2, and bring no tokenizer.
         in_one_pass: Whether one pass drafts all levels of a tree.
         is_targets_own: Whether it is a layer of the target's own checkpoint.
+        by_default: Whether a known one is taken where the user names no kind and no draft.
         layers: Number of layers; None: what its configuration says.
         may_look_like_model: Whether some have the configuration of a model: users name the kind.
     """
@@ -94,6 +95,7 @@ class Drafter:
     is_head: ClassVar[bool] = True
     in_one_pass: ClassVar[bool] = False
     is_targets_own: ClassVar[bool] = False
+    by_default: ClassVar[bool] = True
     layers: ClassVar[int | None] = None
     may_look_like_model: ClassVar[bool] = False
 

@@ -21,9 +21,11 @@ from sequoia_vllm.engine.frontend.resolve import KnownDraft, find_draft, known_d
 ALL: tuple[DrafterKind, ...] = ("model", "eagle3", "dflash")
 
 
-def known_draft(target: str, kinds: tuple[DrafterKind, ...] = ("model",)) -> KnownDraft:
+def known_draft(
+    target: str, kinds: tuple[DrafterKind, ...] = ("model",), asked: DrafterKind | None = None
+) -> KnownDraft:
     """The one that is taken."""
-    return known_drafts(target, kinds)[0]
+    return known_drafts(target, kinds, asked)[0]
 
 
 # -- what is chosen ----------------------------------------------------------------
@@ -63,8 +65,8 @@ def test_draft_models_where_heads_cannot_run(target, draft):
         ("openai/gpt-oss-120b", "RedHatAI/gpt-oss-120b-speculator.eagle3"),
     ],
 )  # fmt: skip
-def test_heads_where_they_can_run(target, head):
-    found = known_draft(target, ("model", "eagle3"))
+def test_heads_that_are_asked_for(target, head):
+    found = known_draft(target, ALL, "eagle3")
     assert (found.name, found.kind) == (head, "eagle3")
     assert "an EAGLE-3 head made for this target (" in found.why
 
@@ -85,11 +87,23 @@ def test_a_head_is_for_its_own_target(target, draft):
     assert known_draft(target, ALL).name == draft
 
 
-def test_the_best_kind_comes_first():
-    """By the predictions of docs/drafters.md."""
+def test_draft_models_are_taken_unless_a_head_is_asked_for():
+    """Heads run on GPUs, and none has run on one yet."""
+    [found] = known_drafts("Qwen/Qwen3-8B", ALL)
+    assert found.kind == "model"
+    assert (
+        "a DFlash head exists, too (RedHatAI/Qwen3-8B-speculator.dflash): ask for it with "
+        '"drafter": "dflash" (such heads never ran on a GPU)' in found.why
+    )
+    assert [known.kind for known in known_drafts("Qwen/Qwen3-8B", ALL, "dflash")] == ["dflash"] * 2
+
+
+def test_kinds_that_run_are_ordered_by_what_they_are_predicted_to_gain(monkeypatch):
+    """By the predictions of docs/drafters.md: so they are taken once they ran on GPUs."""
+    for kind in ("eagle3", "dflash"):
+        monkeypatch.setattr(type(DRAFTERS[kind]), "by_default", True)
     kinds = [found.kind for found in known_drafts("Qwen/Qwen3-8B", ALL)]
     assert kinds == ["dflash", "dflash", "eagle3", "eagle3", "model"]
-    assert known_draft("Qwen/Qwen3-8B", ALL).name == "RedHatAI/Qwen3-8B-speculator.dflash"
     assert known_draft("Qwen/Qwen3-14B", ALL).kind == "eagle3"
     assert known_draft("meta-llama/Llama-2-7b-hf", ALL).kind == "model"
 
@@ -121,9 +135,17 @@ def test_a_target_with_heads_alone_says_what_they_need():
     )
 
 
+def test_a_target_with_heads_alone_says_how_to_ask_for_one():
+    with pytest.raises(ConfigError) as error:
+        known_draft("openai/gpt-oss-20b", ALL)
+    assert 'but a DFlash head (z-lab/gpt-oss-20b-DFlash): ask for it with "drafter": "dflash"' in (
+        str(error.value)
+    )
+
+
 def test_a_kind_that_is_asked_for_and_not_known():
     with pytest.raises(ConfigError) as error:
-        known_draft("meta-llama/Llama-2-7b-hf", ("eagle3",))
+        known_draft("meta-llama/Llama-2-7b-hf", ALL, "eagle3")
     assert 'but a draft model (JackFram/llama-68m): leave "drafter" out for it' in str(error.value)
 
 
@@ -152,7 +174,7 @@ def found_draft(kinds, kind_of=kind_by_name, **keys):
 
 def test_the_log_says_which_and_why(caplog):
     with caplog.at_level(logging.INFO, logger="vllm.sequoia"):
-        found = found_draft(ALL)
+        found = found_draft(ALL, drafter="dflash")
     assert found.kind == "dflash"
     [line] = [m for m in caplog.messages if m.startswith("Sequoia: drafting with ")]
     assert line.startswith(
@@ -165,16 +187,14 @@ def test_the_log_says_which_and_why(caplog):
 def test_known_heads_that_trees_do_not_draft_with_are_passed_over(caplog):
     """Their configurations say it, and are not known before."""
 
-    def only_eagle_3(draft):
-        if kind_by_name(draft.lower()) != "eagle3":
+    def not_of_red_hat(draft):
+        if draft.startswith("RedHatAI/"):
             raise ConfigError(f"{draft!r} has layers with a sliding window")
-        return "eagle3"
+        return "dflash"
 
-    found = found_draft(ALL, only_eagle_3)
-    assert found.name == "RedHatAI/Qwen3-8B-speculator.eagle3"
-    assert sum("has layers with a sliding window" in line for line in caplog.messages) == 2
-    with pytest.raises(ConfigError, match="Qwen3-8B-DFlash-b16' has layers with a sliding window"):
-        found_draft(ALL, only_eagle_3, drafter="dflash")
+    found = found_draft(ALL, not_of_red_hat, drafter="dflash")
+    assert found.name == "z-lab/Qwen3-8B-DFlash-b16"
+    assert sum("has layers with a sliding window" in line for line in caplog.messages) == 1
 
 
 def test_the_user_may_name_the_kind_alone():

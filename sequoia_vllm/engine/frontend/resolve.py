@@ -93,7 +93,7 @@ def find_draft(
     if config.model:
         return found(config.model)
     _check_runs(config.drafter, kinds)
-    candidates = known_drafts(target, kinds if config.drafter is None else (config.drafter,))
+    candidates = known_drafts(target, kinds, config.drafter)
     for known in candidates:
         try:
             draft = found(known.name)
@@ -179,16 +179,22 @@ def _check_runs(kind: DrafterKind | None, kinds: Collection[DrafterKind]) -> Non
 # -- known drafters -------------------------------------------------------------------
 
 
-def known_drafts(target: str, kinds: Collection[DrafterKind]) -> list[KnownDraft]:
-    """The known drafters of this target that an engine can run, the best first.
+def known_drafts(
+    target: str, kinds: Collection[DrafterKind], asked: DrafterKind | None = None
+) -> list[KnownDraft]:
+    """The known drafters of this target that an engine may take, the best first.
 
     Args:
         target: Name or path.
         kinds: What the engine can run.
+        asked: The kind that the user asks for; None: the kinds that are taken by default.
 
     Raises:
         ConfigError: None is known; shows the JSON to write instead.
     """
+    taken = [
+        kind for kind in kinds if asked == kind or (asked is None and drafter(kind).by_default)
+    ]
     fitting = [
         (kind, known)
         for kind in DRAFTERS.values()
@@ -198,44 +204,57 @@ def known_drafts(target: str, kinds: Collection[DrafterKind]) -> list[KnownDraft
     found = [
         KnownDraft(
             known.draft.format(Path(target).parent), kind.kind,
-            _why(kind, known, fitting[:place], kinds),
+            _why(kind, known, fitting[:place], kinds, taken),
         )
         for place, (kind, known) in enumerate(fitting)
-        if kind.kind in kinds
+        if kind.kind in taken
     ]  # fmt: skip
     if not found:
-        raise ConfigError(_none_known(target, kinds, fitting))
+        raise ConfigError(_none_known(target, kinds, taken, fitting))
     return found
 
 
 _Fitting = list[tuple[Drafter, KnownDrafter]]
 
 
-def _none_known(target: str, kinds: Collection[DrafterKind], others: _Fitting) -> str:
+def _none_known(
+    target: str, kinds: Collection[DrafterKind], taken: Collection[DrafterKind], others: _Fitting
+) -> str:
     """The message where only ``others`` are known, if any."""
-    wanted = " or ".join(drafter(kind).short_name for kind in kinds)
+    wanted = " or ".join(drafter(kind).short_name for kind in taken)
     named = f"no {wanted} is known for the target {target!r}"
     if others:
         kind, known = others[0]
         named += f", but {kind.name} ({known.draft})"
-        named += (
-            ", which needs vLLM's Model Runner V2 (GPUs use it)"
-            if kind.is_head
-            else ': leave "drafter" out for it'
-        )
-    which = "made for it" if "model" not in kinds else "that has the same tokenizer"
+        if kind.by_default:
+            named += ': leave "drafter" out for it'
+        elif kind.kind in kinds:
+            named += f": {_asked_for(kind)}"
+        else:
+            named += ", which needs vLLM's Model Runner V2 (GPUs use it)"
+    which = "made for it" if "model" not in taken else "that has the same tokenizer"
     example = '--speculative-config \'{"method": "sequoia", "model": "DRAFT"}\''
     return f"{named}. Name one {which}: {example}"
 
 
+def _asked_for(kind: Drafter) -> str:
+    """Says how to choose a kind that is not taken by default."""
+    return f'ask for it with "drafter": "{kind.kind}" (such heads never ran on a GPU)'
+
+
 def _why(
-    kind: Drafter, known: KnownDrafter, better: _Fitting, kinds: Collection[DrafterKind]
+    kind: Drafter,
+    known: KnownDrafter,
+    better: _Fitting,
+    kinds: Collection[DrafterKind],
+    taken: Collection[DrafterKind],
 ) -> str:
-    """Says what draft was chosen and why, and which better one does not run here."""
+    """Says which draft was chosen and why, and why one expected to be faster was not."""
     words = f"{kind.name}, {known.note}"
     if kind.is_head:
         words = f"{kind.name} made for this target ({known.note})"
     for other, first in dict(reversed(better)).items():
-        if other.kind not in kinds:
-            words += f"; {other.name} exists, too ({first.draft}): not on this runner"
+        if other.kind not in taken:
+            why_not = _asked_for(other) if other.kind in kinds else "not on this runner"
+            words += f"; {other.name} exists, too ({first.draft}): {why_not}"
     return words
