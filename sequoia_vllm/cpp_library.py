@@ -29,7 +29,7 @@ def load_library(source: Path, without: str) -> CDLL | None:
         )
     except (CppCompileError, InvalidCxxCompiler, OSError) as error:
         logger.warning(
-            "%s: install a C++ compiler (g++), as torch.compile needs one too. %s",
+            "Sequoia: %s: install a C++ compiler (g++), as torch.compile needs one too. %s",
             without,
             str(error).strip().splitlines()[-1],
         )

@@ -19,4 +19,4 @@ def register() -> None:
 
         install()
     except (ImportError, AttributeError) as error:
-        logger.warning("sequoia-vllm is not usable with this vLLM: %s", error)
+        logger.warning("Sequoia: not usable with this vLLM: %s", error)

@@ -198,7 +198,7 @@ def load_kernels() -> Kernels | None:
     """The kernels, compiled if need be; None where they cannot be (logged once)."""
     library = load_library(
         _SOURCE,
-        "Sequoia's tree attention runs without its compiled kernel, slower at long contexts",
+        "tree attention runs without its compiled kernel, slower at long contexts",
     )
     if library is None:
         return None

@@ -179,7 +179,7 @@ def choose_schedule(
     estimates = [_estimate(full, ranges, probe, optimum[probe], cost) for probe in probes]
     if profile.source == "measured" and any(entry.extrapolated for entry in estimates):
         logger.warning(
-            "the schedule for %s uses times outside what its profile measured; see "
+            "Sequoia: the schedule for %s uses times outside what its profile measured; see "
             "'extrapolated' in its estimates",
             profile.device,
         )

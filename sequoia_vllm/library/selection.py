@@ -87,7 +87,7 @@ def selection(entry: TreeEntry, reasons: list[str]) -> Selection:
 
 @cache
 def _log_once(line: str) -> None:
-    logger.info("%s", line)
+    logger.info("Sequoia: %s", line)
 
 
 def read_alike(entries: list[TreeEntry], pair: PairKey) -> list[TreeEntry]:

@@ -145,7 +145,9 @@ def _children_of(tree: TokenTree) -> NDArray[np.int64]:
     return children
 
 
-def interval_line(tree: TokenTree, counts: TreeCounts, drafts: int | None) -> str | None:
+def interval_line(
+    tree: TokenTree, counts: TreeCounts, drafts: int | None, speedup: float | None = None
+) -> str | None:
     """What the trees of an interval brought; None if none was verified.
 
     The shares "by depth" are of the paths that got to a node with children,
@@ -156,6 +158,7 @@ def interval_line(tree: TokenTree, counts: TreeCounts, drafts: int | None) -> st
         tree: The engine's tree.
         counts: What the interval counted.
         drafts: Nodes drafted for each request at the current batch size; None: not known.
+        speedup: Measured against plain decoding; None: not known.
     """
     if counts.trees == 0:
         return None
@@ -164,9 +167,10 @@ def interval_line(tree: TokenTree, counts: TreeCounts, drafts: int | None) -> st
         shape += f" ({drafts + 1} nodes at this load)"
     by_depth = _shares(counts.accepted.sum(axis=1), counts.offered[:, 0])
     by_child = _shares(counts.accepted.sum(axis=0), counts.offered.sum(axis=0))
+    gain = "" if speedup is None else f"; {speedup:.2f}x plain"
     return (
-        f"Sequoia: {shape}; {counts.tokens / counts.trees:.2f} tokens per step; "
-        f"accepted by depth {by_depth}; by child {by_child}"
+        f"{shape}; {counts.tokens / counts.trees:.2f} tokens per step; "
+        f"accepted by depth {by_depth}; by child {by_child}{gain}"
     )
 
 

@@ -130,21 +130,39 @@ class TreeMetrics:
         self._pending = {engine: TreeCounts.zeros(tree) for engine in engines}
         self._labels = {engine: (model_name, str(engine)) for engine in engines}
         self._counters = self._make_counters(tree)
-        undrafted = self._counter("undrafted_requests", "Requests that have no trees.", "reason")
+        undrafted = self._counter(
+            "undrafted_requests", "Requests that are served without drafts, by reason.", "reason"
+        )
         self._undrafted = {
             (engine, reason): undrafted.labels(*labels, reason)
             for engine, labels in self._labels.items()
             for reason in get_args(Reason)
         }
-        info = self._gauge("tree_info", "The engine's tree.", "size", "depth", "source")
-        drafted = self._gauge("drafted_nodes", "Nodes drafted per request at this batch size.")
+        info = self._gauge(
+            "tree_info",
+            "1, labelled with the speculation tree of the engine: nodes with the root, depth, "
+            "source.",
+            "size",
+            "depth",
+            "source",
+        )
+        drafted = self._gauge(
+            "drafted_nodes",
+            "Tokens drafted per request and step at this batch size; 0: speculation is off.",
+        )
         for labels in self._labels.values():
             info.labels(*labels, tree.size, tree.depth, first_clause(source)).set(1)
         self._drafted = {e: drafted.labels(*labels) for e, labels in self._labels.items()}
         for gauge in self._drafted.values():
             gauge.set(tree.num_speculative_tokens)
-        expected = self._gauge("expected_speedup", "Expected for one request, against no drafts.")
-        self._measured = self._gauge("measured_speedup", "Measured lately, against no drafts.")
+        expected = self._gauge(
+            "expected_speedup",
+            "Speed with drafts over plain decoding that was expected at start, for one request.",
+        )
+        self._measured = self._gauge(
+            "measured_speedup",
+            "Speed with drafts over plain decoding, measured lately at this batch size.",
+        )
         if expected_speedup is not None:
             for labels in self._labels.values():
                 expected.labels(*labels).set(expected_speedup)
@@ -203,13 +221,31 @@ class TreeMetrics:
         They all exist, at zero, from the start; pairs of depth and child that
         the tree has nowhere get none.
         """
-        trees = self._counter("trees", "Verified trees.")
-        tokens = self._counter("emitted_tokens", "Tokens emitted by verified trees.")
-        depths = self._counter("accepted_depth", "Trees by number of accepted nodes.", "depth")
-        offered = self._counter(
-            "offered_children", "Children that verification came to.", "depth", "child"
+        trees = self._counter(
+            "trees",
+            "Trees of drafts that were verified: one for each request and step with drafts.",
         )
-        accepted = self._counter("accepted_children", "Those it accepted.", "depth", "child")
+        tokens = self._counter(
+            "emitted_tokens",
+            "Tokens that verified trees emitted: accepted drafts, and one more for each tree.",
+        )
+        depths = self._counter(
+            "accepted_depth",
+            "Verified trees of which exactly this many drafts were accepted.",
+            "depth",
+        )
+        offered = self._counter(
+            "offered_children",
+            "Drafts that could be accepted, by depth in the tree and by rank among siblings.",
+            "depth",
+            "child",
+        )
+        accepted = self._counter(
+            "accepted_children",
+            "Drafts that were accepted, by depth in the tree and by rank among siblings.",
+            "depth",
+            "child",
+        )
         # A vector of its own indexes tells where each count lies.
         index = TreeCounts.zeros(tree)
         index.values[:] = np.arange(len(index.values))

@@ -138,7 +138,7 @@ class _Trees(ctypes.Structure):
 def load_traversal() -> Traverse | None:
     """The compiled function; None where it cannot be compiled (logged once)."""
     library = load_library(
-        _SOURCE, "Sequoia verifies by Algorithm 2 instead of traversal, which must be compiled"
+        _SOURCE, "verifies by Algorithm 2 instead of traversal, which must be compiled"
     )
     if library is None:
         return None

@@ -77,11 +77,11 @@ class Front:
 
     def record(
         self, engine: int, trees: int, running: int = 1, drafts: int | None = 3,
-        tree: TokenTree = TREE,
+        tree: TokenTree = TREE, speedup: float | None = None,
     ) -> None:  # fmt: skip
         stats = SchedulerStats(num_running_reqs=running)
         paths = one_step(trees, tree) if trees else b""
-        report = tree_reports.StepReport(drafts, paths, tree=tree.checksum)
+        report = tree_reports.StepReport(drafts, paths, speedup=speedup, tree=tree.checksum)
         setattr(stats, tree_reports.REPORT, report)
         self.logger.record(stats, None, engine_idx=engine)
 
@@ -123,7 +123,7 @@ def test_trees_of_a_node_with_another_tree_are_not_counted(log, other):
     assert (front.shown(0), front.shown(1)) == (2, 0)
     warning, line = log.messages
     assert warning.startswith("Sequoia: engine 1 drafts another tree than the one configured here")
-    assert line.startswith("Engine 000: Sequoia: tree 4 nodes")
+    assert line.startswith("Sequoia: engine 000: tree 4 nodes")
 
 
 def test_each_engine_has_its_line_per_interval(log):
@@ -135,7 +135,7 @@ def test_each_engine_has_its_line_per_interval(log):
     front.record(0, trees=0)
     front.logger.log()
     assert log.messages == [
-        "Engine 001: Sequoia: tree 4 nodes, depth 2 (2 nodes at this load); 2.00 tokens per step; "
+        "Sequoia: engine 001: tree 4 nodes, depth 2 (2 nodes at this load); 2.00 tokens per step; "
         "accepted by depth 1.00, 0.00; by child 0.50, 0.00"
     ]
     assert front.shown(1) == 4
@@ -143,11 +143,12 @@ def test_each_engine_has_its_line_per_interval(log):
 
 def test_line_of_all_engines(log):
     front = Front(aggregate=True)
-    front.record(0, trees=1)
-    front.record(1, trees=1)
+    front.record(0, trees=1, speedup=1.2)
+    front.record(1, trees=1, speedup=1.4)
     front.logger.log()
     [line] = log.messages
-    assert line.startswith("2 Engines Aggregated: Sequoia: tree 4 nodes, depth 2; 2.00 tokens")
+    assert line.endswith("; 1.30x plain")
+    assert line.startswith("Sequoia: 2 engines: tree 4 nodes, depth 2; 2.00 tokens")
 
 
 def test_no_line_where_vllm_writes_none(log):
@@ -206,7 +207,7 @@ def test_llm_shows_what_the_worker_counted(log):
     assert info.labels["source"] == "optimal for the given size"
     [line] = [line for line in log.messages if "tokens per step" in line]
     tokens_per_step = found["emitted_tokens",] / found["trees",]
-    assert f"Engine 000: Sequoia: tree 16 nodes, depth 4; {tokens_per_step:.2f} tokens" in line
+    assert f"Sequoia: engine 000: tree 16 nodes, depth 4; {tokens_per_step:.2f} tokens" in line
 
     with running(None) as llm:
         assert tree_metrics(llm) == {}

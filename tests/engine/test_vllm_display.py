@@ -1,16 +1,21 @@
 """What vLLM's log and metrics say of our engines; no engine is started."""
 
+import inspect
+import logging
 import pickle
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, SpecDecodingStats
 
 from sequoia_vllm import plugin
+from sequoia_vllm.engine.common.vllm_advice import MISLEADING
 from tests.support.engines import sequoia
 from tests.support.models import DRAFT, TARGET
 
@@ -53,3 +58,14 @@ def test_accepted_positions_are_the_levels_of_a_tree(monkeypatch, asked, levels)
     lines.log(lambda text, *values: logged.append(text % values))
     rates = ", ".join(["1.000"] * 3 + ["0.000"] * (levels - 3))
     assert f"Per-position acceptance rate: {rates}, Avg" in logged[0]
+
+
+def test_advice_that_misleads_with_trees_is_not_logged():
+    """vLLM's lines are known by their beginnings, which its source has."""
+    source = Path(inspect.getfile(VllmConfig)).read_text(encoding="utf-8")
+    assert all(beginning in source for beginning in MISLEADING)
+    config_of(sequoia(12, 4))
+    logger = logging.getLogger("vllm.config.vllm")
+    for text, is_shown in (*((f"{line} 9", False) for line in MISLEADING), ("other", True)):
+        record = logger.makeRecord(logger.name, logging.WARNING, "f", 1, text, (), None)
+        assert bool(logger.filter(record)) is is_shown

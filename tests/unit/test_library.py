@@ -264,7 +264,7 @@ def test_unknown_devices_get_the_nearest_with_one_log_line(library, caplog):
     assert "Ada Generation': l40s is the nearest by roofline" in selection.reason
     assert "operations per byte" in selection.reason
     assert len(caplog.records) == 1
-    assert caplog.records[0].getMessage() == selection.reason
+    assert caplog.records[0].getMessage() == f"Sequoia: {selection.reason}"
 
 
 def test_devices_with_a_datasheet_but_no_trees(library):

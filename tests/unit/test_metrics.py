@@ -1,5 +1,6 @@
 """Counting trees, carrying the counts, and showing them as metrics and as a log line."""
 
+import re
 from typing import get_args
 
 import numpy as np
@@ -97,10 +98,12 @@ def test_interval_line():
     counts = counted([[1, 3, 7], [2]], [[]])
     # 3 trees emit 4 + 2 + 1 tokens. The root went on in 2 of 3, nodes 1 and 2 in 1 of 2,
     # node 3 always. First children were taken at 3 (0, 1, 3) of the 6 nodes that have one.
-    assert interval_line(TREE, counts, drafts=7) == (
-        "Sequoia: tree 8 nodes, depth 3; 2.33 tokens per step; "
+    words = (
+        "tree 8 nodes, depth 3; 2.33 tokens per step; "
         "accepted by depth 0.67, 0.50, 1.00; by child 0.50, 0.25, 0.00"
     )
+    assert interval_line(TREE, counts, drafts=7) == words
+    assert interval_line(TREE, counts, drafts=7, speedup=1.309) == f"{words}; 1.31x plain"
 
 
 def test_interval_line_of_a_trimmed_tree_and_of_none():
@@ -108,7 +111,7 @@ def test_interval_line_of_a_trimmed_tree_and_of_none():
     observe(stats, [[2]], [3])
     line = interval_line(TREE, stats.counts, drafts=2)
     assert line == (
-        "Sequoia: tree 8 nodes, depth 3 (3 nodes at this load); 2.00 tokens per step; "
+        "tree 8 nodes, depth 3 (3 nodes at this load); 2.00 tokens per step; "
         "accepted by depth 1.00; by child 0.00, 1.00"
     )
     assert interval_line(TREE, TreeCounts.zeros(TREE), drafts=7) is None
@@ -234,3 +237,12 @@ def test_metrics_of_a_new_engine_replace_the_old_ones():
     assert generate_latest(registry) == b""
     first.unregister()
     TreeMetrics(TREE, "a test", "model", [0], PrometheusKinds(registry))  # no name is taken
+
+
+def test_help_texts_say_what_is_counted_without_the_name():
+    """As Grafana shows them: a sentence that refers to no other."""
+    metrics = TreeMetrics(TREE, "a test", "model", [0], PrometheusKinds(CollectorRegistry()))
+    for family in metrics.collect():
+        assert re.search(r"\b(tree|trees|draft|drafts|drafted)\b", family.documentation, re.I)
+        assert 8 <= len(family.documentation.split()) <= 20, family.documentation
+        assert not re.search(r"\b([Tt]hose|[Tt]hese|[Tt]hem)\b", family.documentation)

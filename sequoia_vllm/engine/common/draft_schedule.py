@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.common.vllm_advice import drop_misleading_advice
 from sequoia_vllm.engine.offload.settings import offload_of
 from sequoia_vllm.engine.offload.vllms import offloading_backend
 from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
@@ -64,7 +65,9 @@ def check_schedule(original: Callable[..., None], self: Any) -> None:
     """
     if not SequoiaSettings.enabled(self):
         original(self)
-    elif (is_users := _is_users.get()) is not None:
+        return
+    drop_misleading_advice()
+    if (is_users := _is_users.get()) is not None:
         plan_schedule(self, keep_schedule=is_users)
 
 

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from vllm.v1.metrics import reader
@@ -249,6 +250,7 @@ class TreeStatLogger(AggregateStatLoggerBase):
         self._aggregate = aggregate
         self._interval = {engine: TreeCounts.zeros(tree) for engine in engine_indexes}
         self._drafts: dict[int, int] = {}
+        self._speedup: dict[int, float] = {}
         self._flushed = dict.fromkeys(engine_indexes, 0.0)
         self._others: set[int] = set()  # engines that draft another tree
 
@@ -269,6 +271,8 @@ class TreeStatLogger(AggregateStatLoggerBase):
             self._interval[engine_idx].add(counts)
         if report.drafts is not None:
             self._drafts[engine_idx] = report.drafts
+        if report.speedup is not None:
+            self._speedup[engine_idx] = report.speedup
         self._metrics.observe(engine_idx, counts, report.drafts, report.undrafted, report.speedup)
         now = time.monotonic()
         idle = scheduler_stats.num_running_reqs == 0
@@ -308,15 +312,18 @@ class TreeStatLogger(AggregateStatLoggerBase):
             for counts in self._interval.values():
                 total.add(counts)
             drafts = max(self._drafts.values(), default=None)
-            lines = {f"{len(self._interval)} Engines Aggregated": (total, drafts)}
+            speedup = fmean(self._speedup.values()) if self._speedup else None
+            lines = {f"{len(self._interval)} engines": (total, drafts, speedup)}
         else:
             lines = {
-                f"Engine {engine:03d}": (counts, self._drafts.get(engine))
+                f"engine {engine:03d}": (
+                    counts, self._drafts.get(engine), self._speedup.get(engine)
+                )
                 for engine, counts in self._interval.items()
-            }
-        for prefix, (counts, drafts) in lines.items():
-            if (line := interval_line(self._tree, counts, drafts)) is not None:
-                logger.info("%s: %s", prefix, line)
+            }  # fmt: skip
+        for engines, shown in lines.items():
+            if (line := interval_line(self._tree, *shown)) is not None:
+                logger.info("Sequoia: %s: %s", engines, line)
 
     def log_engine_initialized(self) -> None:
         """Nothing: the tree was logged when it was chosen."""

@@ -157,7 +157,7 @@ def create_speculative_config(
             USER_DIRECTORY_VARIABLE,
         )
     if not resolved.speculates:
-        logger.warning("Sequoia: not speculating, as plain decoding is faster (%s)", tree_source)
+        logger.info("Sequoia: not speculating, as plain decoding is faster (%s)", tree_source)
         self.additional_config = {**(self.additional_config or {}), DECLINED: True}
         if is_apart and target_parallel_config.worker_cls == "auto":
             on_cpu = current_platform.is_cpu()

@@ -56,11 +56,12 @@ def gain_line(
         drafter: What the draft is.
 
     Returns:
-        The level of the logging module, WARNING where the tree may well not pay, and the line.
+        The level of the logging module, and the line. WARNING: the user forces drafts that may
+        well not pay.
     """
     doubt = _doubt(gain, size, on_cpu)
     if doubt is not None:
-        words = f"{doubt}; {_remedy(adapts)}"
+        words = doubt
     elif gain.speedup is not None:
         words = f"expected {gain.speedup:.2f}x plain decoding, one request ({gain.source})"
     elif gain.tokens is not None:
@@ -69,7 +70,11 @@ def gain_line(
         words = "what it brings is not known before it runs"
     name = DRAFTERS[drafter].short_name
     line = f"Sequoia: {name} {draft}; tree of {size} nodes, depth {depth}: {words}"
-    return (logging.INFO if doubt is None else logging.WARNING), line
+    if adapts:
+        return logging.INFO, f"{line}; drafts as much of it as measurements show to pay"
+    if doubt is None:
+        return logging.INFO, line
+    return logging.WARNING, f'{line}; it drafts all the same, as "adapt" or a schedule fixes that'
 
 
 def _doubt(gain: ExpectedGain, size: int, on_cpu: bool) -> str | None:
@@ -80,9 +85,3 @@ def _doubt(gain: ExpectedGain, size: int, on_cpu: bool) -> str | None:
     if on_cpu and size > _MOST_ON_CPUS and gain.pays is None:
         return f"more nodes than usually pay on CPUs, {_MOST_ON_CPUS}"
     return None
-
-
-def _remedy(adapts: bool) -> str:
-    if adapts:
-        return 'the engine stops drafting where it sees that ("tree": "auto" would not start it)'
-    return 'it drafts all the same, as it does not adapt ("tree": "auto" chooses by the device)'
