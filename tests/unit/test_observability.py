@@ -1,0 +1,78 @@
+"""The example files of operators: metrics in them exist, alerts fire, YAML and JSON are read."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import vllm
+import yaml
+from prometheus_client import CollectorRegistry
+
+from sequoia_vllm.metrics import PrometheusKinds, TreeMetrics
+from sequoia_vllm.tree import TokenTree
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "observability"
+FILES = [FOLDER / "alerts.yml", FOLDER / "dashboard.json", ROOT / "docs" / "metrics.md"]
+
+
+def names(text: str, owner: str) -> set[str]:
+    return set(re.findall(rf"\b{owner}:[a-z_]+(?<!_)", text))
+
+
+@pytest.fixture(scope="module")
+def ours() -> set[str]:
+    tree = TokenTree.chain(2)
+    metrics = TreeMetrics(
+        tree, "a test", "m", [0], PrometheusKinds(CollectorRegistry()), expected_speedup=1.0
+    )
+    metrics.observe(0, None, 2, speedup=1.0)
+    return {
+        sample.name
+        for family in metrics.collect()
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_metrics_exist(file, ours):
+    text = file.read_text(encoding="utf-8")
+    found = names(text, "sequoia")
+    assert found
+    assert found <= ours
+    source = Path(vllm.__file__).parent / "v1" / "metrics" / "loggers.py"
+    of_vllm = source.read_text(encoding="utf-8")
+    for name in names(text, "vllm") - {"vllm:spec_decode"}:
+        assert f'"{re.sub("_(total|sum|count)$", "", name)}"' in of_vllm
+
+
+def test_every_metric_of_ours_is_documented(ours):
+    assert ours <= names((ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), "sequoia")
+
+
+def test_the_dashboard_shows_what_operators_ask_for():
+    board = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
+    assert all(target["expr"] for panel in board["panels"] for target in panel["targets"])
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"]) == 9
+
+
+@pytest.mark.parametrize(
+    "file",
+    [*FOLDER.glob("*.yml"), *(ROOT / ".github").rglob("*.yml"), ROOT / "CITATION.cff"],
+    ids=lambda file: file.name,
+)
+def test_yaml_is_read(file):
+    assert yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: prometheus)")
+def test_alerts_fire_when_they_should():
+    for arguments in ("check", "config", "prometheus.yml"), ("test", "rules", "alerts_test.yml"):
+        done = subprocess.run(
+            ["promtool", *arguments], cwd=FOLDER, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
