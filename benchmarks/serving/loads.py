@@ -1,0 +1,116 @@
+"""The loads that every server gets, and the prompts that they send."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+
+from benchmarks.embedded_pair import TARGET, encoded_prompts
+
+BATCH = 16
+"""Most requests that a server runs at once."""
+PROMPT_TOKENS = {"short": 32, "long": 512}
+"""Tokens of a prompt, by its kind."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that arrive by a Poisson process, or all at once.
+
+    Attributes:
+        key: Short name, for files.
+        title: What the table calls it.
+        rate: Arrivals per second; infinite: all at once.
+        requests: How many are sent.
+        running: Requests that the warm-up keeps running, as the load will.
+        prompts: A key of `PROMPT_TOKENS`.
+        temperature: Sampling temperature; 0: greedy.
+    """
+
+    key: str
+    title: str
+    rate: float
+    requests: int
+    running: int
+    prompts: str = "short"
+    temperature: float = 0.0
+
+    def options(self, folder: Path, tokens: int) -> list[str]:
+        """Options of ``vllm bench serve``; prompts lie in the folder, answers have these tokens."""
+        rate = [f"--num-prompts={self.requests}", f"--request-rate={self.rate:g}"]
+        return self._common_options(folder, tokens) + rate
+
+    def warm_up_options(self, folder: Path, tokens: int, warm_up: int) -> list[str]:
+        """Options for other prompts first, in which each answer brings the next request."""
+        requests = f"--num-prompts={math.ceil(warm_up / tokens)}"
+        running = f"--max-concurrency={self.running}"
+        return [*self._common_options(folder, tokens), requests, running, "--seed=1"]
+
+    def _common_options(self, folder: Path, tokens: int) -> list[str]:
+        # vLLM reads files of this data set without pandas.
+        return [
+            "--dataset-name=sharegpt", f"--dataset-path={folder / self.prompts}.json",
+            f"--sharegpt-output-len={tokens}", "--ignore-eos",
+            f"--temperature={self.temperature:g}", "--percentile-metrics=ttft,tpot,itl,e2el",
+            "--metric-percentiles=99", "--disable-tqdm",
+        ]  # fmt: skip
+
+    def expected_seconds(self, tokens: int, warm_up: int) -> float:
+        """Guesses the time with its warm-up: 80 ms per token, at most 80 tokens per second."""
+        arriving = 0.0 if math.isinf(self.rate) else self.requests / self.rate
+        load = max(arriving + 0.08 * tokens, self.requests * tokens / 80)
+        return 0.08 * math.ceil(warm_up / tokens / self.running) * tokens + load
+
+
+def make_loads(rates: Sequence[float], requests: Sequence[float]) -> list[Load]:
+    """Returns all loads, in the order in which a server gets them.
+
+    Args:
+        rates: Arrivals per second: for 1 request running, for 4, for a full batch, and of long
+            prompts.
+        requests: Requests at these first three rates, in the burst, at temperature 1, and with
+            long prompts.
+    """
+    one, four, full, long = rates
+    sent = [int(count) for count in requests]
+    return [
+        Load("one", f"{one:g} a second", one, sent[0], 1),
+        Load("four", f"{four:g} a second", four, sent[1], 4),
+        Load("full", f"{full:g} a second", full, sent[2], BATCH),
+        Load("burst", f"{sent[3]} at once", math.inf, sent[3], BATCH),
+        Load("sampled", f"{four:g} a second, T = 1", four, sent[4], 4, temperature=1.0),
+        Load("long", f"{long:g} a second, long prompts", long, sent[5], 2, prompts="long"),
+    ]
+
+
+def server_options(tokens: int) -> list[str]:
+    """Options of ``vllm serve``: room for `BATCH` of the longest requests, all prompts read."""
+    longest = max(PROMPT_TOKENS.values()) + tokens + 64  # prompts are tokenized again
+    return [
+        f"--max-num-seqs={BATCH}", f"--max-model-len={longest}", "--max-num-batched-tokens=512",
+        f"--kv-cache-memory-bytes={1 << 29}", "--no-enable-prefix-caching",
+        "--disable-uvicorn-access-log",
+    ]  # fmt: skip
+
+
+def write_prompts(folder: Path) -> None:
+    """Writes ``short.json`` and ``long.json``, as ``vllm bench serve`` reads them.
+
+    The prompts in ``examples/models`` are one text here: each prompt begins where one of them
+    does, and long ones go on with the next.
+    """
+    from sequoia_vllm.prompts import load_tokenizer
+
+    tokenizer, encoded = load_tokenizer(TARGET), encoded_prompts(200)
+    for kind, length in PROMPT_TOKENS.items():
+        following = (chain.from_iterable(encoded[start:]) for start in range(len(encoded)))
+        cut = [list(islice(ids, length)) for ids in following]
+        texts = tokenizer.batch_decode(
+            [ids for ids in cut if len(ids) == length], skip_special_tokens=True
+        )
+        data = [{"conversations": [{"value": text}, {"value": ""}]} for text in texts]
+        (folder / f"{kind}.json").write_text(json.dumps(data), encoding="utf-8")

@@ -1,0 +1,162 @@
+"""A folder of results: what it lacks is measured, and what it holds becomes the table."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.loads import Load, make_loads, server_options, write_prompts
+from benchmarks.serving.server import ServingError, bench_serve, running_server
+from benchmarks.serving.table import Rounds, make_markdown, make_rows
+from sequoia_vllm.cli.common import note
+from sequoia_vllm.cli.progress import minutes, progress_bar
+from sequoia_vllm.json_input import read_json
+
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "chain": {"method": "draft_model", "num_speculative_tokens": 4},
+    "sequoia": {"method": "sequoia"},
+}
+"""Speculative configuration of each variant, without the draft."""
+_START_SECONDS = 60.0
+
+
+class Run:
+    """The results in a folder.
+
+    Args:
+        folder: Where results, prompts and logs are.
+        settings: What all of its results have in common: "model", "draft_model", "rates",
+            "requests", "tokens", "warm_up". None: as the folder says.
+
+    Raises:
+        ServingError: If the folder has results with other settings.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any] | None = None) -> None:
+        self.folder = folder
+        file = folder / "settings.json"
+        if settings is not None and not file.exists():
+            _write(file, {"settings": settings, "provenance": _provenance()})
+        self.kept = _read(file)
+        self.settings = self.kept["settings"]
+        if settings not in (None, self.settings):
+            raise ServingError(f"{folder} has results with other settings: give another --output")
+        self.loads = make_loads(self.settings["rates"], self.settings["requests"])
+
+    def missing(self, variants: Sequence[str], rounds: int) -> dict[tuple[int, str], list[Load]]:
+        """Returns the loads without results, by round and variant, in the order of measuring."""
+        servers = [(number, name) for number in range(1, rounds + 1) for name in variants]
+        lacking = {
+            (number, name): [
+                load for load in self.loads if not self._file(name, number, load).exists()
+            ]
+            for number, name in servers
+        }
+        return {server: loads for server, loads in lacking.items() if loads}
+
+    def results(self) -> dict[tuple[str, str], Rounds]:
+        """Reads all results, by title of the load and name of the variant."""
+        found = {
+            (load.title, name): {
+                int(file.stem.split("-")[1]): _read(file)["bench"]
+                for file in sorted(self.folder.glob(f"{name}-*-{load.key}.json"))
+            }
+            for load in self.loads
+            for name in VARIANTS
+        }
+        return {key: rounds for key, rounds in found.items() if rounds}
+
+    def measure(self, variants: Sequence[str], rounds: int) -> None:
+        """Measures what is missing, with one server for each variant and round."""
+        missing = self.missing(variants, rounds)
+        seconds = {load.key: self._expected_seconds(load) for load in self.loads}
+        keys = [load.key for loads in missing.values() for load in loads]
+        total = len(missing) * _START_SECONDS + sum(seconds[key] for key in keys)
+        note(f"{len(missing)} servers, {len(keys)} loads: about {minutes(total)} minutes")
+        write_prompts(self.folder)
+        done = 0.0
+        with progress_bar("serving, seconds:") as report:
+            for (number, name), loads in missing.items():
+                where = f"round {number}, {name}"
+                report(f"{where}, start", round(done), round(total))
+                with self._server(name, number) as url:
+                    done += _START_SECONDS
+                    for load in loads:
+                        report(f"{where}, {load.title}", round(done), round(total))
+                        self._measure(url, name, number, load)
+                        done += seconds[load.key]
+
+    def write_table(self) -> str:
+        """Writes table.md and table.json, and returns the first.
+
+        Raises:
+            ServingError: If there are no results.
+        """
+        rows = make_rows(self.results())
+        if not rows:
+            raise ServingError(f"{self.folder} has no results: call without --table-only")
+        table = make_markdown(rows)
+        (self.folder / "table.md").write_text(table + "\n", encoding="utf-8")
+        _write(self.folder / "table.json", {**self.kept, "rows": rows})
+        return table
+
+    @contextmanager
+    def _server(self, name: str, number: int) -> Any:
+        """A server that has learned nothing yet."""
+        options, speculative = server_options(self.settings["tokens"]), VARIANTS[name]
+        if speculative is not None:
+            config = {**speculative, "model": self.settings["draft_model"]}
+            options.append(f"--speculative-config={json.dumps(config)}")
+        log = self.folder / f"{name}-{number}.log"
+        with (
+            tempfile.TemporaryDirectory() as trees,
+            running_server(self.settings["model"], options, log, Path(trees)) as url,
+        ):
+            yield url
+
+    def _measure(self, url: str, name: str, number: int, load: Load) -> None:
+        """Warms up, measures, and writes the result."""
+        tokens, started = self.settings["tokens"], time.monotonic()
+        where = [f"--base-url={url}", f"--model={self.settings['model']}"]
+        log = self.folder / f"{name}-{number}-bench.log"
+        bench_serve(
+            where + load.warm_up_options(self.folder, tokens, self.settings["warm_up"]), log
+        )
+        bench = bench_serve(where + load.options(self.folder, tokens), log)
+        found = {"seconds": time.monotonic() - started, "bench": bench}
+        _write(self._file(name, number, load), found)
+
+    def _file(self, name: str, number: int, load: Load) -> Path:
+        return self.folder / f"{name}-{number}-{load.key}.json"
+
+    def _expected_seconds(self, load: Load) -> float:
+        """Seconds of a load with its warm-up: as long as it took before, or guessed."""
+        files = self.folder.glob(f"*-{load.key}.json")
+        if before := [float(_read(file)["seconds"]) for file in files]:
+            return sum(before) / len(before)
+        return load.expected_seconds(self.settings["tokens"], self.settings["warm_up"])
+
+
+def _provenance() -> dict[str, Any]:
+    from sequoia_vllm.measuring.provenance import provenance
+
+    return provenance(argv=["python", "-m", "benchmarks.serving", *sys.argv[1:]])
+
+
+def _read(file: Path) -> Any:
+    return read_json(file, "result", ServingError)
+
+
+def _write(file: Path, data: Mapping[str, Any]) -> None:
+    """Writes all of it or nothing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    part.replace(file)

@@ -1,0 +1,106 @@
+"""The table: medians over rounds, their spread, and what is faster than what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.options import markdown_table
+
+Rounds = Mapping[int, Mapping[str, Any]]
+"""Results of ``vllm bench serve`` of one variant and load, by round."""
+
+METRICS = {
+    "tokens": "output_throughput",
+    "ttft": "mean_ttft_ms", "ttft_p99": "p99_ttft_ms",
+    "tpot": "mean_tpot_ms", "tpot_p99": "p99_tpot_ms",
+    "e2e": "mean_e2el_ms", "e2e_p99": "p99_e2el_ms",
+}  # fmt: skip
+"""Our name of each figure: its key in the JSON of ``vllm bench serve``."""
+MOST_SPREAD = 1.15
+_MEANS = {"tokens": "tokens/s", "ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E"}
+_COLUMNS = (
+    "arrivals", "", "output tokens/s", "TTFT, ms; P99", "TPOT, ms; P99",
+    "E2E, ms; P99",
+"tokens/s and E2E, of plain", "of the best",
+)  # fmt: skip
+
+
+def make_rows(results: Mapping[tuple[str, str], Rounds]) -> list[dict[str, Any]]:
+    """Returns a row per load and variant.
+
+    Ratios are medians over the rounds that both have. Those of E2E are inverted: above 1 is
+    faster, as for tokens/s.
+
+    Args:
+        results: By title of the load and name of the variant, in the table's order.
+    """
+    rows = []
+    for (load, variant), rounds in results.items():
+        row: dict[str, Any] = {"load": load, "variant": variant, "rounds": len(rounds)}
+        for name, key in METRICS.items():
+            row[name] = _spread([result[key] for result in rounds.values()])
+        for name in ("tokens", "e2e"):
+            speeds = {
+                other: _speeds(found, name)
+                for (its, other), found in results.items()
+                if its == load
+            }
+            best = max(speeds.values(), key=lambda speed: median(speed.values()))
+            row[f"{name}_of_plain"] = _ratio(speeds[variant], speeds.get("plain", {}))
+            row[f"{name}_of_best"] = _ratio(speeds[variant], best)
+        rows.append(row)
+    return rows
+
+
+def make_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the table, and below it a warning where rounds disagree."""
+    lines = markdown_table(_COLUMNS, map(_cells, rows))
+    found = [warning for row in rows for warning in _disagreements(row)]
+    if found:
+        percent = 100 * (MOST_SPREAD - 1)
+        lines += f"\n\nRounds disagree by more than {percent:.0f} %: {'; '.join(found)}."
+    return lines
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": median(values), "low": min(values), "high": max(values)}
+
+
+def _speeds(rounds: Rounds, name: str) -> dict[int, float]:
+    """Each round's figure, inverted for E2E, so that larger is better."""
+    values = {number: result[METRICS[name]] for number, result in rounds.items()}
+    return {number: value if name == "tokens" else 1 / value for number, value in values.items()}
+
+
+def _ratio(own: Mapping[int, float], base: Mapping[int, float]) -> float | None:
+    """Median of the ratios of each round; None: the two have no round in common."""
+    ratios = [own[number] / base[number] for number in own.keys() & base.keys()]
+    return median(ratios) if ratios else None
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    cells = [row["load"], row["variant"], _with_spread(row["tokens"], 1)]
+    for name, digits in (("ttft", 0), ("tpot", 1), ("e2e", 0)):
+        highest = row[f"{name}_p99"]["median"]
+        cells.append(f"{_with_spread(row[name], digits)}; {highest:.{digits}f}")
+    for base in ("plain", "best"):
+        ratios = [row[f"{name}_of_{base}"] for name in ("tokens", "e2e")]
+        cells.append(", ".join("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios))
+    return cells
+
+
+def _with_spread(value: Mapping[str, float], digits: int) -> str:
+    middle, low, high = (f"{value[key]:.{digits}f}" for key in ("median", "low", "high"))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def _disagreements(row: Mapping[str, Any]) -> list[str]:
+    ratios = {title: row[name]["high"] / row[name]["low"] for name, title in _MEANS.items()}
+    where = f"{row['variant']}, {row['load']}"
+    return [
+        f"{where}: {title} by {100 * (ratio - 1):.0f} %"
+        for title, ratio in ratios.items()
+        if ratio > MOST_SPREAD
+    ]

@@ -1,0 +1,181 @@
+"""``python -m benchmarks.serving``, on a recorded result of ``vllm bench serve``."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.serving import run as module
+from benchmarks.serving.__main__ import app
+from benchmarks.serving.loads import make_loads, server_options, write_prompts
+from benchmarks.serving.run import Run
+from benchmarks.serving.server import ServingError, bench_serve
+from benchmarks.serving.table import METRICS, make_markdown, make_rows
+
+RECORDED = json.loads((Path(__file__).parents[1] / "data/bench_serve.json").read_text())
+RATES, REQUESTS = [0.25, 0.9, 2, 0.2], [2, 3, 4, 32, 3, 2]
+SETTINGS = {
+    "model": "target", "draft_model": "draft", "rates": RATES, "requests": REQUESTS,
+    "tokens": 64, "warm_up": 300,
+}  # fmt: skip
+OPTIONS = (
+    "--model=target", "--draft-model=draft", "--rates=0.25,0.9,2,0.2", "--requests=2,3,4,32,3,2",
+)  # fmt: skip
+
+
+def recorded(speed: float = 1.0) -> dict[str, float]:
+    """The recorded result, had the server been so much faster."""
+    faster = {key: RECORDED[key] / speed for key in METRICS.values()}
+    return {**RECORDED, **faster, "output_throughput": RECORDED["output_throughput"] * speed}
+
+
+class Machine:
+    """Stands for servers and ``vllm bench serve``, and notes what is asked of them."""
+
+    def __init__(self, breaks_at: int | None = None) -> None:
+        self.servers: list[list[str]] = []
+        self.sent: list[list[str]] = []
+        self.breaks_at = breaks_at
+
+    @contextmanager
+    def running_server(self, model, options, log, trees):
+        assert trees.is_dir()
+        assert not list(trees.iterdir())
+        self.servers.append(options)
+        yield "http://127.0.0.1:1"
+
+    def bench_serve(self, options, log):
+        self.sent.append(options)
+        if len(self.sent) == self.breaks_at:
+            raise ServingError("the machine went down")
+        return recorded()
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    def start(breaks_at=None):
+        made = Machine(breaks_at)
+        monkeypatch.setattr(module, "running_server", made.running_server)
+        monkeypatch.setattr(module, "bench_serve", made.bench_serve)
+        return made
+
+    return start
+
+
+def call(folder, *options: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [f"--output={folder}", *OPTIONS, *options])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+class TestTable:
+    def test_medians_spread_and_ratios(self):
+        found = {
+            ("1 a second", "plain"): {1: recorded(), 2: recorded(1.02), 3: recorded(1.01)},
+            ("1 a second", "sequoia"): {1: recorded(2), 2: recorded(2.04), 3: recorded(2.02)},
+        }
+        plain, ours = make_rows(found)
+        for name, key in METRICS.items():
+            assert plain[name]["median"] == pytest.approx(recorded(1.01)[key])
+        assert plain["tokens"]["low"] == RECORDED["output_throughput"]
+        assert plain["e2e"]["high"] == RECORDED["mean_e2el_ms"]
+        for name in ("tokens", "e2e"):
+            assert ours[f"{name}_of_plain"] == pytest.approx(2)
+            assert ours[f"{name}_of_best"] == 1
+            assert plain[f"{name}_of_best"] == pytest.approx(0.5)
+        text = make_markdown([plain, ours])
+        assert "| 1 a second | sequoia |" in text
+        assert "| 2.00x, 2.00x | 1.00x, 1.00x |" in text
+        assert "disagree" not in text
+
+    def test_says_where_rounds_disagree(self):
+        found = {("burst", "plain"): {1: recorded(), 2: recorded(1.2)}}
+        text = make_markdown(make_rows(found))
+        assert "more than 15 %: plain, burst: tokens/s by 20 %; " in text
+
+    def test_ratios_need_a_common_round(self):
+        found = {("burst", "plain"): {1: recorded()}, ("burst", "chain"): {2: recorded()}}
+        chain = make_rows(found)[1]
+        assert chain["tokens_of_plain"] is None
+        assert make_markdown([chain]).count("\n") == 2
+
+
+class TestRun:
+    def test_one_server_per_variant_and_round(self, tmp_path, machine):
+        started = machine()
+        text = call(tmp_path, "--rounds=2")
+        assert len(started.servers) == 6
+        assert len(started.sent) == 6 * 6 * 2  # each load after its warm-up
+        speculative = [options[-1].partition("=") for options in started.servers]
+        assert speculative[0][0] != "--speculative-config"
+        assert json.loads(speculative[2][2]) == {"method": "sequoia", "model": "draft"}
+        assert text.count("| plain |") == text.count("| sequoia |") == 6
+        assert json.loads((tmp_path / "table.json").read_text())["settings"] == SETTINGS
+        assert call(tmp_path, "--table-only") == (tmp_path / "table.md").read_text()
+
+    def test_goes_on_where_it_ended(self, tmp_path, machine):
+        machine(breaks_at=16)  # the warm-up of the chain's second load
+        call(tmp_path, "--rounds=1", code=2)
+        run = Run(tmp_path)
+        assert list(run.missing(["plain", "chain"], 1)) == [(1, "chain")]
+        again = machine()
+        call(tmp_path, "--rounds=1")
+        assert len(again.servers) == 2
+        assert len(again.sent) == 2 * (5 + 6)
+        nothing = machine()
+        call(tmp_path, "--rounds=1")
+        assert nothing.servers == []
+
+    def test_does_not_mix_settings(self, tmp_path, machine):
+        machine()
+        call(tmp_path, "--rounds=1", "--variants=plain")
+        assert "give another --output" in call(tmp_path, "--tokens=32", code=2)
+        machine(breaks_at=1)
+        call(tmp_path / "broken", code=2)
+        assert "no results" in call(tmp_path / "broken", "--table-only", code=2)
+
+    @pytest.mark.parametrize("option", ["--rates=1,2", "--requests=a", "--variants=eagle"])
+    def test_bad_options(self, tmp_path, option):
+        assert option.partition("=")[0] in call(tmp_path, option, code=2)
+
+
+def test_vllm_takes_the_options(tmp_path, monkeypatch):
+    """Its own parsers read them; a repeated option's last value counts."""
+    from vllm.benchmarks import serve
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    seen = []
+
+    def main(parsed):
+        seen.append(parsed)
+        return recorded()
+
+    monkeypatch.setattr(serve, "main", main)
+    load = make_loads(RATES, REQUESTS)[0]
+    log = tmp_path / "log"
+    bench_serve(load.options(tmp_path, 64), log)
+    bench_serve(load.warm_up_options(tmp_path, 64, 300), log)
+    timed, warm_up = seen
+    assert (timed.request_rate, timed.num_prompts, timed.max_concurrency) == (0.25, 2, None)
+    assert (warm_up.request_rate, warm_up.num_prompts) == (float("inf"), 5)
+    assert warm_up.max_concurrency == 1
+    assert make_arg_parser(FlexibleArgumentParser()).parse_args(server_options(64))
+
+
+def test_prompts_have_their_lengths(tmp_path):
+    from benchmarks.embedded_pair import TARGET
+    from sequoia_vllm.prompts import load_tokenizer
+
+    write_prompts(tmp_path)
+    tokenizer = load_tokenizer(TARGET)
+    for kind, length in (("short", 32), ("long", 512)):
+        conversations = json.loads((tmp_path / f"{kind}.json").read_text())
+        assert len(conversations) > 150
+        prompts = [turns["conversations"][0]["value"] for turns in conversations[:20]]
+        lengths = [len(ids) for ids in tokenizer(prompts)["input_ids"]]
+        assert all(abs(own - length) <= 8 for own in lengths), lengths
