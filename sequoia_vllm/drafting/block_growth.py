@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sequoia_vllm.drafting.growth import DraftModel, DraftStates, TreeGrowth, chain_width
+from sequoia_vllm.drafting.growth import DraftModel, DraftStates, TreeGrowth
 from sequoia_vllm.drafting.tree_tables import DraftLevels
 
 
@@ -95,13 +95,13 @@ class BlockGrowth(TreeGrowth):
         self._levels = levels
         self._sees_all = torch.ones_like(self._chain)
 
-    def read_committed(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> DraftStates:
-        """Keeps the context of up to `chain_width` committed tokens of each request.
+    def _read_rows(self, num_reqs: int, width: int, max_keys: int) -> DraftStates:
+        """Keeps the context of up to ``width`` committed tokens of each request.
 
         Returns:
-            What that of each request's last one was made from, R rows.
+            What it was made from, R * width rows.
         """
-        batch, width, inputs = self._batch, chain_width(levels), self._inputs
+        batch, inputs = self._batch, self._inputs
         rows = num_reqs * width
         inputs.read_committed(
             requests=batch.slots[:num_reqs],
@@ -114,9 +114,11 @@ class BlockGrowth(TreeGrowth):
         assert self._target_states is not None
         states = self._model.combine_hidden_states(self._target_states[:rows])
         self._model.store_context(states, inputs.positions[:rows], inputs.slots[:, :rows])
-        return DraftStates(states).rows(inputs.last_rows[:num_reqs])
+        return DraftStates(states)
 
-    def grow(self, num_reqs: int, levels: DraftLevels, roots: DraftStates, max_keys: int) -> None:
+    def _grow_below(
+        self, roots: DraftStates, num_reqs: int, levels: DraftLevels, max_keys: int
+    ) -> None:
         """One forward over every request's block, then the children of each level's nodes."""
         batch, width = self._batch, (self._levels or levels.tree.depth) + self._before
         self._inputs.read_block(

@@ -103,13 +103,26 @@ class DraftPlan:
         return max(self._least_rows, tree.depth + 1, *level_widths(tree))
 
     def graph_sizes(self, drafts: int) -> list[int]:
-        """Requests of the CUDA graphs for this number of drafts, ascending.
+        """Requests of the CUDA graphs that grow trees of this number of drafts, ascending.
 
         Every batch that has it has one that is at most half larger.
         """
         smallest, _ = self._batches[drafts]
         most = self.most_requests(drafts)
         return [size for size in half_octaves(most) if size >= min(smallest, most)]
+
+    @cached_property
+    def read_sizes(self) -> dict[int, list[int]]:
+        """Requests of the CUDA graphs that read committed tokens, by tokens per request.
+
+        A request reads a path of the largest tree that its batch drafts, and the root. Numbers
+        of drafts whose trees are equally deep share these graphs.
+        """
+        sizes: dict[int, set[int]] = {}
+        for drafts in self.drafts:
+            width = self._trimmed(drafts).depth + 1
+            sizes.setdefault(width, set()).update(self.graph_sizes(drafts))
+        return {width: sorted(requests) for width, requests in sizes.items()}
 
     def _fitting(self, drafts: int) -> int:
         _, largest = self._batches.get(drafts, (1, self._largest_batch))

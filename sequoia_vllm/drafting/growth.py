@@ -56,12 +56,20 @@ class DraftStates:
     hidden: Tensor
     recurrent_states: Tensor | None = None
 
-    def rows(self, index: Tensor) -> DraftStates:
-        """States of these rows, int64."""
-        recurrent_states = (
-            None if self.recurrent_states is None else self.recurrent_states.index_select(0, index)
-        )
-        return DraftStates(self.hidden.index_select(0, index), recurrent_states)
+    def new_zeros(self, count: int) -> DraftStates:
+        """Zeros for ``count`` such rows."""
+        recurrent_states = None
+        if self.recurrent_states is not None:
+            recurrent_states = self.recurrent_states.new_zeros(
+                count, *self.recurrent_states.shape[1:]
+            )
+        return DraftStates(self.hidden.new_zeros(count, *self.hidden.shape[1:]), recurrent_states)
+
+    def copy_rows(self, index: Tensor, copies: DraftStates) -> None:
+        """Copies the states of these m rows, an int tensor, into the m rows of ``copies``."""
+        torch.index_select(self.hidden, 0, index, out=copies.hidden)
+        if self.recurrent_states is not None:
+            torch.index_select(self.recurrent_states, 0, index, out=copies.recurrent_states)
 
     def first(self, count: int) -> DraftStates:
         """States of the first ``count`` rows."""
@@ -115,7 +123,10 @@ class DraftModel(ABC):
 
 
 class TreeGrowth:
-    """Grows the trees of a batch.
+    """Grows the trees of a batch, in two passes that may be CUDA graphs of their own.
+
+    The first reads committed tokens and keeps the draft's states at the roots: `read_committed`,
+    or whatever else reads and calls `keep_roots`. The second is `grow`.
 
     Args:
         batch: The requests.
@@ -147,27 +158,43 @@ class TreeGrowth:
         self._token_ids = token_ids
         self._max_model_len, self._draft_max_len = max_lens
         self._target_states = target_states
+        self._roots: DraftStates | None = None
         # A few new tokens are a tree without branches below what the draft has read.
         causal = torch.ones(depth + 1, depth + 1, dtype=torch.bool, device=batch.slots.device)
         self._chain = causal.tril_()
 
-    def read_and_grow(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> None:
-        """A whole pass for requests with at most `chain_width` unread committed tokens.
+    def read_committed(self, num_reqs: int, width: int, max_keys: int) -> None:
+        """Reads up to ``width`` committed tokens of each request, and keeps the roots' states.
 
         Args:
             num_reqs: Requests of the batch, R.
-            levels: The tree to grow.
+            width: At most the depth of the engine's tree + 1.
             max_keys: No request has more committed tokens.
         """
-        self.grow(num_reqs, levels, self.read_committed(num_reqs, levels, max_keys), max_keys)
+        states = self._read_rows(num_reqs, width, max_keys)
+        self.keep_roots(states, self._inputs.last_rows[:num_reqs])
 
-    def read_committed(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> DraftStates:
-        """Reads up to `chain_width` committed tokens of each request.
+    def keep_roots(self, states: DraftStates, rows: Tensor) -> None:
+        """Keeps the states of R roots for `grow`.
 
-        Returns:
-            States of the roots, R rows.
+        The buffer is made once: a graph's first run, before it is captured, does so.
+
+        Args:
+            states: Of what was read.
+            rows: int32 ``[R]``: each root's.
         """
-        batch, width = self._batch, chain_width(levels)
+        if self._roots is None:
+            self._roots = states.new_zeros(len(self._batch.slots))
+        states.copy_rows(rows, self._roots.first(len(rows)))
+
+    def roots(self, num_reqs: int) -> DraftStates:
+        """The states that were kept of the first roots, R rows."""
+        assert self._roots is not None, "committed tokens are read before trees grow"
+        return self._roots.first(num_reqs)
+
+    def _read_rows(self, num_reqs: int, width: int, max_keys: int) -> DraftStates:
+        """States of up to ``width`` committed tokens of each request, R * width rows."""
+        batch = self._batch
         starts, counts = batch.starts[:num_reqs], batch.counts[:num_reqs]
         self._inputs.read_committed(
             requests=batch.slots[:num_reqs],
@@ -183,18 +210,22 @@ class TreeGrowth:
             recurrent_states = self._model.combine_hidden_states(
                 self._target_states[: num_reqs * width]
             )
-        states = self._forward(starts, 0, width, self._chain, max_keys, recurrent_states, counts)
-        return states.rows(self._inputs.last_rows[:num_reqs])
+        return self._forward(starts, 0, width, self._chain, max_keys, recurrent_states, counts)
 
-    def grow(self, num_reqs: int, levels: DraftLevels, roots: DraftStates, max_keys: int) -> None:
-        """Draws the children of the roots, then of each level below.
+    def grow(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> None:
+        """Grows trees below the roots whose states were kept.
 
         Args:
             num_reqs: Requests of the batch, R.
             levels: The tree to grow.
-            roots: The draft's states at the roots, R rows.
             max_keys: No request has more committed tokens.
         """
+        self._grow_below(self.roots(num_reqs), num_reqs, levels, max_keys)
+
+    def _grow_below(
+        self, roots: DraftStates, num_reqs: int, levels: DraftLevels, max_keys: int
+    ) -> None:
+        """Draws the children of the roots, whose states are R rows, then of each level below."""
         states = roots
         self.draw_below_roots(num_reqs, levels, states)
         for level in levels.levels[1:]:

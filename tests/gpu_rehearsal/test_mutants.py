@@ -18,19 +18,19 @@ from tests.support.rehearsing import generate_with_trees, rehearsing
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-def waits_for_the_device(read_and_grow: Any) -> Any:
+def waits_for_the_device(grow: Any) -> Any:
     def mutant(self: Any, num_reqs: int, *args: Any) -> None:
         assert int(self._batch.roots[0]) >= 0
-        read_and_grow(self, num_reqs, *args)
+        grow(self, num_reqs, *args)
 
     return mutant
 
 
-def takes_positions_from_the_host(read_and_grow: Any) -> Any:
+def takes_positions_from_the_host(grow: Any) -> Any:
     def mutant(self: Any, num_reqs: int, *args: Any) -> None:
         known = getattr(self._batch, "known_roots", [0] * len(self._batch.roots))
         self._batch.roots.copy_(torch.tensor(known, dtype=torch.int32))
-        read_and_grow(self, num_reqs, *args)
+        grow(self, num_reqs, *args)
 
     return mutant
 
@@ -59,7 +59,7 @@ def run(models: str) -> dict[str, Any]:
     from sequoia_vllm.engine.common.patched import patched
 
     def grown(mistake: Any) -> Any:
-        return patched(TreeGrowth, "read_and_grow", mistake(TreeGrowth.read_and_grow))
+        return patched(TreeGrowth, "grow", mistake(TreeGrowth.grow))
 
     def begun(mistake: Any) -> Any:
         return patched(DraftBatch, "begin", mistake(DraftBatch.begin))

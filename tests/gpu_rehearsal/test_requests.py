@@ -140,15 +140,20 @@ def join_and_abort(llm: Any, requests: list[Any]) -> dict[str, Any]:
     engine, done = llm.llm_engine, {}
     waiting = list(zip(map(str, range(len(requests))), requests, params(), strict=True))
     step = 0
-    while waiting or engine.has_unfinished_requests():
-        if waiting and step % 2 == 0:
-            engine.add_request(*waiting.pop(0))
-        if step == 2 * ABORTED + 3:
-            engine.abort_request([str(ABORTED)])
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-        step += 1
+    with counting_eager_growth() as eager:
+        while waiting or engine.has_unfinished_requests():
+            if waiting and step % 2 == 0:
+                engine.add_request(*waiting.pop(0))
+            if step == 2 * ABORTED + 3:
+                engine.abort_request([str(ABORTED)])
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+            step += 1
     others = [str(index) for index in range(len(requests)) if index != ABORTED]
-    return {"tokens": completions([done[name] for name in others]), "counts": counted(llm)}
+    return {
+        "tokens": completions([done[name] for name in others]),
+        "counts": counted(llm),
+        "eager growth": eager,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +199,12 @@ def test_preemption_and_prompts_in_chunks_beside_trees_at_the_end_of_the_budget(
     assert found["tokens"] == answers["plain"]["tokens"]
     assert found["counts"]["preemptions"] > 0
     assert found["counts"]["tokens_per_tree"] > 1.3
+
+
+@pytest.mark.parametrize("which", ["joining", "pressed"])
+def test_trees_grow_from_graphs_beside_prompts(which, answers):
+    """Whether requests join, are aborted or are preempted, and prompts come in chunks."""
+    assert answers[which]["eager growth"] == []
 
 
 def test_vllms_attention_reads_no_rows_of_trees(answers):

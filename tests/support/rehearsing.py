@@ -36,20 +36,20 @@ def since(before: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
 
 @contextmanager
 def counting_eager_growth() -> Iterator[list[int]]:
-    """Trees that grow without a graph, within the block: the batch size of each pass."""
+    """Trees that grow without a graph, within the block: the batch size of each growth."""
     from gpu_stand_in import graphs
 
     from sequoia_vllm.drafting.growth import TreeGrowth
     from sequoia_vllm.engine.common.patched import patched
 
-    original, eager = TreeGrowth.read_and_grow, []
+    original, eager = TreeGrowth.grow, []
 
-    def read_and_grow(self: Any, num_reqs: int, *args: Any) -> None:
+    def grow(self: Any, num_reqs: int, *args: Any) -> None:
         if graphs.capturing() is None:
             eager.append(num_reqs)
         original(self, num_reqs, *args)
 
-    with patched(TreeGrowth, "read_and_grow", read_and_grow):
+    with patched(TreeGrowth, "grow", grow):
         yield eager
 
 

@@ -64,6 +64,13 @@ def test_fewer_drafts_are_captured_for_all_batches_that_may_change_over_to_them(
     assert plan.logits_rows == frozen.logits_rows
 
 
+def test_trees_that_are_equally_deep_share_the_graphs_that_read():
+    plan = DraftPlan(TREE, [6] * 4 + [3] * 12 + [0] * 100, most_rows=2048)
+    assert plan.read_sizes == {3: [1, 2, 3, 4, 6, 8, 12, 16]}
+    plan = DraftPlan(TREE, [6] * 4 + [1] * 2 + [0] * 100, most_rows=2048)
+    assert plan.read_sizes == {3: [1, 2, 3, 4], 2: [6]}
+
+
 def test_logits_are_kept_for_the_largest_product_of_batch_and_nodes():
     plan = DraftPlan(TREE, [6] * 4 + [3] * 12 + [1] * 9, most_rows=2048)
     # 3 nodes with children for 4 requests; 2 for 16; 1 for 25.

@@ -9,7 +9,13 @@ from benchmarks.gpu.check.llama import Llama, Nodes
 from benchmarks.gpu.check.paged import BLOCK_SIZE, PagedCache
 from benchmarks.gpu.check.tree_batch import TreeBatch
 from sequoia_vllm.drafting.draft_plan import level_widths
-from sequoia_vllm.drafting.growth import DraftModel, DraftQueries, DraftStates, TreeGrowth
+from sequoia_vllm.drafting.growth import (
+    DraftModel,
+    DraftQueries,
+    DraftStates,
+    TreeGrowth,
+    chain_width,
+)
 from sequoia_vllm.kernels.draft_inputs import DraftInputs, PagedTables
 from sequoia_vllm.kernels.tree_attention import NodeMasks
 
@@ -89,7 +95,8 @@ class TreeGrower:
         """States of the roots, R rows."""
         requests = self.batch.requests
         torch.sub(requests.roots, self.batch.tables.tree.depth, out=requests.starts)
-        return self._growth.read_committed(self.batch.num_reqs, self._levels, self._most_keys)
+        self._growth.read_committed(self.batch.num_reqs, chain_width(self._levels), self._most_keys)
+        return self._growth.roots(self.batch.num_reqs)
 
     def draw_below_roots(self, roots: DraftStates) -> None:
         """The children of the roots."""
@@ -102,5 +109,5 @@ class TreeGrower:
 
     def grow(self) -> None:
         """A whole drafting pass."""
-        roots = self.read_committed()
-        self._growth.grow(self.batch.num_reqs, self._levels, roots, self._most_keys)
+        self.read_committed()
+        self._growth.grow(self.batch.num_reqs, self._levels, self._most_keys)

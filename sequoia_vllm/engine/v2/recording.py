@@ -1,8 +1,8 @@
 """Times the parts of every step of Model Runner V2, without making it wait for the device.
 
 On a GPU the parts are spans between CUDA events on the engine's stream, read
-only when the steps are taken. A tree's growth is one CUDA graph: its passes
-cannot be told apart, and each gets an equal share of it.
+only when the steps are taken. A tree's levels grow in one CUDA graph: the draft's
+passes cannot be told apart, and each gets an equal share of their time.
 """
 
 from __future__ import annotations

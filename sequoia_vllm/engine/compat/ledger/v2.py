@@ -74,7 +74,7 @@ V2 = table({
         "apply_write(self, ...)",
     ],
     "vllm.v1.worker.gpu.cudagraph_utils": [
-        "BatchExecutionDescriptor(cg_mode, num_tokens, num_reqs, ...)",
+        "BatchExecutionDescriptor(cg_mode, num_tokens, num_reqs, uniform_token_count, ...)",
     ],
     "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager": [
         "(vllm_config, device, cudagraph_mode, decode_query_len, ...)",
@@ -83,8 +83,8 @@ V2 = table({
         "run_fullgraph(self, desc, ...)",
         instance("_capture_descs",
             "vLLM captures draft models' steps, and for each range of a schedule its own batches",
-            "ours are for growth by number of drafts, and only for batches that draft; for the "
-            "target only what the schedule can reach"),
+            "ours are for what a draft reads and for growth, and only for batches that draft; for "
+            "the target only what the schedule can reach"),
         instance("_candidates",
             "vLLM looks graphs up by number of drafts",
             "gives a batch the next larger graph of any number of drafts, not the next of its "
@@ -197,9 +197,6 @@ V2 = table({
             "see RejectionSampler.sampler.add_request",
             "raises that flag for a temperature",
             checked_at="vllm.v1.worker.gpu.sample.states:SamplingStates.add_request"),
-    ],
-    "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils": [
-        "SpeculatorBatchDescriptor.num_speculative_tokens",
     ],
     "vllm.v1.worker.gpu.states": ["RequestState"],
     # No signature tells how the masks of several requests lie. It changed with these: read the

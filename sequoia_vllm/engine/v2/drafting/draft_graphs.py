@@ -1,73 +1,81 @@
-"""A tree's whole growth as one CUDA graph per batch size and number of drafts."""
+"""The draft's passes as CUDA graphs, one per batch size and number of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
-from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
-    SpeculatorBatchDescriptor,
-)
-
-from sequoia_vllm.drafting.draft_plan import DraftPlan
 
 
 class DraftGraphs(CudaGraphManager):
-    """vLLM's graph manager (memory pool, capture, replay) for drafting passes.
+    """vLLM's graph manager (memory pool, capture, replay) for one of the draft's passes.
 
-    vLLM's own draft models run without graphs. Its capture sizes are the target's:
-    ours follow from the schedule.
+    An engine has two: a pass that reads committed tokens, and one that grows trees. They are
+    apart, as a step that also reads a prompt reads without a graph and then grows with one.
+    vLLM's own draft models run without graphs. Its capture sizes are the target's.
 
     Args:
         vllm_config, device: The engine's.
-        mode: The target's graph mode; growth is captured if decoding is.
-        plan: The batches that draft.
+        mode: The target's graph mode; the draft's passes are captured if decoding is.
+        sizes: Requests of the graphs, ascending, by tokens per request that the pass reads, or
+            drafts.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, device: torch.device, mode: CUDAGraphMode, plan: DraftPlan
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        mode: CUDAGraphMode,
+        sizes: Mapping[int, Sequence[int]],
     ) -> None:
         full = mode.decode_mode() == CUDAGraphMode.FULL
         own_mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
         super().__init__(vllm_config, device, own_mode, decode_query_len=1)
         self._shapes = {
-            drafts: [_shape(size, drafts) for size in plan.graph_sizes(drafts)]
-            for drafts in (plan.drafts if full else ())
+            tokens: [_shape(requests, tokens) for requests in sizes[tokens]]
+            for tokens in (sorted(sizes) if full else ())
         }
         # The largest first: the others then fit into its memory.
-        shapes: list[BatchExecutionDescriptor] = [
-            shape for sizes in self._shapes.values() for shape in reversed(sizes)
+        shapes = [
+            shape for tokens in reversed(self._shapes) for shape in reversed(self._shapes[tokens])
         ]
         self._capture_descs = {CUDAGraphMode.FULL: shapes} if shapes else {}
 
-    def capture_growth(self, grow: Callable[[int, int], None]) -> None:
-        """Captures ``grow(num_requests, drafts)`` for every shape."""
+    def capture_all(self, run: Callable[[int, int], None], title: str) -> None:
+        """Captures ``run(requests, tokens)`` for every shape, under this title in the log."""
 
         def forward_of(
             shape: BatchExecutionDescriptor, warmup: bool
         ) -> Callable[[CUDAGraphMode], None]:
-            assert isinstance(shape, SpeculatorBatchDescriptor)
-            requests, drafts = shape.num_reqs or 0, shape.num_speculative_tokens
-            return lambda _: grow(requests, drafts)
+            requests, tokens = shape.num_reqs or 0, shape.uniform_token_count or 0
+            return lambda _: run(requests, tokens)
 
-        self.capture(forward_of, "Capturing tree growth")
+        self.capture(forward_of, title)
 
-    def shape_of(self, num_reqs: int, drafts: int) -> BatchExecutionDescriptor | None:
-        """The captured shape that serves this batch, or None."""
-        for shape in self._shapes.get(drafts, ()):
+    def tokens_for(self, num_reqs: int) -> list[int]:
+        """Numbers of tokens per request that so many requests have a graph for, ascending."""
+        return [tokens for tokens in self._shapes if self._shape_of(num_reqs, tokens)]
+
+    def replay(self, num_reqs: int, tokens: int) -> bool:
+        """Replays the graph that serves this batch; False: there is none."""
+        if shape := self._shape_of(num_reqs, tokens):
+            self.run_fullgraph(shape)
+        return shape is not None
+
+    def _shape_of(self, num_reqs: int, tokens: int) -> BatchExecutionDescriptor | None:
+        for shape in self._shapes.get(tokens, ()):
             if shape.num_reqs is not None and shape.num_reqs >= num_reqs and shape in self.graphs:
                 return shape
         return None
 
 
-def _shape(num_reqs: int, drafts: int) -> SpeculatorBatchDescriptor:
-    return SpeculatorBatchDescriptor(
+def _shape(num_reqs: int, tokens: int) -> BatchExecutionDescriptor:
+    return BatchExecutionDescriptor(
         cg_mode=CUDAGraphMode.FULL,
-        num_tokens=num_reqs,
+        num_tokens=num_reqs * tokens,
         num_reqs=num_reqs,
-        uniform_token_count=1,
-        num_speculative_tokens=drafts,
+        uniform_token_count=tokens,
     )

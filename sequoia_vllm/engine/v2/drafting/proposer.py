@@ -52,7 +52,7 @@ class TreeProposerV2(TreeSpeculator):
         """Whether `TreeGrowth` may read so many tokens of the requests that get trees."""
         return True
 
-    def _before_growth(self, num_trees: int, width: int) -> None:
+    def _before_reading(self, num_trees: int, width: int) -> None:
         """Puts what `TreeGrowth` reads besides `DraftBatch` in its place."""
 
     # -- one drafting pass ---------------------------------------------------------------
@@ -148,22 +148,34 @@ class TreeProposerV2(TreeSpeculator):
     ) -> None:
         num_reqs, levels = batch.num_reqs, self.tables.levels_of(drafts)
         num_trees = min(num_reqs, self.plan.most_requests(drafts))
-        width = chain_width(levels)
-        is_long = self.progress.most_unread(batch.idx_mapping_np) > width
-        is_long |= not self._fits_growth(num_trees, num_reqs, width)
-        readers = num_reqs if is_long else num_trees
+        width = self._width_read(batch, num_trees, levels)
+        readers = num_reqs if width is None else num_trees
         bounds = self._begin(batch, num_sampled, temperature, seeds, levels, readers, num_trees)
         self._last_grown = levels
         max_keys = int(batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs].max()) + 1
-        if is_long:
-            states = self._read_ragged(batch, bounds)
-            self._growth.grow(num_trees, levels, states.first(num_trees), max_keys)
-            return
-        self._before_growth(num_trees, width)
-        if shape := self._graphs and self._graphs.shape_of(num_trees, drafts):
-            self._graphs.run_fullgraph(shape)
+        if width is None:
+            states, last_rows = self._read_ragged(batch, bounds)
+            self._growth.keep_roots(states, last_rows[:num_trees])
         else:
-            self._growth.read_and_grow(num_trees, levels, max_keys)
+            self._before_reading(num_trees, width)
+            if not (self._read_graphs and self._read_graphs.replay(num_trees, width)):
+                self._growth.read_committed(num_trees, width, max_keys)
+        if not (self._growth_graphs and self._growth_graphs.replay(num_trees, drafts)):
+            self._growth.grow(num_trees, levels, max_keys)
+
+    def _width_read(self, batch: InputBatch, num_trees: int, levels: DraftLevels) -> int | None:
+        """Rows in which each request that gets a tree is read, from a graph if there is one.
+
+        None: some request has more to read, as of a prompt, and all are read without a graph.
+        """
+        captured = self._read_graphs.tokens_for(num_trees) if self._read_graphs else []
+        unread = self.progress.most_unread(batch.idx_mapping_np)
+        fitting = (
+            width
+            for width in (*captured, chain_width(levels))
+            if width >= unread and self._fits_growth(num_trees, batch.num_reqs, width)
+        )
+        return next(fitting, None)
 
     def _only_read(
         self, batch: InputBatch, num_sampled: Tensor, temperature: Tensor, seeds: Tensor
@@ -215,10 +227,16 @@ class TreeProposerV2(TreeSpeculator):
         )
         return bounds
 
-    def _read_ragged(self, batch: InputBatch, bounds: NDArray[np.int32]) -> DraftStates:
-        """States at each request's last committed token, R rows; for prompts."""
+    def _read_ragged(
+        self, batch: InputBatch, bounds: NDArray[np.int32]
+    ) -> tuple[DraftStates, Tensor]:
+        """Reads prompts, and whatever else is long.
+
+        Returns:
+            States of all rows, and which are at each request's last committed token, int32 ``[R]``.
+        """
         rows = RaggedRows.of(batch, bounds, self.batch, self._cache)
-        return self._forward_ragged(batch, rows).rows(rows.last)
+        return self._forward_ragged(batch, rows), rows.last
 
     def _forward_ragged(self, batch: InputBatch, rows: RaggedRows) -> DraftStates:
         """States at all of these rows."""

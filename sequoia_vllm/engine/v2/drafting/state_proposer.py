@@ -118,7 +118,7 @@ class StateTreeProposer(TreeProposerV2):
         """Every request must be read, and their states must fit."""
         return num_trees == num_reqs and num_trees * width <= len(self._gathered)
 
-    def _before_growth(self, num_trees: int, width: int) -> None:
+    def _before_reading(self, num_trees: int, width: int) -> None:
         requests, offsets = self._uniform_rows(width)
         rows = num_trees * width
         self._gather(requests[:rows], offsets[:rows], self._gathered[:rows])

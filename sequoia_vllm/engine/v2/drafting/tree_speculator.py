@@ -78,7 +78,8 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         self.progress = self._new_progress(steps_ahead)
         self.batch = DraftBatch(self.max_num_reqs, device, self.state_offset)
         self._logits_size = vllm_config.model_config.get_vocab_size()
-        self._graphs: DraftGraphs | None = None
+        self._read_graphs: DraftGraphs | None = None
+        self._growth_graphs: DraftGraphs | None = None
 
     # -- what kinds of drafts differ in ---------------------------------------------------
 
@@ -201,17 +202,28 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Replaces vLLM's, which captures nothing of standalone draft models."""
-        self._graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, self.plan)
+        growth_sizes = {drafts: self.plan.graph_sizes(drafts) for drafts in self.plan.drafts}
+        self._read_graphs, self._growth_graphs = (
+            DraftGraphs(self.vllm_config, self.device, cudagraph_mode, sizes)
+            for sizes in (self.plan.read_sizes, growth_sizes)
+        )
 
     def capture(self) -> None:
-        """Replaces vLLM's: the whole growth of a tree is one graph."""
-        if self._graphs is None:
+        """Replaces vLLM's: the reading of a few tokens is one graph, a tree's growth another."""
+        if self._read_graphs is None or self._growth_graphs is None:
             return
         self.batch.slots.fill_(-1)
-        self._graphs.capture_growth(
-            lambda requests, drafts: self._growth.read_and_grow(
+        self._read_graphs.capture_all(
+            lambda requests, width: self._growth.read_committed(
+                requests, width, self.max_model_len
+            ),
+            "Capturing what the draft reads",
+        )
+        self._growth_graphs.capture_all(
+            lambda requests, drafts: self._growth.grow(
                 requests, self.tables.levels_of(drafts), self.max_model_len
-            )
+            ),
+            "Capturing tree growth",
         )
 
     # -- requests ----------------------------------------------------------------------
