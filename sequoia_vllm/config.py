@@ -6,13 +6,15 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     InstanceOf,
+    NonNegativeInt,
+    PositiveInt,
     ValidationError,
     field_validator,
     model_validator,
@@ -20,7 +22,7 @@ from pydantic import (
 
 from sequoia_vllm.drafters import DrafterKind
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.json_input import MOST_PROBLEMS, key_name, shortened
+from sequoia_vllm.json_input import MOST_PROBLEMS, key_name, read_json, shortened
 from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vector, is_tree_file
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.token_tree import MOST_NODES, TokenTree
@@ -29,6 +31,7 @@ from sequoia_vllm.verification.method_field import MethodName
 METHOD = "sequoia"
 AUTO = "auto"
 ContextAttention = Literal["triton", "flash"]
+TokenIds = Annotated[list[NonNegativeInt], Field(min_length=1)]
 # (first batch size, last batch size, drafts of each request)
 Schedule = list[tuple[int, int, int]]
 
@@ -137,6 +140,12 @@ class SequoiaConfig(_Strict):
         "from batch size 1 without gaps; the last range goes on. Each request drafts that prefix "
         "of the tree; 0 turns speculation off.",
     )
+    draft_vocabulary: PositiveInt | TokenIds | Path | None = Field(
+        default=None,
+        description="The tokens that a draft model computes logits of; it drafts no others. A "
+        "number keeps the first by the tokenizer's merges. Or give a list of the target's token "
+        "ids, or a file with one. Levels are cheaper, and acceptance is lower. None: all tokens.",
+    )
     context_attention: ContextAttention = Field(
         default="triton",
         description='How the target attends to what came before a tree, on GPUs. With "triton" '
@@ -220,26 +229,30 @@ class SequoiaConfig(_Strict):
             ) from None
 
     def loaded(self) -> SequoiaConfig:
-        """The same with the tree and the acceptance vector that it names loaded.
+        """The same with the tree, the acceptance vector and the tokens that it names loaded.
 
         Raises:
-            TreeError, AcceptanceError, LibraryError: One cannot be had; names the file or entry
-                and what is wrong with it.
+            TreeError, AcceptanceError, LibraryError, ConfigError: One cannot be had; names the
+                file or entry and what is wrong with it.
         """
-        tree, vector = self.tree, self.acceptance
+        tree, vector, tokens = self.tree, self.acceptance, self.draft_vocabulary
         if isinstance(tree, str) and tree != AUTO:
             # Metrics show what stands before a colon: no path of the server's.
             title = f"{Path(tree).name}: {tree}" if is_tree_file(tree) else tree
             tree = replace(find_tree(tree), title=title)
         if vector is not None and not isinstance(vector, Acceptance):
             vector = find_vector(str(vector)) if isinstance(vector, Path) else Acceptance.of(vector)
-        return self.model_copy(update={"tree": tree, "acceptance": vector})
+        if isinstance(tokens, Path):
+            read = read_json(tokens, "draft_vocabulary", ConfigError)
+            tokens = SequoiaConfig.parse({"draft_vocabulary": read}).draft_vocabulary
+        update = {"tree": tree, "acceptance": vector, "draft_vocabulary": tokens}
+        return self.model_copy(update=update)
 
     def draft_keys(self) -> dict[str, Any]:
         """The keys that are vLLM's own, as given."""
         ours = {
             "method", "model", "drafter", "tree", "acceptance", "num_speculative_tokens",
-            "context_attention", "verification", "adapt", "offload",
+            "draft_vocabulary", "context_attention", "verification", "adapt", "offload",
         }  # fmt: skip
         return self.model_dump(exclude=ours, exclude_none=True)
 
@@ -299,6 +312,6 @@ def problems_of(error: ValidationError) -> str:
 
 
 def _is_branch(part: str) -> bool:
-    return part in {"TreeSpec", "str", "path"} or part.startswith(
-        ("literal[", "list[", "function-", "json-or-python[", "is-instance[")
+    return part in {"TreeSpec", "str", "path", "constrained-int"} or part.startswith(
+        ("literal[", "list[", "function-", "json-or-python[", "is-instance[", "lax-or-strict[")
     )

@@ -34,14 +34,20 @@ class MappedVocabulary(SharedVocabulary):
 
     def __init__(self, matching: Matching, device: torch.device) -> None:
         drawn = torch.from_numpy(matching.drawn)
-        self._columns = drawn.clamp(min=0).to(device)
-        self._missing = (drawn == NONE).to(device)
-        self._read = torch.from_numpy(matching.read).to(device)
+        self._size = len(drawn)
+        self._drafted = (drawn != NONE).nonzero().squeeze(1).to(device)
+        columns = drawn[drawn != NONE]
+        is_first = torch.equal(columns, torch.arange(len(columns)))
+        self._columns = None if is_first else columns.to(device)
+        read = matching.read
+        self._read = None if read is None else torch.from_numpy(read).to(device)
         pairs = (torch.from_numpy(part.T.copy()) for part in _rounds(matching))
         self._sums = [part.to(device) for part in pairs]
 
     def read(self, token_ids: Tensor) -> Tensor:
         """See `SharedVocabulary.read`; numbers beyond the target's are read as its last."""
+        if self._read is None:
+            return token_ids
         known = token_ids.flatten().clamp(min=0, max=len(self._read) - 1)
         return self._read.index_select(0, known).to(token_ids.dtype).view(token_ids.shape)
 
@@ -55,8 +61,12 @@ class MappedVocabulary(SharedVocabulary):
         for kept, added in self._sums:
             both = torch.logaddexp(logits.index_select(1, kept), logits.index_select(1, added))
             logits.index_copy_(1, kept, both)
-        found = logits.index_select(1, self._columns)
-        return found.masked_fill_(self._missing, -torch.inf)
+        if self._columns is None:
+            found = logits[:, : len(self._drafted)]
+        else:
+            found = logits.index_select(1, self._columns)
+        whole = logits.new_full((len(logits), self._size), -torch.inf)
+        return whole.index_copy_(1, self._drafted, found)
 
 
 def _rounds(matching: Matching) -> list[np.ndarray]:

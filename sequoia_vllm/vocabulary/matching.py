@@ -21,13 +21,37 @@ class Matching:
         drawn: int64 ``[Vt]``: the draft's token that means the same as each of the
             target's; -1: none does, and the target's token is never drafted.
         read: int64 ``[Vt]``: the draft's token that stands for each of the target's
-            where the draft reads it.
+            where the draft reads it; None: the one with its number.
         also: int64 ``[E, 2]``: (a draft's token in ``drawn``, another that means the same).
     """
 
     drawn: NDArray[np.int64]
-    read: NDArray[np.int64]
+    read: NDArray[np.int64] | None
     also: NDArray[np.int64]
+
+    @classmethod
+    def of_same_numbers(cls, size: int) -> Matching:
+        """The matching of two models whose tokens have the same numbers."""
+        return cls(np.arange(size), None, np.empty((0, 2), dtype=np.int64))
+
+    def trimmed(self, tokens: list[int]) -> tuple[NDArray[np.int64], Matching]:
+        """The matching with a draft that computes only some rows of its logits.
+
+        Args:
+            tokens: The target's tokens that may still be drafted.
+
+        Returns:
+            The rows int64 ``[n]`` to compute, by the draft's numbers, and the matching with
+            them: ``drawn`` and ``also`` then count these rows.
+        """
+        drawn = np.full_like(self.drawn, NONE)
+        drawn[tokens] = self.drawn[tokens]
+        kept = drawn[drawn != NONE]
+        also = self.also[np.isin(self.also[:, 0], kept)]
+        rows = np.concatenate([kept, also[:, 1]])
+        place = np.zeros(rows.max(initial=0) + 1, dtype=np.int64)
+        place[rows] = np.arange(len(rows))
+        return rows, Matching(np.where(drawn == NONE, NONE, place[drawn]), self.read, place[also])
 
     @property
     def num_shared(self) -> int:

@@ -110,6 +110,20 @@ def read_vocabulary(tokenizer: Any) -> Vocabulary | None:
     return Vocabulary(texts, pieces, controls, *roles)
 
 
+def by_merges(tokenizer: Any) -> list[int]:
+    """Numbers of a tokenizer's tokens, roughly the most frequent first.
+
+    BPE numbers tokens as it merges them, the most frequent pair first. Before them come added
+    tokens, which end and structure answers, and single characters, which SentencePiece puts last.
+    """
+    added = tokenizer.added_tokens_decoder
+    ranked = sorted(
+        (number not in added, len(token) > 1, number)
+        for token, number in tokenizer.get_vocab().items()
+    )
+    return [number for *_, number in ranked]
+
+
 def _byte_level_alphabet() -> dict[int, str]:
     """What `str.translate` needs: each visible character to the one whose number is its byte.
 

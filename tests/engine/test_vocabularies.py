@@ -5,10 +5,11 @@ import torch
 from vllm import SamplingParams
 
 from sequoia_vllm.engine.frontend import engine_config
+from sequoia_vllm.engine.runner.vocabulary import TokensOf, tokens_to_draft
 from tests.engine.test_sampled import CUT, FALSE_ALARM, PLAIN, PROMPT, VOCAB, count, exact_law
 from tests.oracles.laws import assert_same_law
-from tests.support.engines import metric, running, sequoia, tokens_of
-from tests.support.models import DRAFT, prompts, save_llama, save_word_tokenizer
+from tests.support.engines import metric, runner_of, running, sequoia, tokens_of
+from tests.support.models import DRAFT, TARGET, prompts, save_llama, save_word_tokenizer
 from tests.support.vocabularies import (
     save_draft_of_another_tokenizer,
     save_other_draft,
@@ -56,6 +57,21 @@ def test_greedy_tokens_with_a_draft_of_another_tokenizer(tmp_path, plain_outputs
     assert stats["tokens"] / stats["tree_steps"] > 1.7  # 1.99 measured
 
 
+def test_greedy_tokens_with_a_trimmed_output_layer(plain_outputs, with_the_same_tokens):
+    with running(sequoia(draft=DRAFT, draft_vocabulary=2048)) as llm:
+        tokens = tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        [stats] = llm.collective_rpc("sequoia_stats")
+        model = runner_of(llm).drafter.model
+        states = torch.randn(3, model.config.hidden_size)
+        found = model.compute_logits(states)
+    kept, _ = tokens_to_draft(2048, TokensOf(TARGET, 4096))
+    whole = torch.nn.functional.linear(states, model.model.embed_tokens.weight)
+    assert torch.allclose(found, whole[:, sorted(kept)], atol=1e-5)
+    assert tokens == plain_outputs(PROMPTS, GREEDY)
+    all_tokens, per_step = with_the_same_tokens[1], stats["tokens"] / stats["tree_steps"]
+    assert 1.7 < per_step < all_tokens["tokens"] / all_tokens["tree_steps"]
+
+
 def test_renumbered_tokens_are_accepted_as_often_as_the_same(tmp_path, with_the_same_tokens):
     """Counts agree exactly for every depth and child: nothing of the draft is lost or confused."""
     draft = save_other_draft(tmp_path / "draft", shared=1.0)
@@ -68,13 +84,17 @@ ALL_BUT_ONE = {**HALF, "w4": 4, "w1": 7}
 
 
 @pytest.mark.parametrize(
-    ("words", "mixed", "verification"),
-    [(HALF, [*PLAIN, CUT[0]], "sequoia"), (ALL_BUT_ONE, PLAIN, "traversal")],
+    ("words", "mixed", "verification", "kept"),
+    [
+        (HALF, [*PLAIN, CUT[0]], "sequoia", None),
+        (ALL_BUT_ONE, PLAIN, "traversal", [5, 0, 4, 1]),
+    ],
 )
-def test_completions_follow_the_exact_law(words, mixed, verification, tmp_path):
+def test_completions_follow_the_exact_law(words, mixed, verification, kept, tmp_path):
     """See `test_sampled.py`, where it says what an error would have to be to be found.
 
-    Roots have up to four children, also where the draft can draw three.
+    Roots have up to four children, also where the draft can draw three. The second draft has
+    five of the target's six tokens, and its output layer keeps four of them.
     """
     target, draft = tmp_path / "target", tmp_path / "draft"
     save_llama(target, seed=3, scale=1.5, vocab_size=VOCAB, max_position_embeddings=64)
@@ -88,7 +108,9 @@ def test_completions_follow_the_exact_law(words, mixed, verification, tmp_path):
         )
         for index in range(completions)
     ]
-    config = sequoia(size=12, depth=3, draft=draft, verification=verification)
+    config = sequoia(
+        size=12, depth=3, draft=draft, verification=verification, draft_vocabulary=kept
+    )
     with running(config, model=target, max_model_len=64, max_num_seqs=256) as llm:
         requests = [{"prompt_token_ids": PROMPT}] * completions
         outputs = llm.generate(requests, params, use_tqdm=False)

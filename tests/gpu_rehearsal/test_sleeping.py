@@ -45,7 +45,10 @@ def save_other_draft(target: Path, path: Path) -> str:
 
 
 def generate_and_sleep(models: str) -> dict[str, Any]:
-    """Answers of plain vLLM, and of trees before and after: windows, vocabulary, parameters."""
+    """Answers of plain vLLM, and of trees before and after: windows, vocabulary, parameters.
+
+    The draft keeps three quarters of its output layer.
+    """
     from gpu_stand_in import sleeping
 
     target = save_architecture(Path(models) / "target", "mistral", layers=2)
@@ -56,7 +59,9 @@ def generate_and_sleep(models: str) -> dict[str, Any]:
     with rehearsing(None, **options) as llm:
         answers: dict[str, Any] = {"plain": generate(llm, prompts, params)}
     allocator = sleeping.install()
-    with rehearsing(sequoia(8, 3, draft=draft), **options, enable_sleep_mode=True) as llm:
+    kept = list(range(0, VOCABULARY, 2)) + list(range(1, VOCABULARY, 4))
+    config = sequoia(8, 3, draft=draft, draft_vocabulary=kept)
+    with rehearsing(config, **options, enable_sleep_mode=True) as llm:
         generate(llm, prompts, params)  # of its last trees it is counted later
         counted(llm)
         llm.reset_prefix_cache()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.cores import needs_two_cores
 from tests.support.engines import sequoia
-from tests.support.generating import completions, random_prompts, save_related_pair
+from tests.support.generating import VOCAB, completions, random_prompts, save_related_pair
 from tests.support.heads import save_eagle3
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import rehearsing
@@ -25,7 +25,7 @@ def graphs_of(worker: Any) -> dict[str, Any]:
     return graphs.report()
 
 
-def generate_on_ranks(target: str, draft: str) -> dict[str, Any]:
+def generate_on_ranks(target: str, draft: str, kept: list[int] | None = None) -> dict[str, Any]:
     """Greedy, seeded and unseeded requests: of trees on two ranks and on one."""
     from vllm import SamplingParams
 
@@ -35,7 +35,7 @@ def generate_on_ranks(target: str, draft: str) -> dict[str, Any]:
         SamplingParams(temperature=1, seed=5, **common),
         SamplingParams(temperature=1, **common),
     ]
-    config = sequoia(size=6, depth=2, draft=draft)
+    config = sequoia(size=6, depth=2, draft=draft, draft_vocabulary=kept)
     answers = {}
     for name, options in (
         ("one rank", {}),
@@ -54,7 +54,8 @@ def test_two_ranks_replay_graphs_and_give_the_tokens_of_one(
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions to the ranks
     target, draft = save_related_pair(tmp_path, **HEADS)
-    found = call_on_gpu(generate_on_ranks, tmp_path, target=target, draft=draft)
+    kept = list(range(0, VOCAB, 3)) + list(range(1, 100, 3))  # most of them the first rank's
+    found = call_on_gpu(generate_on_ranks, tmp_path, target=target, draft=draft, kept=kept)
     check_ranks(found)
     [first, _] = found["counts"]
     assert first["tokens"] > 1.2 * first["tree_steps"]

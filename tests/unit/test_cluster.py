@@ -89,6 +89,7 @@ def test_nodes_may_know_a_tree_from_different_files():
         (_Config(TREE, drafts=0), "drafts by batch size: 1 to 8: 2 .*; 1 to 4: 2, 5 to 8: 0"),
         (_Config(TREE, verification="traversal"), "verification: sequoia .*; traversal "),
         (_Config(TREE, drafter="eagle3"), "drafter: model .*; eagle3 "),
+        (_Config(TREE, draft_tokens=[3, 1]), r"draft_vocabulary: checksum \w+ .*; checksum "),
         (_Config(TREE, adapts_as="a-pair"), "adapts: no .*; yes "),
     ],
 )

@@ -13,7 +13,7 @@ from sequoia_vllm.bench.engines import speculative_config
 from sequoia_vllm.bench.methods import chain, plain, sequoia
 from sequoia_vllm.cli.measuring import check_models
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies
+from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies, tokens_to_draft
 from sequoia_vllm.measuring.engines import EngineSpec, compare_models
 from tests.support.models import DRAFT, TARGET
 from tests.support.vocabularies import save_other_draft
@@ -72,6 +72,29 @@ def test_hardly_any_shared_token_is_refused(tmp_path):
     assert f"{theirs.tokenizer!r} has another vocabulary than the target" in message
     assert "of its 400 tokens only 19 are also the target's" in message
     assert 'give "model" a draft of the target\'s family' in message
+
+
+def test_a_draft_keeps_the_first_tokens_by_the_merges_or_those_it_is_given():
+    target = TokensOf(TARGET, 4096)
+    tokens, words = tokens_to_draft(1000, target)
+    assert len(set(tokens)) == 1000
+    assert {0, 1, 2} < set(tokens)  # what begins and ends sequences
+    assert words.startswith("the draft computes logits of 1,000 of the target's 4,096 tokens")
+    share = int(words.split("of which ")[1].split("%")[0])
+    assert 60 < share < 90  # 78 measured
+    assert tokens_to_draft([9, 4000], target)[0] == [9, 4000]
+    with pytest.raises(ConfigError, match="has token 4096, and the target 4,096 tokens"):
+        tokens_to_draft([9, 4096], target)
+
+
+def test_a_number_of_tokens_needs_a_tokenizer(tmp_path):
+    (tmp_path / "none").mkdir()
+    target = TokensOf(str(tmp_path / "none"), 400)
+    with pytest.raises(ConfigError, match="give a file of token ids"):
+        tokens_to_draft(100, target)
+    assert tokens_to_draft([5], target) == (
+        [5], "the draft computes logits of 1 of the target's 400 tokens"
+    )  # fmt: skip
 
 
 def test_models_without_tokenizers_cannot_be_compared(tmp_path):

@@ -23,6 +23,8 @@ ACCEPTED = [
     {"method": "sequoia", "acceptance": [[0.6, 0.2], [0.5, 0.1]]},
     {"method": "sequoia", "acceptance": "acceptance.json"},
     {"method": "sequoia", "num_speculative_tokens": 7, "quantization": "awq"},
+    {"method": "sequoia", "draft_vocabulary": 32000},
+    {"method": "sequoia", "draft_vocabulary": [7, 0, 3]},
     {"method": "sequoia", "num-speculative-tokens": 7, "draft-tensor-parallel-size": 2},
     {"method": "sequoia", "num_speculative_tokens_per_batch_size": [[1, 4, 15], [5, 64, 0]]},
 ]
@@ -52,6 +54,9 @@ REFUSED = [
     ({"method": "sequoia", "draft_tensor_parallel_size": 0}, "draft_tensor_parallel_size: Input"),
     ({"method": "sequoia", "quantization": 4}, "quantization: Input should be a valid string"),
     ({"method": "sequoia", "draft_load_config": []}, "draft_load_config: Input should be a valid"),
+    ({"method": "sequoia", "draft_vocabulary": 0}, "draft_vocabulary: Input should be greater"),
+    ({"method": "sequoia", "draft_vocabulary": []}, "draft_vocabulary: List should have at least"),
+    ({"method": "sequoia", "draft_vocabulary": [3, -1]}, "draft_vocabulary.1: Input should be gr"),
     ({"method": "sequoia", "num_speculative_tokens_per_batch_size": 4},
      "num_speculative_tokens_per_batch_size: Input should be a valid list"),
     *(({"method": "sequoia", "num_speculative_tokens_per_batch_size": ranges}, message)
@@ -130,7 +135,7 @@ def test_every_field_is_documented():
 def test_draft_keys_are_vllms_own():
     config = SequoiaConfig.parse(
         {"method": "sequoia", "model": "d", "tree": {"size": 4}, "revision": "r",
-         "num_speculative_tokens": 3, "acceptance": [0.5]}
+         "num_speculative_tokens": 3, "acceptance": [0.5], "draft_vocabulary": 9}
     )  # fmt: skip
     assert config.draft_keys() == {"revision": "r"}
 
@@ -138,6 +143,19 @@ def test_draft_keys_are_vllms_own():
 def test_removed_keys_say_what_became_of_them():
     with pytest.raises(ConfigError, match="time nothing at their start any more: leave the key"):
         SequoiaConfig.parse({"method": "sequoia", "tune_at_start": False})
+
+
+def test_tokens_to_draft_may_lie_in_a_file(tmp_path):
+    file = tmp_path / "tokens.json"
+    config = SequoiaConfig.parse({"draft_vocabulary": str(file)})
+    with pytest.raises(ConfigError, match="cannot read draft_vocabulary file"):
+        config.loaded()
+    file.write_text("[5, 2]")
+    assert config.loaded().draft_vocabulary == [5, 2]
+    for wrong in ("[5, -5]", '{"tokens": 5}', "[1.5]"):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError, match="draft_vocabulary"):
+            config.loaded()
 
 
 def test_verification_names_a_registered_method():

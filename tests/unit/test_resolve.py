@@ -82,6 +82,11 @@ def test_a_tree_that_is_given_may_be_too_deep_for_the_head(tmp_path):
         assert '"tree": {"size": 6, "depth": 4}' in str(error.value)
 
 
+def test_the_output_layer_of_a_head_is_not_trimmed():
+    with pytest.raises(ConfigError, match="'a/head' is a DFlash head, which has the output layer"):
+        resolved_with_head(5, draft_vocabulary=9)
+
+
 def test_acceptance_by_name():
     assert resolved(tree={"size": 16}, acceptance="shipped").choice.tree.size == 16
 

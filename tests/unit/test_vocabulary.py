@@ -16,8 +16,8 @@ from sequoia_vllm.vocabulary import (
     match,
     read_vocabulary,
 )
-from sequoia_vllm.vocabulary.matching import Segments
-from sequoia_vllm.vocabulary.tokens import byte_level_text, piece_text, token_texts
+from sequoia_vllm.vocabulary.matching import Matching, Segments
+from sequoia_vllm.vocabulary.tokens import by_merges, byte_level_text, piece_text, token_texts
 from tests.support.models import TARGET
 from tests.support.vocabularies import train_byte_level
 
@@ -243,6 +243,46 @@ def test_ids_are_read_as_tokens_of_the_same_text(ours, theirs):
         text = ours[number]
         assert theirs[of_draft] == text or text not in theirs
     assert mapped.read(torch.tensor([-1, 999])).tolist() == [read[0, 0], read[0, -1]]
+
+
+@given(words, words, st.sets(st.integers(0, 8)), st.integers(0, 99))
+def test_a_trimmed_draft_gives_the_same_logits_of_the_tokens_it_keeps(ours, theirs, kept, seed):
+    tokens = [token for token in kept if token < len(ours)]
+    target, draft = (Vocabulary(dict(enumerate(texts))) for texts in (ours, theirs))
+    matching = match(target, draft, len(ours), len(theirs))
+    rows, trimmed = matching.trimmed(tokens)
+    assert len(set(rows.tolist())) == len(rows) <= len(theirs)
+    logits = torch.randn(4, len(theirs), generator=torch.Generator().manual_seed(seed))
+    whole = MappedVocabulary(matching, torch.device("cpu")).target_logits(logits)
+    found = MappedVocabulary(trimmed, torch.device("cpu")).target_logits(logits[:, rows])
+    assert torch.equal(found[:, tokens], whole[:, tokens])
+    others = [token for token in range(len(ours)) if token not in tokens]
+    assert torch.all(found[:, others] == -torch.inf)
+
+
+def test_a_trimmed_draft_with_the_same_tokens_reads_them_as_they_are():
+    rows, matching = Matching.of_same_numbers(5).trimmed([4, 1])
+    assert rows.tolist() == [1, 4]
+    mapped = MappedVocabulary(matching, torch.device("cpu"))
+    ids = torch.arange(5)
+    assert mapped.read(ids) is ids
+    logits = torch.tensor([[0.5, 2.0]])
+    inf = -torch.inf
+    assert mapped.target_logits(logits).tolist() == [[inf, 0.5, inf, inf, 2.0]]
+
+
+def test_merges_rank_tokens_after_those_that_are_added_and_single_characters():
+    tokenizer = piece_tokenizer(420)
+    tokenizer.add_tokens(["<think>"])
+    order = by_merges(tokenizer)
+    assert sorted(order) == list(range(len(tokenizer)))
+    names = [tokenizer.convert_ids_to_tokens(number) for number in order]
+    added = len(tokenizer.added_tokens_decoder)
+    assert "<think>" in names[:added]
+    assert "</s>" in names[:added]
+    first = next(place for place in range(added, len(names)) if len(names[place]) > 1)
+    assert all(len(name) == 1 for name in names[added:first])
+    assert order[first:] == sorted(order[first:])
 
 
 def test_half_precision_stays_as_it_is():

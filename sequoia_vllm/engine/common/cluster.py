@@ -13,6 +13,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -91,6 +92,7 @@ def decisions(vllm_config: Any) -> dict[str, str]:
         "verification": settings.verification,
         "drafter": settings.drafter,
         "draft with another vocabulary": _in_words(settings.maps_vocabulary),
+        "draft_vocabulary": f"checksum {crc32(repr(settings.draft_tokens).encode()):08x}",
         "context_attention": settings.context_attention,
         "adapts": _in_words(settings.adapts_as is not None),
     }

@@ -33,6 +33,7 @@ class SequoiaSettings:
         expected_speedup: Against plain decoding at batch size 1; None: not known.
         drafter: What trees are grown with.
         maps_vocabulary: Whether the draft has other tokens than the target.
+        draft_tokens: The target's tokens that the draft computes logits of; None: all.
         keeps: Whether it can write in the user's directory for its next start.
     """
 
@@ -46,6 +47,7 @@ class SequoiaSettings:
     expected_speedup: float | None = None
     drafter: DrafterKind = "model"
     maps_vocabulary: bool = False
+    draft_tokens: list[int] | None = None
     keeps: bool = True
 
     @staticmethod

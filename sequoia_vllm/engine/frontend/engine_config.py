@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -33,7 +34,7 @@ from sequoia_vllm.engine.offload.weight_source import (
     weight_source,
     with_streamed,
 )
-from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies
+from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies, tokens_to_draft
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE
 
@@ -178,10 +179,12 @@ def create_speculative_config(
     except (ValueError, OSError) as error:
         raise ConfigError(draft_problem(draft.name, error)) from error
     check_method(draft.kind, draft.name, speculative_config.method)
-    maps = not drafter(draft.kind).is_head and _other_vocabulary(  # heads bring no tokenizer
-        target_model_config, speculative_config.draft_model_config
-    )
-    replace(resolved.settings, maps_vocabulary=maps).store(speculative_config)
+    found = resolved.settings
+    if not drafter(draft.kind).is_head:  # heads bring no tokenizer
+        found = _with_vocabulary(
+            found, config, target_model_config, speculative_config.draft_model_config
+        )
+    found.store(speculative_config)
     if self.enable_lora:
         # vLLM wants a token budget for the whole tree at all loads then: it knows no schedule.
         # `plan_schedule` puts the number back.
@@ -213,13 +216,23 @@ def _as_chain(config: SequoiaConfig, resolved: Resolved) -> dict[str, Any]:
     }
 
 
-def _other_vocabulary(target: Any, draft: Any) -> bool:
-    """Whether the draft's tokens are others than the target's, and must be mapped; says so."""
-    found = compare_vocabularies(TokensOf.target(target), TokensOf.draft(draft))
+def _with_vocabulary(
+    settings: SequoiaSettings, config: SequoiaConfig, target: Any, draft: Any
+) -> SequoiaSettings:
+    """Whether the draft's tokens must be mapped, and which it drafts; says so."""
+    tokens = TokensOf.target(target)
+    found = compare_vocabularies(tokens, TokensOf.draft(draft))
     if found.in_words:
         level = logging.WARNING if found.matching is None else logging.INFO
         logger.log(level, "Sequoia: %s", found.in_words)
-    return found.matching is not None
+    settings = replace(settings, maps_vocabulary=found.matching is not None)
+    if config.draft_vocabulary is None:
+        return settings
+    assert not isinstance(config.draft_vocabulary, Path)  # by `SequoiaConfig.loaded`
+    drafted, words = tokens_to_draft(config.draft_vocabulary, tokens)
+    logger.info("Sequoia: %s", words)
+    learned = settings.adapts_as and f"{settings.adapts_as}--{len(drafted)}-tokens"
+    return replace(settings, draft_tokens=drafted, adapts_as=learned)
 
 
 def _worker_class(current: str) -> str:

@@ -121,9 +121,16 @@ def resolve(
         max_model_len: Longest request, in tokens; None: any.
 
     Raises:
-        ConfigError: The tree is too deep for the draft, or the schedule has more drafts than it.
+        ConfigError: The tree is too deep for the draft, the schedule has more drafts than it,
+            or the output layer of a head is to be trimmed.
         LibraryError: The device's trees cannot be read.
     """
+    if config.draft_vocabulary and drafter(draft.kind).is_head:
+        raise ConfigError(
+            f'"draft_vocabulary" trims draft models, and {draft.name!r} is '
+            f"{drafter(draft.kind).name}, which has the output layer it was trained with: leave "
+            "the key out"
+        )
     choice = choose_engine_tree(config, pair, draft.shapes, max_model_len, draft.levels)
     _check_depth(choice.tree, draft)
     settings = SequoiaSettings(

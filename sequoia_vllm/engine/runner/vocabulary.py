@@ -9,10 +9,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.runner.trimmed_output import trim_output
 from sequoia_vllm.prompts import load_prompts
 from sequoia_vllm.vocabulary import (
     MappedVocabulary,
@@ -22,6 +25,7 @@ from sequoia_vllm.vocabulary import (
     match,
     read_vocabulary,
 )
+from sequoia_vllm.vocabulary.tokens import by_merges
 
 logger = logging.getLogger("vllm.sequoia")
 
@@ -108,21 +112,66 @@ def compare_vocabularies(target: TokensOf, draft: TokensOf) -> Comparison:
     return Comparison(matching, _shared_in_words(matching, draft, tokenizer))
 
 
-def draft_vocabulary(vllm_config: Any, device: torch.device) -> SharedVocabulary:
-    """How the draft of an engine reads the target's tokens, and what its logits mean."""
-    if not SequoiaSettings.of(vllm_config).maps_vocabulary:
+def draft_vocabulary(
+    vllm_config: Any, model: torch.nn.Module, device: torch.device
+) -> SharedVocabulary:
+    """How the draft of an engine reads the target's tokens, and what its logits mean.
+
+    Args:
+        vllm_config: The engine's.
+        model: The draft. With `SequoiaConfig.draft_vocabulary` its output layer is trimmed.
+        device: The engine's.
+
+    Raises:
+        ConfigError: The worker reads other tokenizers, or the output layer cannot be trimmed.
+    """
+    settings = SequoiaSettings.of(vllm_config)
+    if not settings.maps_vocabulary and settings.draft_tokens is None:
         return SharedVocabulary()
-    draft_config = vllm_config.speculative_config.draft_model_config
-    found = compare_vocabularies(
-        TokensOf.target(vllm_config.model_config), TokensOf.draft(draft_config)
-    )
-    if found.matching is None:
+    target, draft = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
+    matching: Matching | None = Matching.of_same_numbers(target.get_vocab_size())
+    if settings.maps_vocabulary:
+        matching = compare_vocabularies(TokensOf.target(target), TokensOf.draft(draft)).matching
+    if matching is None:
         raise ConfigError(
-            f"the tokenizers of {vllm_config.model_config.tokenizer!r} and {draft_config.model!r} "
+            f"the tokenizers of {target.tokenizer!r} and {draft.model!r} "
             "cannot be read by this worker as they were where the engine was configured: give "
             "every node the same files"
         )
-    return MappedVocabulary(found.matching, device)
+    if settings.draft_tokens is not None:
+        rows, matching = matching.trimmed(settings.draft_tokens)
+        trim_output(model, torch.from_numpy(rows).to(device), draft)
+    return MappedVocabulary(matching, device)
+
+
+def tokens_to_draft(given: int | list[int], target: TokensOf) -> tuple[list[int], str]:
+    """The target's tokens that a draft's output layer keeps, and a line on them for the log.
+
+    Args:
+        given: The tokens, or how many: then the first by the tokenizer's merges.
+        target: The target's.
+
+    Raises:
+        ConfigError: The target has no such tokens, or no tokenizer that could be read.
+    """
+    tokenizer = target.load()
+    if isinstance(given, int):
+        if tokenizer is None:
+            raise ConfigError(
+                f"the tokenizer of {target.tokenizer!r} cannot be read, by which "
+                f'"draft_vocabulary": {given} chooses tokens: give a file of token ids'
+            )
+        given = [token for token in by_merges(tokenizer) if token < target.size][:given]
+    if max(given) >= target.size:
+        raise ConfigError(
+            f'"draft_vocabulary" has token {max(given)}, and the target {target.size:,} tokens: '
+            "give ids of the target's tokens"
+        )
+    words = f"the draft computes logits of {len(given):,} of the target's {target.size:,} tokens"
+    if tokenizer is not None:
+        is_drafted = np.isin(np.arange(target.size), given)
+        words += f", of which {_share_of_text(is_drafted, tokenizer):.0%} of ordinary text is made"
+    return given, words
 
 
 def difference(target: Mapping[int, bytes], draft: Mapping[int, bytes]) -> tuple[str, float]:
@@ -176,7 +225,7 @@ def _refuse_hopeless(matching: Matching, target: TokensOf, draft: TokensOf) -> N
 
 def _shared_in_words(matching: Matching, draft: TokensOf, tokenizer: Any) -> str:
     shared, size = matching.num_shared, len(matching.drawn)
-    in_text = _share_of_text(matching, tokenizer)
+    in_text = _share_of_text(matching.drawn >= 0, tokenizer)
     return (
         f"the draft {draft.tokenizer} has another vocabulary, and drafts tokens that are the "
         f"target's too: {shared:,} of the target's {size:,} ({shared / size:.0%}), of which "
@@ -184,14 +233,14 @@ def _shared_in_words(matching: Matching, draft: TokensOf, tokenizer: Any) -> str
     )
 
 
-def _share_of_text(matching: Matching, tokenizer: Any) -> float:
-    """How much of the built-in prompts, as the target reads them, could be drafted."""
+def _share_of_text(is_drafted: NDArray[np.bool_], tokenizer: Any) -> float:
+    """How much of the built-in prompts, as the target reads them, is made of tokens ``[Vt]``."""
     texts = [prompt.prompt or "" for prompt in load_prompts(None, None)]
     numbers = [
         number for text in texts for number in tokenizer.encode(text, add_special_tokens=False)
     ]
-    known = [number for number in numbers if number < len(matching.drawn)]
-    return sum(matching.drawn[known] >= 0) / max(len(numbers), 1)
+    known = [number for number in numbers if number < len(is_drafted)]
+    return float(is_drafted[known].sum()) / max(len(numbers), 1)
 
 
 def _same_files(target: str, draft: str) -> bool:

@@ -66,8 +66,12 @@ class TreeProposerV1(DraftModelProposer):
         super().__init__(vllm_config=as_alone(vllm_config), device=device, runner=runner)
         self.runner = runner
         self.draft_max_len = self.draft_model_config.max_model_len
-        self._vocabulary = draft_vocabulary(vllm_config, device)
         self._rows = torch.arange(runner.max_num_tokens)
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Calls vLLM's, and matches the vocabularies."""
+        super().load_model(target_model)
+        self._vocabulary = draft_vocabulary(self.vllm_config, self.model, self.device)
 
     def dummy_run(
         self,

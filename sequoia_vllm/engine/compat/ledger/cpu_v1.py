@@ -79,6 +79,9 @@ CPU_V1 = table({
             "dummy_run(self, num_tokens, use_cudagraphs, is_graph_capturing, "
             "slot_mappings)", _V2_ON_CPUS,
             "runs one forward per speculative token; a tree needs one per level"),
+        subclass("load_model(self, target_model)",
+            "vLLM's heterogeneous vocabularies draw at any temperature",
+            "matches vocabularies, and may trim the draft's output layer"),
     ],
     "vllm.v1.spec_decode.metadata": [
         "SpecDecodeMetadata(draft_token_ids, num_draft_tokens, cu_num_draft_tokens, "

@@ -89,6 +89,15 @@ EVERYWHERE = table({
         "cudagraph_runtime_mode, batch_descriptor, ubatch_slices, slot_mapping, ...)",
     ],
     "vllm.model_executor.layers.attention_layer_base": ["AttentionLayerBase"],
+    "vllm.model_executor.layers.linear": ["UnquantizedLinearMethod"],
+    "vllm.model_executor.layers.logits_processor:LogitsProcessor": [
+        "forward(self, lm_head, hidden_states, embedding_bias, ...)",
+    ],
+    "vllm.model_executor.layers.vocab_parallel_embedding": [
+        "ParallelLMHead(num_embeddings, embedding_dim, bias, params_dtype, ...)",
+        "UnquantizedEmbeddingMethod.process_weights_after_loading(self, layer)",
+        "VocabParallelEmbeddingShardIndices.num_org_elements",
+    ],
     "vllm.model_executor.offloader.base": ["set_offloader(instance)"],
     "vllm.platforms": ["CpuArchEnum.X86"],
     "vllm.platforms.interface": ["Platform.is_cpu(self, ...)"],

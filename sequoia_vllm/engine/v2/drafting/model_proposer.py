@@ -25,7 +25,7 @@ class ModelTreeProposer(TreeProposerV2, StandaloneARSpeculator):
     def allocate(self, target_model: torch.nn.Module) -> None:
         """See `TreeSpeculator.allocate`; matches the vocabularies."""
         super().allocate(target_model)
-        self._vocabulary = draft_vocabulary(self.vllm_config, self.device)
+        self._vocabulary = draft_vocabulary(self.vllm_config, self.model, self.device)
 
     def _new_progress(self, steps_ahead: int) -> ModelDraftProgress:
         return ModelDraftProgress(
