@@ -4,8 +4,8 @@ import pytest
 from vllm import SamplingParams
 
 from sequoia_vllm.engine.runner import draft_failure
+from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1
 from sequoia_vllm.engine.v1.proposer import TreeProposerV1
-from sequoia_vllm.engine.v1.runner import SequoiaCPUModelRunner
 from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
 from tests.support.models import TARGET, prompts
 
@@ -30,11 +30,10 @@ def test_same_tokens_at_any_batch_size(batch, plain_outputs):
 def test_chains_are_scored_by_vllms_own_attention(drafts, plain_outputs, monkeypatch):
     """The tree is one of four, and a second child of the root at its end."""
     branching = []
-    add_trees = SequoiaCPUModelRunner._add_trees
+    queries = ScoringTreesV1.queries
     monkeypatch.setattr(
-        SequoiaCPUModelRunner, "_add_trees",
-        lambda *args: (branching.append(True), add_trees(*args)),
-    )  # fmt: skip
+        ScoringTreesV1, "queries", lambda *args: branching.append(True) or queries(*args)
+    )
     expected = plain_outputs(PROMPTS[:16], GREEDY)[:8]
     schedule = [[1, 8, drafts]]
     tree = {"parents": [-1, 0, 1, 2, 3, 0]}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from sequoia_vllm.engine.v1.drafts import logits_rows
+from sequoia_vllm.engine.v1.batch_trees import logits_rows
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from sequoia_vllm.engine.v1.drafts import Draft, DraftedTreesV1, schedule_trees
+from sequoia_vllm.engine.v1.batch_trees import Draft, DraftedTreesV1, schedule_trees
 from sequoia_vllm.engine.v1.path_edits import PathEdits
 from sequoia_vllm.tree import TokenTree
 from tests.support.histories import Histories, penalised, with_bad_words

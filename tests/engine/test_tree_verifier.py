@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sequoia_vllm.engine.v1.drafts import Draft, DraftedTreesV1, schedule_trees
+from sequoia_vllm.engine.v1.batch_trees import Draft, DraftedTreesV1, schedule_trees
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
 from sequoia_vllm.engine.v1.verifier import TreeVerifierV1
 from sequoia_vllm.tree import TokenTree

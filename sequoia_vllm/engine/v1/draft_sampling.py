@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from sequoia_vllm.drafting.tree_tables import Level
-from sequoia_vllm.engine.v1.drafts import DraftedTreesV1
+from sequoia_vllm.engine.v1.batch_trees import DraftedTreesV1
 from sequoia_vllm.engine.v1.seeded import gumbel_noise, peek_seeds
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.sampling import (

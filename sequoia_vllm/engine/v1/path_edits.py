@@ -18,7 +18,7 @@ from vllm.model_executor.layers.utils import apply_penalties
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-from sequoia_vllm.engine.v1.drafts import ScoringTreesV1
+from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1
 from sequoia_vllm.tree import TokenTree
 
 

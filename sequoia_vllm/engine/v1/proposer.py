@@ -20,9 +20,9 @@ from sequoia_vllm.engine.common.replicas import as_alone
 from sequoia_vllm.engine.runner.attention_layers import freed_behind
 from sequoia_vllm.engine.runner.cpu_attention import CPUTreeAttentionMetadata, TreeQueries
 from sequoia_vllm.engine.runner.vocabulary import draft_vocabulary
+from sequoia_vllm.engine.v1.batch_trees import DraftedTreesV1
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
-from sequoia_vllm.engine.v1.drafts import DraftedTreesV1
 
 PADDING_SLOT = -1  # vLLM's cache-update op skips it
 
@@ -54,12 +54,12 @@ class InnerNodes:
 class TreeProposerV1(DraftModelProposer):
     """vLLM's draft-model proposer (loading, KV cache, compilation) growing trees.
 
-    Instead of its `propose`, the runner calls two methods at the end of a step. `advance`
-    runs the draft over the tokens that were committed, which writes their keys and values
-    into the draft's KV cache, and returns the logits after the last of them. `grow`
-    draws the root's children from these logits; for each further level it runs the draft
-    over the level's nodes that have children, which writes their keys and values too, and
-    draws theirs. What `grow` writes is for this tree only: later steps write over it.
+    Instead of its `propose`, the runner calls two methods at the end of a step. `advance` runs
+    the draft over the tokens that were committed, and returns the logits after the last of them.
+    Their keys and values are then in the draft's KV cache. `grow` draws the root's children from
+    these logits. For each further level it runs the draft over the level's nodes that have
+    children, which writes their keys and values too, and draws their children. What `grow` writes
+    is for this tree only: later steps write over it.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any) -> None:

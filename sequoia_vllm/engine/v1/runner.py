@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -27,22 +26,18 @@ from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core.eligibility import never_drafts
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.attention_layers import replaced_backends, supported_layers
-from sequoia_vllm.engine.runner.cpu_attention import (
-    CPU_BACKENDS,
-    TreeQueries,
-    unsupported_attention,
-)
+from sequoia_vllm.engine.runner.cpu_attention import CPU_BACKENDS, unsupported_attention
 from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 from sequoia_vllm.engine.runner.draft_failure import survive_draft
 from sequoia_vllm.engine.runner.kv_commit import TargetCaches, accepted_moves
 from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.runner.tensor_parallel import broadcast_from_rank0
+from sequoia_vllm.engine.v1.batch_trees import Draft, ScoringTreesV1, logits_rows, schedule_trees
 from sequoia_vllm.engine.v1.draft_progress import CommittedTokens, DraftProgressV1
 from sequoia_vllm.engine.v1.draft_sampling import DraftSampling
-from sequoia_vllm.engine.v1.drafts import Draft, ScoringTreesV1, logits_rows, schedule_trees
 from sequoia_vllm.engine.v1.path_edits import PathEdits
 from sequoia_vllm.engine.v1.proposer import TreeProposerV1
-from sequoia_vllm.engine.v1.sampler_output import SamplerRows, combine_outputs, wants_logprobs
+from sequoia_vllm.engine.v1.sampler_output import combine_outputs, without_discarded
 from sequoia_vllm.engine.v1.seeded import SessionSeeds
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution, truncation_of
 from sequoia_vllm.engine.v1.verifier import TreeVerifierV1
@@ -219,20 +214,8 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             self._target_metadata = metadata
             own = (metadata[name] for name in self._target_layers)
             for layer_metadata in {id(m): m for m in own}.values():
-                self._add_trees(layer_metadata, trees)
+                layer_metadata.tree = trees.queries(layer_metadata, self._tables.ancestors)
         return metadata, common
-
-    def _add_trees(self, metadata: Any, trees: ScoringTreesV1) -> None:
-        max_nodes = trees.tokens.shape[1]
-        metadata.tree = TreeQueries(
-            rows=torch.where(trees.is_node, trees.rows, -1),
-            block_table=metadata.block_table[trees.requests],
-            context_lens=trees.context_lens,
-            num_nodes=trees.num_nodes,
-            ancestors=self._tables.ancestors[:max_nodes, :max_nodes],
-            max_keys=int((trees.context_lens + trees.num_nodes).max()),
-            only_trees=int(trees.num_nodes.sum()) == metadata.num_actual_tokens,
-        )
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls vLLM's, and times it."""
@@ -251,34 +234,23 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         """
         assert logits is not None
         trees, branching, self._trees = self._trees, self._branching_trees, None
-        metadata = self._sampling_metadata()
+        if self.input_batch.thinking_budget_state_holder is not None:
+            # The sampler gets a row of each request, not one of each draft.
+            self.input_batch.thinking_budget_state_holder.in_spec_mode = False
+        metadata = without_discarded(
+            self.input_batch.sampling_metadata, self.discard_request_mask.np
+        )
         if trees is None:
             return self.sampler(logits=logits, sampling_metadata=metadata)
         target = self._target_of(trees, logits, metadata)
         result = self._verify(trees, target, metadata)
-        output = self._combine(trees, result, logits, target, metadata)
+        output = combine_outputs(
+            self.sampler, trees, result, logits, target, metadata, self.input_batch.num_reqs
+        )
         if branching is not None:  # what chains accept is in place
             self._commit(branching, result)
         self.stats.observe(result.accepted_nodes.cpu().numpy(), trees.num_nodes.cpu().numpy())
         return output
-
-    def _sampling_metadata(self) -> SamplingMetadata:
-        """The batch's metadata; requests in mid-prefill do not use up their random stream.
-
-        vLLM samples a token for them too, discards it and rewinds the
-        generator, which CPU generators cannot do. And the sampler is given a row of each
-        request, where thinking budgets would expect one of each draft.
-        """
-        if self.input_batch.thinking_budget_state_holder is not None:
-            self.input_batch.thinking_budget_state_holder.in_spec_mode = False
-        metadata = self.input_batch.sampling_metadata
-        discarded = self.discard_request_mask.np
-        generators = {
-            request: generator
-            for request, generator in metadata.generators.items()
-            if not discarded[request]
-        }
-        return replace(metadata, generators=generators)
 
     def _target_of(
         self, trees: ScoringTreesV1, logits: Tensor, metadata: SamplingMetadata
@@ -294,27 +266,6 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         return VerifyResult(
             *broadcast_from_rank0(result.accepted_nodes, result.output_tokens, result.num_accepted)
         )
-
-    def _combine(
-        self,
-        trees: ScoringTreesV1,
-        result: VerifyResult,
-        logits: Tensor,
-        target: TargetDistribution,
-        metadata: SamplingMetadata,
-    ) -> SamplerOutput:
-        all_have_trees = len(trees.requests) == self.input_batch.num_reqs
-        if all_have_trees and not wants_logprobs(metadata):
-            return SamplerOutput(result.output_tokens.to(torch.int32), logprobs_tensors=None)
-        rows = SamplerRows.of(trees, result, self.input_batch.num_reqs)
-        sampled: SamplerOutput | None = None
-        if not all_have_trees:
-            in_tree = set(trees.requests.tolist())
-            own = {r: g for r, g in metadata.generators.items() if r not in in_tree}
-            sampled = self.sampler(
-                logits=logits[rows.root_rows], sampling_metadata=replace(metadata, generators=own)
-            )
-        return combine_outputs(self.sampler, rows, sampled, logits, target, metadata)
 
     def _commit(self, trees: ScoringTreesV1, result: VerifyResult) -> None:
         if self._target_caches is None:

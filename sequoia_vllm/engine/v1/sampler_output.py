@@ -1,28 +1,43 @@
-"""Puts verified trees and plainly sampled requests into one vLLM sampler output."""
+"""What vLLM's sampler is given in a step with trees, and the one output of the whole batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from sequoia_vllm.engine.v1.drafts import ScoringTreesV1
+from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
 from sequoia_vllm.verification.topology import VerifyResult
+
+
+def without_discarded(metadata: SamplingMetadata, discarded: NDArray[np.bool_]) -> SamplingMetadata:
+    """A batch's metadata, by which requests in mid-prefill do not use up their random stream.
+
+    vLLM samples a token for them too, discards it and rewinds the generator. CPU generators
+    cannot be rewound.
+
+    Args:
+        metadata: The batch's own.
+        discarded: bool ``[requests]``: whose sampled token vLLM discards.
+    """
+    kept = {r: generator for r, generator in metadata.generators.items() if not discarded[r]}
+    return replace(metadata, generators=kept)
 
 
 @dataclass(frozen=True)
 class SamplerRows:
     """Where each token comes from that a step with trees emits.
 
-    The runner makes one after verification, if some request of the batch has no tree or
-    asks for logprobs. vLLM's sampler then samples at the root rows for the requests
-    without trees, and `combine_outputs` fills in their tokens.
+    `combine_outputs` makes one if some request of the batch has no tree or asks for
+    logprobs. vLLM's sampler samples at the root rows for the requests without trees.
 
     Attributes:
         root_rows: int64 ``[requests]``: the row of each request's root in the logits; the
@@ -65,29 +80,39 @@ class SamplerRows:
 
 def combine_outputs(
     sampler: Sampler,
-    rows: SamplerRows,
-    sampled: SamplerOutput | None,
+    trees: ScoringTreesV1,
+    result: VerifyResult,
     logits: Tensor,
     target: TargetDistribution,
     metadata: SamplingMetadata,
+    num_reqs: int,
 ) -> SamplerOutput:
-    """vLLM's sampler output for the whole batch.
+    """vLLM's sampler output for the whole batch: verified trees, and what the sampler samples.
 
     Args:
-        sampler: vLLM's sampler, for its logprobs.
-        rows: Where tokens come from.
-        sampled: The sampler's output for all requests, of which those without
-            trees are used; None if every request has a tree.
+        sampler: vLLM's sampler, for requests without trees and for logprobs.
+        trees: The step's trees.
+        result: What the verifier found for them.
         logits: ``[rows, V]``: the target's logits, unprocessed.
         target: What the trees were verified with.
         metadata: The batch's sampling metadata.
+        num_reqs: Requests in the batch, those without trees included.
 
     Returns:
         Token ids int32 ``[requests, W]``, -1 padded, and logprobs if asked for
         (``requests * W`` rows, as vLLM's rejection sampler returns them).
     """
-    tokens = rows.tokens
-    if sampled is not None:
+    all_have_trees = len(trees.requests) == num_reqs
+    if all_have_trees and not wants_logprobs(metadata):
+        return SamplerOutput(result.output_tokens.to(torch.int32), logprobs_tensors=None)
+    rows = SamplerRows.of(trees, result, num_reqs)
+    tokens, sampled = rows.tokens, None
+    if not all_have_trees:
+        in_tree = set(trees.requests.tolist())
+        own = {r: g for r, g in metadata.generators.items() if r not in in_tree}
+        sampled = sampler(
+            logits=logits[rows.root_rows], sampling_metadata=replace(metadata, generators=own)
+        )
         tokens[rows.without_tree, 0] = sampled.sampled_token_ids[rows.without_tree, 0].long()
     logprobs = None
     if wants_logprobs(metadata):
@@ -95,9 +120,9 @@ def combine_outputs(
         logprobs = _logprobs(sampler, values, tokens, metadata)
         if sampled is not None and sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES:
             # Requests without trees get the sampler's own: theirs are not in the target's.
-            own, width = rows.without_tree.nonzero().squeeze(1), tokens.shape[1]
+            requests, width = rows.without_tree.nonzero().squeeze(1), tokens.shape[1]
             for ours, theirs in zip(logprobs[:3], sampled.logprobs_tensors[:3], strict=True):
-                ours[own * width] = theirs[own]
+                ours[requests * width] = theirs[requests]
     return SamplerOutput(sampled_token_ids=tokens.to(torch.int32), logprobs_tensors=logprobs)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sequoia_vllm.engine.v1.drafts import Draft, ScoringTreesV1
+from sequoia_vllm.engine.v1.batch_trees import Draft, ScoringTreesV1
 from sequoia_vllm.engine.v1.seeded import consume_seeds, peek_seeds
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution
 from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_of

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from sequoia_vllm.engine.runner.cpu_attention import TreeQueries
 from sequoia_vllm.tree import TokenTree
 
 
@@ -101,6 +103,25 @@ class ScoringTreesV1:
     def logits_rows(self) -> Tensor:
         """Row of each node in the step's logits, int64 ``[B, N]``; padding repeats the root's."""
         return self.rows + (self.first_logits_row - self.first_row)[:, None]
+
+    def queries(self, metadata: Any, ancestors: Tensor) -> TreeQueries:
+        """These trees as tree attention takes them.
+
+        Args:
+            metadata: vLLM's attention metadata of the layers that score them.
+            ancestors: bool ``[S, S]``: the engine's tree of S >= N nodes; True where the
+                column is the row's node or its ancestor.
+        """
+        max_nodes = self.tokens.shape[1]
+        return TreeQueries(
+            rows=torch.where(self.is_node, self.rows, -1),
+            block_table=metadata.block_table[self.requests],
+            context_lens=self.context_lens,
+            num_nodes=self.num_nodes,
+            ancestors=ancestors[:max_nodes, :max_nodes],
+            max_keys=int((self.context_lens + self.num_nodes).max()),
+            only_trees=int(self.num_nodes.sum()) == metadata.num_actual_tokens,
+        )
 
 
 def schedule_trees(
