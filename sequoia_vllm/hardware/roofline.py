@@ -270,9 +270,9 @@ class _Forward:
         1024    17.2 to 18.3   16.7         17.2 to 17.5
         ======  =============  ===========  ===========
 
-        In passes over one token, p-norms with p of 1.8 to 2.5 miss these measurements by 3.6 to
-        4.2 % (root mean square), and the longer by 7.4 %. With p = 2 no constant is fitted to one
-        device.
+        Errors are in passes over one token, root mean square. P-norms with p of 1.8 to 2.5 miss
+        these measurements by 3.6 to 4.2 %, and the longer of both by 7.4 %. With p = 2 no
+        constant is fitted to one device.
 
         Args:
             moved: Bytes read, on all devices together.
