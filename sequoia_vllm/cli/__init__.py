@@ -14,7 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from sequoia_vllm import __version__
+from sequoia_vllm.cli.common import ends_quietly
 from sequoia_vllm.cli.removed import GroupWithRemoved
+from sequoia_vllm.cli.shown_help import AliasedCommand, shown_as_written
 
 # name -> "module:attribute"; the attribute is a typer app or a plain function.
 COMMANDS = {
@@ -44,16 +46,16 @@ class LazyCommands(GroupWithRemoved):
         found = getattr(importlib.import_module(module), attribute)
         if not isinstance(found, typer.Typer):
             function, found = found, typer.Typer(add_completion=False)
-            found.command(cmd_name)(function)
+            found.command(cmd_name, cls=AliasedCommand)(function)
         command = typer.main.get_command(found)
         command.name = cmd_name
-        return command
+        return shown_as_written(command)
 
 
 app = typer.Typer(
     cls=LazyCommands,
-    add_completion=False,
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help="Sequoia tree speculative decoding for vLLM.",
 )
@@ -79,4 +81,5 @@ def _global_options(
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    with ends_quietly():
+        app()

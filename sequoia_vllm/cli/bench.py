@@ -22,6 +22,7 @@ from sequoia_vllm.cli.measuring import (
     PromptsOption,
     RawPromptsOption,
     TargetOption,
+    VerboseOption,
     check_models,
     check_output,
     measuring,
@@ -84,6 +85,7 @@ def bench(
     offload_directory: OffloadDirectoryOption = None,
     offload_memory_gib: OffloadMemoryOption = 0.0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON.")] = None,
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compare plain vLLM, its own chain speculation, and Sequoia, in alternating rounds.
@@ -96,7 +98,7 @@ def bench(
     in the last place of a logit.
     """
     options = dict(locals())
-    quiet_engines()
+    quiet_engines(verbose)
     check_output("--output", output)
     if (profile is None) != (acceptance is None) or (predict and profile is not None):
         fail("give both --profile and --acceptance, or --predict to measure them, or neither")

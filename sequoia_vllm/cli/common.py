@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, redirect_stdout
-from typing import Any, NoReturn
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from tempfile import TemporaryFile
+from typing import IO, Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
@@ -17,11 +18,38 @@ from sequoia_vllm.errors import SequoiaError
 
 USAGE_ERROR = 2
 _UNLIMITED = 10_000  # columns
+_MOST_SHOWN = 20_000  # bytes of what engines printed before an error
+_terminal: TextIO | None = None  # standard error, while what engines print goes elsewhere
+
+
+class _Console(Console):
+    """Prints until nobody reads any more, as with ``| head``."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Ends the program, with success: the reader has what it wants."""
+        _read_no_more()
+
+
+def _read_no_more() -> NoReturn:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    raise SystemExit(0)
+
+
+@contextmanager
+def ends_quietly() -> Iterator[None]:
+    """Ends a program with success whose last output nobody reads."""
+    try:
+        yield
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _read_no_more()
 
 
 def console() -> Console:
     """Standard output; without a terminal lines have any length, for programs that read them."""
-    console = Console()
+    console = _Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _UNLIMITED
     return console
@@ -29,7 +57,7 @@ def console() -> Console:
 
 def error_console() -> Console:
     """Standard error: notes, progress and errors, so that ``--json`` output stays clean."""
-    return Console(stderr=True)
+    return Console(stderr=True) if _terminal is None else Console(file=_terminal)
 
 
 def new_table(*columns: str, title: str | None = None, left: Collection[str] = ()) -> Table:
@@ -53,6 +81,8 @@ def friendly_errors() -> Iterator[None]:
         yield
     except SequoiaError as error:
         fail(str(error))
+    except BrokenPipeError:
+        _read_no_more()
     except OSError as error:
         fail(f"{error.filename or 'file'}: {error.strerror or error}")
 
@@ -61,6 +91,11 @@ def fail(message: str, code: int = USAGE_ERROR) -> NoReturn:
     """Prints the message and ends with this exit code."""
     error_console().print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
     raise typer.Exit(code)
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """A number with its noun: ``1 node``, ``2 nodes``."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def note(message: str) -> None:
@@ -76,14 +111,45 @@ def print_json(data: Any) -> None:
 
 
 @contextmanager
-def engines_print_to_stderr() -> Iterator[None]:
-    """Sends what engines and their processes print to standard error."""
+def engines_print_aside(shown: bool) -> Iterator[None]:
+    """Keeps what engines and their processes print off standard output.
+
+    Args:
+        shown: Send it to standard error at once. Otherwise its end is shown after an error only.
+    """
+    global _terminal
     sys.stdout.flush()
-    ours = os.dup(1)
-    os.dup2(2, 1)
+    sys.stderr.flush()
+    ours = {number: os.dup(number) for number in (1, 2)}
+    with ExitStack() as stack:
+        kept = stack.enter_context(TemporaryFile())
+        if not shown and _is_ours(sys.stderr):
+            _terminal = stack.enter_context(open(os.dup(2), "w", encoding="utf-8"))  # noqa: PTH123
+            os.dup2(kept.fileno(), 2)
+        os.dup2(2, 1)
+        try:
+            with redirect_stdout(sys.stderr):
+                yield
+        except Exception:
+            _show_end(kept)
+            raise
+        finally:
+            sys.stderr.flush()
+            _terminal = None
+            for number, own in ours.items():
+                os.dup2(own, number)
+                os.close(own)
+
+
+def _is_ours(stream: TextIO) -> bool:
+    """Whether a stream is the process's standard error, and nobody replaced it."""
     try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(ours, 1)
-        os.close(ours)
+        return stream.fileno() == 2
+    except OSError:
+        return False
+
+
+def _show_end(kept: IO[bytes]) -> None:
+    kept.seek(max(0, kept.seek(0, os.SEEK_END) - _MOST_SHOWN))
+    if end := kept.read().decode(errors="replace").strip():
+        error_console().print(end, soft_wrap=True, markup=False, highlight=False)

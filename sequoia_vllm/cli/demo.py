@@ -15,7 +15,13 @@ from sequoia_vllm.cli.common import (
     friendly_errors,
     print_json,
 )
-from sequoia_vllm.cli.measuring import check_models, measuring, quiet_engines
+from sequoia_vllm.cli.measuring import (
+    DraftOption,
+    TargetOption,
+    check_models,
+    measuring,
+    quiet_engines,
+)
 
 if TYPE_CHECKING:
     from rich.panel import Panel
@@ -37,8 +43,8 @@ MODELS = shipped_models()
 
 
 def demo(
-    target: Annotated[str, typer.Option(help="Target model.")] = str(MODELS / "target"),
-    draft: Annotated[str, typer.Option(help="Draft model.")] = str(MODELS / "draft"),
+    target: TargetOption = str(MODELS / "target"),
+    draft: DraftOption = str(MODELS / "draft"),
     prompts: Annotated[
         Path, typer.Option(help='Prompts: a .jsonl file with a "prompt" per line.')
     ] = MODELS / "prompts.jsonl",
@@ -72,7 +78,7 @@ def demo(
 ) -> None:
     """Generates the same prompts with plain vLLM, its chain speculation, and Sequoia trees."""
     if not prompts.is_file():
-        fail(f"no prompts at {prompts}: name files with --target, --draft and --prompts")
+        fail(f"no prompts at {prompts}: name files with --model, --draft-model and --prompts")
     from sequoia_vllm.measuring.engine_processes import sigterm_raises
 
     quiet_engines()

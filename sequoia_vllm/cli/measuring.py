@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sequoia_vllm.cli.common import engines_print_to_stderr, fail, note
+from sequoia_vllm.cli.common import engines_print_aside, fail, note
 from sequoia_vllm.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from sequoia_vllm.json_file import FileModel
 
 TargetOption = Annotated[str, typer.Option("--model", help="Target model, name or path.")]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", help="Show what vLLM and its libraries log and warn of.")
+]
 DraftOption = Annotated[str, typer.Option("--draft-model", help="Draft model, name or path.")]
 PromptsOption = Annotated[
     Path | None,
@@ -44,12 +49,22 @@ OffloadDirectoryOption = Annotated[
 OffloadMemoryOption = Annotated[
     float, typer.Option(min=0, help="GiB of layers that stay in memory, with the directory.")
 ]
+_LEVEL, _QUIET = "VLLM_LOGGING_LEVEL", "ERROR"
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def quiet_engines() -> None:
-    """Lets vLLM log errors only, unless the user set another level."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+def quiet_engines(verbose: bool = False) -> None:
+    """Lets engines log errors only, in this process and its children; before vLLM is imported.
+
+    Args:
+        verbose: Leave all as it is.
+    """
+    if verbose:
+        return
+    os.environ.setdefault(_LEVEL, _QUIET)  # unless the user set another level
+    if os.environ[_LEVEL] == _QUIET:
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM reads the variable later
+        warnings.simplefilter("ignore")
 
 
 @contextmanager
@@ -64,7 +79,11 @@ def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, 
     from sequoia_vllm.measuring.engine_processes import engines_end_here, exit_code
 
     try:
-        with engines_print_to_stderr(), engines_end_here(), progress_bar(description) as report:
+        with (
+            engines_print_aside(shown=os.environ.get(_LEVEL) != _QUIET),
+            engines_end_here(),
+            progress_bar(description) as report,
+        ):
             yield report
     except KeyboardInterrupt as interrupt:
         note(if_interrupted)
@@ -83,11 +102,41 @@ def check_models(target: str, draft: str) -> None:
     models = {"target": target, "draft": draft}
     for role, model in models.items():
         check_folder(role, model)
+        _check_name(role, model)
     for model in models.values():
         load_config(model)
     found = compare_models(target, draft)
     if found.matching is not None:
         note(found.in_words)
+
+
+def _check_name(role: str, model: str) -> None:
+    """Whether the Hub has a model that is no folder here; asks it once, without retries.
+
+    Raises:
+        ConfigError: It has not, or cannot be asked and nothing of the model lies in its cache.
+    """
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
+    from sequoia_vllm.config import ConfigError
+
+    if Path(model).exists() or os.environ.get("VLLM_USE_MODELSCOPE"):
+        return
+    if model.count("/") != 1:
+        raise ConfigError(
+            f"the {role} {model!r} is no folder here, and a name on the Hub is OWNER/NAME: give "
+            "either"
+        )
+    if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        return
+    try:
+        HfApi().model_info(model, timeout=10)
+    except Exception as error:  # of whichever HTTP library
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"the {role} {model!r} is no folder here, and {constants.ENDPOINT} does not give it: "
+            f"{first}"
+        ) from error
 
 
 def note_synthetic(target: str, draft: str) -> None:

@@ -21,6 +21,7 @@ from sequoia_vllm.cli.measuring import (
     PromptsOption,
     RawPromptsOption,
     TargetOption,
+    VerboseOption,
     check_models,
     check_output,
     note_synthetic,
@@ -151,6 +152,7 @@ def tune(
     output: Annotated[Path | None, typer.Option(
         "--output", "-o", show_default=False,
         help="With --only: file to write. Default acceptance.json or profile.json.")] = None,
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Measure, choose the best tree for each batch size, and keep it for `"tree": "auto"`.
@@ -161,9 +163,9 @@ def tune(
     Ctrl-C keeps what was counted: the same command goes on from it.
     """
     options = dict(locals())
+    quiet_engines(verbose)
     from sequoia_vllm.calibration.acceptance_task import class_name
 
-    quiet_engines()
     with friendly_errors():
         _check_files(options)
         if acceptance is None or profile is None:

@@ -6,6 +6,7 @@ import os.path
 from dataclasses import dataclass
 from pathlib import Path
 
+from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.json_file import check_model
 from sequoia_vllm.json_input import expanded, read_json, shortened
 from sequoia_vllm.library.files import (
@@ -54,8 +55,12 @@ def find_tree(reference: str) -> NamedTree:
     """
     if is_tree_file(reference):
         return _tree_in_file(expanded(reference))
+    library, (device, _, rest) = TreeLibrary(), reference.partition("/")
+    name = reference
+    if rest and device.strip() and device not in library.devices():
+        name = f"{identify(device).id or device}/{rest}"
     try:
-        entry = TreeLibrary().entry(reference)
+        entry = library.entry(name)
     except OSError as error:
         raise LibraryError(f"no tree named {shortened(reference)}: {error.strerror}") from error
     except LibraryError:

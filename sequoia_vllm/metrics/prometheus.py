@@ -70,34 +70,26 @@ class PrometheusKinds:
                 self._registry.unregister(made)
 
 
-class TreeMetrics:
-    """The metrics named ``sequoia:...``, with vLLM's labels and those listed here.
+HELP = {
+    "trees": "Trees of drafts that were verified: one for each request and step with drafts.",
+    "emitted_tokens": "Tokens that verified trees emitted: accepted drafts, and one for each tree.",
+    "accepted_depth": "Verified trees of which exactly this many drafts were accepted, by depth.",
+    "offered_children": "Drafts on accepted paths that verification could accept, by depth in the "
+    "tree (1: below the root) and rank among siblings (1: first).",
+    "accepted_children": "Drafts that verification accepted, by depth in the tree and by rank "
+    "among siblings.",
+    "undrafted_requests": "Requests that are served without drafts, by reason.",
+    "tree_info": "1, labelled with size (nodes, root included), depth and source of the tree.",
+    "drafted_nodes": "Tokens drafted per request and step at this load; 0: speculation is off.",
+    "expected_speedup": "Speed with drafts over plain decoding that was expected at start, for "
+    "one request.",
+    "measured_speedup": "Speed with drafts over plain decoding, measured at the latest load.",
+}
+"""What each metric is, by its name after ``sequoia:``; ``docs/metrics.md`` says more."""
 
-    ``sequoia:trees_total``
-        Verified trees. ``rate(sequoia:emitted_tokens_total) /
-        rate(sequoia:trees_total)`` is the number of tokens per step.
-    ``sequoia:emitted_tokens_total``
-        Tokens emitted by them: the accepted nodes, and one bonus token each.
-    ``sequoia:accepted_depth_total{depth}``
-        Trees of which exactly ``depth`` nodes were accepted, 0 to the tree's
-        depth.
-    ``sequoia:offered_children_total{depth, child}``
-        How often a node on an accepted path had such a child: its ``child``-th
-        (1 is the draft's first), itself at ``depth`` (1 is below the root).
-    ``sequoia:accepted_children_total{depth, child}``
-        How often that child was accepted. The quotient of the two is the
-        acceptance vector p[depth][child] that trees are optimised for.
-    ``sequoia:undrafted_requests_total{reason}``
-        Requests that never have drafts, see `Reason`.
-    ``sequoia:tree_info{size, depth, source}``
-        1 for the engine's tree. Its size counts the root.
-    ``sequoia:drafted_nodes``
-        Nodes drafted for each request at the current batch size (the root is not). Less than
-        size - 1 where the schedule trims the tree, 0 where it turns speculation off.
-    ``sequoia:expected_speedup``, ``sequoia:measured_speedup``
-        Speed against plain decoding. The first is what the tree was chosen for, with one request
-        at once. The second is what the engine measured with its drafts and without, at recent
-        batch sizes. Absent where not known.
+
+class TreeMetrics:
+    """The metrics in `HELP`, with vLLM's labels and their own.
 
     vLLM's own ``vllm:spec_decode_*`` go on beside them. For trees ``num_drafts`` counts trees.
     ``num_draft_tokens`` counts nodes without roots; one path of them at most can be accepted, so
@@ -114,7 +106,7 @@ class TreeMetrics:
         model_name: Label, as served.
         engines: Their indexes.
         kinds: What makes counters and gauges, of name, documentation and labels.
-        expected_speedup: See above; None: not known.
+        expected_speedup: Over plain decoding, for one request; None: not known.
     """
 
     def __init__(
@@ -130,39 +122,21 @@ class TreeMetrics:
         self._pending = {engine: TreeCounts.zeros(tree) for engine in engines}
         self._labels = {engine: (model_name, str(engine)) for engine in engines}
         self._counters = self._make_counters(tree)
-        undrafted = self._counter(
-            "undrafted_requests", "Requests that are served without drafts, by reason.", "reason"
-        )
+        undrafted = self._counter("undrafted_requests", "reason")
         self._undrafted = {
             (engine, reason): undrafted.labels(*labels, reason)
             for engine, labels in self._labels.items()
             for reason in get_args(Reason)
         }
-        info = self._gauge(
-            "tree_info",
-            "1, labelled with the speculation tree of the engine: nodes with the root, depth, "
-            "source.",
-            "size",
-            "depth",
-            "source",
-        )
-        drafted = self._gauge(
-            "drafted_nodes",
-            "Tokens drafted per request and step at this batch size; 0: speculation is off.",
-        )
+        info = self._gauge("tree_info", "size", "depth", "source")
+        drafted = self._gauge("drafted_nodes")
         for labels in self._labels.values():
             info.labels(*labels, tree.size, tree.depth, first_clause(source)).set(1)
         self._drafted = {e: drafted.labels(*labels) for e, labels in self._labels.items()}
         for gauge in self._drafted.values():
             gauge.set(tree.num_speculative_tokens)
-        expected = self._gauge(
-            "expected_speedup",
-            "Speed with drafts over plain decoding that was expected at start, for one request.",
-        )
-        self._measured = self._gauge(
-            "measured_speedup",
-            "Speed with drafts over plain decoding, measured lately at this batch size.",
-        )
+        expected = self._gauge("expected_speedup")
+        self._measured = self._gauge("measured_speedup")
         if expected_speedup is not None:
             for labels in self._labels.values():
                 expected.labels(*labels).set(expected_speedup)
@@ -209,11 +183,11 @@ class TreeMetrics:
         """Makes room for the metrics of another engine."""
         self._kinds.unregister()
 
-    def _counter(self, name: str, documentation: str, *labels: str) -> Any:
-        return self._kinds.counter(f"sequoia:{name}", documentation, [*_LABELS, *labels])
+    def _counter(self, name: str, *labels: str) -> Any:
+        return self._kinds.counter(f"sequoia:{name}", HELP[name], [*_LABELS, *labels])
 
-    def _gauge(self, name: str, documentation: str, *labels: str) -> Any:
-        return self._kinds.gauge(f"sequoia:{name}", documentation, [*_LABELS, *labels])
+    def _gauge(self, name: str, *labels: str) -> Any:
+        return self._kinds.gauge(f"sequoia:{name}", HELP[name], [*_LABELS, *labels])
 
     def _make_counters(self, tree: TokenTree) -> dict[int, dict[int, Any]]:
         """By engine, the counter of each entry of `TreeCounts.values`.
@@ -221,31 +195,11 @@ class TreeMetrics:
         They all exist, at zero, from the start; pairs of depth and child that
         the tree has nowhere get none.
         """
-        trees = self._counter(
-            "trees",
-            "Trees of drafts that were verified: one for each request and step with drafts.",
-        )
-        tokens = self._counter(
-            "emitted_tokens",
-            "Tokens that verified trees emitted: accepted drafts, and one more for each tree.",
-        )
-        depths = self._counter(
-            "accepted_depth",
-            "Verified trees of which exactly this many drafts were accepted.",
-            "depth",
-        )
-        offered = self._counter(
-            "offered_children",
-            "Drafts that could be accepted, by depth in the tree and by rank among siblings.",
-            "depth",
-            "child",
-        )
-        accepted = self._counter(
-            "accepted_children",
-            "Drafts that were accepted, by depth in the tree and by rank among siblings.",
-            "depth",
-            "child",
-        )
+        trees = self._counter("trees")
+        tokens = self._counter("emitted_tokens")
+        depths = self._counter("accepted_depth", "depth")
+        offered = self._counter("offered_children", "depth", "child")
+        accepted = self._counter("accepted_children", "depth", "child")
         # A vector of its own indexes tells where each count lies.
         index = TreeCounts.zeros(tree)
         index.values[:] = np.arange(len(index.values))

@@ -8,12 +8,14 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from sequoia_vllm import __version__, cli
 from sequoia_vllm.cli import app, removed
+from sequoia_vllm.cli.tree import commands
 from sequoia_vllm.hardware import identify, roofline_profile
 from sequoia_vllm.hardware.models import every_class
 from sequoia_vllm.library.pair_key import PairKey
@@ -22,6 +24,7 @@ from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from tests.support.reference_trees import published
 
 VECTOR = [0.6, 0.2, 0.1]
+SCRIPT = Path(sys.executable).parent / "sequoia-vllm"
 
 
 def run(*arguments: object, code: int = 0):
@@ -82,6 +85,14 @@ class TestBuild:
         assert data["num_speculative_tokens"] == 15
         assert sum(data["nodes_per_level"]) == 16
         assert data["acceptance"] == VECTOR
+
+    def test_a_vector_on_standard_input(self):
+        command = [SCRIPT, "tree", "build", "--acceptance", "-", "--size", "2"]
+        done = subprocess.run(
+            command, input="[0.6]", capture_output=True, text=True, check=True,
+            timeout=120,
+        )  # fmt: skip
+        assert "2 nodes with the root, depth 1, at most 1 child, 1.600 expected" in done.stdout
 
     def test_known_answer(self, tmp_path):
         path = tmp_path / "shipped.json"
@@ -154,7 +165,7 @@ class TestBuild:
 
     def test_text(self, vector):
         output = run("tree", "build", "--acceptance", vector, "--size", 8).stdout
-        assert "size 8 (root included)" in output
+        assert "8 nodes with the root" in output
         assert "expected tokens per step" in output
 
     def test_trees_of_heads(self):
@@ -172,7 +183,7 @@ class TestBuild:
 class TestShow:
     def test_file(self, tree_file):
         output = run("tree", "show", tree_file).stdout
-        assert "size 16 (root included), depth 4" in output
+        assert "16 nodes with the root, depth 4" in output
         assert "└──" in output
         assert "0.6000" in output
         assert "with children" in output
@@ -282,8 +293,8 @@ class TestOffloaded:
 class TestLibraryCommands:
     def test_lines_are_not_broken_where_no_terminal_is(self, monkeypatch):
         monkeypatch.delenv("COLUMNS")
-        lines = run("tree", "list").stdout.splitlines()
-        names = [entry.name for entry in TreeLibrary().entries()]
+        lines = run("tree", "list", "--device", "h200").stdout.splitlines()
+        names = [entry.name for entry in TreeLibrary().entries() if entry.name[:5] == "h200/"]
         assert [line.split()[0] for line in lines[1 : len(names) + 1]] == names
 
     def test_vectors_of_the_library_by_name(self):
@@ -299,6 +310,32 @@ class TestLibraryCommands:
         assert "h200/8b-1b/shipped" in output
         assert "l40s/" not in output
 
+    def test_the_list_shows_this_device_and_counts_the_others_trees(self, monkeypatch):
+        monkeypatch.setattr(commands, "this_device", lambda: "l40s")
+        lines = run("tree", "list").stdout.splitlines()
+        assert all(line.startswith("l40s/") for line in lines[1:17])
+        assert lines[17].startswith("more with --device: a100-40gb (16), ")
+        assert "knows the heads 8b-eagle3, 8b-dflash" in lines[18]
+        assert len(lines) == 20
+
+    def test_one_class(self):
+        lines = run("tree", "list", "--class", "70b-8b").stdout.splitlines()
+        assert {line.split("/")[1] for line in lines[1:-2]} == {"70b-8b"}
+        assert "there are 13b-68m, " in fails("tree", "list", "--class", "9b-9b")
+
+    def test_a_device_is_listed_or_shown_by_any_of_its_names(self):
+        listed = run("tree", "list", "--device", "cpu").stdout
+        assert run("tree", "show", "cpu").stdout == listed
+        assert "x86-cpu/800m-1.67m/shipped" in listed
+        shown = run("tree", "show", "cpu/800m-1.67m/shipped").stdout
+        assert shown.startswith("x86-cpu/800m-1.67m/shipped  6 nodes with the root, depth 4")
+
+    def test_a_reader_may_stop(self):
+        command = f"{SCRIPT} tree list --device l40 | head -1"
+        shell = ["bash", "-o", "pipefail", "-c", command]
+        done = subprocess.run(shell, capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
     def test_compare(self, tree_file, tmp_path, vector, profile):
         other = tmp_path / "chain.json"
         TokenTree.chain(15).save(other)
@@ -307,6 +344,12 @@ class TestLibraryCommands:
         assert data["expected_tokens_ratio"] == pytest.approx(
             data["a"]["expected_tokens"] / data["b"]["expected_tokens"]
         )
+        shown = run("tree", "compare", tree_file, other, "--acceptance", vector).stdout
+        percent = 100 * (data["expected_tokens_ratio"] - 1)
+        assert shown.endswith(f"A is better: {percent:.1f} % more tokens per step\n")
+        assert "1 node, " in shown
+        same = run("tree", "compare", other, other, "--acceptance", vector).stdout
+        assert "A and B are equally good" in same
         timed = run_json("tree", "compare", tree_file, other, "--profile", profile)
         assert timed["a"]["speedup"] > timed["b"]["speedup"]
         output = run("tree", "compare", tree_file, other, "--profile", profile).stdout
@@ -378,7 +421,7 @@ class TestErrors:
         assert "Is a directory" in fails("tree", "show", tmp_path)
         assert "No such file" in fails("tree", "show", tmp_path / "none.json")
         assert "cannot read tree file" in fails("tree", "show", "~/no-such-tree")
-        assert "no tree named 'h100/x'" in fails("tree", "show", "h100/x")
+        assert "no tree named 'h100-sxm/x'" in fails("tree", "show", "h100/x")
         library_file = shipped_directory() / "h200.json"
         assert "is a library file with 18 trees" in fails("tree", "show", library_file)
         assert "draw at least 1" in fails("tree", "show", tree_file, "--nodes", 0)

@@ -1,5 +1,6 @@
 """``sequoia-vllm doctor`` and ``setup-cpu``: what they see of an installation that is not right."""
 
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,6 +46,16 @@ def test_libraries_that_are_preloaded_from_nowhere(monkeypatch, tmp_path):
     assert check.found == "LD_PRELOAD names /nowhere/libtcmalloc.so: not there"
     monkeypatch.setenv("LD_PRELOAD", str(library))
     assert doctor._preloaded().ok
+
+
+def test_libraries_that_are_not_preloaded_are_a_warning_with_the_line_to_type(monkeypatch):
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    check = doctor._preloaded()
+    assert (check.ok, check.warns) == (True, True)
+    assert re.fullmatch(r"for speed: export LD_PRELOAD=/.*/libiomp5\.so", check.fix)
+    shown = printed(monkeypatch, [check])
+    assert shown.startswith("!   CPU libraries  not preloaded: libiomp5, libtcmalloc")
+    assert "\nnext: sequoia-vllm demo, or vllm serve TARGET " in shown
 
 
 @pytest.mark.parametrize("here", [None, "0.31.0+cpu", "0.32.0"])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sequoia_vllm.cli.common import console, fail, friendly_errors, note, print_json
+from sequoia_vllm.cli.common import console, counted, fail, friendly_errors, note, print_json
 from sequoia_vllm.cli.progress import progress_bar
 from sequoia_vllm.cli.removed import GroupWithRemoved
+from sequoia_vllm.cli.tree.named import class_in, device_in, names_device, this_device
 from sequoia_vllm.cli.tree.predicted import (
     BackendOption,
     KindOption,
@@ -31,9 +33,11 @@ from sequoia_vllm.cli.tree.view import (
     entries_table,
     estimate_json,
     headline,
+    legend,
     level_table,
     schedule_table,
     tree_json,
+    verdict,
 )
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
@@ -58,7 +62,7 @@ app = typer.Typer(
 
 _VECTOR_HELP = (
     'A file, {"acceptance": [...]} or a bare list p[k] / p[d][k]; or the name of one of the '
-    "library, like shipped."
+    "library, like shipped; or -: such JSON on standard input."
 )
 AcceptanceOption = Annotated[str | None, typer.Option("--acceptance", help=_VECTOR_HELP)]
 ProfileOption = Annotated[
@@ -107,7 +111,7 @@ def build(
     with friendly_errors():
         if size > MOST_NODES:  # Its search would take hours.
             fail(f"--size {size}: engines take trees of up to {MOST_NODES:,} nodes")
-        vector = find_vector(acceptance)
+        vector = _given(acceptance)
         extra: dict[str, Any] = {}
         offload = offload_of(offload_gb, link, link_gb_s, offload_backend)
         links = interconnect_gb_s, interconnect_kind
@@ -132,7 +136,7 @@ def build(
                     vector, size, max_depth, max_branch, lambda n, of: report("", n, of)
                 )
             if tree.size < size:
-                note(f"the limits leave room for {tree.size} of the {size} nodes")
+                note(f"the limits leave room for {tree.size} of the {counted(size, 'node')}")
         else:
             tree = choose_tree(
                 vector, times, batch_size, size,
@@ -165,10 +169,13 @@ def show(
     nodes: Annotated[int, typer.Option(help="Most nodes to draw.")] = 48,
     as_json: JsonOption = False,
 ) -> None:
-    """Draw a tree with its levels and the value of each node."""
+    """Draw a tree with its levels and the value of each node; of a device, list its trees."""
     with friendly_errors():
         if nodes < 1:
             fail(f"--nodes {nodes}: draw at least 1")
+        if names_device(tree):
+            list_trees(device=tree, as_json=as_json)
+            return
         found = find_tree(tree)
         vector = _vector(acceptance, found)
         if as_json:
@@ -212,27 +219,48 @@ def list_trees(
     device: Annotated[
         str | None, typer.Option(help="Only this device: its id, or the driver's name for it.")
     ] = None,
+    model_class: Annotated[
+        str | None, typer.Option("--class", help="Only this model class, like 8b-1b.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the trees of the library, the user's own first."""
+    """List the trees of the library: your own, this device's, and how many others have."""
     with friendly_errors():
         library = TreeLibrary()
         entries = library.entries()
         if device is not None:
             wanted = identify(device).id
-            entries = [entry for entry in entries if entry.name.split("/")[0] == wanted]
+            entries = [entry for entry in entries if device_in(entry.name) == wanted]
             if not entries:
                 raise LibraryError(
                     f"no trees for device {device!r}: there are trees for "
                     f"{', '.join(library.devices())}"
                 )
+        if model_class is not None:
+            classes = sorted({class_in(entry.name) for entry in entries})
+            entries = [entry for entry in entries if class_in(entry.name) == model_class]
+            if not entries:
+                raise LibraryError(
+                    f"no trees of class {model_class!r}: there are {', '.join(classes)}"
+                )
         if as_json:
             directory = None if library.readable is None else str(library.readable)
             print_json({"user_directory": directory, "trees": entries_json(entries)})
             return
-        console().print(entries_table(entries))
+        out = console()
+        others: dict[str, int] = {}
+        if device is None and model_class is None:
+            near = ("user", this_device())
+            others = Counter(d for e in entries if (d := device_in(e.name)) not in near)
+            entries = [entry for entry in entries if device_in(entry.name) in near]
+        if entries:
+            out.print(entries_table(entries))
+        if others:
+            listed = ", ".join(f"{name} ({number})" for name, number in others.items())
+            out.print(f"more with --device: {listed}", soft_wrap=True)
+        out.print(legend(), style="dim", soft_wrap=True)
         where = library.readable or "none, as you have no home directory"
-        console().print(f"your own trees: {where}", style="dim", soft_wrap=True)
+        out.print(f"your own trees: {where}", style="dim", soft_wrap=True)
 
 
 @app.command()
@@ -268,9 +296,16 @@ def compare(
         if as_json:
             print_json(result)
             return
-        console().print(comparison_table(sides, [found.tree for found in trees], vector))
+        out = console()
+        out.print(comparison_table(sides, [found.tree for found in trees], vector))
+        out.print(verdict(sides), soft_wrap=True)
 
 
 def _vector(reference: str | None, found: NamedTree) -> Acceptance | None:
     """Returns the vector asked for, or else the one the tree was made for."""
-    return found.acceptance if reference is None else find_vector(reference)
+    return found.acceptance if reference is None else _given(reference)
+
+
+def _given(reference: str) -> Acceptance:
+    """Returns the vector that --acceptance names; "-" is standard input."""
+    return find_vector("/dev/stdin" if reference == "-" else reference)

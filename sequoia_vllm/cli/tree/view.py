@@ -9,9 +9,10 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from sequoia_vllm.cli.common import new_table
+from sequoia_vllm.cli.common import counted, new_table
 from sequoia_vllm.hardware.choose import Schedule
 from sequoia_vllm.hardware.cost import Estimate
+from sequoia_vllm.hardware.models import every_class
 from sequoia_vllm.library.files import TreeEntry
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.token_tree import TokenTree
@@ -47,8 +48,8 @@ def headline(title: str, tree: TokenTree, acceptance: Acceptance | None) -> Text
     """One line: what the tree is."""
     text = Text.assemble(
         (title, "bold"),
-        f"  size {tree.size} (root included), depth {tree.depth}, at most {tree.max_branch} "
-        "children",
+        f"  {counted(tree.size, 'node')} with the root, depth {tree.depth}, at most "
+        f"{counted(tree.max_branch, 'child', 'children')}",
     )
     if acceptance is not None:
         text.append(f", {tree.expected_tokens(acceptance):.3f} expected tokens per step", "green")
@@ -72,7 +73,8 @@ def draw_tree(tree: TokenTree, acceptance: Acceptance | None, most_nodes: int) -
     parts: list[Any] = [branches[0]]
     if shown < tree.size:
         rest = tree.size - shown
-        parts.append(Text(f"… and {rest} less valuable nodes (--nodes {tree.size})", "dim"))
+        less = counted(rest, "less valuable node")
+        parts.append(Text(f"… and {less} (--nodes {tree.size})", "dim"))
     return Group(*parts)
 
 
@@ -126,9 +128,21 @@ def comparison_table(
         for tree in trees:
             chosen = tree.depths == depth
             accepted = float(tree.values(vector)[chosen].sum())
-            cells.append(f"{int(chosen.sum())} nodes, {accepted:.3f}")
+            cells.append(f"{counted(int(chosen.sum()), 'node')}, {accepted:.3f}")
         table.add_row(f"depth {depth}", *cells)
     return table
+
+
+def verdict(sides: list[dict[str, Any]]) -> str:
+    """Which of two trees is better, by speed where times are known, or else by tokens."""
+    key, what = "expected_tokens", "more tokens per step"
+    if "speedup" in sides[0]:
+        key, what = "speedup", "faster"
+    ratio = sides[0][key] / sides[1][key]
+    if abs(ratio - 1) < 5e-4:
+        return f"A and B are equally good: within 0.1 % of each other ({what})"
+    better, gain = ("A", ratio) if ratio > 1 else ("B", 1 / ratio)
+    return f"{better} is better: {100 * (gain - 1):.1f} % {what}"
 
 
 def entries_json(entries: list[TreeEntry]) -> list[dict[str, Any]]:
@@ -160,6 +174,17 @@ def entries_table(entries: list[TreeEntry]) -> Table:
             str(entry.tree.depth), *speedups, entry.profile.source,
         )  # fmt: skip
     return table
+
+
+def legend() -> str:
+    """What the columns of `entries_table` mean, and the names in it."""
+    heads = ", ".join(name for name, found in every_class().items() if found.draft.head)
+    return (
+        "names: DEVICE/CLASS/ACCEPTANCE VECTOR; a class is TARGET-DRAFT. TP: devices that a model "
+        "is split over. size: nodes, with the root. batch: speed over plain decoding with so many "
+        "requests. times: measured, or predicted by the roofline model. tree build --class also "
+        f"knows the heads {heads}."
+    )
 
 
 def _bar(value: float) -> Text:

@@ -1,0 +1,136 @@
+"""What help shows, and what is read of options: in all commands alike."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from sequoia_vllm.cli import app
+from sequoia_vllm.cli.common import counted
+from sequoia_vllm.cli.shown_help import AliasedCommand
+
+COMMANDS = [
+    [], ["tree"], ["tree", "build"], ["tree", "list"], ["tune"], ["bench"], ["demo"], ["doctor"],
+    ["setup-cpu"], ["gpu-check"],
+]  # fmt: skip
+
+
+def help_of(command: list[str], option: str = "--help") -> str:
+    done = CliRunner().invoke(app, [*command, option], env={"COLUMNS": "300"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_is_short_too(command):
+    assert help_of(command, "-h") == help_of(command)
+
+
+def test_square_brackets_are_shown():
+    assert "a bare list p[k] / p[d][k]" in help_of(["tree", "build"])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_numbers_with_bounds_are_numbers(command):
+    assert " range>" not in help_of(command)
+
+
+def test_bounds_are_shown():
+    assert re.search(r"--rounds +<int> \[x>=1\]", help_of(["bench"]))
+    assert re.search(r"--kv-cache-gib +<float> \[x>=0", help_of(["tune"]))
+
+
+def test_shells_can_complete():
+    assert "--install-completion" in help_of([])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--model", "t", "--draft-model", "d"], ["--target", "t", "--draft", "d"],
+        ["--target=t", "--draft=d"],
+    ],
+)  # fmt: skip
+def test_models_are_named_alike_in_all_commands(given):
+    own = typer.Typer()
+
+    @own.command(cls=AliasedCommand)
+    def measure(model: str = typer.Option(), draft_model: str = typer.Option()) -> None:
+        typer.echo(f"{model} {draft_model}")
+
+    assert CliRunner().invoke(own, given).stdout == "t d\n"
+    assert "--target" not in CliRunner().invoke(own, ["--help"]).output
+
+
+@pytest.mark.parametrize("command", ["tune", "bench", "demo"])
+def test_commands_with_models_show_one_spelling(command):
+    shown = help_of([command])
+    assert "--model " in shown
+    assert "--draft-model " in shown
+    assert not re.search(r"--(target|draft) ", shown)
+
+
+def test_numbers_agree_with_their_nouns():
+    assert counted(1, "node") == "1 node"
+    assert counted(1200, "node") == "1,200 nodes"
+    assert counted(2, "child", "children") == "2 children"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nosuch", "the target 'nosuch' is no folder here, and a name on the Hub is OWNER/NAME"),
+        ("no/such", "the target 'no/such' is no folder here, and https://nowhere.invalid does"),
+    ],
+)
+def test_models_that_are_nowhere_are_named_at_once(name, said):
+    pytest.importorskip("vllm")
+    code = (
+        "import sys, huggingface_hub.constants as c; c.ENDPOINT = 'https://nowhere.invalid'\n"
+        "import huggingface_hub.hf_api as api; api.HfApi.model_info = lambda *_, **__: 1 / 0\n"
+        f"from sequoia_vllm.cli import app; app(['bench', '--model', '{name}', '--draft', 'd'])"
+    )
+    quiet = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False,
+        env=quiet,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+NOISY = """
+import os, subprocess, sys
+from sequoia_vllm.cli.common import engines_print_aside, error_console
+from sequoia_vllm.errors import SequoiaError
+with engines_print_aside(shown={shown}):
+    os.write(2, b"of a library\\n")
+    subprocess.run(["echo", "of a process"])
+    error_console().print("progress")
+    {error}
+print("result")
+"""
+
+
+@pytest.mark.parametrize(
+    ("shown", "error", "stderr"),
+    [
+        (False, "", "progress\n"),
+        (True, "", "of a library\nof a process\nprogress\n"),
+        (False, "raise SequoiaError('bad')", "progress\nof a library\nof a process\nTraceback"),
+    ],
+)
+def test_what_engines_print_is_shown_when_something_is_wrong(shown, error, stderr):
+    code = NOISY.format(shown=shown, error=error)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stderr[: len(stderr)] == stderr
+    assert error or done.stderr == stderr
+    assert done.stdout == ("" if error else "result\n")
