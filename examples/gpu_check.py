@@ -1,6 +1,6 @@
-"""Are the kernels right and fast on this GPU? See ``--help``; nothing need be installed.
+"""Are kernels right and engines fast on this GPU? See ``--help``; nothing need be installed.
 
-$ python examples/gpu_check.py --output gpu-check.json
+$ python examples/gpu_check.py --output gpu-run
 """
 
 import sys

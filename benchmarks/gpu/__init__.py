@@ -1,1 +1,1 @@
-"""Measuring on GPUs: the check of kernels and steps, and what it found."""
+"""Measures on a GPU all there is to know of this project, in half an hour: see README.md."""

@@ -1,4 +1,4 @@
-"""``sequoia-vllm gpu-check``: are the kernels right and fast on this GPU?"""
+"""``sequoia-vllm gpu-check``: are kernels right and engines fast on this GPU?"""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ import typer
 
 
 def gpu_check(
-    stages: Annotated[
-        str, typer.Option(help="Which of kernels, steps and engine, separated by commas.")
-    ] = "kernels,steps,engine",
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="File for the report; written after each stage.")
-    ] = Path("gpu-check.json"),
-    models: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the pair to make synthetic models of."),
+    items: Annotated[
+        str | None,
+        typer.Option(help="What to measure, separated by commas, such as kernels; default: all."),
     ] = None,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder for results, log and profiles; what it has is not measured again.",
+        ),
+    ] = Path("gpu-run"),
+    minutes: Annotated[
+        float, typer.Option(help="End after so long: what would not fit is not begun.")
+    ] = 30.0,
     tiny: Annotated[
         bool,
         typer.Option(
@@ -26,21 +31,20 @@ def gpu_check(
             help="Smallest sizes; with TRITON_INTERPRET=1 on a CPU, where times mean nothing.",
         ),
     ] = False,
-    report: Annotated[Path | None, typer.Option(help="Run nothing: show this report.")] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="Write the steps' times as a profile for the tree library.")
+    report: Annotated[
+        Path | None, typer.Option(help="Measure nothing: show this results.jsonl.")
     ] = None,
 ) -> None:
-    """Check every kernel against a reference, time kernels, steps and engine, judge the goals.
+    """Check every kernel against a reference; time kernels and engines with made-up weights.
 
-    The first two stages need PyTorch and Triton alone: `python -m
-    sequoia_vllm.gpu_check` runs them in a bare checkout. Exit code 1: something
-    is wrong; 2: it could not be checked.
+    Kernels need PyTorch and Triton alone: `python -m sequoia_vllm.gpu_check --items
+    kernels` runs in a bare checkout. Exit code 1: something is wrong; 2: nothing
+    could be measured.
     """
     from sequoia_vllm.gpu_check import main
 
-    arguments = ["--stages", stages, "--output", str(output), *(["--tiny"] if tiny else [])]
-    for name, path in (("--models", models), ("--report", report), ("--profile", profile)):
-        if path is not None:
-            arguments += [name, str(path)]
+    arguments = ["--output", str(output), "--minutes", str(minutes), *(["--tiny"] if tiny else [])]
+    for name, value in (("--items", items), ("--report", report)):
+        if value is not None:
+            arguments += [name, str(value)]
     raise typer.Exit(main(arguments))

@@ -1,6 +1,6 @@
-"""Starts the GPU check of a checkout, ``benchmarks/gpu/check``: are kernels right and fast?
+"""Starts the GPU program of a checkout, ``benchmarks/gpu``: are kernels right, are engines fast?
 
-It needs PyTorch and Triton alone, so nothing else may be imported here.
+Its kernels' check needs PyTorch and Triton alone, so nothing else may be imported here.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _CANNOT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the check.
+    """Runs the program.
 
     Args:
         arguments: Command line; None: the process's own.
 
     Returns:
-        Exit code: 0, 1 if something is wrong, 2 if it cannot be checked.
+        Exit code: 0, 1 if something is wrong, 2 if nothing can be measured.
     """
-    if not (_CHECKOUT / "benchmarks" / "gpu" / "check").is_dir():
+    if not (_CHECKOUT / "benchmarks" / "gpu").is_dir():
         print(
             "error: the GPU check is not part of the installed package: clone the repository, and "
             "run `python -m sequoia_vllm.gpu_check` in the checkout",
@@ -31,5 +31,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return _CANNOT
     sys.path.insert(0, str(_CHECKOUT))
-    code: int = importlib.import_module("benchmarks.gpu.check.command").main(arguments)
+    code: int = importlib.import_module("benchmarks.gpu.command").main(arguments)
     return code

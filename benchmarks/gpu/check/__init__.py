@@ -1,5 +1,5 @@
-"""Are the kernels right and fast on this GPU? In stages; the first two need no vLLM.
+"""Are the kernels right and fast on this GPU? Each is compared with torch, and timed.
 
-Also without pydantic, typer and rich: machines lent for measuring often have PyTorch,
+Without vLLM, pydantic, typer and rich: machines lent for measuring often have PyTorch,
 Triton and NumPy alone.
 """

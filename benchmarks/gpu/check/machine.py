@@ -108,6 +108,12 @@ def _driver() -> str | None:
     return lines.splitlines()[0] if lines else None
 
 
+def used_gib() -> float | None:
+    """Memory in use on the first GPU, by all processes, GiB; None: no driver says."""
+    lines = _output("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    return round(int(lines.splitlines()[0]) / 1024, 1) if lines else None
+
+
 def _output(*command: str) -> str | None:
     try:
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)

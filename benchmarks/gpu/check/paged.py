@@ -50,23 +50,10 @@ class PagedCache:
             layer = torch.empty(shape, dtype=drawn, device=device)
             self.layers.append(layer.normal_(generator=generator).to(dtype))
 
-    @staticmethod
-    def bytes_per_layer(
-        requests: int, positions: int, kv_heads: int, head_size: int, dtype: torch.dtype
-    ) -> int:
-        """Memory of one layer."""
-        columns = -(-positions // BLOCK_SIZE)
-        return requests * columns * BLOCK_SIZE * kv_heads * 2 * head_size * dtype.itemsize
-
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views ``[blocks, BLOCK_SIZE, kv_heads, head_size]`` of one layer."""
         keys, values = self.layers[layer].transpose(1, 2).split(self._head_size, dim=-1)
         return keys, values
-
-    def slots(self, positions: Tensor) -> Tensor:
-        """int64: the slot of each of these positions int64 ``[R, m]``."""
-        blocks = self.block_table.gather(1, positions // BLOCK_SIZE)
-        return blocks * BLOCK_SIZE + positions % BLOCK_SIZE
 
     def poison(self, last: list[int]) -> None:
         """Makes all positions of each request from its ``last`` on NaN: nobody may read them."""

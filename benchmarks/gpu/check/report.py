@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.json_input import read_json
@@ -120,7 +120,7 @@ class StageReport(_Strict):
         checks: Results against references.
         attention: Times of tree attention.
         parts: Times of everything else.
-        facts: What else was found, by name.
+        facts: What else was found, by name; in reports of earlier versions.
         failures: What could not be run, and why.
     """
 
@@ -137,27 +137,6 @@ class StageReport(_Strict):
         return not self.failures and all(check.passed for check in self.checks)
 
 
-@dataclass(frozen=True)
-class Goal(_Strict):
-    """A figure that the project wants to reach.
-
-    Attributes:
-        name: Which.
-        measured: In ``unit``.
-        limit: At most this, or at least.
-        bound: Which of the two.
-        unit: "ms", "x" or "%".
-        met: Whether it was reached.
-    """
-
-    name: str
-    measured: float
-    limit: float
-    bound: Literal["at most", "at least"]
-    unit: str
-    met: bool
-
-
 @dataclass
 class GpuCheckReport(_Strict):
     """Everything, as it is written to disk.
@@ -169,9 +148,7 @@ class GpuCheckReport(_Strict):
         provenance: Arguments, versions, commit, device.
         copy_bytes_per_second: Of a large copy, reading and writing counted; 0: not measured.
         product_operations_per_second: Of a large bfloat16 matrix product; likewise.
-        stages: By name, in the order they ran.
-        skipped: Stages that were not run, and why.
-        goals: Figures reached or not, of the stages that ran.
+        stages: By name: "kernels"; earlier versions also had "steps" and "engine".
     """
 
     date: str
@@ -181,12 +158,10 @@ class GpuCheckReport(_Strict):
     copy_bytes_per_second: float = 0.0
     product_operations_per_second: float = 0.0
     stages: dict[str, StageReport] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    goals: list[Goal] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
-        """Whether every stage passed; goals that were missed do not count."""
+        """Whether every stage passed."""
         return all(stage.passed for stage in self.stages.values())
 
     def save(self, path: Path) -> None:
@@ -206,6 +181,8 @@ class GpuCheckReport(_Strict):
 
         data = read_json(path, "the GPU check's report", GpuCheckError)
         schema = data.pop("schema", None) if isinstance(data, dict) else None
+        for former in ("goals", "skipped") if isinstance(data, dict) else ():
+            data.pop(former, None)  # earlier versions wrote these
         if schema != SCHEMA:
             raise GpuCheckError(f'{path}: "schema" is {schema!r}; this version reads {SCHEMA!r}')
         try:

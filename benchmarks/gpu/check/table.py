@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from benchmarks.gpu.check.report import GpuCheckReport, StageReport
+from benchmarks.gpu.table import aligned
 
 
 def lines_of(report: GpuCheckReport) -> list[str]:
@@ -17,16 +16,6 @@ def lines_of(report: GpuCheckReport) -> list[str]:
         )
     for name, stage in report.stages.items():
         lines += ["", *_stage(name, stage)]
-    lines += ["", *(f"{name}: skipped, {reason}" for name, reason in report.skipped.items())]
-    if report.goals:
-        rows = [
-            (
-                "reached" if goal.met else "MISSED", f"{goal.measured:.3g} {goal.unit}",
-                f"{goal.bound} {goal.limit:g}", goal.name,
-            )
-            for goal in report.goals
-        ]  # fmt: skip
-        lines += ["", *_aligned([("goal", "measured", "wanted", ""), *rows])]
     return lines
 
 
@@ -58,7 +47,7 @@ def _stage(name: str, stage: StageReport) -> list[str]:
             "tree attention", "cache", "batch", "context", "nodes", "us", "% of bandwidth",
             "% of a copy of as much", "% of the roofline", "us with FlashAttention",
         )  # fmt: skip
-        lines += ["", *_aligned([heading, *rows])]
+        lines += ["", *aligned([heading, *rows])]
     if stage.parts:
         rows_of_parts = [
             (
@@ -68,13 +57,5 @@ def _stage(name: str, stage: StageReport) -> list[str]:
             for time in stage.parts
         ]  # fmt: skip
         parts = ("part", "model", "batch", "context", "tokens", "vocabulary", "ms")
-        lines += ["", *_aligned([parts, *rows_of_parts])]
+        lines += ["", *aligned([parts, *rows_of_parts])]
     return lines
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

@@ -11,12 +11,6 @@ def best_tree(size: int, depth: int) -> TokenTree:
     return optimize_tree(REFERENCE_ACCEPTANCE, size, depth)
 
 
-def level_tree(width: int) -> TokenTree:
-    """A root with ``width`` children, each of which has two: its level 1 is that wide."""
-    grandchildren = [1 + node for node in range(width) for _ in range(2)]
-    return TokenTree((-1, *[0] * width, *grandchildren))
-
-
 def first_path_depth(tree: TokenTree) -> int:
     """Depth that is reached by first children alone."""
     node, depth = 0, 0

@@ -295,7 +295,10 @@ def _install_cuda(cuda: Any) -> None:
     cuda.is_current_stream_capturing = lambda: graphs.capturing() is not None
     cuda.CUDAGraph = cuda.graphs.CUDAGraph = graphs.CUDAGraph
     cuda.graph = cuda.graphs.graph = graphs.graph
-    for name in ("set_device", "reset_peak_memory_stats", "current_blas_handle"):
+    cuda.get_sync_debug_mode = _constant(0)
+    for name in (
+        "set_device", "reset_peak_memory_stats", "current_blas_handle", "set_sync_debug_mode",
+    ):  # fmt: skip
         setattr(cuda, name, _constant(None))
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
         setattr(cuda, name, lambda *_, **__: used_memory())

@@ -1,0 +1,133 @@
+"""What is measured, the most valuable first. Standard library only."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.gpu.results import GpuRunError, Results
+
+
+@dataclass(frozen=True)
+class Item:
+    """One measurement, which runs in a process of its own.
+
+    Attributes:
+        name: For the command line and the results.
+        what: One line for the table.
+        measure: Function that measures it, ``module:function``, called with an `ItemRun` and
+            ``options``.
+        minutes: What it takes on an H100, estimated. It is ended after twice as long.
+        options: More arguments of the function.
+        environment: Variables that its process begins with.
+        needs_vllm: False: torch and Triton are enough.
+        is_tiny: False: tiny runs leave it out, as another one runs the same code.
+    """
+
+    name: str
+    what: str
+    measure: str
+    minutes: float
+    options: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    needs_vllm: bool = True
+    is_tiny: bool = True
+
+    def reason_to_skip(self, tiny: bool) -> str:
+        """Why it cannot run here; "" if it can."""
+        if tiny and not self.is_tiny:
+            return "not part of a tiny run"
+        if self.needs_vllm and importlib.util.find_spec("vllm") is None:
+            return "vLLM is not installed"
+        return ""
+
+
+MACHINE = Item(
+    "machine", "card, driver, versions, commit", "benchmarks.gpu.stages:describe_machine", 1,
+    needs_vllm=False,
+)  # fmt: skip
+KERNELS = "kernels"
+TREES, PLAIN, CONTEXTS = (
+    f"benchmarks.gpu.steps:{name}" for name in ("time_trees", "time_plain", "time_contexts")
+)
+
+ITEMS = (
+    MACHINE,
+    Item(
+        "trees-8b-eagle3", "8B with an EAGLE-3 head: steps, mixed steps, changes, kernels' shares",
+        TREES, 6, {"pair": "8b-eagle3"},
+    ),
+    Item(
+        "plain-8b", "plain 8B: the same steps and arrivals", PLAIN, 3,
+        {"pair": "8b-eagle3"},
+    ),
+    Item(
+        "monitors-8b-eagle3", "waits for the device and late compilation, by vLLM's monitors",
+        "benchmarks.gpu.serving:watch", 3, {"pair": "8b-eagle3"}, {"VLLM_GPU_SYNC_CHECK": "warn"},
+    ),
+    Item(
+        "arrivals-8b-eagle3", "start with vLLM's defaults; adaptation while requests arrive",
+        "benchmarks.gpu.serving:adapt", 4, {"pair": "8b-eagle3"},
+    ),
+    Item(
+        "trees-8b-1b", "8B with a 1B draft: steps, mixed steps, changes, kernels' shares",
+        TREES, 4, {"pair": "8b-1b"}, is_tiny=False,
+    ),
+    Item(
+        KERNELS, "every kernel against torch, and its time", "benchmarks.gpu.stages:check_kernels",
+        5, needs_vllm=False,
+    ),
+    Item(
+        "contexts-8b-eagle3", "steps at contexts up to 32k tokens", CONTEXTS, 2,
+        {"pair": "8b-eagle3", "kernel": "tree"}, is_tiny=False,
+    ),
+    Item(
+        "flash-8b-eagle3", "the same with FlashAttention over contexts", CONTEXTS, 2,
+        {"pair": "8b-eagle3", "kernel": "flash"},
+    ),
+    Item(
+        "trees-8b-0.6b", "Qwen3-8B with Qwen3-0.6B: steps, mixed steps, changes, kernels' shares",
+        TREES, 4, {"pair": "8b-0.6b"}, is_tiny=False,
+    ),
+    Item(
+        "plain-qwen3-8b", "plain Qwen3-8B: the same steps and arrivals", PLAIN, 3,
+        {"pair": "8b-0.6b"}, is_tiny=False,
+    ),
+    Item(
+        "bench", "a synthetic 6.7B target of the trained pair: plain, chain and trees",
+        "benchmarks.gpu.stages:compare_methods", 9, is_tiny=False,
+    ),
+)  # fmt: skip
+
+
+def chosen_items(names: str | None) -> list[Item]:
+    """The items of these names, separated by commas, in the order of `ITEMS`; None: all.
+
+    Raises:
+        GpuRunError: There is no item of some name.
+    """
+    if names is None:
+        return list(ITEMS)
+    wanted = {name for name in names.split(",") if name} | {MACHINE.name}
+    known = [item.name for item in ITEMS]
+    if unknown := wanted - set(known):
+        raise GpuRunError(f"no item {sorted(unknown)[0]!r}; there are {', '.join(known)}")
+    return [item for item in ITEMS if item.name in wanted]
+
+
+def in_order(items: Sequence[Item], results: Results) -> list[Item]:
+    """What is left to run: first what never ran, then what did not succeed."""
+    left = [item for item in items if results.of(item.name).state != "done"]
+    return sorted(left, key=lambda item: results.of(item.name).has_begun)
+
+
+def environment_of(item: Item, folder: Path) -> dict[str, str]:
+    """This process's environment, with the item's variables.
+
+    Nothing is read from, or written to, the trees of whoever runs this.
+    """
+    trees = {"SEQUOIA_VLLM_TREES": str(folder.absolute() / "trees")}
+    return {**os.environ, **trees, **item.environment}

@@ -1,0 +1,62 @@
+"""How much is measured: on a GPU, and in a rehearsal without one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of all measurements on engines.
+
+    Attributes:
+        batches: Requests at once.
+        drafts: Drafts per request, ascending.
+        beside: Decoders beside which prompts are read.
+        some_drafts: Drafts in mixed steps, while kernels are recorded, and while requests arrive.
+        changing: Drafts that alternate.
+        contexts: Prompts' lengths where contexts are compared, ascending.
+        most_context_tokens: Of a batch, where contexts are compared.
+        context: Prompts' length otherwise, where whole steps are timed.
+        prompt: Prompts' length where others decode meanwhile.
+        tokens: Of each completion, where whole steps are timed.
+        rounds: Times that is done; the last one counts.
+        outputs: Steps of each other measurement.
+        turns: Changes of the number of drafts, with ``outputs / turns`` steps each.
+        rates: Requests a second, where they arrive at random.
+        arriving: Seconds in which requests arrive.
+        arriving_tokens: Tokens of each of them.
+        watched: Batches of requests of all kinds, for vLLM's monitors.
+        longest: Tokens of a request there, at most.
+    """
+
+    batches: tuple[int, ...] = (1, 8, 32, 64)
+    drafts: tuple[int, ...] = (0, 3, 15, 59)
+    beside: int = 8
+    some_drafts: tuple[int, ...] = (0, 15)
+    changing: tuple[int, int] = (3, 15)
+    contexts: tuple[int, ...] = (128, 2048, 8192, 32768)
+    most_context_tokens: int = 8 * 8192
+    context: int = 512
+    prompt: int = 128
+    tokens: int = 64
+    rounds: int = 2
+    outputs: int = 80
+    turns: int = 10
+    rates: tuple[float, ...] = (8.0, 40.0)
+    arriving: float = 6.0
+    arriving_tokens: int = 64
+    watched: tuple[int, ...] = (1, 3, 8, 20)
+    longest: int = 2048
+
+    def tokens_for(self, steps: int) -> int:
+        """Tokens of requests that do not end within so many steps, whatever is accepted."""
+        return steps * (1 + max(*self.some_drafts, *self.changing))
+
+
+ON_A_GPU = Sizes()
+TINY = Sizes(
+    batches=(1, 2), drafts=(0, 3), beside=2, some_drafts=(0, 3), changing=(0, 3), contexts=(16, 40),
+    context=16, prompt=8, tokens=14, rounds=1, outputs=12, turns=2, rates=(20.0,), arriving=0.15,
+    arriving_tokens=4, watched=(2,), longest=96,
+)  # fmt: skip

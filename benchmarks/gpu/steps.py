@@ -1,0 +1,200 @@
+"""Step times inside one engine: by batch and drafts, with prompts, after changes, by kernels."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from benchmarks.gpu.engine import Engine, sampling, started
+from benchmarks.gpu.item_run import ItemRun
+from benchmarks.gpu.serving import measure_arrivals
+from benchmarks.gpu.step_parts import compact, rounded, steady, times_of
+
+LONG_HEAD = 40000
+"""Positions of a head for long contexts: the published one ends at 2,048."""
+_WARM_UP = 4  # steps, prompts included
+
+
+def speculation(batches: tuple[int, ...], drafts: tuple[int, ...], **more: Any) -> dict[str, Any]:
+    """Keys of ``speculative_config`` with which these numbers of drafts have graphs at all sizes.
+
+    Batches above the largest never come. They put each number into the schedule, and an engine that
+    may adapt captures a number of the schedule for all batch sizes.
+    """
+    largest, most = drafts[-1], batches[-1]
+    smaller = enumerate(reversed(drafts[:-1]), start=most + 1)
+    return {
+        "tree": {"size": largest + 1},
+        "num_speculative_tokens_per_batch_size": [
+            (1, most, largest),
+            *((batch, batch, number) for batch, number in smaller),
+        ],
+        **more,
+    }
+
+
+def time_trees(run: ItemRun, pair: str) -> None:
+    """A pair with trees of each size."""
+    sizes = run.sizes
+    most = sizes.batches[-1] + len(sizes.drafts) - 1
+    speculative = speculation(sizes.batches, sizes.drafts)
+    with started(run, pair, speculative, max_num_seqs=most) as engine:
+        run.record("trees", published_trees(engine, sizes.drafts))
+        for batch in sizes.batches:
+            for number in sizes.drafts:
+                work = partial(time_steps, engine, batch, number, sizes.context)
+                run.measure(f"batch {batch}, {number} drafts", work)
+        for number in sizes.some_drafts:
+            run.measure(f"prompts, {number} drafts", partial(time_mixed, engine, number))
+        run.measure("changes", partial(time_changes, engine))
+        for number in sizes.some_drafts:
+            run.measure(f"kernels, {number} drafts", partial(time_kernels, engine, number))
+
+
+def time_plain(run: ItemRun, pair: str) -> None:
+    """The pair's target alone."""
+    sizes = run.sizes
+    with started(run, pair, None, max_num_seqs=sizes.batches[-1] + 3) as engine:
+        for batch in sizes.batches:
+            work = partial(time_steps, engine, batch, 0, sizes.context)
+            run.measure(f"batch {batch}, 0 drafts", work)
+        run.measure("prompts, 0 drafts", partial(time_mixed, engine, 0))
+        run.measure("kernels, 0 drafts", partial(time_kernels, engine, 0))
+        measure_arrivals(run, engine, "plain")
+
+
+def time_contexts(run: ItemRun, pair: str, kernel: str) -> None:
+    """Trees over contexts of each length; ``kernel`` is of the target's attention over them."""
+    sizes = run.sizes
+    batches, drafts = sizes.batches[:2], sizes.drafts[-2:]
+    keys = {} if kernel == "tree" else {"context_attention": kernel}
+    speculative = speculation(batches, drafts, **keys)
+    with started(
+        run, pair, speculative, head_positions=LONG_HEAD, max_num_seqs=batches[-1] + 1
+    ) as engine:
+        for context in sizes.contexts:
+            for batch in batches:
+                for number in drafts:
+                    if batch * context <= sizes.most_context_tokens and number > 0:
+                        work = partial(time_steps, engine, batch, number, context)
+                        run.measure(f"batch {batch}, {number} drafts, context {context}", work)
+
+
+def published_trees(engine: Engine, drafts: tuple[int, ...]) -> dict[str, Any]:
+    """The engine's tree, and what its prefixes bring by published acceptance: nothing measured."""
+    from sequoia_vllm.engine.common.settings import SequoiaSettings
+    from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
+
+    tree = SequoiaSettings.of(engine.vllm_config).tree
+    tokens = {
+        str(number): round(tree.trim(number + 1).expected_tokens(REFERENCE_ACCEPTANCE), 3)
+        for number in drafts
+    }
+    return {"parents": list(tree.parents), "published_tokens_per_step": tokens}
+
+
+def time_steps(engine: Engine, batch: int, drafts: int, context: int) -> dict[str, Any]:
+    """Steps in which every request scores its whole tree; the last round counts.
+
+    ``context`` is the prompts' length. They are found in the prefix cache from the second round on.
+    """
+    tokens = engine.sizes.tokens
+    engine.limit(drafts)
+    prompts = [engine.prompt(context) for _ in range(batch)]
+    for _ in range(engine.sizes.rounds):
+        engine.take_steps()
+        engine.generate(prompts, tokens)
+    records = engine.take_steps()
+    is_steady = steady(batch, drafts + 1)
+    return {
+        "batch": batch,
+        "drafts": drafts,
+        "context": context + tokens // 2,
+        **rounded(times_of(records, is_steady, is_steady)),
+        "records": compact(records),
+    }
+
+
+def time_mixed(engine: Engine, drafts: int) -> dict[str, Any]:
+    """Steps that also read a prompt, in about every second one, beside some decoders."""
+    engine.limit(drafts)
+    sizes = engine.sizes
+    batch, length = sizes.beside, sizes.prompt
+    requests = _decoders(engine, batch, sizes.outputs + _WARM_UP)
+    for _ in range(_WARM_UP):
+        engine.step()
+    engine.take_steps()
+    for number in range(sizes.outputs):
+        engine.step()
+        if number % 2:
+            requests.append(engine.add(engine.prompt(length), sampling(1)))
+    records = _ended(engine, requests)
+    decoding = times_of(records, steady(batch, drafts + 1))
+    mixed = times_of(records, lambda r: not r["decoding"] and r["requests"] > batch)
+    return {
+        "batch": batch, "drafts": drafts, "prompt": length,
+        "decoding": rounded(decoding), "mixed": rounded(mixed),
+    }  # fmt: skip
+
+
+def time_changes(engine: Engine) -> dict[str, Any]:
+    """Steps right after the number of drafts changed, and all others with that number."""
+    sizes = engine.sizes
+    batch = sizes.beside
+    requests = _decoders(engine, batch, sizes.outputs + _WARM_UP)
+    engine.limit(sizes.changing[0])
+    for _ in range(_WARM_UP):
+        engine.step()
+    engine.take_steps()
+    for turn in range(sizes.turns):
+        engine.limit(sizes.changing[(turn + 1) % 2])
+        for _ in range(sizes.outputs // sizes.turns):
+            engine.step()
+    records = _ended(engine, requests)
+    changed = {id(now) for before, now in pairwise(records) if before["most"] != now["most"]}
+    found: dict[str, Any] = {"batch": batch}
+    for number in sizes.changing:
+        is_steady = steady(batch, number + 1)
+        found[f"{number} drafts"] = {
+            kind: rounded(
+                times_of(records, lambda r: is_steady(r) and (id(r) in changed) == after)  # noqa: B023
+            )
+            for kind, after in (("after a change", True), ("else", False))
+        }
+    return found
+
+
+def time_kernels(engine: Engine, drafts: int) -> dict[str, Any]:
+    """What the device's kernels take of one request's step: the rest of it the device waits."""
+    engine.limit(drafts)
+    outputs = engine.sizes.outputs // 4
+    requests = _decoders(engine, 1, outputs + _WARM_UP)
+    for _ in range(_WARM_UP):
+        engine.step()
+    engine.llm.collective_rpc("gpu_start_profiler")
+    for _ in range(outputs):
+        engine.step()
+    [found] = engine.llm.collective_rpc("gpu_stop_profiler")
+    _ended(engine, requests)
+    steps = max(1, found["steps"])
+    kernels = [
+        [name, round(ms / steps, 4), round(calls / steps, 1)]
+        for name, ms, calls in found["kernels"]
+    ]
+    busy = round(found["busy_ms"] / steps, 4)
+    return {"batch": 1, "drafts": drafts, "steps": steps, "busy_ms": busy, "kernels": kernels}
+
+
+def _decoders(engine: Engine, batch: int, steps: int) -> list[str]:
+    """Adds requests that run for at least so many steps."""
+    params = sampling(engine.sizes.tokens_for(steps))
+    return [engine.add(engine.prompt(engine.sizes.prompt), params) for _ in range(batch)]
+
+
+def _ended(engine: Engine, requests: list[str]) -> list[dict[str, Any]]:
+    """Steps up to now; then the requests are aborted."""
+    records = engine.take_steps()
+    engine.abort(requests)
+    engine.drain()
+    return records

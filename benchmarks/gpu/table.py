@@ -1,0 +1,121 @@
+"""Results as short plain tables: what went wrong first. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.gpu.items import MACHINE, Item
+from benchmarks.gpu.results import ItemResults, Results
+
+_SPANS = ("step_ms", "target_ms", "sampling_ms", "drafting_ms", "gaps_ms")
+_SPAN_NAMES = ("step ms", "target", "verification", "growth", "gaps")
+_MOST_KERNELS = 8
+
+
+def lines_of(results: Results, items: Sequence[Item]) -> list[str]:
+    """The tables of these items."""
+    machine = results.of(MACHINE.name).parts.get("machine", {})
+    lines = [f"{machine.get('device')}, commit {machine.get('commit')}; weights are made up"]
+    if machine.get("interpreted"):
+        lines.append("interpreted: times mean nothing")
+    lines += [f"versions: {machine.get('versions')}", ""]
+    rows = [
+        (item.name, _state(found), f"{found.seconds:.0f}", item.what)
+        for item, found in ((item, results.of(item.name)) for item in items)
+    ]
+    lines += aligned([("item", "", "s", "what"), *rows])
+    for item in items:
+        found = results.of(item.name)
+        lines += [f"ERROR {item.name}, {part}: {error}" for part, error in found.errors.items()]
+    for item in items:
+        if item is not MACHINE and results.of(item.name).parts:
+            lines += ["", f"{item.name}: {item.what}", *_item(results.of(item.name).parts)]
+    return lines
+
+
+def _state(found: ItemResults) -> str:
+    return found.skipped or found.state or ("cut off" if found.has_begun else "not begun")
+
+
+def _item(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """The tables of one item: one for each kind of its parts."""
+    if start := parts.get("start"):
+        yield f"started in {start['seconds']} s, {start['device_gib']} GiB of the device in use"
+        yield from (f"    {line}" for line in start["log"])
+    published = parts.get("trees", {}).get("published_tokens_per_step", {})
+    yield from _table(
+        ("", "steps", *_SPAN_NAMES, "passes", "tokens/s if published acceptance held"),
+        [
+            (name, part["steps"], *_spans(part), part["passes"], _published(part, published))
+            for name, part in parts.items()
+            if "records" in part
+        ],
+    )
+    yield from _table(
+        ("", "", "steps", *_SPAN_NAMES),
+        [
+            (name, kind, times["steps"], *_spans(times))
+            for name, part in parts.items()
+            for kind, times in _timed(part)
+        ],
+    )
+    yield from _table(
+        ("", "tokens/s", "TTFT ms", "TPOT ms", "E2E ms", "steps by drafts, second half"),
+        [
+            (
+                name, part["tokens_per_second"], part["ttft_ms"], part["tpot_ms"], part["e2e_ms"],
+                part["steps_by_drafts_of_the_second_half"],
+            )
+            for name, part in parts.items()
+            if "tpot_ms" in part
+        ],
+    )  # fmt: skip
+    for name, part in parts.items():
+        if "busy_ms" in part:
+            yield f"{name}: the device is busy {part['busy_ms']} ms of a step"
+            for kernel, ms, calls in part["kernels"][:_MOST_KERNELS]:
+                yield f"    {ms:9.4f} ms in {calls:6} calls: {kernel}"
+        if "waits" in part:
+            yield f"{name}: {part['waits']} waits, {part['compilations']} compilations"
+            for kind in ("waits", "compilations"):
+                for line, times in part[f"lines of {kind}"]:
+                    yield f"    {times} times: {line}"
+        yield from part.get("lines", ())
+
+
+def _timed(part: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Kinds of steps that are timed within a part, and their times."""
+    for kind, values in part.items():
+        if isinstance(values, dict):
+            if "step_ms" in values:
+                yield kind, values
+            for inner, times in values.items():
+                if isinstance(times, dict) and "step_ms" in times:
+                    yield f"{kind}, {inner}", times
+
+
+def _spans(times: Mapping[str, Any]) -> list[str]:
+    return [f"{times[name]:.3f}" for name in _SPANS]
+
+
+def _published(part: Mapping[str, Any], published: Mapping[str, float]) -> str:
+    """Tokens per second if drafts were accepted as published: computed, not measured."""
+    tokens = published.get(str(part["drafts"]), 1.0 if part["drafts"] == 0 else None)
+    if tokens is None:
+        return ""
+    return f"{1e3 * part['batch'] * tokens / part['step_ms']:.0f}"
+
+
+def _table(heading: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    return aligned([heading, *rows]) if rows else []
+
+
+def aligned(rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Rows with columns of one width each."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in texts
+    ]

@@ -1,0 +1,116 @@
+"""The program that measures on GPUs: processes, results, models. No engine runs here."""
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.gpu import command
+from benchmarks.gpu.item_run import run_item
+from benchmarks.gpu.items import ITEMS, MACHINE, Item, in_order
+from benchmarks.gpu.models import pair_of, write_models
+from benchmarks.gpu.results import FILE, SCHEMA, GpuRunError, Results
+from benchmarks.gpu.table import lines_of
+from sequoia_vllm.hardware.model_config import read_shape
+
+
+def item(function: str, **options: str) -> Item:
+    measure = f"tests.gpu_check.fake_items:{function}"
+    return Item(function, "for the test", measure, 1.0, options, needs_vllm=False)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(command, "_LEAST_SECONDS", 0.0)
+
+
+def run(folder: Path, *items: Item) -> Results:
+    return command.run_items(items, folder, True, 100.0, "fork")
+
+
+def test_a_second_run_goes_on_where_the_first_ended(tmp_path):
+    folder = tmp_path / "out"
+    items = [item("fail_in_the_middle"), item("die"), item("succeed", value="once")]
+    results = run(folder, *items)
+    found = results.of("fail_in_the_middle")
+    assert found.state == "failed"
+    assert "RuntimeError: out of registers" in found.errors["second"]
+    assert "fake_items.py" in found.errors["second"]
+    assert found.parts.keys() == {"first", "third"}
+    assert (results.of("die").state, results.of("die").parts) == ("ended", {"before": {}})
+    assert results.of("succeed").parts == {"a part": {"value": "once", "argument": True}}
+    new = item("hang")
+    assert [left.name for left in in_order([*items, new], results)] == [
+        "hang", "fail_in_the_middle", "die",
+    ]  # fmt: skip
+
+    (folder / "mended").touch()
+    again = run(folder, items[0], item("succeed", value="twice"))
+    mended = again.of("fail_in_the_middle")
+    assert (mended.state, mended.errors) == ("done", {})
+    assert mended.parts == {**found.parts, "second": {"is_mended": True}}
+    assert again.of("succeed").parts == results.of("succeed").parts
+    table = "\n".join(lines_of(results, [MACHINE, *items]))
+    assert "ERROR fail_in_the_middle, second: RuntimeError: out of registers" in table
+
+
+def test_an_item_ends_with_its_time_and_its_processes_with_it(tmp_path):
+    assert run_item(item("hang"), tmp_path, True, 3.0, "fork") == "timeout"
+    found = Results(tmp_path / FILE).of("hang")
+    assert not psutil.pid_exists(found.parts["child"]["pid"])
+
+
+def test_what_does_not_fit_into_the_time_is_not_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_LEAST_SECONDS", 101.0)
+    assert not run(tmp_path, item("succeed")).of("succeed").has_begun
+
+
+def test_what_a_killed_process_was_writing_is_passed_over(tmp_path):
+    file = tmp_path / FILE
+    file.write_text(json.dumps({"schema": SCHEMA, "item": "a", "begins": "now"}) + '\n{"schema"')
+    results = Results(file)
+    results.add("a", part="b", values={"c": 1})
+    found = Results(file).of("a")
+    assert (found.has_begun, found.state, found.parts) == (True, None, {"b": {"c": 1}})
+
+
+def test_results_of_another_commit_are_not_mixed_in(tmp_path):
+    results = run(tmp_path, item("succeed"))
+    machine = results.of(MACHINE.name).parts["machine"]
+    results.add(MACHINE.name, part="machine", values={**machine, "commit": "another"})
+    with pytest.raises(GpuRunError, match=r"is of commit another, this is .*: give another --out"):
+        run(tmp_path, item("succeed"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--items", "kernels,everything"], "no item 'everything'; there are machine"),
+        (["--output", "/nowhere/run"], "there is no folder /nowhere"),
+        (["--report", "/nowhere/results.jsonl"], "there is no such file"),
+    ],
+)
+def test_refusals(arguments, message, capsys):
+    assert command.main(arguments) == command.CANNOT
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_program_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    arguments = ["--items", "kernels", "--output", str(tmp_path / "out")]
+    assert command.main(arguments, start_method="fork") == command.CANNOT
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted({i.options["pair"] for i in ITEMS if "pair" in i.options}))
+def test_models_have_the_shapes_that_the_library_has_of_them(name, tmp_path):
+    from transformers import AutoConfig
+
+    pair = pair_of(name)
+    for shape, folder in zip((pair.target, pair.draft), write_models(pair, tmp_path), strict=True):
+        config = AutoConfig.from_pretrained(folder)
+        kind = "model" if shape.head is None else shape.head.kind
+        assert read_shape(config, shape.name, kind=kind) == shape
+        assert config.rope_parameters["rope_theta"] >= 10000

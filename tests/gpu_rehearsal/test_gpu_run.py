@@ -1,0 +1,108 @@
+"""The program for half an hour with a GPU, from its first to its last line."""
+
+import io
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.items import ITEMS, KERNELS
+from benchmarks.gpu.results import FILE, Results
+from benchmarks.gpu.sizes import TINY
+from sequoia_vllm.hardware import CostModel
+from sequoia_vllm.hardware.step_profile import Profile
+from tests.support.on_gpu import call_on_gpu
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+# `tests/gpu_check` runs the kernels' check.
+WITH_ENGINES = [item.name for item in ITEMS if item.name != KERNELS and item.is_tiny]
+
+
+def run_all(folder: str, names: list[str]) -> dict[str, Any]:
+    """The command, with what it prints and returns; a second time it has nothing to do."""
+    from benchmarks.gpu import command
+
+    arguments = ["--tiny", "--output", folder, "--items", ",".join(names)]
+    found: dict[str, Any] = {}
+    for turn in ("first", "second"):
+        with redirect_stdout(io.StringIO()) as printed:
+            # Forks: the processes need not import vLLM again.
+            found[turn] = command.main(arguments, start_method="fork")
+        print(printed.getvalue(), file=sys.stderr)
+        found[f"{turn} table"] = printed.getvalue()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpu_run") / "out"
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("called")
+    return call_on_gpu(run_all, directory, folder=str(folder), names=WITH_ENGINES)
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path, found: dict[str, Any]) -> Results:
+    return Results(folder / FILE)
+
+
+def test_every_item_measures_all_of_its_parts(results, found, folder):
+    errors = {name: item.errors for name, item in results.items.items() if item.errors}
+    assert not errors, errors
+    assert found["first"] == found["second"] == 0
+    assert all(results.of(name).state == "done" for name in WITH_ENGINES)
+    assert "ERROR" not in found["first table"]
+    assert found["first table"] == found["second table"]
+    assert all(f"\n{name}: " in found["second table"] for name in WITH_ENGINES[1:])
+
+
+def test_steps_are_timed_at_every_batch_size_and_number_of_drafts(results):
+    trees, plain = results.of("trees-8b-eagle3").parts, results.of("plain-8b").parts
+    for batch in TINY.batches:
+        for drafts in TINY.drafts:
+            found = trees[f"batch {batch}, {drafts} drafts"]
+            assert found["steps"] > 1
+            assert found["target_ms"] > 0
+            assert (found["passes"] > 0) is (drafts > 0)
+            assert {r["most"] for r in found["records"] if r["decoding"]} >= {drafts + 1}
+        assert plain[f"batch {batch}, 0 drafts"]["drafting_ms"] == 0
+    mixed = trees[f"prompts, {TINY.drafts[-1]} drafts"]
+    assert mixed["mixed"]["steps"] > 1
+    assert mixed["mixed"]["drafting_ms"] > 0
+    for drafts in TINY.changing:
+        assert trees["changes"][f"{drafts} drafts"]["after a change"]["steps"] >= 1
+    assert trees[f"kernels, {TINY.drafts[-1]} drafts"]["kernels"]
+    assert trees["trees"]["published_tokens_per_step"]["3"] > 1
+    longest = results.of("flash-8b-eagle3").parts["batch 2, 3 drafts, context 40"]
+    assert longest["context"] > 40
+
+
+def test_drafts_follow_limits_while_requests_arrive(results):
+    arrivals = results.of("arrivals-8b-eagle3").parts
+    for drafts in TINY.some_drafts:
+        found = arrivals[f"20 requests/s, {drafts} drafts"]
+        assert found["steps_by_drafts_of_the_second_half"].keys() == {str(drafts)}
+        assert found["tokens_per_second"] > 0
+    assert "20 requests/s, adapting" in arrivals
+    assert "20 requests/s, plain" in results.of("plain-8b").parts
+
+
+def test_monitors_are_read(results):
+    watched = results.of("monitors-8b-eagle3").parts
+    assert watched["aborted"]["waits"] == watched["aborted"]["compilations"] == 0
+
+
+def test_a_profile_for_the_library_comes_of_it(folder, results):
+    profile = Profile.load(folder / "profile-8b-eagle3.json")
+    assert (profile.target, profile.head.kind) == ("meta-llama/Llama-3.1-8B", "eagle3")
+    assert profile.provenance["commit"] == results.of("machine").parts["machine"]["commit"]
+    assert "made-up weights" in profile.provenance["measured_with"]
+    cost = CostModel(profile)
+    assert cost.max_tokens(TINY.batches[-1]) == TINY.drafts[-1] + 1
+    assert cost.target_seconds(1, 1) > 0
