@@ -240,7 +240,7 @@ def test_metrics_of_a_new_engine_replace_the_old_ones():
 
 
 def test_help_texts_say_what_is_counted_without_the_name():
-    """As Grafana shows them: a sentence that refers to no other."""
+    """Grafana shows each alone: a sentence that refers to no other."""
     metrics = TreeMetrics(TREE, "a test", "model", [0], PrometheusKinds(CollectorRegistry()))
     for family in metrics.collect():
         assert re.search(r"\b(tree|trees|draft|drafts|drafted)\b", family.documentation, re.I)
