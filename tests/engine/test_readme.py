@@ -260,6 +260,11 @@ def test_links_lead_somewhere(document, link):
         assert anchor in anchors(file.read_text(encoding="utf-8"))
 
 
+def test_the_notebook_lists_its_pages():
+    index = LINKED[Path("docs/notebook/README.md")]
+    assert all(f"]({page.name})" in index for page in NOTEBOOK if page.name != "README.md")
+
+
 @pytest.mark.parametrize(
     "document", [*map(str, TEXTS), "CHANGELOG.md", "examples/models/README.md"]
 )
