@@ -14,8 +14,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.options import ClassOption, ContextOption, DtypeOption, JsonOption
-from sequoia_vllm.cli.common import console, friendly_errors, new_table, note, print_json
-from sequoia_vllm.cli.tree.predicted import (
+from benchmarks.predicted import (
     BackendOption,
     KindOption,
     LinkOption,
@@ -29,6 +28,7 @@ from sequoia_vllm.cli.tree.predicted import (
     predict,
     times_json,
 )
+from sequoia_vllm.cli.common import console, friendly_errors, new_table, note, print_json
 from sequoia_vllm.hardware import CostModel, Profile
 
 _BATCHES = (1, 8, 64)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.memory import MemoryFit, memory_fit
 from benchmarks.options import (
     ClassOption,
     ContextOption,
@@ -21,9 +22,7 @@ from benchmarks.options import (
     JsonOption,
     markdown_table,
 )
-from sequoia_vllm.cli.common import friendly_errors, print_json
-from sequoia_vllm.cli.measuring import numbers
-from sequoia_vllm.cli.tree.predicted import (
+from benchmarks.predicted import (
     BackendOption,
     KindOption,
     LinkOption,
@@ -35,7 +34,9 @@ from sequoia_vllm.cli.tree.predicted import (
     offload_of,
     predict,
 )
-from sequoia_vllm.hardware import CostModel, DeviceSpec, MemoryFit, choose_tree, memory_fit
+from sequoia_vllm.cli.common import friendly_errors, print_json
+from sequoia_vllm.cli.measuring import numbers
+from sequoia_vllm.hardware import CostModel, DeviceSpec, choose_tree
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.hardware.models import ModelClass
 from sequoia_vllm.hardware.offloading import Offload

@@ -15,7 +15,6 @@ from sequoia_vllm.hardware.device import (
     current_cpu_name,
     identify,
 )
-from sequoia_vllm.hardware.memory import MemoryFit, memory_fit
 from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile, ProfileError
 
@@ -27,7 +26,6 @@ __all__ = [
     "DeviceError",
     "DeviceSpec",
     "Estimate",
-    "MemoryFit",
     "Overhead",
     "Profile",
     "ProfileError",
@@ -37,6 +35,5 @@ __all__ = [
     "choose_tree",
     "current_cpu_name",
     "identify",
-    "memory_fit",
     "roofline_profile",
 ]

@@ -19,7 +19,7 @@ Weights that do not fit the memory may be streamed (`sequoia_vllm.hardware.strea
 target's pass then takes the longer of this and reading them, or both.
 
 What no datasheet says is in `Assumptions` and is copied into the profile.
-Whether the models fit the memory is another question: `memory_fit`.
+Whether the models fit the memory is another question.
 """
 
 from __future__ import annotations

@@ -8,17 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.memory import fewest_devices, memory_fit
 from sequoia_vllm.hardware import (
     Assumptions,
     CostModel,
     DeviceError,
     choose_tree,
     identify,
-    memory_fit,
     roofline_profile,
 )
 from sequoia_vllm.hardware.interconnect import Interconnect
-from sequoia_vllm.hardware.memory import fewest_devices
 from sequoia_vllm.hardware.models import model_classes
 from sequoia_vllm.tree import Acceptance
 from tests.support.reference_trees import published

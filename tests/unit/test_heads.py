@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from benchmarks.memory import memory_fit
 from sequoia_vllm.hardware import (
     Assumptions,
     CostModel,
@@ -15,7 +16,6 @@ from sequoia_vllm.hardware import (
     choose_schedule,
     choose_tree,
     identify,
-    memory_fit,
     roofline_profile,
 )
 from sequoia_vllm.hardware.cost import Prefixes

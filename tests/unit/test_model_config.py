@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.memory import memory_fit
 from sequoia_vllm.hardware.device import known_devices
-from sequoia_vllm.hardware.memory import memory_fit
 from sequoia_vllm.hardware.model_config import ShapeError, read_shape
 from sequoia_vllm.hardware.models import model_classes
 from sequoia_vllm.hardware.roofline import roofline_profile

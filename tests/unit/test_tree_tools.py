@@ -15,6 +15,7 @@ from benchmarks.generate_trees import generate
 from benchmarks.paper import paper
 from benchmarks.roofline import roofline
 from benchmarks.scaling import scaling, scaling_rows
+from sequoia_vllm.cli import app
 from sequoia_vllm.hardware import CostModel, choose_tree, identify, roofline_profile
 from sequoia_vllm.hardware.device import known_devices
 from sequoia_vllm.hardware.models import every_class
@@ -87,6 +88,34 @@ class TestRoofline:
         assert profile["target_forward"][0]["tokens"][-1] == 768
 
     @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--tensor-parallel-size", 0], "at least 1 device"),
+            (["--tensor-parallel-size", 3], "use 1, 2, 4, 8, 16"),
+            (["--interconnect-gb-s", 0], "give the rate in one direction"),
+            (["--interconnect-kind", "rope"], "--interconnect-kind"),
+            (["--link", "pcie4"], "give --offload-gb"),
+            (["--link-gb-s", 20], "give --offload-gb"),
+            (["--offload-backend", "uva"], "give --offload-gb"),
+            (["--offload-gb", 9, "--link", "pcie4", "--link-gb-s", 20], "give it or --link-gb-s"),
+            (["--offload-gb", 0], "size 0 must be above 0"),
+            (["--offload-gb", "nan"], "size nan must be above 0"),
+            (["--offload-gb", 9, "--link-gb-s", 0], "rate 0 must be above 0"),
+            (["--class", "70b-8b", "--offload-gb", 9], "smaller or quantized draft"),
+        ],
+    )
+    def test_what_does_not_go_together(self, arguments, message):
+        result = run(roofline, "t4", "--class", "8b-1b", *arguments, code=2)
+        assert message in " ".join(result.stderr.split())
+
+    def test_devices(self):
+        result = run(roofline, "abacus", "--class", "8b-1b", code=2)
+        assert "no datasheet values for 'abacus'" in result.stderr
+        slices = ("NVIDIA H200 MIG 3g.71gb", "--class", "8b-1b", "--tensor-parallel-size")
+        run(roofline, *slices, 1)
+        assert "slices have no link to each other" in run(roofline, *slices, 2, code=2).stderr
+
+    @pytest.mark.parametrize(
         ("option", "value", "message"),
         [
             ("--class", "1b-1b", "no model class '1b-1b'; there are 7b-68m"),
@@ -97,6 +126,47 @@ class TestRoofline:
     def test_errors(self, option, value, message):
         result = run(roofline, "h200", "--class", "8b-1b", option, value, code=2)
         assert message in result.stderr
+
+
+class TestPredictedTrees:
+    """`tree build` with the profile that the roofline writes."""
+
+    @pytest.fixture
+    def built(self, tmp_path):
+        def build(*predicted: object, vector: str = "shipped", size: int = 128):
+            path = tmp_path / "profile.json"
+            run(roofline, *predicted, "-o", path)
+            command = ["tree", "build", "--acceptance", vector, "--size", str(size)]
+            done = CliRunner().invoke(app, [*command, "--profile", str(path), "--json"])
+            assert done.exit_code == 0, done.output
+            return json.loads(done.stdout)
+
+        return build
+
+    def test_more_and_slower_links_give_smaller_trees(self, built):
+        two, eight = (
+            built("h200", "--class", "70b-1b", "--tensor-parallel-size", count) for count in (2, 8)
+        )
+        box = ("--interconnect-gb-s", 64, "--interconnect-kind", "bus")
+        slow = built("h200", "--class", "70b-1b", "--tensor-parallel-size", 8, *box)
+        assert two["speedup"] > eight["speedup"] > slow["speedup"] > 1
+        assert two["size"] > eight["size"] > slow["size"]
+
+    def test_heads_that_cost_less_a_level_have_deeper_trees(self, built):
+        depths = [
+            built("h100-sxm", "--class", name, size=64)["depth"]
+            for name in ("8b-1b", "8b-eagle3", "8b-dflash")
+        ]
+        assert depths == sorted(depths)
+        assert depths[0] < depths[-1]
+
+    def test_trees_are_wide_where_layers_are_prefetched(self, built):
+        prefetched, uva = (
+            built("l40", *OFFLOADED, *more, vector="appendix-e", size=768)
+            for more in ((), ("--offload-backend", "uva"))
+        )
+        assert (prefetched["size"], uva["size"]) == (768, 128)
+        assert prefetched["speedup"] > uva["speedup"] > 5
 
 
 class TestScaling:

@@ -12,20 +12,6 @@ from sequoia_vllm.cli.common import console, counted, fail, friendly_errors, not
 from sequoia_vllm.cli.progress import progress_bar
 from sequoia_vllm.cli.removed import GroupWithRemoved
 from sequoia_vllm.cli.tree.named import class_in, device_in, names_device, this_device
-from sequoia_vllm.cli.tree.predicted import (
-    BackendOption,
-    KindOption,
-    LinkOption,
-    LinkRateOption,
-    OffloadOption,
-    RateOption,
-    class_of,
-    device_of,
-    memory_problem,
-    offload_of,
-    predict,
-    times_json,
-)
 from sequoia_vllm.cli.tree.view import (
     comparison_table,
     draw_tree,
@@ -84,52 +70,21 @@ def build(
     ] = None,
     max_branch: Annotated[int | None, typer.Option(help="Most children of a node.")] = None,
     profile: ProfileOption = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Predict the times (with --class): the device's driver name or id."),
-    ] = None,
-    model_class: Annotated[
-        str | None, typer.Option("--class", help="Model class: <target size>-<draft size>.")
-    ] = None,
-    tensor_parallel_size: Annotated[
-        int | None, typer.Option(help="Devices that target and draft are split over (1).")
-    ] = None,
-    interconnect_gb_s: RateOption = None,
-    interconnect_kind: KindOption = None,
-    offload_gb: OffloadOption = None,
-    link: LinkOption = None,
-    link_gb_s: LinkRateOption = None,
-    offload_backend: BackendOption = "prefetch",
     batch_size: BatchOption = 1,
     output: Annotated[Path | None, typer.Option(help="Write the tree to this file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Build the tree with the most expected tokens, or with times of a step the fastest.
 
-    Times are measured (--profile) or predicted (--device and --class).
+    Times come from a profile: `sequoia-vllm tune --only times` measures one, and in a checkout
+    `python -m benchmarks.roofline` predicts one for another device.
     """
     with friendly_errors():
         if size > MOST_NODES:  # Its search would take hours.
             fail(f"--size {size}: engines take trees of up to {MOST_NODES:,} nodes")
         vector = _given(acceptance)
         extra: dict[str, Any] = {}
-        offload = offload_of(offload_gb, link, link_gb_s, offload_backend)
-        links = interconnect_gb_s, interconnect_kind
         times = None if profile is None else Profile.load(profile)
-        if device is None and model_class is None:
-            if tensor_parallel_size is not None or links != (None, None) or offload:
-                fail(
-                    "--tensor-parallel-size, --interconnect-... and --offload-gb are of predicted "
-                    "times: give --device and --class with them (a --profile has its own)"
-                )
-        elif times is not None:
-            fail("times are measured (--profile) or predicted (--device and --class): give one")
-        elif device is None or model_class is None:
-            fail("predicted times need both --device and --class")
-        else:
-            devices = 1 if tensor_parallel_size is None else tensor_parallel_size
-            spec = device_of(device, *links, devices)
-            times = predict(spec, class_of(model_class), devices, offload=offload)
         if times is None:
             with progress_bar("optimising") as report:
                 tree = optimize_tree(
@@ -145,10 +100,6 @@ def build(
             if tree.size == 1:
                 note("no tree is faster than plain decoding at this batch size")
             extra = estimate_json(CostModel(times).estimate(tree, vector, batch_size))
-            extra["times"] = times_json(times)
-            context = min(curve.context_length for curve in times.target_forward)
-            if problem := memory_problem(times, batch_size * (context + tree.size)):
-                note(problem)
         data = {**tree_json(tree, vector), **extra}
         if output is not None:
             output.write_text(dump_json(data), encoding="utf-8")

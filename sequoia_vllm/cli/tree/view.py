@@ -12,7 +12,6 @@ from rich.tree import Tree
 from sequoia_vllm.cli.common import counted, new_table
 from sequoia_vllm.hardware.choose import Schedule
 from sequoia_vllm.hardware.cost import Estimate
-from sequoia_vllm.hardware.models import every_class
 from sequoia_vllm.library.files import TreeEntry
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.token_tree import TokenTree
@@ -178,12 +177,10 @@ def entries_table(entries: list[TreeEntry]) -> Table:
 
 def legend() -> str:
     """What the columns of `entries_table` mean, and the names in it."""
-    heads = ", ".join(name for name, found in every_class().items() if found.draft.head)
     return (
         "names: DEVICE/CLASS/ACCEPTANCE VECTOR; a class is TARGET-DRAFT. TP: devices that a model "
         "is split over. size: nodes, with the root. batch: speed over plain decoding with so many "
-        "requests. times: measured, or predicted by the roofline model. tree build --class also "
-        f"knows the heads {heads}."
+        "requests. times: measured, or predicted by the roofline model."
     )
 
 

@@ -7,18 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.memory import MemoryFit, fewest_devices, memory_fit, more_to_offload
 from sequoia_vllm.cli.common import fail
 from sequoia_vllm.hardware import (
     DeviceError,
     DeviceSpec,
-    MemoryFit,
     Profile,
     identify,
-    memory_fit,
     roofline_profile,
 )
 from sequoia_vllm.hardware.device import InterconnectKind, known_devices
-from sequoia_vllm.hardware.memory import fewest_devices, more_to_offload
 from sequoia_vllm.hardware.models import ModelClass, ModelShape, every_class
 from sequoia_vllm.hardware.offloading import Offload, OffloadBackend
 from sequoia_vllm.hardware.roofline import bytes_per_value
