@@ -50,7 +50,7 @@ def start_and_generate(models: str) -> dict[str, Any]:
     before = graphs.report()
     with (
         recording_kernels() as kernels,
-        rehearsing(sequoia(size=8, depth=3, draft=draft), model=target) as llm,
+        rehearsing(sequoia(size=8, depth=3, draft=draft), as_users_start=True, model=target) as llm,
     ):
         answers["start"] = since(before)
         started = set(kernels)
@@ -68,7 +68,7 @@ def start_and_generate(models: str) -> dict[str, Any]:
     flash_attention.attended.clear()
     with (
         recording_kernels() as kernels,
-        rehearsing(flash, model=target, worker_extension_cls=EXTENSION) as llm,
+        rehearsing(flash, as_users_start=True, model=target, worker_extension_cls=EXTENSION) as llm,
     ):
         started = set(kernels)
         llm.collective_rpc("sequoia_record_steps")

@@ -32,7 +32,7 @@ def run_many(models: str) -> dict[str, Any]:
     )
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     limits = {"max_num_seqs": REQUESTS, "max_num_batched_tokens": 4 * NODES, "max_model_len": 64}
-    with rehearsing(config, model=target, **limits) as llm:
+    with rehearsing(config, as_users_start=True, model=target, **limits) as llm:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         together = requests_by_step(scheduler)
         generate(llm, random_prompts([3] * REQUESTS, vocab=6), params)
@@ -64,7 +64,7 @@ def start(models: str) -> dict[str, Any]:
     )
     with (
         watching_logits() as (scored, profiled),
-        rehearsing(config, model=target, max_num_seqs=32) as llm,
+        rehearsing(config, as_users_start=True, model=target, max_num_seqs=32) as llm,
     ):
         slots = runner_of(llm).scheduler_config.max_num_seqs
     return {"scored": scored, "profiled": profiled, "slots": slots}

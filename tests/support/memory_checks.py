@@ -22,7 +22,6 @@ To be installed in a process whose Triton interprets (``TRITON_INTERPRET=1``); T
 """
 
 import functools
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -144,9 +143,11 @@ def _raising_plainly(original: Callable, checks: MemoryChecks) -> Callable:
 
 
 def _beginning(original: Callable, checks: MemoryChecks) -> Callable:
+    from triton.runtime import interpreter
+
     def init(self: Any, args: Any, kwargs: Any) -> Any:
         hosted, hosted_kwargs = original(self, args, kwargs)
-        arguments = inspect.getcallargs(self.fn, *hosted, **hosted_kwargs)
+        arguments = interpreter.inspect.getcallargs(self.fn, *hosted, **hosted_kwargs)
         pointers = {k: v for k, v in arguments.items() if k not in self.constexprs}
         checks.begin(self.fn, pointers)
         return hosted, hosted_kwargs

@@ -29,6 +29,8 @@ def gpu_environment(multiprocessing: bool = False) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)),
         "OMP_NUM_THREADS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # a library of the GPU build
+        # vLLM never does so with `backend="eager"`, but would prepare for it in every pass.
+        "VLLM_USE_AOT_COMPILE": "0",
     }
 
 

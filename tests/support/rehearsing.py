@@ -1,8 +1,10 @@
 """Engines of the rehearsal: tiny models, and what users get where they set nothing else."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from tests.support.engines import running
 from tests.support.generating import completions, counted
@@ -18,9 +20,19 @@ DEFAULTS = {
 
 
 @contextmanager
-def rehearsing(config: dict | None, **options: Any) -> Iterator[Any]:
-    """An engine on the stand-in GPU (see `tests.support.engines.running`)."""
-    with running(config, **{**DEFAULTS, **options}) as llm:
+def rehearsing(
+    config: dict | None, *, as_users_start: bool = False, **options: Any
+) -> Iterator[Any]:
+    """An engine on the stand-in GPU (see `tests.support.engines.running`).
+
+    `as_users_start`: with the graphs on trial and the warm-up that take half of a start here.
+    """
+    from gpu_stand_in.vllm_parts import QUICK_START
+
+    with (
+        patch.dict(os.environ, {} if as_users_start else {QUICK_START: "1"}),
+        running(config, **{**DEFAULTS, **options}) as llm,
+    ):
         yield llm
 
 

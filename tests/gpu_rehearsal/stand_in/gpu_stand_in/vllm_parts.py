@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import textwrap
 import types
 from typing import Any
@@ -16,6 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gpu_stand_in import experts, flash_attention, graphs, runtime
 
 _installed = False
+
+QUICK_START = "REHEARSE_QUICK_START"
 
 
 class _Torch(types.ModuleType):
@@ -76,6 +79,7 @@ def install() -> None:
     _change_the_plugin()
     _check_memory()
     _watch_copies()
+    _start_quickly_where_asked()
 
 
 def _replace_copies() -> None:
@@ -244,3 +248,27 @@ def _watch_copies() -> None:
             return execute_model(self, scheduler_output, *args, **kwargs)
 
     GPUModelRunner.execute_model = watched
+
+
+def _start_quickly_where_asked() -> None:
+    """Leaves out two parts of an engine's start where the environment has `QUICK_START`.
+
+    Both take long to interpret: graphs that are captured on trial, to estimate their memory,
+    and steps that compile kernels before the first request.
+    """
+    import vllm.v1.worker.gpu_worker as worker
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    warm_up, estimate = worker.warmup_kernels, GPUModelRunner.profile_cudagraph_memory
+
+    @functools.wraps(warm_up)
+    def warmup_kernels(*args: Any, **kwargs: Any) -> None:
+        if QUICK_START not in os.environ:
+            warm_up(*args, **kwargs)
+
+    @functools.wraps(estimate)
+    def profile_cudagraph_memory(self: Any) -> int:
+        return 0 if QUICK_START in os.environ else estimate(self)
+
+    worker.warmup_kernels = warmup_kernels
+    GPUModelRunner.profile_cudagraph_memory = profile_cudagraph_memory
