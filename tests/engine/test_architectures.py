@@ -13,6 +13,8 @@ from tests.support.engines import cache_kinds, metric, running, sequoia, tokens_
 from tests.support.generating import random_prompts
 from tests.support.models import save_llama
 
+pytestmark = pytest.mark.engine
+
 LENGTHS = [5, 37, 90, 200]
 PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 # A block is 128 tokens here, unless told otherwise: windows end within blocks, and at their ends.

@@ -8,6 +8,8 @@ from tests.support.adapters import RANK, save_adapter
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.models import prompts
 
+pytestmark = pytest.mark.engine
+
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 
 

@@ -162,3 +162,13 @@ def test_the_main_path_is_short(runner):
     assert 14 <= len(files) <= 16
     lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
     assert 2_500 <= lines <= 3_200
+
+
+def test_tests_that_start_engines_say_so():
+    """`make test-fast` leaves these out."""
+    files = {file: file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py")}
+    starting = [
+        file for file, text in files.items() if re.search(r"^ +with .*running\(", text, re.M)
+    ]
+    assert len(starting) > 20
+    assert [str(file) for file in starting if "pytest.mark.engine" not in files[file]] == []

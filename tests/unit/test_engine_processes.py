@@ -68,6 +68,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(None, 0), (signal.SIGTERM, 143), (signal.SIGINT, 130)]
 )

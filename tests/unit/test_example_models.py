@@ -134,6 +134,7 @@ class TestModelCard:
     def test_gives_the_command_of_the_evaluation(self, card, evaluation):
         assert f"python {' '.join(evaluation['provenance']['argv'])}\n" in card
 
+    @pytest.mark.slow
     @torch.no_grad()
     def test_evaluation_agrees_with_the_definitions(self, models, tokenizer, evaluation):
         """Cross-entropy and total variation written out, over all prompts."""

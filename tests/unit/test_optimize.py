@@ -255,10 +255,7 @@ def test_never_worse_than_independent_sequences():
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: f"size {problem.size}")
-def test_time_and_memory(problem, capsys):
-    seconds, mib = cost_of(problem, runs=2)
-    with capsys.disabled():
-        print(f"\nDP, {problem}: {1e3 * seconds:.1f} ms, peak {mib:.1f} MiB")
-    # The stated limits are for an idle core; a shared machine gets three times as long.
-    assert seconds < 3 * problem.limit_seconds
+def test_memory(problem):
+    """Its time is `benchmarks.optimizer`'s to say."""
+    _, mib = cost_of(problem, runs=1)
     assert mib < problem.limit_mib
