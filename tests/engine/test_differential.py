@@ -10,7 +10,7 @@ from tests.support.models import prompts
 pytestmark = pytest.mark.engine
 
 REQUESTS = random_requests(prompts(32), 400, seed=14, vocabulary=4096)
-OF_VERIFICATION = {"sequoia": REQUESTS[:230], "traversal": REQUESTS[230:]}
+OF_VERIFICATION = {"sequoia": REQUESTS[:200], "traversal": REQUESTS[200:]}
 OPTIONS = {
     "kv_cache_memory_bytes": 8 << 20,  # some 50 and 100 preemptions
     "block_size": 32,
