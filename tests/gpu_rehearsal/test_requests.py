@@ -22,6 +22,7 @@ from tests.support.generating import (
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import (
     counting_eager_growth,
+    counting_modes,
     generate,
     generate_with_trees,
     rehearsing,
@@ -140,7 +141,7 @@ def join_and_abort(llm: Any, requests: list[Any]) -> dict[str, Any]:
     engine, done = llm.llm_engine, {}
     waiting = list(zip(map(str, range(len(requests))), requests, params(), strict=True))
     step = 0
-    with counting_eager_growth() as eager:
+    with counting_eager_growth() as eager, counting_modes(runner_of(llm)) as modes:
         while waiting or engine.has_unfinished_requests():
             if waiting and step % 2 == 0:
                 engine.add_request(*waiting.pop(0))
@@ -153,6 +154,7 @@ def join_and_abort(llm: Any, requests: list[Any]) -> dict[str, Any]:
         "tokens": completions([done[name] for name in others]),
         "counts": counted(llm),
         "eager growth": eager,
+        "modes": dict(modes),
     }
 
 
@@ -205,6 +207,14 @@ def test_preemption_and_prompts_in_chunks_beside_trees_at_the_end_of_the_budget(
 def test_trees_grow_from_graphs_beside_prompts(which, answers):
     """Whether requests join, are aborted or are preempted, and prompts come in chunks."""
     assert answers[which]["eager growth"] == []
+
+
+def test_the_target_runs_steps_with_trees_in_graphs(answers):
+    """Between attention layers at least, where a step also reads prompts."""
+    modes = answers["joining"]["modes"]
+    assert modes["FULL"] > 3
+    assert modes["PIECEWISE beside prompts"] > 1
+    assert not any(mode.startswith("NONE") for mode in modes)
 
 
 def test_vllms_attention_reads_no_rows_of_trees(answers):

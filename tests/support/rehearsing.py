@@ -1,11 +1,13 @@
 """Engines of the rehearsal: tiny models, and what users get where they set nothing else."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from sequoia_vllm.engine.common.patched import patched
 from tests.support.engines import running
 from tests.support.generating import completions, counted
 
@@ -52,7 +54,6 @@ def counting_eager_growth() -> Iterator[list[int]]:
     from gpu_stand_in import graphs
 
     from sequoia_vllm.drafting.growth import TreeGrowth
-    from sequoia_vllm.engine.common.patched import patched
 
     original, eager = TreeGrowth.grow, []
 
@@ -66,11 +67,25 @@ def counting_eager_growth() -> Iterator[list[int]]:
 
 
 @contextmanager
+def counting_modes(runner: Any) -> Iterator[Counter[str]]:
+    """How the target runs steps with trees within the block, and those that also read prompts."""
+    model_state, modes = runner.model_state, Counter()
+    original = model_state.prepare_attn
+
+    def prepare_attn(batch: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
+        if batch.num_draft_tokens:
+            prompts = " beside prompts" if batch.is_prefilling_np.any() else ""
+            modes[f"{mode.name}{prompts}"] += 1
+        return original(batch, mode, *args, **kwargs)
+
+    with patched(model_state, "prepare_attn", prepare_attn):
+        yield modes
+
+
+@contextmanager
 def recording_kernels() -> Iterator[set[tuple[str, ...]]]:
     """Our kernels that are launched within the block: name, then its tensors' dtypes."""
     from triton.runtime.interpreter import GridExecutor
-
-    from sequoia_vllm.engine.common.patched import patched
 
     original: Any = GridExecutor.__call__
     found: set[tuple[str, ...]] = set()
