@@ -24,10 +24,11 @@ _SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "seed": 5, **_EDITS},
     {"logprobs": 3},
 )
-_MONITORS = {
+MONITORS = {
     "waits": re.compile(r"sync detected|called a synchronizing CUDA operation", re.IGNORECASE),
     "compilations": re.compile(r"during inference"),
 }
+"""What lines of the log tell of each."""
 _MOST_LINES = 15
 
 
@@ -117,7 +118,7 @@ def _watched(run: ItemRun, engine: Engine, serve: Callable[[Engine], None]) -> d
     serve(engine)
     lines = run.log_lines()[before:]
     found: dict[str, Any] = {}
-    for monitor, pattern in _MONITORS.items():
+    for monitor, pattern in MONITORS.items():
         texts = Counter(line[-250:] for line in lines if pattern.search(line))
         found[monitor] = sum(texts.values())
         found[f"lines of {monitor}"] = texts.most_common(_MOST_LINES)

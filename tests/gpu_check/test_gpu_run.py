@@ -1,5 +1,6 @@
 """The program that measures on GPUs: processes, results, models. No engine runs here."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from benchmarks.gpu.item_run import run_item
 from benchmarks.gpu.items import ITEMS, MACHINE, Item, in_order
 from benchmarks.gpu.models import pair_of, write_models
 from benchmarks.gpu.results import FILE, SCHEMA, GpuRunError, Results
+from benchmarks.gpu.serving import MONITORS
 from benchmarks.gpu.table import lines_of
 from sequoia_vllm.hardware.model_config import read_shape
 
@@ -102,6 +104,15 @@ def test_without_a_gpu_the_program_says_so(tmp_path, monkeypatch, capsys):
     arguments = ["--items", "kernels", "--output", str(tmp_path / "out")]
     assert command.main(arguments, start_method="fork") == command.CANNOT
     assert "no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("monitor", "file"),
+    [("waits", "utils/gpu_sync_debug.py"), ("compilations", "utils/jit_monitor.py")],
+)
+def test_vllms_monitors_write_what_is_counted(monitor, file):
+    [folder] = importlib.util.find_spec("vllm").submodule_search_locations
+    assert MONITORS[monitor].search((Path(folder) / file).read_text())
 
 
 @pytest.mark.parametrize("name", sorted({i.options["pair"] for i in ITEMS if "pair" in i.options}))

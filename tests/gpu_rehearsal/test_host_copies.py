@@ -142,6 +142,31 @@ def test_pools_written_more_often_than_steps_are_waited_for(copies):
         pool.copy_to_uva(torch.zeros(3))
 
 
+def test_drafting_may_follow_the_event_that_the_host_waits_for(copies, monkeypatch):
+    """Requests that start in each of several steps, of which the host is one ahead."""
+    from vllm.v1.worker.gpu import buffer_utils
+
+    from sequoia_vllm.engine.v2.drafting.draft_progress import HeadDraftProgress
+
+    pools = buffer_utils.UvaBufferPool
+    monkeypatch.setattr(pools, "copy_to_uva", pools.copy_to_uva)  # to be undone
+    watch_pools(pools, copies)
+    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
+    monkeypatch.setattr(buffer_utils, "async_tensor_h2d", lambda values, **_: values)
+    launches = []
+    kernel = {(1,): lambda *arguments, **_: launches.append(arguments[2].tolist())}
+    monkeypatch.setattr(buffer_utils, "_apply_write_kernel", kernel)
+    progress = HeadDraftProgress(4, [0, 1], torch.device("cpu"))
+    events = []
+    for step in range(8):
+        progress.start(step % 4, 0, [])
+        events.append(copies.mark())  # of the step's tokens, which are there before it drafts
+        progress.take_bounds(np.array([step % 4]), 8)
+        if step > 0:
+            copies.wait(events[step - 1])
+    assert launches == [[step % 4] for step in range(8)]
+
+
 def test_torch_is_as_it_was_afterwards():
     before = torch.zeros, torch.Tensor.copy_, torch.Tensor.to, torch.Tensor.pin_memory
     with installed():

@@ -125,7 +125,7 @@ class V1Reader:
 class Staged:
     """vLLM's `StagedWriteTensor`, whose writes are a Triton kernel's."""
 
-    def __init__(self, size, dtype, device):
+    def __init__(self, size, dtype, device, max_concurrency):
         self.gpu = torch.full((size,), 99, dtype=dtype, device=device)
         self.staged = []
 

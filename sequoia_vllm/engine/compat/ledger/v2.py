@@ -70,7 +70,7 @@ V2 = table({
         "UvaBackedTensor(size, dtype, ...)", "UvaBackedTensor.copy_to_uva(self, ...)",
     ],
     "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor": [
-        "(size, dtype, device, ...)", "stage_write_elem(self, index, x, ...)",
+        "(size, dtype, device, max_concurrency, ...)", "stage_write_elem(self, index, x, ...)",
         "apply_write(self, ...)",
     ],
     "vllm.v1.worker.gpu.cudagraph_utils": [

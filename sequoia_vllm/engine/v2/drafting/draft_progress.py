@@ -19,6 +19,10 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 
+# Host buffers of staged writes. vLLM has two, one for each step under way. A step's drafting comes
+# after the event that the host waits for, so that of three steps one may still read its buffer.
+_BUFFERS = 3
+
 
 class DraftProgress(ABC):
     """Follows how many tokens of each request the draft has read.
@@ -37,7 +41,9 @@ class DraftProgress(ABC):
 
     def __init__(self, max_num_reqs: int, depths: Sequence[int], device: torch.device) -> None:
         self._depths = np.array(depths, dtype=np.int32)
-        self._read = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)
+        self._read = StagedWriteTensor(
+            max_num_reqs, dtype=torch.int32, device=device, max_concurrency=_BUFFERS
+        )
 
     @property
     def read(self) -> Tensor:
