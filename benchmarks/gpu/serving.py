@@ -37,18 +37,13 @@ def adapt(run: ItemRun, pair: str) -> None:
     with started(run, pair, _speculative(run)) as engine:
         measure_arrivals(run, engine, "adapting")
         for drafts in reversed(run.sizes.some_drafts):
-            run.measure(f"limit of {drafts}", partial(_limited, engine, drafts))
+            engine.limit(drafts)  # also where an earlier run has some of what follows
             measure_arrivals(run, engine, f"{drafts} drafts")
 
 
 def _speculative(run: ItemRun) -> dict[str, Any]:
     """All defaults; a rehearsal captures fewer graphs."""
     return {"tree": {"size": run.sizes.drafts[-1] + 1}} if run.tiny else {}
-
-
-def _limited(engine: Engine, drafts: int) -> dict[str, Any]:
-    engine.limit(drafts)
-    return {"drafts": drafts}
 
 
 def measure_arrivals(run: ItemRun, engine: Engine, how: str) -> None:

@@ -61,7 +61,11 @@ def test_every_item_measures_all_of_its_parts(results, found, folder):
     assert found["first"] == found["second"] == 0
     assert all(results.of(name).state == "done" for name in WITH_ENGINES)
     assert "ERROR" not in found["first table"]
-    assert found["first table"] == found["second table"]
+    first, second = (
+        [line for line in found[f"{turn} table"].splitlines() if not line.startswith("machine")]
+        for turn in ("first", "second")
+    )
+    assert first == second
     assert all(f"\n{name}: " in found["second table"] for name in WITH_ENGINES[1:])
 
 
@@ -90,7 +94,7 @@ def test_drafts_follow_limits_while_requests_arrive(results):
     arrivals = results.of("arrivals-8b-eagle3").parts
     for drafts in TINY.some_drafts:
         found = arrivals[f"20 requests/s, {drafts} drafts"]
-        assert found["steps_by_drafts_of_the_second_half"].keys() == {str(drafts)}
+        assert str(drafts) in found["steps_by_drafts_of_the_second_half"]
         assert found["tokens_per_second"] > 0
     assert "20 requests/s, adapting" in arrivals
     assert "20 requests/s, plain" in results.of("plain-8b").parts
