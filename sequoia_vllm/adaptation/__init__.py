@@ -7,9 +7,10 @@ for the engine's next start.
 """
 
 from sequoia_vllm.adaptation.acceptance import FadingAcceptance
-from sequoia_vllm.adaptation.controller import DraftController, Step
+from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.adaptation.state import AdaptationState, StateError, Workload
 from sequoia_vllm.adaptation.step_times import StepTimes
+from sequoia_vllm.adaptation.trials import Step
 
 __all__ = [
     "AdaptationState", "DraftController", "FadingAcceptance", "StateError", "Step", "StepTimes",

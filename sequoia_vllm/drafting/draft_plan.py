@@ -26,8 +26,9 @@ class DraftPlan:
         tree: The engine's tree.
         drafts_by_batch: Drafts per request of batches of 1, 2, ... requests; 0: none.
         most_rows: Most rows of a pass (vLLM's ``max_num_batched_tokens``).
-        fewer: Other numbers of drafts that batches may change over to, from more.
+        others: Other numbers of drafts that batches may change over to.
         least_rows: Rows that every request has in some pass, however small its tree.
+        most_by_batch: At most so many drafts to change over to; none: as ``drafts_by_batch``.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class DraftPlan:
         tree: TokenTree,
         drafts_by_batch: Sequence[int],
         most_rows: int,
-        fewer: Sequence[int] = (),
+        others: Sequence[int] = (),
         least_rows: int = 1,
+        most_by_batch: Sequence[int] = (),
     ) -> None:
         self._tree = tree
         self._inner_rows = inner_rows(tree)
@@ -49,8 +51,8 @@ class DraftPlan:
             if drafts > 0:
                 smallest, _ = self._batches.get(drafts, (batch, batch))
                 self._batches[drafts] = smallest, batch
-        for drafts in fewer:
-            self._batches[drafts] = 1, last_with(drafts, drafts_by_batch)
+        for drafts in others:
+            self._batches[drafts] = 1, last_with(drafts, most_by_batch or drafts_by_batch)
 
     @property
     def drafts(self) -> list[int]:

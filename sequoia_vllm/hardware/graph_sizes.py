@@ -25,21 +25,25 @@ _MIXED_TOKENS = 512
 
 
 def decode_shapes(
-    tokens_by_batch: Sequence[int], most_tokens: int, fewer: Sequence[int] = ()
+    tokens_by_batch: Sequence[int],
+    most_tokens: int,
+    others: Sequence[int] = (),
+    most_by_batch: Sequence[int] = (),
 ) -> list[tuple[int, int]]:
     """Full graphs for decode steps: (tokens of each request, requests).
 
     Padding is less than an eighth of the requests above 8, and none up to there. Where the
     schedule drafts nothing the grid is vLLM's own: decoding is to be what it is without
     speculation. A few more are for one token of each request, for batches in which nobody can
-    draft. Others are for fewer tokens than the schedule's: an engine that adapts may change over
-    to these, at any batch size.
+    draft. Others are for other tokens than the schedule's: an engine that adapts may change over
+    to these.
 
     Args:
         tokens_by_batch: Tokens of each request at batch sizes 1, 2, ...: its
             drafts and one.
         most_tokens: Most tokens of a step; larger ones are not captured.
-        fewer: Other tokens of each request, where the schedule's are more.
+        others: Tokens of each request that batches may change over to.
+        most_by_batch: At most so many at batch sizes 1, 2, ...; none: as ``tokens_by_batch``.
     """
     most_requests = min(len(tokens_by_batch), most_tokens)
     shapes = {
@@ -52,8 +56,9 @@ def decode_shapes(
         grid = _plain_grid(most) if tokens == 1 else _grid(most)
         shapes |= {(tokens, requests) for requests in grid if requests >= (first + 1) // 2}
         first = last + 1
-    for tokens in fewer:
-        most = min(last_with(tokens, tokens_by_batch), most_tokens // tokens)
+    for tokens in others:
+        last = last_with(tokens, most_by_batch or tokens_by_batch)
+        most = min(last, most_tokens // tokens)
         shapes |= {(tokens, requests) for requests in half_octaves(most)}
     return sorted(shapes)
 

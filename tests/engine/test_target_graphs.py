@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-from sequoia_vllm.engine.common.draft_schedule import fewer_drafts
+from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.v2.attention.target_graphs import TreeGraphManager
 from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
@@ -41,15 +41,19 @@ def manager_of(
     drafts = max(entry[2] for entry in schedule)
     fitting = fit_to_budget(schedule, drafts, max_num_seqs, budget)
     tokens = [count + 1 for count in drafts_by_batch(fitting, drafts, max_num_seqs)]
-    sizes = capture_sizes(tokens, budget)
     settings = SequoiaSettings(
         TokenTree.chain(drafts), "given", None, {}, adapts_as="pair" if adapts else None
     )
     config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
-        compilation_config=SimpleNamespace(
-            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1]
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=max_num_seqs, max_num_scheduled_tokens=budget
         ),
+        offload_config=SimpleNamespace(
+            offload_backend="auto",
+            prefetch=SimpleNamespace(offload_group_size=0),
+            uva=SimpleNamespace(cpu_offload_gb=0),
+        ),
+        additional_config={},
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
         use_v2_model_runner=True,
@@ -61,6 +65,10 @@ def manager_of(
         ),
     )
     settings.store(config.speculative_config)
+    sizes = capture_sizes([drafts + 1 for drafts in most_drafts(config)], budget)
+    config.compilation_config = SimpleNamespace(
+        cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1]
+    )
     manager = kind(
         config, torch.device("cpu"), mode, decode_query_len=drafts + 1,
         lora_capture_cases=lora_cases,
@@ -83,7 +91,7 @@ def test_every_batch_size_has_a_full_graph(schedule, max_num_seqs, budget):
     manager, tokens = manager_of(TreeGraphManager, schedule, max_num_seqs, budget)
     assert modes(manager, tokens) == [FULL] * max_num_seqs
     captured = set(manager._capture_descs[FULL])
-    assert len(captured) < 160
+    assert len(captured) < 170
     for batch, each in enumerate(tokens, start=1):
         graph = manager.dispatch(batch, batch * each, each, 0)
         assert graph in captured
@@ -105,6 +113,14 @@ def test_engines_that_adapt_have_graphs_for_fewer_drafts(schedule, max_num_seqs,
             assert batch <= graph.num_reqs <= max(1.5 * batch, batch + 1)
     frozen, _ = manager_of(TreeGraphManager, schedule, max_num_seqs, budget, adapts=False)
     assert len(frozen._capture_descs[FULL]) < len(manager._capture_descs[FULL])
+
+
+def test_engines_that_adapt_have_graphs_beyond_a_pessimistic_schedule():
+    """For up to twice the requests, as far as the token budget has room for trees."""
+    manager, _ = manager_of(TreeGraphManager, [(1, 4, 15), (5, 64, 0)], 64, 2048)
+    assert most_drafts(manager.vllm_config)[:10] == [15] * 8 + [0] * 2
+    for batch in range(1, 9):
+        assert manager.dispatch(batch, batch * 16, 16, 0).cg_mode == FULL
 
 
 def test_requests_that_finish_leave_the_others_a_full_graph():

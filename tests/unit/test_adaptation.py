@@ -1,7 +1,8 @@
-"""Drafts that follow what an engine measures, in a simulated engine with scripted acceptance."""
+"""Drafts that follow what an engine measures, in simulated engines with scripted acceptance."""
 
+import logging
+from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 import pytest
@@ -14,10 +15,13 @@ from sequoia_vllm.adaptation import (
     Step,
     StepTimes,
 )
+from sequoia_vllm.adaptation.step_times import SETTLED, UNSETTLED
+from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
 from sequoia_vllm.metrics import TreeCounts, paths_of
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
+from tests.support.open_loop import Machine, Request, Seen, Server, poisson, walks_of
 
-PROSE, CODE, NONE = [0.55, 0.1, 0.05], [0.85, 0.08, 0.03], [0.05, 0.01, 0.0]
+PROSE, CODE, NONE = (0.55, 0.1, 0.05), (0.85, 0.08, 0.03), (0.05, 0.01, 0.0)
 TREE = optimize_tree(Acceptance.of([0.6, 0.15, 0.08]), 16, 8)
 SIZES = [1, 3, 7, 15]
 FINER = [1, 2, 3, 5, 7, 11, 15]  # where no number needs CUDA graphs
@@ -28,28 +32,12 @@ def controller(drafts: int = 15, most: int = 15, sizes: list[int] = SIZES) -> Dr
     return DraftController(TREE, [drafts] * BATCHES, [most] * BATCHES, sizes)
 
 
-@cache
-def walks_of(acceptance: tuple) -> np.ndarray:
-    """Algorithm 2's accepted nodes, of many trees: of each node child k with chance p[k]."""
-    rng = np.random.default_rng(2)
-    walks = np.full((10_000, TREE.depth), -1)
-    for walk in walks:
-        node = 0
-        for depth, rank in enumerate(
-            np.searchsorted(np.cumsum(acceptance), rng.random(TREE.depth), "right")
-        ):
-            if rank >= len(TREE.children[node]):
-                break
-            node = walk[depth] = TREE.children[node][rank]
-    return walks
-
-
 @dataclass
 class Engine:
     """Steps take a plain one's time, plus ``slope`` per draft and ``draft`` if there are any."""
 
     controlled: DraftController
-    acceptance: list
+    acceptance: tuple
     batch_size: int = 1
     slope: float = 0.02
     draft: float = 0.3
@@ -78,7 +66,7 @@ class Engine:
         trees = round(self.batch_size * self.with_trees)
         if drafts == 0 or trees == 0:
             return b""
-        walks = walks_of(tuple(self.acceptance))
+        walks = walks_of(TREE, self.acceptance)
         accepted = walks[self.rng.integers(len(walks), size=trees)]
         accepted = np.where(accepted <= drafts, accepted, -1)  # a prefix of the tree
         self.tokens += (accepted >= 0).sum()
@@ -125,7 +113,7 @@ def test_speculation_that_does_not_pay_is_off_within_200_steps(batch_size, sizes
 @pytest.mark.parametrize("acceptance", [PROSE, CODE])
 def test_what_is_fastest_is_found_and_kept(acceptance, batch_size, sizes):
     engine = Engine(controller(sizes=sizes), acceptance, batch_size).run(1000)
-    chosen = engine.controlled.lookup[batch_size]
+    chosen = engine.controlled.state().lookup[batch_size]  # but for a trial
     assert engine.speed_of(chosen) > 0.95 * engine.fastest()
     engine.run(3000)
     assert engine.speed > 0.95 * engine.fastest()
@@ -144,7 +132,7 @@ def test_the_speedup_is_known_once_no_drafts_were_seen(batch_size):
 
 
 def test_what_could_not_pay_if_it_took_no_longer_than_fewer_drafts_is_not_tried():
-    acceptance = [0.3, 0.05, 0.02]
+    acceptance = (0.3, 0.05, 0.02)
     engine = Engine(controller(), acceptance, draft=1.0).run(3000)
     assert engine.controlled.lookup[1] == 0
     assert 1 in engine.history  # whose time says that 3 and 7 are not worth a trial
@@ -156,11 +144,11 @@ def test_what_could_not_pay_if_it_took_no_longer_than_fewer_drafts_is_not_tried(
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_first_trials_are_early_and_later_ones_cost_next_to_nothing(batch_size):
     """Drafts double a step's time, and could each pay until they are tried."""
-    engine = Engine(controller(), PROSE, batch_size, slope=0.12, draft=0.7).run(300)
+    engine = Engine(controller(), PROSE, batch_size, slope=0.12, draft=0.7).run(500)
     assert engine.controlled.lookup[batch_size] == 0
     engine.run(2000)
     assert engine.speed > 0.99 * engine.fastest()
-    assert engine.history[300:].count(0) < 2000  # something is tried again
+    assert engine.history[500:].count(0) < 2000  # something is tried again
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -185,15 +173,15 @@ def test_it_comes_back_when_speculation_pays():
 
 def test_a_workload_that_drifts_moves_the_tree():
     engine = Engine(controller(), CODE, slope=0.06).run(2000)
-    code = engine.controlled.lookup[1]
-    engine.acceptance = [0.3, 0.05, 0.02]
+    code = engine.controlled.state().lookup[1]  # but for a trial
+    engine.acceptance = (0.3, 0.05, 0.02)
     engine.run(4000)
-    prose = engine.controlled.lookup[1]
+    prose = engine.controlled.state().lookup[1]
     assert prose < code
     assert engine.speed_of(prose) > 0.95 * engine.fastest()
     engine.acceptance = CODE
     engine.run(6000)
-    assert engine.controlled.lookup[1] > prose
+    assert engine.controlled.state().lookup[1] > prose
 
 
 def test_greedy_and_sampled_requests_are_known_apart():
@@ -211,7 +199,7 @@ def test_requests_without_drafts_count():
     """Three quarters of the batch gain nothing: the rest does not pay for all."""
     engine = Engine(controller(), CODE, 8, slope=0.1, with_trees=0.25).run(600)
     assert engine.fastest() == engine.speed_of(0)
-    assert engine.history[200:].count(0) > 300
+    assert engine.history[200:].count(0) > 280
 
 
 def test_batches_of_other_sizes_are_left_alone():
@@ -262,6 +250,181 @@ def test_drafts_that_are_never_accepted_end_though_steps_without_them_seemed_slo
         )
         last = drafts
     assert controlled.lookup[1] == 0
+
+
+# -- under open-loop arrivals ------------------------------------------------------------------
+
+# A device that computes much while it reads its weights, and one that computes little.
+GPU, CPU = Machine(), Machine(row=1.2e-3, context=1e-7, tree_context=3e-7, draft=0.05)
+WEAK = (0.35, 0.08, 0.04)
+BUDGET, MOST_RUNNING = 512, 64
+
+
+def controlled_server(machine: Machine, drafts: int = 15, **limits: int) -> Server:
+    """A server whose controller begins with a schedule that fits its budget."""
+    fitting = fit_to_budget([(1, 1, drafts)], drafts, MOST_RUNNING, BUDGET)
+    schedule = [0, *drafts_by_batch(fitting, drafts, MOST_RUNNING)]
+    controlled = DraftController(TREE, schedule, [15] * BATCHES, SIZES)
+
+    def observe(*, drafts: int, is_steady: bool, **seen) -> None:
+        steady = drafts if is_steady else None
+        controlled.observe(Step(drafts=steady, workload="greedy", **seen))
+
+    server = Server(TREE, machine, controlled.lookup, observe, budget=BUDGET, **limits)
+    server.controlled = controlled
+    return server
+
+
+def fixed_servers(machine: Machine, **limits: int) -> dict[int, Server]:
+    """Servers that draft the same at all batch sizes, by drafts; 0: plain decoding."""
+    return {
+        drafts: Server(
+            TREE, machine, [drafts] * BATCHES, is_plain=drafts == 0, budget=BUDGET, **limits
+        )
+        for drafts in (0, *SIZES)
+    }
+
+
+def steady(rate, acceptance, count, prompt=64, output=96):
+    return lambda: poisson(
+        np.random.default_rng(0), rate, count, lambda _: acceptance, lambda _: prompt, output
+    )
+
+
+def drifting_acceptance() -> list[Request]:
+    return poisson(np.random.default_rng(0), 6, 600, lambda place: CODE if place < 0.5 else WEAK)
+
+
+def drifting_contexts() -> list[Request]:
+    rng = np.random.default_rng(0)
+    return poisson(rng, 3, 800, lambda _: PROSE, lambda place: 64 if place < 0.4 else 1000)
+
+
+def bursts() -> list[Request]:
+    trace = poisson(np.random.default_rng(0), 6, 800, lambda _: PROSE)
+    for place, request in enumerate(trace):
+        request.arrival = 8.0 * (place // 40)
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("machine", "trace"),
+    [
+        pytest.param(GPU, steady(4, PROSE, 400), id="prose"),
+        pytest.param(GPU, steady(4, PROSE, 500, prompt=500), id="long prompts"),
+        pytest.param(CPU, steady(1, WEAK, 320), id="a small device"),
+        pytest.param(GPU, drifting_acceptance, id="drifting acceptance"),
+        pytest.param(GPU, drifting_contexts, id="drifting contexts"),
+        pytest.param(GPU, bursts, id="bursts"),
+    ],
+)
+def test_users_wait_no_longer_than_with_the_best_fixed_number_of_drafts(machine, trace):
+    fixed = [Seen.of(server.serve(trace())) for server in fixed_servers(machine).values()]
+    seen = Seen.of(controlled_server(machine).serve(trace()))
+    assert seen.seconds_per_token <= min(one.seconds_per_token for one in fixed) / 0.98
+    assert seen.tokens_per_second >= 0.98 * max(one.tokens_per_second for one in fixed)
+
+
+@pytest.mark.parametrize(
+    ("machine", "trace"),
+    [
+        pytest.param(GPU, steady(4, NONE, 500), id="no acceptance"),
+        # One draft seems to gain a little over steps in which a head still reads.
+        pytest.param(Machine(reading=0.05), steady(4, NONE, 600), id="a head that reads on"),
+        pytest.param(GPU, steady(16, NONE, 1500, 256, 16), id="prompts in most steps"),
+    ],
+)
+def test_where_nothing_pays_users_wait_as_long_as_without_speculation(machine, trace):
+    plain = Seen.of(fixed_servers(machine)[0].serve(trace()))
+    seen = Seen.of(controlled_server(machine).serve(trace()))
+    assert seen.seconds_per_token <= plain.seconds_per_token / 0.99
+    assert seen.tokens_per_second >= 0.99 * plain.tokens_per_second
+
+
+def test_more_requests_than_can_be_served_are_served_as_fast_as_by_the_best_choice():
+    """All arrive at once; on a small device drafts take time from prompts."""
+    trace = steady(1e6, WEAK, 400)
+    fixed = [Seen.of(one.serve(trace())) for one in fixed_servers(CPU).values()]
+    seen = Seen.of(controlled_server(CPU).serve(trace()))
+    assert seen.drained_per_second >= 0.98 * max(one.drained_per_second for one in fixed)
+
+
+def test_a_pessimistic_schedule_is_exceeded():
+    server = controlled_server(GPU, drafts=1)
+    server.serve(steady(4, CODE, 100)())
+    assert Counter(server.history).most_common(1)[0][0] >= 7
+
+
+def test_steps_that_read_prompts_are_learned_from():
+    """Every step reads a part of a prompt."""
+    controlled, last = controller(), 15
+    for _ in range(300):
+        drafts = controlled.lookup[4]
+        paths = paths_of(TREE, np.full((4, TREE.depth), -1), np.full(4, drafts + 1)).tobytes()
+        seconds = 1.0 + 0.4 * (drafts > 0) + 0.01 * 100
+        steady = drafts if drafts == last else None
+        controlled.observe(
+            Step(4, steady, seconds, "greedy", paths if drafts else b"", 100, 4 * 200)
+        )
+        last = drafts
+    assert controlled.lookup[4] == 0
+
+
+def test_where_drafts_cause_preemptions_trees_shrink_first():
+    limits = {"slots": 32 * 110, "most_running": 32}
+    trace = steady(1e6, PROSE, 300)
+    fixed = fixed_servers(GPU, **limits)
+    seen = [Seen.of(server.serve(trace())) for server in fixed.values()]
+    server = controlled_server(GPU, **limits)
+    adapted = Seen.of(server.serve(trace()))
+    assert server.preemptions < fixed[15].preemptions
+    assert adapted.drained_per_second >= 0.95 * max(one.drained_per_second for one in seen)
+
+
+def preempted_steps(controlled: DraftController, preempted: int, steps: int = 20) -> None:
+    for _ in range(steps):
+        controlled.observe(Step(4, None, None, "greedy", preempted=preempted))
+
+
+def test_trees_shrink_by_sizes_and_grow_again_once_it_is_calm():
+    controlled = controller()
+    preempted_steps(controlled, 1)
+    assert controlled.lookup == [15] * 4 + [7] * (BATCHES - 4)
+    preempted_steps(controlled, 1)
+    assert controlled.lookup[4:] == [3] * (BATCHES - 4)
+    preempted_steps(controlled, 0, 1001)
+    assert controlled._most == [15] * BATCHES
+
+
+def test_preemptions_without_drafts_are_not_theirs():
+    controlled = controller()
+    preempted_steps(controlled, 1, 17 * 4 + 2)
+    assert controlled.lookup[4] == 0
+    preempted_steps(controlled, 1)
+    assert controlled._most == [15] * BATCHES
+    controlled.lookup[4] = 7
+    preempted_steps(controlled, 1)  # nothing is asked of drafts for a while
+    assert controlled.lookup[4] == 7
+
+
+def test_decisions_are_logged_at_most_once_a_minute(monkeypatch, caplog):
+    now = [0.0]
+    monkeypatch.setattr("sequoia_vllm.adaptation.controller.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level("INFO", "vllm.sequoia.adaptation")
+    engine = Engine(controller(), NONE).run(300)
+    [off] = caplog.messages
+    assert off.startswith("Sequoia: speculation off at batch 1 (plain 1 tokens/s, with drafts 1)")
+    caplog.clear()
+    engine.acceptance = CODE
+    engine.run(15_000)
+    assert engine.controlled.decisions > 2
+    assert caplog.messages == []
+    now[0] = 61.0
+    engine.run(300)
+    [on] = caplog.messages
+    assert on.startswith("Sequoia: ")
+    assert "drafts at batch 1 (" in on
 
 
 # -- across restarts ----------------------------------------------------------------------------
@@ -377,17 +540,42 @@ def test_times_are_those_of_like_batches():
     for _ in range(6):
         times.add(15, 8, 2.0)
     times.add(15, 8, 50.0)  # a step that waited for something
-    assert times.known(15, 8) == 2.0
-    assert 2.0 < times.known(15, 9) < 2.25
+    assert times.known(15, 8) == pytest.approx(2.0, rel=0.01)
     assert times.known(15, 16) is None
     assert times.known(7, 8) is None
     times.forget(15, 9)
     assert times.known(15, 8) is None
 
 
-def test_steps_with_fewer_drafts_take_no_longer():
+def test_prices_are_told_apart():
+    """Steps read prompts of any length, over contexts of any length, in batches of any size."""
+    rng, times = np.random.default_rng(0), StepTimes()
+
+    def seconds(drafts, batch, prompts, context):
+        drafted = drafts > 0
+        of_rows = batch * (0.1 + 0.01 * drafts)
+        of_prompts = (0.004 + 0.001 * drafted) * prompts
+        return 2.0 + drafted + of_rows + of_prompts + (1e-4 + 2e-4 * drafted) * context
+
+    for step in range(192):
+        drafts, batch = (0, 3, 15)[step % 3], int(rng.integers(4, 8))
+        prompts = int(rng.integers(0, 500)) * int(rng.integers(2))
+        context = int(rng.integers(0, 4000))
+        took = seconds(drafts, batch, prompts, context) * rng.lognormal(0, 0.02)
+        times.add(drafts, batch, took * (4 if step % 50 == 49 else 1), prompts, context)
+    for drafts in (0, 3, 15):
+        for context in (500, 6000):
+            expected = seconds(drafts, 5, 0, context)
+            assert times.known(drafts, 5, context) == pytest.approx(expected, rel=0.04)
+    assert times.prompt_price(0) == pytest.approx(0.004, rel=0.1)
+    assert times.prompt_price(15) == pytest.approx(0.005, rel=0.1)
+
+
+def test_without_drafts_only_steps_count_that_read_nothing_for_them():
     times = StepTimes()
-    for drafts, seconds in [(0, 2.5), (3, 1.0), (7, 3.0), (15, 2.0)]:
-        for _ in range(6):
-            times.add(drafts, 8, seconds)
-    assert times.known_growing([0, 1, 3, 7, 15], 8) == {0: 1.0, 3: 1.0, 7: 2.0, 15: 2.0}
+    for _ in range(SETTLED):
+        times.add(UNSETTLED, 8, 1.05)
+    assert times.known(0, 8) == pytest.approx(1.05)  # as there are no others
+    for _ in range(6):
+        times.add(0, 8, 1.0)
+    assert times.known(0, 8) == pytest.approx(1.0)

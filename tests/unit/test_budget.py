@@ -136,6 +136,12 @@ def test_engines_that_adapt_have_graphs_for_fewer_drafts():
     }
 
 
+def test_engines_that_adapt_have_graphs_beyond_their_schedule():
+    tokens, most = [16] * 4 + [1] * 12, [16] * 8 + [1] * 8
+    found = set(decode_shapes(tokens, 1024, [16], most))
+    assert found - set(decode_shapes(tokens, 1024, [16])) == {(16, 6), (16, 8)}
+
+
 def test_steps_of_many_tokens_are_not_captured():
     assert decode_shapes([64] * 40, 1024)[-1] == (64, 16)
     assert capture_sizes([64] * 40, 8192)[-1] == 1024

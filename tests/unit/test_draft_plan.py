@@ -56,7 +56,7 @@ def test_only_what_the_schedule_reaches_is_captured():
 
 
 def test_fewer_drafts_are_captured_for_all_batches_that_may_change_over_to_them():
-    plan = DraftPlan(TREE, [6] * 4 + [3] * 12 + [0] * 100, most_rows=2048, fewer=[6, 3, 1])
+    plan = DraftPlan(TREE, [6] * 4 + [3] * 12 + [0] * 100, most_rows=2048, others=[6, 3, 1])
     frozen = DraftPlan(TREE, [6] * 4 + [3] * 12 + [0] * 100, most_rows=2048)
     assert plan.drafts == [6, 3, 1]
     assert plan.graph_sizes(6) == [1, 2, 3, 4]
@@ -69,6 +69,14 @@ def test_trees_that_are_equally_deep_share_the_graphs_that_read():
     assert plan.read_sizes == {3: [1, 2, 3, 4, 6, 8, 12, 16]}
     plan = DraftPlan(TREE, [6] * 4 + [1] * 2 + [0] * 100, most_rows=2048)
     assert plan.read_sizes == {3: [1, 2, 3, 4], 2: [6]}
+
+
+def test_a_schedule_may_be_exceeded_where_that_is_planned():
+    most = [6] * 8 + [3] * 24 + [1] * 84
+    plan = DraftPlan(TREE, [6] * 4 + [3] * 12 + [0] * 100, 2048, [6, 3, 1], most_by_batch=most)
+    assert plan.graph_sizes(6) == [1, 2, 3, 4, 6, 8]
+    assert plan.graph_sizes(3)[-1] == 32
+    assert plan.most_requests(6) == 8
 
 
 def test_logits_are_kept_for_the_largest_product_of_batch_and_nodes():

@@ -12,7 +12,13 @@ from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.common.vllm_advice import drop_misleading_advice
 from sequoia_vllm.engine.offload.settings import offload_of
 from sequoia_vllm.engine.offload.vllms import offloading_backend
-from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
+from sequoia_vllm.graph_batches import last_with
+from sequoia_vllm.hardware.budget import (
+    beyond_budget,
+    drafts_by_batch,
+    fit_to_budget,
+    rungs,
+)
 from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, capture_sizes, first_beyond
 
 logger = logging.getLogger("vllm.sequoia")
@@ -44,6 +50,32 @@ def fewer_drafts(vllm_config: Any) -> list[int]:
     if SequoiaSettings.of(vllm_config).adapts_as is None:
         return []
     return rungs(scheduled_drafts(vllm_config), between=not vllm_config.use_v2_model_runner)
+
+
+def most_drafts(vllm_config: Any) -> list[int]:
+    """Drafts per request that an engine may ever have, for batches of 1, 2, ... requests.
+
+    Engines that adapt may exceed their schedule, which may be too pessimistic: on V1 up to what
+    the token budget has room for, on V2, which captures graphs, up to twice the requests that
+    the schedule has so many drafts for. Others have the schedule.
+    """
+    schedule = scheduled_drafts(vllm_config)
+    if SequoiaSettings.of(vllm_config).adapts_as is None:
+        return schedule
+    drafts, limits = (
+        vllm_config.speculative_config.num_speculative_tokens,
+        vllm_config.scheduler_config,
+    )
+    budget, offloaded = token_budget(limits), is_offloaded(vllm_config)
+    fitting = fit_to_budget([(1, 1, drafts)], drafts, limits.max_num_seqs, budget, offloaded)
+    most = drafts_by_batch(fitting, drafts, limits.max_num_seqs)
+    if vllm_config.use_v2_model_runner:
+        last = {number: 2 * last_with(number, schedule) for number in fewer_drafts(vllm_config)}
+        most = [
+            max((number for number in last if number <= room and batch <= last[number]), default=0)
+            for batch, room in enumerate(most, start=1)
+        ]
+    return list(map(max, schedule, most))
 
 
 @contextmanager
@@ -103,7 +135,8 @@ def plan_schedule(vllm_config: Any, keep_schedule: bool) -> None:
     is_users = graphs.cudagraph_capture_sizes is not None
     if vllm_config.use_v2_model_runner and not (is_users or graphs.max_cudagraph_capture_size):
         tokens = [count + 1 for count in drafts_by_batch(schedule, *limits)]
-        graphs.cudagraph_capture_sizes = capture_sizes(tokens, scheduler.max_num_batched_tokens)
+        most = [count + 1 for count in most_drafts(vllm_config)]
+        graphs.cudagraph_capture_sizes = capture_sizes(most, scheduler.max_num_batched_tokens)
         uncaptured = first_beyond(tokens, MOST_TOKENS)
         if uncaptured and not vllm_config.model_config.enforce_eager:
             logger.info(

@@ -11,9 +11,8 @@ import time
 from typing import Any
 
 from sequoia_vllm.adaptation import AdaptationState, DraftController, StateError, Step, Workload
-from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, token_budget
+from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
 from sequoia_vllm.library.user_files import (
     USER_DIRECTORY_VARIABLE,
     adaptation_path,
@@ -65,18 +64,9 @@ def _adapter_of(scheduler: Any) -> SchedulerAdapter | None:
     if settings.adapts_as is None:
         return None
     schedule, sizes = scheduler.dynamic_sd_lookup, fewer_drafts(config)
-    # V2 captures graphs, and has memory for draft logits, as far as the schedule goes.
-    most = schedule if config.use_v2_model_runner else _most_drafts(config)
-    controller = DraftController(settings.tree, schedule, list(most), sizes)
+    controller = DraftController(settings.tree, schedule, [0, *most_drafts(config)], sizes)
     scheduler.dynamic_sd_lookup = controller.lookup  # changed in place
     return SchedulerAdapter(controller, settings.adapts_as, keeps=settings.keeps)
-
-
-def _most_drafts(config: Any) -> list[int]:
-    """What the token budget has room for at batch sizes 0 (not used), 1, 2, ..."""
-    drafts, limits = config.speculative_config.num_speculative_tokens, config.scheduler_config
-    fitting = fit_to_budget([(1, 1, drafts)], drafts, limits.max_num_seqs, token_budget(limits))
-    return [0, *drafts_by_batch(fitting, drafts, limits.max_num_seqs)]
 
 
 class SchedulerAdapter:
@@ -114,16 +104,21 @@ class SchedulerAdapter:
             scheduled.num_spec_tokens_to_schedule,
         )
         if requests > 0:
-            # The step scored as many drafts as it grows, and read no prompt.
-            decodes = drafts == self._drafts and not scheduled.scheduled_new_reqs
-            alone = decodes and max(scheduled.num_scheduled_tokens.values()) <= drafts + 1
+            scored = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+            contexts = [new.num_computed_tokens for new in scheduled.scheduled_new_reqs]
+            contexts += scheduled.scheduled_cached_reqs.num_computed_tokens
+            # Where as many were scored as are grown, the time is of this number of drafts.
+            is_steady = drafts == self._drafts
             self._controller.observe(
                 Step(
                     batch_size=requests,
-                    drafts=drafts if alone else None,
+                    drafts=drafts if is_steady else None,
                     seconds=None if self._before is None else now - self._before,
                     workload=self._workload(),
                     paths=paths,
+                    prompts=max(scheduled.total_num_scheduled_tokens - requests - scored, 0),
+                    context=sum(contexts),
+                    preempted=len(scheduled.preempted_req_ids or ()),
                 )
             )
             self._drafts = drafts

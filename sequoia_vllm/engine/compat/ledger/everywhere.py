@@ -114,7 +114,7 @@ EVERYWHERE = table({
     "vllm.v1.attention.backends.registry": ["register_backend(backend, class_path, ...)"],
     "vllm.v1.attention.selector": ["_cached_get_attn_backend.cache_clear"],
     "vllm.v1.core.sched.output:CachedRequestData": [
-        "req_ids", "new_block_ids",
+        "req_ids", "new_block_ids", "num_computed_tokens",
     ],
     "vllm.v1.core.sched.output:NewRequestData": [
         "req_id", "num_computed_tokens", "block_ids",
@@ -123,6 +123,7 @@ EVERYWHERE = table({
         "num_scheduled_tokens", "finished_req_ids", "total_num_scheduled_tokens",
         "num_spec_tokens_to_schedule", "has_structured_output_requests",
         "scheduled_spec_decode_tokens", "scheduled_new_reqs", "scheduled_cached_reqs",
+        "preempted_req_ids",
     ],
     "vllm.v1.core.sched.scheduler:Scheduler": [
         "get_request_counts(self)", "update_draft_token_ids(self, draft_token_ids)",

@@ -1,6 +1,6 @@
 """The target's CUDA graphs: those that the engine's schedule can reach, and found by all batches.
 
-An engine can reach the schedule's numbers of drafts, and fewer where it adapts. vLLM captures
+An engine can reach the schedule's numbers of drafts, and others where it adapts. vLLM captures
 every one of its sizes for every number of drafts in the schedule. It gives a batch the next
 larger captured number of tokens, for any number of drafts. If that graph is for another number,
 the batch runs without a full graph.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
-from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, scheduled_drafts
+from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts, scheduled_drafts
 from sequoia_vllm.hardware.graph_sizes import decode_shapes
 
 
@@ -65,8 +65,9 @@ class TreeGraphManager(ModelCudaGraphManager):
     def _shapes(self, most_tokens: int) -> list[tuple[int, int]]:
         """See `decode_shapes`."""
         tokens_by_batch = [drafts + 1 for drafts in scheduled_drafts(self.vllm_config)]
-        fewer = [drafts + 1 for drafts in fewer_drafts(self.vllm_config)]
-        return decode_shapes(tokens_by_batch, most_tokens, fewer)
+        others = [drafts + 1 for drafts in fewer_drafts(self.vllm_config)]
+        most_by_batch = [drafts + 1 for drafts in most_drafts(self.vllm_config)]
+        return decode_shapes(tokens_by_batch, most_tokens, others, most_by_batch)
 
 
 def _smallest_of_each(

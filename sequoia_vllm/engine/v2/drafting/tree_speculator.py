@@ -22,7 +22,7 @@ from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.draft_plan import DraftPlan
 from sequoia_vllm.drafting.growth import DraftModel, DraftQueries, DraftStates, TreeGrowth
 from sequoia_vllm.drafting.tree_tables import TreeTables
-from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, scheduled_drafts
+from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts, scheduled_drafts
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.attention_layers import freed_behind
 from sequoia_vllm.engine.runner.draft_failure import survive_draft
@@ -71,9 +71,12 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         self.req_states = req_states
         self.backend = backend
         self.modes = RequestModes(self.max_num_reqs, thinks_first(vllm_config))
-        drafts, fewer = scheduled_drafts(vllm_config), fewer_drafts(vllm_config)
-        self.most_scored = most_scored(drafts, tree.size, self.max_num_tokens)
-        self.plan = DraftPlan(tree, drafts, self.max_num_tokens, fewer, self._least_rows())
+        most = most_drafts(vllm_config)
+        self.most_scored = most_scored(most, tree.size, self.max_num_tokens)
+        self.plan = DraftPlan(
+            tree, scheduled_drafts(vllm_config), self.max_num_tokens, fewer_drafts(vllm_config),
+            self._least_rows(), most,
+        )  # fmt: skip
         steps_ahead = vllm_config.max_concurrent_batches - 1
         self.progress = self._new_progress(steps_ahead)
         self.batch = DraftBatch(self.max_num_reqs, device, self.state_offset)

@@ -1,0 +1,62 @@
+"""What the engine core tells its controller of a step, as vLLM's scheduler describes it."""
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from sequoia_vllm.adaptation import DraftController
+from sequoia_vllm.engine.core.adapting import SchedulerAdapter
+from sequoia_vllm.tree import TokenTree
+
+
+class Told(DraftController):
+    """Keeps the steps that it is told of."""
+
+    def __init__(self) -> None:
+        super().__init__(TokenTree.chain(3), [3] * 9, [3] * 9, [3, 1])
+        self.steps = []
+
+    def observe(self, step) -> None:
+        self.steps.append(step)
+
+
+@pytest.fixture
+def told(monkeypatch, tmp_path):
+    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path))
+    return Told()
+
+
+def step_of(new=(), cached=(), drafts=3, preempted=()) -> SchedulerOutput:
+    """``new`` and ``cached``: (request, tokens scheduled, drafts among them, tokens computed)."""
+    output = SchedulerOutput.make_empty()
+    output.num_spec_tokens_to_schedule = drafts
+    output.num_scheduled_tokens = {name: tokens for name, tokens, _, _ in (*new, *cached)}
+    output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+    output.scheduled_spec_decode_tokens = {n: [-1] * d for n, _, d, _ in cached if d}
+    requests = CachedRequestData.make_empty()
+    requests.req_ids = [name for name, *_ in cached]
+    requests.num_computed_tokens = [computed for *_, computed in cached]
+    output.scheduled_cached_reqs = requests
+    greedy = SamplingParams(temperature=0)
+    output.scheduled_new_reqs = [
+        NewRequestData(name, None, [], greedy, None, ([],), computed, None)
+        for name, _, _, computed in new
+    ]
+    output.preempted_req_ids = set(preempted)
+    return output
+
+
+def test_steps_are_told_with_their_prompts_contexts_and_preemptions(told):
+    adapter = SchedulerAdapter(told, "a-pair", keeps=False)
+    adapter.follow(step_of(new=[("a", 100, 0, 0)]), b"", 1.0, is_busy=True)
+    adapter.follow(step_of(cached=[("a", 4, 3, 100)]), b"", 1.5, is_busy=True)
+    mixed = step_of(new=[("b", 50, 0, 16)], cached=[("a", 4, 3, 103)], preempted=["c"])
+    adapter.follow(mixed, b"", 1.75, is_busy=False)
+    adapter.follow(step_of(cached=[("a", 4, 3, 105), ("b", 1, 0, 66)], drafts=1), b"", 9.0, True)
+    first, alone, mixed, changed = told.steps
+    assert (first.drafts, first.seconds, first.prompts, first.context) == (None, None, 99, 0)
+    assert (alone.drafts, alone.seconds, alone.prompts, alone.context) == (3, 0.5, 0, 100)
+    assert (mixed.drafts, mixed.seconds, mixed.prompts, mixed.context) == (3, 0.25, 49, 119)
+    assert [step.preempted for step in told.steps] == [0, 0, 1, 0]
+    assert (changed.drafts, changed.seconds, changed.prompts) == (None, None, 0)
+    assert changed.workload == "greedy"

@@ -1,0 +1,277 @@
+"""A simulated server under open-loop arrivals: what users see, and what a controller is told."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+
+from sequoia_vllm.metrics import paths_of
+from sequoia_vllm.tree import TokenTree
+
+_WALKS = 10_000
+
+
+@cache
+def walks_of(tree: TokenTree, acceptance: tuple[float, ...]) -> np.ndarray:
+    """Algorithm 2's accepted nodes, of many trees: of each node child k with chance p[k]."""
+    rng = np.random.default_rng(2)
+    walks = np.full((_WALKS, tree.depth), -1)
+    for walk in walks:
+        node = 0
+        for depth, rank in enumerate(
+            np.searchsorted(np.cumsum(acceptance), rng.random(tree.depth), "right")
+        ):
+            if rank >= len(tree.children[node]):
+                break
+            node = walk[depth] = tree.children[node][rank]
+    return walks
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds of a step by a roofline, which is not of the form that controllers fit.
+
+    Attributes:
+        weights, row: Seconds to read the target's weights, and to compute one token.
+        context, tree_context: Seconds to read one token of context; more for 16 nodes of a tree.
+        draft: The draft's share of ``weights`` and ``row``.
+        reading, reads: Without drafts the draft reads on, in so many steps after the last one
+            with drafts. Each takes longer than plain decoding by this share.
+        noise: Standard deviation of a step's logarithm.
+        disturbed: Share of the steps that take three times as long.
+    """
+
+    weights: float = 0.01
+    row: float = 1e-4
+    context: float = 3e-8
+    tree_context: float = 3e-8
+    draft: float = 0.08
+    reading: float = 0.0
+    reads: int = 64
+    noise: float = 0.06
+    disturbed: float = 0.01
+
+    def seconds(
+        self, depth: int, drafts: int, trees: int, rows: int, prompts: int, context: int
+    ) -> float:
+        """Seconds of a step.
+
+        Args:
+            depth, drafts, trees: Of the trees that it grows.
+            rows: Tokens that the target reads, of prompts and trees.
+            prompts: Those of prompts.
+            context: Tokens before these.
+        """
+        seconds = self._pass(rows) + self.context * context
+        if drafts > 0:
+            seconds += self.draft * depth * self._pass(trees * drafts / depth)
+            seconds += self.draft * self.row * prompts
+            seconds += self.tree_context * context * (1 + drafts // 16)
+        return seconds
+
+    def _pass(self, rows: float) -> float:
+        return float((self.weights**3 + (self.row * rows) ** 3) ** (1 / 3))
+
+
+@dataclass(eq=False)
+class Request:
+    """One request; what follows ``acceptance`` changes while it is served.
+
+    Attributes:
+        acceptance: p[child] of its trees, at any depth.
+        unread, read: Tokens that the target has still to read before it decodes, and has read.
+        drafts: Of the tree that its next step scores.
+    """
+
+    arrival: float
+    prompt: int
+    output: int
+    acceptance: tuple[float, ...]
+    number: int = 0
+    unread: int = 0
+    read: int = 0
+    emitted: int = 0
+    drafts: int = 0
+    first: float = 0.0
+    last: float = 0.0
+
+
+def poisson(
+    rng: np.random.Generator,
+    rate: float,
+    count: int,
+    acceptance: Callable[[float], tuple[float, ...]],
+    prompt: Callable[[float], int] = lambda _: 64,
+    output: int = 96,
+) -> list[Request]:
+    """Requests that arrive at random; the functions take a request's place, from 0 to 1."""
+    arrivals = np.cumsum(rng.exponential(1 / rate, count))
+    outputs = 8 + rng.exponential(output - 8, count).astype(int)
+    prompts = [8 + int(rng.exponential(prompt(place / count))) for place in range(count)]
+    return [
+        Request(arrival, prompt, output, acceptance(number / count), number)
+        for number, (arrival, prompt, output) in enumerate(
+            zip(arrivals.tolist(), prompts, outputs.tolist(), strict=True)
+        )
+    ]
+
+
+@dataclass
+class Server:
+    """Continuous batching with chunked prompts; drafts by batch size from a table.
+
+    Attributes:
+        tree: What it drafts prefixes of.
+        machine: How long its steps take.
+        lookup: Drafts by batch size.
+        observe: Is told of each step; None: a server whose table stays.
+        is_plain: It has no draft that reads.
+        most_running, budget, slots: Requests at once, tokens of a step, and of the KV cache.
+    """
+
+    tree: TokenTree
+    machine: Machine
+    lookup: Sequence[int]
+    observe: Callable[..., None] | None = None
+    is_plain: bool = False
+    most_running: int = 32
+    budget: int = 512
+    slots: int = 1 << 40
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    clock: float = 0.0
+    preemptions: int = 0
+    history: list[int] = field(default_factory=list)
+
+    def serve(self, trace: Sequence[Request]) -> list[Request]:
+        """Serves a trace to its end; returns it, with the times of first and last tokens."""
+        self._depths = np.maximum.accumulate(self.tree.depths).tolist()
+        waiting, running = deque(trace), list[Request]()
+        for request in waiting:
+            request.unread = request.prompt
+        before, undrafted = -1, 0
+        while waiting or running:
+            if not running:
+                self.clock = max(self.clock, waiting[0].arrival)
+            preempted = self._preempt(running, waiting)
+            while not preempted and waiting and self._fits(waiting[0], running):
+                running.append(waiting.popleft())
+            scheduled = self._schedule(running)
+            drafts = self.lookup[len(scheduled)]
+            decoding = [r for r, tokens in scheduled if r.unread == 0]
+            prompts = sum(tokens for r, tokens in scheduled if r.unread)
+            rows = prompts + len(decoding) + sum(r.drafts for r in decoding)
+            context = sum(r.read for r, _ in scheduled)
+            for r, tokens in scheduled:
+                if r.unread:
+                    r.read, r.unread = r.read + tokens, r.unread - tokens
+                    if r.unread == 0:
+                        decoding.append(r)
+            seconds = self.machine.seconds(
+                self._depths[drafts], drafts, len(decoding), rows, prompts, context
+            )
+            undrafted = 0 if drafts > 0 else undrafted + 1
+            if not self.is_plain and 0 < undrafted <= self.machine.reads:
+                seconds *= 1 + self.machine.reading
+            seconds *= self.rng.lognormal(0, self.machine.noise)
+            seconds *= 3 if self.rng.random() < self.machine.disturbed else 1
+            self.clock += seconds
+            paths = self._verify([r for r in decoding if r.drafts])
+            for r in decoding:
+                if r.emitted == 0:
+                    r.first = self.clock
+                r.emitted, r.read = r.emitted + 1, r.read + 1
+                r.last, r.drafts = self.clock, drafts
+            if self.observe is not None:
+                self.observe(
+                    batch_size=len(scheduled), drafts=drafts, is_steady=drafts == before,
+                    seconds=seconds, paths=paths, prompts=prompts, context=context,
+                    preempted=preempted,
+                )  # fmt: skip
+            before = drafts
+            self.history.append(drafts)
+            running = [r for r in running if r.emitted < r.output]
+        return list(trace)
+
+    def _fits(self, request: Request, running: list[Request]) -> bool:
+        if request.arrival > self.clock or len(running) == self.most_running:
+            return False
+        return not running or self._held(running) + request.unread < self.slots
+
+    def _held(self, running: list[Request]) -> int:
+        """Slots of the KV cache: what was read, trees that are scored, and those to be grown."""
+        drafts = self.lookup[len(running)]
+        return sum(r.read + r.unread + r.drafts + 1 + drafts for r in running)
+
+    def _preempt(self, running: list[Request], waiting: deque[Request]) -> int:
+        """Requests that lose their slots, the latest first, until the others fit."""
+        preempted = 0
+        while len(running) > 1 and self._held(running) > self.slots:
+            request = running.pop()
+            request.unread, request.read, request.drafts = request.prompt + request.emitted, 0, 0
+            waiting.appendleft(request)
+            preempted += 1
+        self.preemptions += preempted
+        return preempted
+
+    def _schedule(self, running: list[Request]) -> list[tuple[Request, int]]:
+        """Requests of a step, and their tokens: those that decode first, then prompts."""
+        left = self.budget - sum(1 + r.drafts for r in running if r.unread == 0)
+        scheduled = []
+        for r in running:
+            tokens = min(r.unread, left) if r.unread else 1 + r.drafts
+            if tokens > 0:
+                scheduled.append((r, tokens))
+                left -= tokens if r.unread else 0
+        return scheduled
+
+    def _verify(self, drafted: list[Request]) -> bytes:
+        """Counts accepted nodes of requests with trees; returns their paths, see `paths_of`."""
+        if not drafted:
+            return b""
+        places = [(r.number * 7919 + r.emitted * 977) % _WALKS for r in drafted]  # in any server
+        sizes = np.array([r.drafts for r in drafted])
+        walks = np.stack(
+            [
+                walks_of(self.tree, r.acceptance)[place]
+                for r, place in zip(drafted, places, strict=True)
+            ]
+        )
+        accepted = np.where(walks <= sizes[:, None], walks, -1)
+        for r, tokens in zip(drafted, (accepted >= 0).sum(axis=1).tolist(), strict=True):
+            r.emitted, r.read = r.emitted + tokens, r.read + tokens
+        if self.observe is None:
+            return b""
+        return paths_of(self.tree, accepted, sizes + 1).tobytes()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What users saw of the requests after the first quarter.
+
+    Attributes:
+        seconds_per_token: From a request's first token on, in the mean over requests.
+        tokens_per_second: Since the first of these requests came.
+        drained_per_second: While the second and the third quarter ended, if all come at once.
+    """
+
+    seconds_per_token: float
+    tokens_per_second: float
+    drained_per_second: float
+
+    @classmethod
+    def of(cls, served: Sequence[Request]) -> Seen:
+        """Takes a trace that was served."""
+        skipped = len(served) // 4
+        waits = [(r.last - r.first) / (r.emitted - 1) for r in served[skipped:] if r.emitted > 1]
+        ended = sorted(served, key=lambda request: request.last)
+        tokens = sum(request.output for request in served[skipped:])
+        drained = sum(request.output for request in ended[skipped + 1 : -skipped])
+        return cls(
+            float(np.mean(waits)),
+            tokens / (ended[-1].last - served[skipped].arrival),
+            drained / (ended[-skipped - 1].last - ended[skipped].last),
+        )
