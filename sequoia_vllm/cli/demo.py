@@ -13,6 +13,7 @@ from sequoia_vllm.cli.common import (
     console,
     fail,
     friendly_errors,
+    note,
     print_json,
 )
 from sequoia_vllm.cli.measuring import (
@@ -24,12 +25,19 @@ from sequoia_vllm.cli.measuring import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.panel import Panel
 
     from sequoia_vllm.bench.measure import MethodRuns
-    from sequoia_vllm.bench.rounds import BenchSettings, RoundRun
+    from sequoia_vllm.bench.report import Result, Spread
+    from sequoia_vllm.bench.rounds import BenchSettings
 
 COMPLETION_LINES = 12
+DISAGREEMENT = 0.15
+"""Speedups of two rounds may differ by this share; above it something disturbed the machine."""
+
+_ROUNDS = 3
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -104,7 +112,7 @@ def demo(
             prompts=tuple(encode_prompts(texts, load_tokenizer(target))),
             batch_sizes=(batch_size,),
             max_tokens=max_tokens,
-            rounds=1,
+            rounds=_ROUNDS,
         )  # fmt: skip
         _compare(settings, texts[0].prompt or "", as_json)
 
@@ -125,36 +133,86 @@ def _synthetic(target: str, folder: Path, layers: int, width: int, dtype: str) -
 
 def _compare(settings: BenchSettings, prompt: str, as_json: bool) -> None:
     from sequoia_vllm.bench.measure import measure
+    from sequoia_vllm.bench.run import results
+    from sequoia_vllm.measuring.provenance import provenance
 
     with measuring("demo:", "interrupted") as report:
         found = measure(settings, report)
     (runs,) = found.runs.values()
-    rounds = [one.rounds[0] for one in runs]
-    identical = [
-        [ours == plain for ours, plain in zip(one.token_ids, rounds[0].token_ids, strict=True)]
-        for one in rounds
-    ]
+    shown = results(found, lambda *_: None, chain_is_wrong=False)
+    identical = [_identical(one, runs[0]) for one in runs]
+    said = summary(shown[-1], settings.rounds, all(identical[-1]), found.dtype)
     if as_json:
+        stated = provenance()
         print_json(
             {
-                "runs": [_as_dict(one, run) for one, run in zip(runs, rounds, strict=True)],
+                "summary": said,
+                "speedup": shown[-1].speedup.to_dict(),
+                "device": stated["device"],
+                "versions": stated["versions"],
+                "runs": [_as_dict(*one) for one in zip(runs, shown, strict=True)],
                 "identical": [all(same) for same in identical],
             }
         )
     else:
-        _print(prompt, runs, rounds, identical)
+        _print(prompt, runs, shown, identical)
+    if disturbed := disagreeing(shown):
+        note(
+            f"rounds disagree by more than {DISAGREEMENT:.0%} ({', '.join(disturbed)}): something "
+            "else ran on this machine; repeat the demo when it is quiet"
+        )
+    if not as_json:
+        console().print(said, soft_wrap=True)
     if not all(identical[-1]) and found.dtype == "float32":
         fail("Sequoia's greedy output differs from plain vLLM's: please report this", code=1)
 
 
-def _as_dict(runs: MethodRuns, run: RoundRun) -> dict[str, Any]:
+def _identical(runs: MethodRuns, plain: MethodRuns) -> list[bool]:
+    """Whether a prompt's output is plain vLLM's in every round."""
+    expected = plain.rounds[0].token_ids
+    return [
+        all(one.token_ids[prompt] == tokens for one in runs.rounds)
+        for prompt, tokens in enumerate(expected)
+    ]
+
+
+def disagreeing(results: Sequence[Result]) -> list[str]:
+    """Methods whose speedup differs between rounds by more than `DISAGREEMENT`, with its range."""
+    return [
+        f"{one.method}: {_range(one.speedup)}"
+        for one in results
+        if one.speedup.high > (1 + DISAGREEMENT) * one.speedup.low
+    ]
+
+
+def summary(sequoia: Result, rounds: int, identical: bool, dtype: str) -> str:
+    """Says in one sentence what Sequoia gained here, and whether its output is the same."""
+    speedup = sequoia.speedup
+    gain = f"{speedup.median:.2f}x as fast as plain vLLM ({_range(speedup)} in {rounds} rounds)"
+    slower = ", which is slower" if speedup.median < 1 else ""
+    if identical:
+        output = "is identical to plain vLLM's, token for token"
+    elif dtype == "float32":
+        output = "differs from plain vLLM's, which is an error"
+    else:
+        output = f"differs from plain vLLM's, as rounding in {dtype} allows"
+    return f"On this machine Sequoia was {gain}{slower}, and its greedy output {output}."
+
+
+def _range(speedup: Spread) -> str:
+    return f"{speedup.low:.2f}x to {speedup.high:.2f}x"
+
+
+def _as_dict(runs: MethodRuns, result: Result) -> dict[str, Any]:
+    last = runs.rounds[-1]
     return {
-        "name": runs.method.name,
-        "texts": run.texts,
-        "token_ids": run.token_ids,
-        "tokens_per_second": run.steady.tokens_per_second,
-        "tokens_per_step": run.steady.tokens_per_step,
-        "stats": run.counters,
+        "name": result.method,
+        "texts": last.texts,
+        "token_ids": last.token_ids,
+        "tokens_per_second": result.tokens_per_second.to_dict(),
+        "speedup": result.speedup.to_dict(),
+        "tokens_per_step": result.tokens_per_step,
+        "stats": last.counters,
     }
 
 
@@ -171,31 +229,31 @@ def shown_completion(prompt: str, text: str) -> Panel:
 
 
 def _print(
-    prompt: str, runs: list[MethodRuns], rounds: list[RoundRun], identical: list[list[bool]]
+    prompt: str, runs: list[MethodRuns], results: list[Result], identical: list[list[bool]]
 ) -> None:
     from rich.table import Table
 
     out = console()
-    plain, sequoia = rounds[0], rounds[-1]
+    sequoia = runs[-1].rounds[-1]
     out.print(shown_completion(prompt, sequoia.texts[0]))
     table = Table(
-        title="Greedy, the same prompts",
+        title=f"Greedy, the same prompts; median and range of {len(runs[0].rounds)} rounds",
         caption="the chain's length is given: bench finds vLLM's best",
     )
     for column in ("engine", "identical to plain", "tokens per step", "tokens/s", "speed"):
         table.add_column(column, justify="left" if column == "engine" else "right")
-    for one, run, same in zip(runs, rounds, identical, strict=True):
+    for one, same in zip(results, identical, strict=True):
         table.add_row(
-            one.method.name,
+            one.method,
             f"{sum(same)} of {len(same)}",
-            f"{run.steady.tokens_per_step:.2f}",
-            f"{run.steady.tokens_per_second:.0f}",
-            f"{run.steady.tokens_per_second / plain.steady.tokens_per_second:.2f}x",
+            f"{one.tokens_per_step:.2f}",
+            f"{one.tokens_per_second.median:.0f}",
+            f"{one.speedup.median:.2f}x ({_range(one.speedup)})",
         )
     out.print(table)
     assert sequoia.counters is not None
     _print_acceptance(sequoia.counters)
-    _print_step(sequoia)
+    _print_step(results[-1])
 
 
 def _print_acceptance(stats: dict[str, Any]) -> None:
@@ -216,12 +274,9 @@ def _print_acceptance(stats: dict[str, Any]) -> None:
     console().print(table)
 
 
-def _print_step(run: RoundRun) -> None:
-    from sequoia_vllm.bench.run import split
-
-    seconds = run.steady.step_seconds
-    parts = split([run], seconds)
+def _print_step(result: Result) -> None:
+    parts = result.split
     console().print(
-        f"One step: {1e3 * seconds:.1f} ms = target forward {1e3 * parts.target:.1f} + draft "
-        f"forwards {1e3 * parts.draft:.1f} + outside both {1e3 * parts.outside:.1f} ms"
+        f"One step: {1e3 * result.step_seconds:.1f} ms = target forward {1e3 * parts.target:.1f} + "
+        f"draft forwards {1e3 * parts.draft:.1f} + outside both {1e3 * parts.outside:.1f} ms"
     )

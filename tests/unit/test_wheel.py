@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 pytest.importorskip("torch")
-from sequoia_vllm.cli.demo import MODELS, shipped_models, shown_completion
+from sequoia_vllm.bench.report import Result, Spread
+from sequoia_vllm.cli.demo import MODELS, disagreeing, shipped_models, shown_completion, summary
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -34,6 +35,29 @@ def test_in_a_file_a_completion_is_no_wider_than_its_text():
     lines = file.getvalue().splitlines()
     assert any("return x[0]" in line for line in lines)
     assert max(map(len, lines)) < 100
+
+
+def measured(method: str, low: float, median: float, high: float) -> Result:
+    return Result.model_construct(method=method, speedup=Spread(low=low, median=median, high=high))
+
+
+def test_one_disturbed_round_is_told_of():
+    quiet, disturbed = measured("chain of 4", 0.95, 1.0, 1.09), measured("tree", 0.7, 0.71, 2.78)
+    assert disagreeing([quiet, disturbed]) == ["tree: 0.70x to 2.78x"]
+
+
+@pytest.mark.parametrize(
+    ("speed", "identical", "dtype", "words"),
+    [
+        (1.5, True, "float32", "1.50x as fast as plain vLLM (1.40x to 1.60x in 3 rounds), and"),
+        (0.8, True, "float32", "which is slower, and its greedy output is identical"),
+        (1.5, False, "float32", "which is an error"),
+        (1.5, False, "bfloat16", "as rounding in bfloat16 allows"),
+    ],
+)
+def test_the_last_sentence_says_what_was_gained(speed, identical, dtype, words):
+    tree = measured("tree", speed - 0.1, speed, speed + 0.1)
+    assert words in summary(tree, 3, identical, dtype)
 
 
 def test_everything_that_is_included_is_there():
