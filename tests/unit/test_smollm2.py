@@ -12,7 +12,7 @@ import pytest
 from rich.progress import Progress
 
 from examples.smollm2 import __main__ as command
-from examples.smollm2 import check, convert, download
+from examples.smollm2 import cache, check, convert, download
 from examples.smollm2.errors import ModelError, OfflineError
 
 torch = pytest.importorskip("torch")
@@ -166,8 +166,8 @@ class TestMake:
 @pytest.mark.slow
 def test_the_real_model():
     """Only where somebody has fetched it: the download and the conversion take a minute."""
-    folder = command.cached_folder()
-    if not command.is_cached(folder):
+    folder = cache.cached_folder()
+    if not cache.is_cached(folder):
         pytest.skip("not cached: python -m examples.smollm2")
     if not json.loads((folder / "origin.json").read_text("utf-8"))["is_measured_model"]:
         pytest.skip("another copy of the model is cached")

@@ -20,7 +20,7 @@ from tests.support.generating import (
 from tests.support.heads import DFLASH, EAGLE3
 from tests.support.models import MODELS, prompts
 from tests.support.on_v2 import call_on_v2
-from tests.support.train_pair import script_modules
+from tests.support.train_drafter import script_modules
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

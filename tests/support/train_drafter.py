@@ -1,4 +1,4 @@
-"""`examples/train_pair` for tests: its modules, and its commands without a process of their own."""
+"""`examples/train_drafter` for tests: its modules, and its commands in this process."""
 
 import io
 import runpy
@@ -12,24 +12,24 @@ from types import SimpleNamespace
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "train_pair"
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_drafter"
 MODULES = ("heads", "eagle3", "dflash", "frozen_target", "head_data", "head_quality", "training")
 
 
 @contextmanager
-def script_modules() -> Iterator[SimpleNamespace]:
-    """Imported within the block alone: their names are common ones."""
+def script_modules(*names: str) -> Iterator[SimpleNamespace]:
+    """These, or `MODULES`, imported within the block alone: their names are common ones."""
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(SCRIPT)
-        yield SimpleNamespace(**{name: import_module(name) for name in MODULES})
+        yield SimpleNamespace(**{name: import_module(name) for name in names or MODULES})
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", None)).startswith(str(SCRIPT)):
             del sys.modules[name]
 
 
 def run_here(*arguments: str | Path) -> CompletedProcess[str]:
-    """What `python examples/train_pair` gives for these arguments; run in this process.
+    """What `python examples/train_drafter` gives for these arguments; run in this process.
 
     Importing torch and transformers takes longer than most of its commands on tiny models.
     """

@@ -1,4 +1,7 @@
-"""``python examples/train_pair``: train a small target/draft pair or heads, or evaluate them."""
+"""``python examples/train_drafter``: train drafters of three kinds, and measure them.
+
+A draft model for any Llama-like target; heads for the target of a small pair; such a pair.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ from console import (
     write_json,
 )
 from corpus import collect, default_folders
+from draft_commands import draft_data, evaluate_draft, train_draft_model
 from errors import PairError
 from head_commands import evaluate_heads, head_data, train_head
 from pair import Recipe, train_pair
@@ -35,6 +39,9 @@ from token_data import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 from training import Schedule
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_show_locals=False)
+app.command()(draft_data)
+app.command("train-draft")(train_draft_model)
+app.command()(evaluate_draft)
 app.command()(head_data)
 app.command()(train_head)
 app.command()(evaluate_heads)

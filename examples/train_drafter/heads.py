@@ -24,6 +24,7 @@ from transformers import LlamaConfig
 # Of the target, the embedding being 0. vLLM's own choice is (2, n // 2, n - 3)
 # for n layers: of four, the second twice and the first.
 LAYERS = (1, 2, 4)
+CHECKPOINT = "resume.pt"
 
 
 class Drafter(Protocol):
@@ -92,6 +93,8 @@ def train_head(
 ) -> dict[str, object]:
     """Writes the head to ``out`` at every validation; returns the record.
 
+    A run that was stopped goes on from its last validation.
+
     ``start_from`` is a head to go on with, whose sizes and vocabulary stay as they are.
     """
     if recipe.kind not in KINDS:
@@ -107,7 +110,9 @@ def train_head(
     else:
         head = load_head(start_from, target, recipe.device)
     listener.on_stage(recipe.kind, recipe.schedule.steps)
+    out.mkdir(parents=True, exist_ok=True)
     points = _train(head, target, windows, held_out, recipe, out, listener)
+    (out / CHECKPOINT).unlink()
     return {
         "tokens": {"training": len(training), "validation": len(validation)},
         "recipe": asdict(recipe),
@@ -142,6 +147,7 @@ def _train(
         muon=recipe.muon,
         on_step=listener.on_step,
         on_validation=lambda point: save_head(head, out),
+        checkpoint=out / CHECKPOINT,
     )
 
 

@@ -1,13 +1,16 @@
-"""The training loop: AdamW, warm-up, cosine decay, bfloat16 autocast."""
+"""The training loop: AdamW, warm-up, cosine decay, bfloat16 autocast, checkpoints."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from token_data import Windows
+from errors import PairError
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM
@@ -17,6 +20,19 @@ WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
 MAX_GRADIENT_NORM = 1.0
 VALIDATION_WINDOWS = 128
+
+
+class Batches(Protocol):
+    """What is learnt from, such as `token_data.Windows`."""
+
+    def __len__(self) -> int:
+        """Sequences in all."""
+
+    def shuffled_batches(self, size: int, seed: int) -> Iterator[torch.Tensor]:
+        """Batches without end."""
+
+    def evenly_spaced_batches(self, size: int, at_most: int) -> Iterator[torch.Tensor]:
+        """Each of ``at_most`` sequences once."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +53,7 @@ class Schedule:
     validate_every: int
     seed: int
 
-    def over(self, windows: Windows) -> Schedule:
+    def over(self, windows: Batches) -> Schedule:
         """With its number of steps settled: as given, or one pass over the windows."""
         one_pass = max(1, len(windows) // self.batch_size)
         return replace(self, steps=self.steps or one_pass)
@@ -53,23 +69,31 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ValidationPoint:
-    """Mean cross-entropy over the validation windows, nats per token."""
+    """Mean cross-entropy over the validation windows, nats per token.
+
+    Attributes:
+        step: Steps before it.
+        loss: The loss.
+        hours: Of training until then, all runs together.
+    """
 
     step: int
     loss: float
+    hours: float = 0.0
 
 
 def train(
     model: nn.Module,
     loss_of: Callable[[torch.Tensor], torch.Tensor],
-    training: Windows,
-    validation: Windows,
+    training: Batches,
+    validation: Batches,
     schedule: Schedule,
     *,
     peak_learning_rate: float,
     muon: bool = False,
-    on_step: Callable[[float], None],
+    on_step: Callable[[float | None], None],
     on_validation: Callable[[ValidationPoint], None] | None = None,
+    checkpoint: Path | None = None,
 ) -> list[ValidationPoint]:
     """Trains the model in place, where it is.
 
@@ -81,14 +105,25 @@ def train(
         schedule: How long and how fast.
         peak_learning_rate: The highest.
         muon: Whether matrices learn by Muon. For models without embeddings.
-        on_step: Given each step's loss.
+        on_step: Given each step's loss; None: a step of an earlier run.
         on_validation: Given each validation loss when it is known.
+        checkpoint: Written at each validation; a run that finds it goes on from there.
+
+    Raises:
+        PairError: If the checkpoint is of another schedule.
     """
     optimizers = _optimizers(model, peak_learning_rate, muon)
     batches = training.shuffled_batches(schedule.batch_size, schedule.seed)
-    points = []
+    points: list[ValidationPoint] = []
+    if checkpoint is not None and checkpoint.is_file():
+        points = _load_checkpoint(checkpoint, model, optimizers, schedule)
+    first = points[-1].step if points else 0
+    began = time.monotonic() - 3600 * (points[-1].hours if points else 0)
+    for _ in range(first):
+        next(batches)
+        on_step(None)
     model.train()
-    for step in range(schedule.steps):
+    for step in range(first, schedule.steps):
         loss = loss_of(next(batches))
         model.zero_grad()
         loss.backward()
@@ -103,7 +138,10 @@ def train(
             model.eval()
             loss_now = _validation_loss(loss_of, validation, schedule.batch_size)
             model.train()
-            points.append(ValidationPoint(done, loss_now))
+            hours = (time.monotonic() - began) / 3600
+            points.append(ValidationPoint(done, loss_now, round(hours, 4)))
+            if checkpoint is not None:
+                _save_checkpoint(checkpoint, model, optimizers, schedule, points)
             if on_validation is not None:
                 on_validation(points[-1])
     return points
@@ -140,9 +178,50 @@ def _optimizers(
     )
 
 
+def _save_checkpoint(
+    path: Path,
+    model: nn.Module,
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    schedule: Schedule,
+    points: list[ValidationPoint],
+) -> None:
+    """All that a later run needs; whole or not at all."""
+    state = {
+        "model": model.state_dict(),
+        "optimizers": [one.state_dict() for one in optimizers],
+        "schedule": asdict(schedule),
+        "points": [asdict(point) for point in points],
+    }
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    partial.replace(path)
+
+
+def _load_checkpoint(
+    path: Path,
+    model: nn.Module,
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    schedule: Schedule,
+) -> list[ValidationPoint]:
+    """Fills model and optimizers; returns the validation losses until then."""
+    state: dict[str, Any] = torch.load(path, weights_only=True)
+    if state["schedule"] != asdict(schedule):
+        raise PairError(
+            f"{path} is of another schedule, {state['schedule']}: give its options again, or "
+            "choose another folder"
+        )
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise PairError(f"{path} is of a model of another shape: {error}") from error
+    for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(kept)
+    return [ValidationPoint(**point) for point in state["points"]]
+
+
 @torch.no_grad()
 def _validation_loss(
-    loss_of: Callable[[torch.Tensor], torch.Tensor], validation: Windows, batch_size: int
+    loss_of: Callable[[torch.Tensor], torch.Tensor], validation: Batches, batch_size: int
 ) -> float:
     total, count = 0.0, 0
     for windows in validation.evenly_spaced_batches(batch_size, VALIDATION_WINDOWS):

@@ -1,0 +1,135 @@
+"""The commands for draft models: let the target write, train a draft, or measure one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from console import (
+    BatchSize,
+    Device,
+    Steps,
+    Threads,
+    ValidateEvery,
+    Warmup,
+    console,
+    progress,
+    progress_listener,
+    set_up_torch,
+    write_json,
+)
+from distil import CHECKPOINT, DraftRecipe, train_draft
+from draft_card import write_card
+from draft_data import DraftDataRecipe, read_shards, write_draft_data
+from draft_quality import DraftQuality, as_data, measure_draft
+from errors import PairError
+from provenance import provenance
+from rich.table import Table
+from shapes import Shape
+from training import Schedule
+
+Data = Annotated[
+    Path, typer.Option(help="Folder that draft-data wrote.", exists=True, file_okay=False)
+]
+
+
+def draft_data(
+    target: Annotated[
+        Path, typer.Option(help="Folder of the target.", exists=True, file_okay=False)
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the answers; a stopped run goes on there.")],
+    texts: Annotated[int, typer.Option(help="Answers to learn from.", min=1)] = 6_000,
+    answer: Annotated[int, typer.Option(help="Most tokens of an answer.", min=8)] = 192,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help='Lines of {"prompt": …}, also with a "kind". Default: prompts of five kinds '
+            "that were written for this script.",
+            exists=True,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Decides prompts and answers.")] = 0,
+    dtype: Annotated[str, typer.Option(help="vLLM's, of the target.")] = "auto",
+    threads: Threads = 0,
+) -> None:
+    """Let the target answer prompts, and keep its distribution of every token."""
+    set_up_torch(threads)
+    recipe = DraftDataRecipe(
+        str(target.absolute()), str(prompts.absolute()) if prompts else None, answer, seed, dtype
+    )
+    with progress() as bars:
+        record = write_draft_data(recipe, texts, out, progress_listener(bars))
+    write_json(out / "data.json", {**record, "provenance": provenance()})
+    console.print(
+        f"{record['answered_tokens']:,} tokens in {record['hours']:.2f} hours: "
+        f"{record['tokens_per_second']:.0f} tokens/s"
+    )
+
+
+def train_draft_model(
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Folder for the draft; a stopped run goes on there.")],
+    shape: Annotated[
+        Shape, typer.Option(help="HIDDENxLAYERSxHEADSxMLP.", parser=Shape.parse, metavar="SHAPE")
+    ] = "192x3x6x512",  # type: ignore[assignment]  # typer parses defaults too
+    tokens: Annotated[
+        int,
+        typer.Option(help="Tokens of the draft: the target's most frequent; 0: all.", min=0),
+    ] = 8_192,
+    learning_rate: Annotated[float, typer.Option(help="The highest.", min=0)] = 3e-3,
+    steps: Steps = 0,
+    warmup: Warmup = 50,
+    batch_size: BatchSize = 16,
+    sequence_length: Annotated[int, typer.Option(help="Tokens that are read.", min=16)] = 320,
+    validate_every: ValidateEvery = 100,
+    seed: Annotated[int, typer.Option(help="Decides weights and order.")] = 0,
+    device: Device = "cpu",
+    threads: Threads = 0,
+) -> None:
+    """Train a draft model on the target's answers, and measure it on held-out ones."""
+    if (out / "config.json").is_file() and not (out / CHECKPOINT).is_file():
+        raise PairError(f"{out} has a trained draft; choose a new folder")
+    set_up_torch(threads)
+    schedule = Schedule(steps, warmup, batch_size, validate_every, seed)
+    recipe = DraftRecipe(shape, tokens, sequence_length, learning_rate, schedule, device)
+    with progress() as bars:
+        record = train_draft(recipe, data, out, progress_listener(bars))
+    quality = _measure(out, data, device)
+    metrics = {**record, "quality": as_data(quality), "provenance": provenance()}
+    write_json(out / "metrics.json", metrics)
+    write_card(out, data, metrics, quality)
+    (out / CHECKPOINT).unlink(missing_ok=True)
+    _show(quality)
+
+
+def evaluate_draft(
+    draft: Annotated[
+        Path, typer.Argument(help="Folder of the draft.", exists=True, file_okay=False)
+    ],
+    data: Data,
+    out: Annotated[Path | None, typer.Option(help="Where to write the numbers as JSON.")] = None,
+    device: Device = "cpu",
+    threads: Threads = 0,
+) -> None:
+    """Measure how often the target accepts a draft's tokens, by kind of prompt."""
+    set_up_torch(threads)
+    quality = _measure(draft, data, device)
+    if out:
+        write_json(out, {"quality": as_data(quality), "provenance": provenance()})
+    _show(quality)
+
+
+def _measure(draft: Path, data: Path, device: str) -> dict[str, DraftQuality]:
+    count = sum(len(shard.ends) for shard in read_shards(data, "validation"))
+    with progress() as bars:
+        task = bars.add_task("evaluate", total=count, note="")
+        return measure_draft(draft, data, device, lambda: bars.advance(task))
+
+
+def _show(quality: dict[str, DraftQuality]) -> None:
+    table = Table("kind", "greedy", "tokens per step", "T = 1", "greedy tokens")
+    for kind, one in quality.items():
+        shares = (f"{one.greedy:.3f}", f"{one.tokens_per_step:.2f}", f"{one.sampled:.3f}")
+        table.add_row(kind, *shares, f"{one.greedy_tokens:,}")
+    console.print(table)

@@ -1,0 +1,259 @@
+"""What a draft model learns from: the target's answers, and how likely each token was.
+
+The target answers prompts through vLLM. Beside each token we keep the likeliest tokens of the
+target's distribution, so that training needs the target no more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from chat_prompts import Prompt, prompts, read_prompts
+from draft_tokens import load_tokenizer
+from errors import PairError
+from numpy.typing import NDArray
+from pair import Listener
+
+TEMPERATURES = (0.0, 0.6, 1.0)  # of the answers, in turn
+LIKELIEST = 16  # tokens whose probability is kept
+PARTS = ("training", "validation")
+VALIDATION_SHARE = 16  # one answer for validation to so many for training
+LEAST_VALIDATION = 15  # answers: five kinds at three temperatures
+TEXTS_OF_A_SHARD = 64
+ANSWERED_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class DraftDataRecipe:
+    """What decides the data, but for its amount.
+
+    Attributes:
+        target: The target's folder.
+        prompts: A file of prompts; None: those written here.
+        answer: Most tokens of an answer.
+        seed: Decides prompts and answers.
+        dtype: vLLM's, of the target.
+    """
+
+    target: str
+    prompts: str | None
+    answer: int
+    seed: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Some answers, and the time that they took.
+
+    Attributes:
+        tokens: Of all texts behind each other, prompts included, ``[N]``.
+        ends: Where each text ends, ``[texts]``.
+        prompt_lengths: Tokens of each prompt, ``[texts]``.
+        kinds: The kind of each prompt.
+        temperatures: Of each answer, ``[texts]``.
+        likely: The likeliest tokens before each token of an answer, ``[answered, 16]``; places
+            that were not filled hold the likeliest again.
+        log_probabilities: Theirs at temperature 1, float16; -inf in places not filled.
+        seconds: Wall time.
+    """
+
+    tokens: NDArray[Any]
+    ends: NDArray[np.int64]
+    prompt_lengths: NDArray[np.int64]
+    kinds: NDArray[np.str_]
+    temperatures: NDArray[np.float32]
+    likely: NDArray[Any]
+    log_probabilities: NDArray[np.float16]
+    seconds: float
+
+
+def write_draft_data(
+    recipe: DraftDataRecipe, texts: int, out: Path, listener: Listener
+) -> dict[str, Any]:
+    """Writes shards that are not there yet; returns numbers of tokens and hours.
+
+    Args:
+        recipe: What decides the answers. Data that is there must have the same.
+        texts: Answers to learn from; a sixteenth of them is added for validation, or 15.
+        out: Folder of the shards. A run that was stopped goes on where it was.
+        listener: Told of every shard.
+
+    Raises:
+        PairError: If the folder has data of another recipe.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    _keep_recipe(recipe, out)
+    tokenizer = load_tokenizer(Path(recipe.target))
+    todo = [
+        (part, number, questions)
+        for part in PARTS
+        for number, questions in enumerate(_questions(recipe, part, texts))
+        if not _shard_path(out, part, number).is_file()
+    ]
+    listener.on_stage("answers", len(todo))
+    if todo:
+        with _engine(recipe) as llm:
+            for part, number, questions in todo:
+                shard = _answer(llm, tokenizer, recipe, questions, (part, number))
+                _save(shard, _shard_path(out, part, number))
+                listener.on_step(None)
+    shards = [shard for part in PARTS for shard in read_shards(out, part)]
+    answered, seconds = sum(len(one.likely) for one in shards), sum(one.seconds for one in shards)
+    return {
+        "answers": sum(len(one.ends) for one in shards),
+        "tokens": sum(len(one.tokens) for one in shards),
+        "answered_tokens": answered,
+        "hours": round(seconds / 3600, 3),
+        "tokens_per_second": round(answered / max(seconds, 1e-9), 1),
+    }
+
+
+def read_shards(folder: Path, part: str) -> list[Shard]:
+    """All shards of a part.
+
+    Raises:
+        PairError: If there are none.
+    """
+    paths = sorted((folder / part).glob("*.npz"))
+    if not paths:
+        raise PairError(f"{folder} has no {part} data; write it first, with draft-data")
+    shards = []
+    for path in paths:
+        with np.load(path) as file:
+            fields = {name: file[name] for name in file.files}
+        shards.append(Shard(**{**fields, "seconds": float(fields["seconds"])}))
+    return shards
+
+
+def read_recipe(folder: Path) -> DraftDataRecipe:
+    """What the data in a folder was made with."""
+    path = folder / "recipe.json"
+    if not path.is_file():
+        raise PairError(f"{folder} has no recipe.json; write data first, with draft-data")
+    return DraftDataRecipe(**json.loads(path.read_text("utf-8")))
+
+
+def _keep_recipe(recipe: DraftDataRecipe, out: Path) -> None:
+    path = out / "recipe.json"
+    if path.is_file() and (there := read_recipe(out)) != recipe:
+        raise PairError(f"{out} has data of another recipe, {asdict(there)}: choose another folder")
+    path.write_text(json.dumps(asdict(recipe), indent=2) + "\n", "utf-8")
+
+
+def _questions(recipe: DraftDataRecipe, part: str, texts: int) -> Iterator[Sequence[Prompt]]:
+    """The prompts of each shard; the first ones do not depend on how many there are."""
+    held_out = part == "validation"
+    count = max(LEAST_VALIDATION, texts // VALIDATION_SHARE) if held_out else texts
+    if recipe.prompts is None:
+        found = prompts(held_out, count, recipe.seed)
+    else:
+        found = read_prompts(Path(recipe.prompts), held_out, count, recipe.seed)
+    for first in range(0, len(found), TEXTS_OF_A_SHARD):
+        yield found[first : first + TEXTS_OF_A_SHARD]
+
+
+def _shard_path(out: Path, part: str, number: int) -> Path:
+    return out / part / f"{number:05}.npz"
+
+
+def _save(shard: Shard, path: Path) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        np.savez(file, **asdict(shard))
+    partial.replace(path)
+
+
+@contextmanager
+def _engine(recipe: DraftDataRecipe) -> Iterator[Any]:
+    """Plain vLLM, in this process."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = LLM(
+        recipe.target, dtype=recipe.dtype, enforce_eager=True, max_num_seqs=ANSWERED_AT_ONCE,
+        max_logprobs=LIKELIEST, max_model_len=min(2048, _positions(recipe)),
+        kv_cache_memory_bytes=1 << 30,
+    )  # fmt: skip
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+def _positions(recipe: DraftDataRecipe) -> int:
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(recipe.target).max_position_embeddings)
+
+
+def _answer(
+    llm: Any, tokenizer: Any, recipe: DraftDataRecipe, questions: Sequence[Prompt],
+    shard: tuple[str, int],
+) -> Shard:  # fmt: skip
+    """Lets the target answer the prompts of one shard."""
+    from vllm import SamplingParams
+
+    asked = [{"prompt_token_ids": _encode(tokenizer, one.text)} for one in questions]
+    temperatures = [TEMPERATURES[place % len(TEMPERATURES)] for place in range(len(questions))]
+    first = (recipe.seed * 2 + PARTS.index(shard[0])) * 10**8 + shard[1] * TEXTS_OF_A_SHARD
+    sampling = [
+        SamplingParams(
+            temperature=temperature, max_tokens=recipe.answer, logprobs=LIKELIEST,
+            detokenize=False, seed=first + place,
+        )
+        for place, temperature in enumerate(temperatures)
+    ]  # fmt: skip
+    began = time.monotonic()
+    outputs = llm.generate(asked, sampling, use_tqdm=False)
+    seconds = time.monotonic() - began
+    answers = [list(one.outputs[0].token_ids) for one in outputs]
+    texts = [
+        [*ask["prompt_token_ids"], *answer] for ask, answer in zip(asked, answers, strict=True)
+    ]
+    laws = [_likeliest(at) for one in outputs for at in one.outputs[0].logprobs]
+    kind_of_number = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+    return Shard(
+        tokens=np.array([token for text in texts for token in text], dtype=kind_of_number),
+        ends=np.cumsum([len(text) for text in texts], dtype=np.int64),
+        prompt_lengths=np.array([len(one["prompt_token_ids"]) for one in asked], dtype=np.int64),
+        kinds=np.array([one.kind for one in questions]),
+        temperatures=np.array(temperatures, dtype=np.float32),
+        likely=np.array([tokens for tokens, _ in laws], dtype=kind_of_number),
+        log_probabilities=np.array([values for _, values in laws], dtype=np.float16),
+        seconds=seconds,
+    )
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    """A chat's first turn, or the bare text for a tokenizer without a chat template."""
+    if tokenizer.chat_template is None:
+        return tokenizer(text).input_ids
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+    )["input_ids"]
+
+
+def _likeliest(at: dict[int, Any]) -> tuple[list[int], list[float]]:
+    """The likeliest tokens at one position, the first of them first."""
+    ranked = sorted(at.items(), key=lambda item: -item[1].logprob)[:LIKELIEST]
+    missing = LIKELIEST - len(ranked)
+    tokens = [token for token, _ in ranked] + [ranked[0][0]] * missing
+    return tokens, [one.logprob for _, one in ranked] + [float("-inf")] * missing

@@ -1,0 +1,288 @@
+"""``python examples/train_drafter``: a draft model distilled from a tiny target, in seconds."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.train_drafter import run_here, script_modules
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+MODULES = ("chat_prompts", "draft_data", "draft_quality", "draft_tokens", "distil", "token_data")
+MODULES += ("shapes", "training", "errors")
+VOCABULARY, KEPT, ANSWER = 600, 380, 12
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    with script_modules(*MODULES) as modules:
+        yield modules
+
+
+@pytest.fixture(scope="module")
+def target(scripts, tmp_path_factory):
+    """A random Llama with a byte-pair tokenizer of this repository's words."""
+    folder = tmp_path_factory.mktemp("target")
+    texts = [one.text for one in scripts.chat_prompts.prompts(False, 400, seed=0)]
+    tokenizer = scripts.token_data.train_tokenizer(texts, VOCABULARY)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def answered(scripts, target: Path, part: str, count: int):
+    """A shard as vLLM would give it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    asked = scripts.chat_prompts.prompts(part == "validation", count, seed=0)
+    temperatures = [scripts.draft_data.TEMPERATURES[place % 3] for place in range(count)]
+    texts, prompt_lengths, likely, values = [], [], [], []
+    torch.manual_seed(1)
+    for one, temperature in zip(asked, temperatures, strict=True):
+        ids = tokenizer(one.text, return_tensors="pt").input_ids
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
+        text = model.generate(
+            ids, max_new_tokens=ANSWER, eos_token_id=None,
+            attention_mask=torch.ones_like(ids), **sampling,
+        )  # fmt: skip
+        law = model(text).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
+        best = law.topk(scripts.draft_data.LIKELIEST)
+        texts.append(text[0].tolist())
+        prompt_lengths.append(ids.shape[1])
+        likely.append(best.indices)
+        values.append(best.values)
+    return scripts.draft_data.Shard(
+        tokens=np.array([token for text in texts for token in text], dtype=np.uint16),
+        ends=np.cumsum([len(text) for text in texts]),
+        prompt_lengths=np.array(prompt_lengths),
+        kinds=np.array([one.kind for one in asked]),
+        temperatures=np.array(temperatures, dtype=np.float32),
+        likely=torch.cat(likely).numpy().astype(np.uint16),
+        log_probabilities=torch.cat(values).numpy().astype(np.float16),
+        seconds=1.0,
+    )
+
+
+@pytest.fixture(scope="module")
+def data(scripts, target, tmp_path_factory):
+    """What draft-data leaves."""
+    folder = tmp_path_factory.mktemp("data")
+    draft_data = scripts.draft_data
+    recipe = draft_data.DraftDataRecipe(str(target), None, ANSWER, 0, "float32")
+    draft_data._keep_recipe(recipe, folder)
+    for part, count in (("training", 24), ("validation", 15)):
+        shard = answered(scripts, target, part, count)
+        draft_data._save(shard, draft_data._shard_path(folder, part, 0))
+    record = {"answers": 39, "answered_tokens": 39 * ANSWER, "hours": 0, "tokens_per_second": 1}
+    (folder / "data.json").write_text(json.dumps(record), "utf-8")
+    return folder
+
+
+class TestPrompts:
+    def test_kinds_take_turns_and_subjects_are_held_out(self, scripts):
+        learnt, held = (scripts.chat_prompts.prompts(part, 2000, seed=0) for part in (False, True))
+        assert [one.kind for one in held[:5]] == list(scripts.chat_prompts.KINDS)
+        topics = scripts.chat_prompts.WORDS["topics"]
+
+        def seen(prompts):
+            chats = [one.text for one in prompts if one.kind == "chat"]
+            return {
+                topic for topic in topics if any(re.search(rf"\b{topic}\b", text) for text in chats)
+            }
+
+        assert seen(held) >= set(topics[::8])
+        assert not seen(held) & (set(topics) - set(topics[::8]))
+        assert not seen(learnt) & set(topics[::8])
+
+    def test_a_file_of_ones_own(self, scripts, tmp_path):
+        lines = [{"prompt": f"p{number}", "kind": "mine"} for number in range(17)]
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("\n".join(map(json.dumps, lines)), "utf-8")
+        held = scripts.chat_prompts.read_prompts(path, True, 100, seed=0)
+        assert {one.text for one in held} == {"p0", "p8", "p16"}
+        assert len(scripts.chat_prompts.read_prompts(path, False, 100, seed=0)) == 14
+        path.write_text("", "utf-8")
+        with pytest.raises(scripts.errors.PairError, match="at least 2"):
+            scripts.chat_prompts.read_prompts(path, True, 100, seed=0)
+
+
+class TestTokens:
+    def test_the_most_frequent_are_kept_with_what_they_are_made_of(self, scripts, target):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+        counts = np.zeros(VOCABULARY, dtype=np.int64)
+        longest = max(tokenizer.get_vocab(), key=len)
+        counts[tokenizer.convert_tokens_to_ids(longest)] = 9
+        reduced = scripts.draft_tokens.reduced_tokenizer(tokenizer, counts, KEPT)
+        assert len(reduced) == KEPT
+        assert longest in reduced.get_vocab()
+        text = f"{longest.replace('Ġ', ' ')} größe ☃"
+        assert reduced.decode(reduced(text).input_ids) == text
+        assert reduced.convert_tokens_to_ids(longest) in reduced(text).input_ids
+        assert (reduced.bos_token, reduced.eos_token) == (tokenizer.bos_token, tokenizer.eos_token)
+
+    def test_the_engine_will_match_each_of_them(self, scripts, target):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+        reduced = scripts.draft_tokens.reduced_tokenizer(tokenizer, np.arange(VOCABULARY), KEPT)
+        words = scripts.draft_tokens.matching(tokenizer, reduced, VOCABULARY, KEPT)
+        assert words.num_shared == KEPT
+        for token, number in reduced.get_vocab().items():
+            assert words.drawn[tokenizer.convert_tokens_to_ids(token)] == number
+
+    def test_what_cannot_be_reduced(self, scripts, target):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+        with pytest.raises(scripts.errors.PairError, match="--tokens 100: special tokens"):
+            scripts.draft_tokens.reduced_tokenizer(tokenizer, np.zeros(VOCABULARY), 100)
+        with pytest.raises(scripts.errors.PairError, match="no byte-pair encoding"):
+            scripts.draft_tokens.reduced_tokenizer(object(), np.zeros(VOCABULARY), 100)
+
+
+def test_the_loss_is_the_cross_entropy_of_what_is_known(scripts, target, data):
+    """Written out for one text: likely tokens that the draft has, and the rest together."""
+    [shard] = scripts.draft_data.read_shards(data, "validation")
+    tokenizer, words = scripts.distil.draft_vocabulary(target, VOCABULARY, [shard], KEPT)
+    schedule = scripts.training.Schedule(1, 0, 1, 1, 0)
+    recipe = scripts.distil.DraftRecipe(
+        scripts.shapes.Shape(16, 1, 2, 16), KEPT, 64, 1e-3, schedule, "cpu"
+    )
+    model = scripts.distil.new_draft(
+        recipe, transformers.AutoConfig.from_pretrained(target), KEPT, tokenizer
+    )
+    prompt, tokens = int(shard.prompt_lengths[0]), shard.tokens[: shard.ends[0]]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(torch.from_numpy(words.read[tokens])[None]).logits[0]
+    log_q = logits.float().log_softmax(-1)
+    losses = []
+    for place in range(ANSWER):
+        row, loss, rest, left = log_q.detach()[prompt - 1 + place], 0.0, 1.0, 1.0
+        for token, value in zip(shard.likely[place], shard.log_probabilities[place], strict=True):
+            share, drafted = float(np.exp(np.float32(value))), int(words.drawn[token])
+            rest -= share
+            if drafted >= 0:
+                loss -= share * float(row[drafted])
+                left -= float(row[drafted].exp())
+        losses.append(loss - max(rest, 0) * np.log(left))
+    texts = scripts.distil.Texts([shard], words, 1 << 20)
+    found = scripts.distil.distillation_loss(model, texts.batch([0])).item()
+    assert found == pytest.approx(np.mean(losses), rel=1e-3)
+    # Padding beside a longer text changes nothing.
+    both, other = (
+        scripts.distil.distillation_loss(model, texts.batch(rows)).item() for rows in ([0, 1], [1])
+    )
+    assert both == pytest.approx((found + other) / 2, rel=1e-2)
+
+
+def test_the_targets_own_copy_is_always_accepted(scripts, target, data):
+    quality = scripts.draft_quality.measure_draft(target, data, "cpu", lambda: None)
+    assert set(quality) == {"all", *scripts.chat_prompts.KINDS}
+    found = quality["all"]
+    assert found.greedy == pytest.approx(1, abs=0.02)  # bfloat16 weights, two likely tokens
+    assert found.tokens_per_step == pytest.approx(5, abs=0.1)
+    [shard] = scripts.draft_data.read_shards(data, "validation")
+    of_likeliest = np.exp(shard.log_probabilities.astype(np.float32)).sum(-1)
+    sampled = np.repeat(shard.temperatures == 1, ANSWER)
+    assert found.sampled == pytest.approx(of_likeliest[sampled].mean(), abs=1e-3)
+    assert (found.greedy_tokens, found.sampled_tokens) == (5 * ANSWER, 5 * ANSWER)
+
+
+OPTIONS = ["--shape", "32x1x2x48", "--tokens", str(KEPT), "--learning-rate", "1e-2"]
+OPTIONS += ["--batch-size", "8", "--sequence-length", "96", "--validate-every", "10"]
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("drafts") / "draft"
+    done = run_here("train-draft", "--data", data, "--out", out, *OPTIONS, "--steps", "30")
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.mark.slow
+class TestTrainDraft:
+    def test_leaves_a_draft_its_card_and_its_record(self, trained):
+        metrics = json.loads((trained / "metrics.json").read_text("utf-8"))
+        assert [point["step"] for point in metrics["validation_loss"]] == [10, 20, 30]
+        assert metrics["vocabulary"] == KEPT
+        card = (trained / "README.md").read_text("utf-8")
+        assert f"| all | {metrics['quality']['all']['greedy']:.3f} |" in card
+        model = transformers.AutoModelForCausalLM.from_pretrained(trained)
+        assert model.dtype == torch.bfloat16
+        assert model.config.vocab_size == KEPT
+        assert model.config.max_position_embeddings == 512
+        tokenizer = transformers.AutoTokenizer.from_pretrained(trained)
+        assert model.config.eos_token_id == tokenizer.eos_token_id
+        assert not (trained / "resume.pt").exists()
+
+    def test_evaluate_measures_the_same_again(self, trained, data, tmp_path):
+        path = tmp_path / "quality.json"
+        done = run_here("evaluate-draft", trained, "--data", data, "--out", path)
+        assert done.returncode == 0, done.stderr
+        metrics = json.loads((trained / "metrics.json").read_text("utf-8"))
+        assert json.loads(path.read_text("utf-8"))["quality"] == metrics["quality"]
+
+    def test_a_stopped_run_goes_on_to_the_same_weights(self, scripts, trained, data, tmp_path):
+        steps = []
+
+        def on_step(loss):
+            steps.append(loss)
+            if len(steps) == 17:
+                raise KeyboardInterrupt
+
+        listener = scripts.draft_data.Listener(lambda *_: None, on_step)
+        recipe = scripts.distil.DraftRecipe(
+            scripts.shapes.Shape(32, 1, 2, 48), KEPT, 96, 1e-2,
+            scripts.training.Schedule(30, 50, 8, 10, 0), "cpu",
+        )  # fmt: skip
+        with pytest.raises(KeyboardInterrupt):
+            scripts.distil.train_draft(recipe, data, tmp_path, listener)
+        assert (tmp_path / "resume.pt").is_file()
+        assert np.mean(steps[-4:]) < 0.95 * steps[0]
+        record = scripts.distil.train_draft(recipe, data, tmp_path, listener)
+        assert steps[17:27] == [None] * 10
+        assert len(steps) == 17 + 30
+        assert [point["step"] for point in record["validation_loss"]] == [10, 20, 30]
+        one, other = (
+            transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+            for folder in (trained, tmp_path)
+        )
+        assert all(torch.allclose(one[name], other[name], atol=1e-2) for name in one)
+
+    def test_another_schedule_does_not_go_on(self, scripts, tmp_path):
+        train, schedule = scripts.training, scripts.training.Schedule(30, 50, 8, 10, 0)
+        model = torch.nn.Linear(2, 2)
+        path = tmp_path / "resume.pt"
+        train._save_checkpoint(path, model, (), schedule, [train.ValidationPoint(10, 1.0)])
+        assert train._load_checkpoint(path, model, (), schedule)[0].step == 10
+        other = scripts.training.Schedule(**{**asdict(schedule), "steps": 40})
+        with pytest.raises(scripts.errors.PairError, match="another schedule"):
+            train._load_checkpoint(path, model, (), other)
+        with pytest.raises(scripts.errors.PairError, match="another shape"):
+            train._load_checkpoint(path, torch.nn.Linear(3, 2), (), schedule)
+
+    def test_a_trained_draft_is_not_trained_over(self, trained, data):
+        done = run_here("train-draft", "--data", data, "--out", trained, *OPTIONS)
+        assert done.returncode == 1
+        assert "has a trained draft" in done.stderr
+
+    def test_data_of_another_recipe_is_left_alone(self, data, target):
+        done = run_here("draft-data", "--target", target, "--out", data, "--answer", "99")
+        assert done.returncode == 1
+        assert "data of another recipe" in done.stderr
+
+    def test_without_data_says_what_to_run(self, tmp_path):
+        done = run_here("train-draft", "--data", tmp_path, "--out", tmp_path / "draft")
+        assert done.returncode == 1
+        assert "draft-data" in done.stderr
