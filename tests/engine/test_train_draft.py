@@ -1,0 +1,71 @@
+"""A draft model from the target's answers to the engine that drafts with it."""
+
+import numpy as np
+import pytest
+
+from tests.support.engines import metric, running, sequoia
+from tests.support.models import TARGET, next_probabilities
+from tests.support.train_drafter import run_here, script_modules
+
+pytestmark = pytest.mark.engine
+
+TEXTS, ANSWER = 32, 24
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The embedded target's answers."""
+    out = tmp_path_factory.mktemp("answers")
+    options = f"--texts {TEXTS} --answer {ANSWER} --dtype float32".split()
+    done = run_here("draft-data", "--target", TARGET, "--out", out, *options)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def shard(data):
+    with script_modules("draft_data") as scripts:
+        [found] = scripts.draft_data.read_shards(data, "training")
+    return found
+
+
+def test_answers_come_with_the_targets_law(shard):
+    assert (len(shard.ends), len(shard.likely)) == (TEXTS, TEXTS * ANSWER)
+    assert sorted(set(shard.temperatures.tolist())) == pytest.approx([0.0, 0.6, 1.0])
+    prompt, text = int(shard.prompt_lengths[0]), shard.tokens[: shard.ends[0]].tolist()
+    law = next_probabilities(TARGET, [text], temperature=1.0)[0, prompt - 1 : -1]
+    kept = np.exp(shard.log_probabilities[:ANSWER].astype(np.float32))
+    of_kept = np.take_along_axis(law, shard.likely[:ANSWER].astype(np.int64), axis=1)
+    np.testing.assert_allclose(kept, of_kept, rtol=0.02)  # kept in float16
+    np.testing.assert_array_equal(shard.likely[:ANSWER, 0], text[prompt:])  # the first is greedy
+
+
+def test_what_is_there_is_not_answered_again(data):
+    options = f"--texts {TEXTS} --answer {ANSWER} --dtype float32".split()
+    shards = {path: path.stat().st_mtime_ns for path in data.rglob("*.npz")}
+    done = run_here("draft-data", "--target", TARGET, "--out", data, *options)
+    assert done.returncode == 0, done.stderr
+    assert {path: path.stat().st_mtime_ns for path in data.rglob("*.npz")} == shards
+
+
+def test_a_trained_draft_serves(data, shard, tmp_path):
+    """With a part of the target's tokens; the target's greedy answers stay its own."""
+    options = ["--shape", "64x1x2x64", "--tokens", "1024", "--batch-size", "8", "--steps", "20"]
+    done = run_here("train-draft", "--data", data, "--out", tmp_path / "draft", *options)
+    assert done.returncode == 0, done.stderr
+    starts = [0, *shard.ends[:-1].tolist()]
+    greedy = np.flatnonzero(shard.temperatures == 0)[:6].tolist()
+    prompts = [shard.tokens[starts[i] :][: shard.prompt_lengths[i]].tolist() for i in greedy]
+    expected = [
+        shard.tokens[starts[i] + shard.prompt_lengths[i] : shard.ends[i]].tolist() for i in greedy
+    ]
+    from vllm import SamplingParams
+
+    with running(sequoia(draft=str(tmp_path / "draft"))) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            SamplingParams(temperature=0, max_tokens=ANSWER),
+            use_tqdm=False,
+        )
+        assert [list(one.outputs[0].token_ids) for one in outputs] == expected
+        assert metric(llm, "sequoia:emitted_tokens") > metric(llm, "sequoia:trees") > 0
