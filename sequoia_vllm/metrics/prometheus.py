@@ -79,6 +79,7 @@ HELP = {
     "accepted_children": "Drafts that verification accepted, by depth in the tree and by rank "
     "among siblings.",
     "undrafted_requests": "Requests that are served without drafts, by reason.",
+    "draft_failures": "Errors of the draft model; after the first the engine drafts no more.",
     "tree_info": "1, labelled with size (nodes, root included), depth and source of the tree.",
     "drafted_nodes": "Tokens drafted per request and step at this load; 0: speculation is off.",
     "expected_speedup": "Speed with drafts over plain decoding that was expected at start, for "
@@ -99,6 +100,9 @@ class TreeMetrics:
 
     The counts of a step are small integers that `observe` adds up; the many
     counters are brought up to date by `flush`, which need not follow each step.
+
+    Attributes:
+        failures: By engine, the counter of errors of its draft.
 
     Args:
         tree: The engines' tree.
@@ -128,6 +132,8 @@ class TreeMetrics:
             for engine, labels in self._labels.items()
             for reason in get_args(Reason)
         }
+        failures = self._counter("draft_failures")
+        self.failures = {e: failures.labels(*labels) for e, labels in self._labels.items()}
         info = self._gauge("tree_info", "size", "depth", "source")
         drafted = self._gauge("drafted_nodes")
         for labels in self._labels.values():

@@ -204,9 +204,14 @@ def test_a_draft_that_fails_ends_speculation_only(plain_outputs, monkeypatch, fa
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(TreeProposerV1, fails_in, failing)
-    monkeypatch.setattr(draft_failure.logger, "exception", said.append)
+    monkeypatch.setattr(draft_failure.logger, "exception", lambda *words: said.append(words))
     with running(sequoia()) as llm:
         assert tokens_of(llm.generate(prompts(8), GREEDY, use_tqdm=False)) == expected
         assert 0 < metric(llm, "sequoia:trees") < 12 * 8
+        assert metric(llm, "sequoia:draft_failures") == 1
         assert len(calls) == 12
-    assert said == ["Sequoia: the draft model failed; this engine goes on without speculation"]
+    [(message, error)] = said
+    assert message.startswith(
+        "Sequoia: the draft model failed (%s), and this engine drafts no more"
+    )
+    assert error == 'RuntimeError("the draft\'s file is gone")'

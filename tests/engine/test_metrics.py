@@ -64,7 +64,8 @@ def test_ledger_lists_the_field():
 
 def test_vllms_shared_empty_output_is_left_alone():
     assert tree_reports.attach_paths(EMPTY_MODEL_RUNNER_OUTPUT, b"") is EMPTY_MODEL_RUNNER_OUTPUT
-    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "sequoia_paths")
+    assert tree_reports.attach_failure(EMPTY_MODEL_RUNNER_OUTPUT) is EMPTY_MODEL_RUNNER_OUTPUT
+    assert not any(name.startswith("sequoia") for name in vars(EMPTY_MODEL_RUNNER_OUTPUT))
 
 
 class Front:
@@ -77,17 +78,19 @@ class Front:
 
     def record(
         self, engine: int, trees: int, running: int = 1, drafts: int | None = 3,
-        tree: TokenTree = TREE, speedup: float | None = None,
+        tree: TokenTree = TREE, speedup: float | None = None, has_failed: bool = False,
     ) -> None:  # fmt: skip
         stats = SchedulerStats(num_running_reqs=running)
         paths = one_step(trees, tree) if trees else b""
-        report = tree_reports.StepReport(drafts, paths, speedup=speedup, tree=tree.checksum)
+        report = tree_reports.StepReport(
+            drafts, paths, speedup=speedup, tree=tree.checksum, has_failed=has_failed
+        )
         setattr(stats, tree_reports.REPORT, report)
         self.logger.record(stats, None, engine_idx=engine)
 
-    def shown(self, engine: int) -> float | None:
+    def shown(self, engine: int, name: str = "trees") -> float | None:
         labels = {"model_name": "model", "engine": str(engine)}
-        return self.registry.get_sample_value("sequoia:trees_total", labels)
+        return self.registry.get_sample_value(f"sequoia:{name}_total", labels)
 
 
 def test_metrics_are_brought_up_to_date_every_second_and_when_idle(monkeypatch):
@@ -139,6 +142,16 @@ def test_each_engine_has_its_line_per_interval(log):
         "accepted by depth 1.00, 0.00; by child 0.50, 0.00"
     ]
     assert front.shown(1) == 4
+
+
+def test_a_draft_that_failed_is_counted_once_and_named_in_every_interval(log):
+    front = Front()
+    for _ in range(2):
+        front.record(1, trees=0, drafts=0, has_failed=True)
+        front.record(0, trees=0)
+        front.logger.log()
+    assert (front.shown(0, "draft_failures"), front.shown(1, "draft_failures")) == (0, 1)
+    assert log.messages == ["Sequoia: engine 001: no drafts since the draft model failed"] * 2
 
 
 def test_line_of_all_engines(log):

@@ -20,6 +20,7 @@ from typing import Any
 from vllm.v1.metrics import reader
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core.adapting import follow, freeze, measured_speedup
@@ -34,6 +35,7 @@ logger = logging.getLogger("vllm.sequoia")
 REPORT = "sequoia_report"  # field that is added to SchedulerStats
 _PATHS = "sequoia_paths"  # set on the ModelRunnerOutput of a step that verified trees
 _LIMIT = "sequoia_draft_limit"  # likewise, while a measuring tool limits drafts
+_FAILURE = "sequoia_draft_failed"  # likewise, once the draft has
 _CHECKSUM = "_sequoia_checksum"  # set on a scheduler
 _FLUSH_SECONDS = 1.0
 
@@ -50,6 +52,7 @@ class StepReport:
         undrafted: The reason of each request that began with it and has no drafts.
         speedup: Against no drafts, as measured while serving; None: not known.
         tree: `TokenTree.checksum` of the tree that they are of; 0 without paths.
+        has_failed: Whether the draft has: the engine drafts no more.
     """
 
     drafts: int | None
@@ -57,6 +60,7 @@ class StepReport:
     undrafted: list[Reason] = dataclasses.field(default_factory=list)
     speedup: float | None = None
     tree: int = 0
+    has_failed: bool = False
 
 
 def add_report_field() -> None:
@@ -89,9 +93,14 @@ def attach_limit(output: Any, drafts: int) -> Any:
     return _attach(output, _LIMIT, drafts)
 
 
+def attach_failure(output: Any) -> Any:
+    """``output``, telling the front end that the draft has failed."""
+    return _attach(output, _FAILURE, True)
+
+
 def _attach(output: Any, name: str, value: Any) -> Any:
-    """An asynchronous output becomes its ``model_runner_output`` in the end."""
-    if output is not None:
+    """An asynchronous output becomes its ``model_runner_output``; the empty one is all engines'."""
+    if output is not None and output is not EMPTY_MODEL_RUNNER_OUTPUT:
         setattr(getattr(output, "model_runner_output", output), name, value)
     return output
 
@@ -128,7 +137,9 @@ def update_from_output(
             paths = getattr(model_runner_output, _PATHS, b"")
             undrafted = _undrafted(self, scheduler_output)
             tree = _checksum(self) if paths else 0
-            report = StepReport(drafts, paths, undrafted, measured_speedup(self), tree)
+            failed = getattr(model_runner_output, _FAILURE, False)
+            speedup = measured_speedup(self)
+            report = StepReport(drafts, paths, undrafted, speedup, tree, failed)
             setattr(output.scheduler_stats, REPORT, report)
             break
     return outputs
@@ -253,6 +264,7 @@ class TreeStatLogger(AggregateStatLoggerBase):
         self._speedup: dict[int, float] = {}
         self._flushed = dict.fromkeys(engine_indexes, 0.0)
         self._others: set[int] = set()  # engines that draft another tree
+        self._failed: set[int] = set()  # engines whose draft has failed
 
     def record(
         self,
@@ -273,6 +285,9 @@ class TreeStatLogger(AggregateStatLoggerBase):
             self._drafts[engine_idx] = report.drafts
         if report.speedup is not None:
             self._speedup[engine_idx] = report.speedup
+        if report.has_failed and engine_idx not in self._failed:
+            self._failed.add(engine_idx)
+            self._metrics.failures[engine_idx].inc()
         self._metrics.observe(engine_idx, counts, report.drafts, report.undrafted, report.speedup)
         now = time.monotonic()
         idle = scheduler_stats.num_running_reqs == 0
@@ -307,6 +322,8 @@ class TreeStatLogger(AggregateStatLoggerBase):
             counts.clear()
 
     def _log_interval(self) -> None:
+        for engine in sorted(self._failed):
+            logger.warning("Sequoia: engine %03d: no drafts since the draft model failed", engine)
         if self._aggregate:
             total = TreeCounts.zeros(self._tree)
             for counts in self._interval.values():

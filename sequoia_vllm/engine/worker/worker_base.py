@@ -13,7 +13,7 @@ from sequoia_vllm.engine.common.cluster import check_group, check_ranks, check_w
 from sequoia_vllm.engine.common.device_name import current_device_name
 from sequoia_vllm.engine.common.replicas import in_lock_step
 from sequoia_vllm.engine.core.core_messages import attach_drafts, takes_single_steps
-from sequoia_vllm.engine.core.tree_reports import attach_limit, attach_paths
+from sequoia_vllm.engine.core.tree_reports import attach_failure, attach_limit, attach_paths
 
 
 class AgreeingWorker(Worker):
@@ -92,6 +92,7 @@ class SequoiaWorker(AgreeingWorker):
                 attach_drafts(output, self.take_draft_token_ids())
         if self.model_runner.draft_has_failed:
             self._draft_limit = 0
+            attach_failure(output)
         if self._draft_limit is not None:
             attach_limit(output, self._draft_limit)
         return attach_paths(output, stats.take_paths())
