@@ -140,6 +140,14 @@ def test_chunks_of_a_batch_verify_with_one_version(record, columns):
     assert [recorder.versions() for recorder in recorders] == [1] * 4
 
 
+def test_an_h100_looks_at_all_rows_of_eight_large_trees(monkeypatch):
+    """A rule for the host only; it is an estimate."""
+    monkeypatch.setattr(target_statistics, "_multiprocessors", lambda device: 132)
+    device = torch.device("cuda")
+    assert target_statistics.pays_off(8 * 64, device)
+    assert not target_statistics.pays_off(64 * 64, device)
+
+
 @pytest.mark.parametrize("blocks", [1, 16, 37])
 def test_tree_attention_has_a_version_per_tile_and_mask_width(record, blocks):
     """One version serves trees of a schedule, levels of a draft, and any requests of a step."""
