@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.support.engines import runner_of, sequoia
-from tests.support.generating import random_prompts, save_related_pair
+from tests.support.generating import VOCAB, random_prompts
 from tests.support.heads import save_dflash
+from tests.support.kernel_versions import recording_versions
 from tests.support.models import save_llama
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, rehearsing
@@ -56,18 +57,41 @@ def requests_by_step(scheduler: Any) -> list[int]:
 
 
 def start(models: str) -> dict[str, Any]:
-    """An engine with many request slots, of which a few may have whole trees."""
-    target, draft = save_related_pair(Path(models))
+    """An engine with many request slots, of which a few may have whole trees.
+
+    Then requests run to the longest that may be: their last trees are trimmed to any size. In
+    half precision tiles of the tree attention kernel differ by it.
+    """
+    from vllm import SamplingParams
+
+    sizes = {"vocab_size": VOCAB, "num_attention_heads": 4, "num_key_value_heads": 1}
+    target = str(save_llama(Path(models) / "target", seed=3, **sizes))
+    # With heads of another size: what it compiles is of no use to the target.
+    draft = str(save_llama(Path(models) / "draft", seed=4, **sizes, head_dim=16))
     schedule = [[1, 4, NODES - 1], [5, 32, 0]]
     config = sequoia(
         size=NODES, depth=3, draft=draft, num_speculative_tokens_per_batch_size=schedule
     )
     with (
         watching_logits() as (scored, profiled),
-        rehearsing(config, as_users_start=True, model=target, max_num_seqs=32) as llm,
+        recording_versions() as versions,
+        rehearsing(
+            config,
+            as_users_start=True,
+            model=target,
+            max_num_seqs=32,
+            dtype="float16",
+            max_model_len=64,
+        ) as llm,
     ):
         slots = runner_of(llm).scheduler_config.max_num_seqs
-    return {"scored": scored, "profiled": profiled, "slots": slots}
+        found = {"scored": list(scored), "profiled": profiled, "slots": slots}
+        scored.clear()
+        at_start = set(versions)
+        params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+        for lengths in ([52, 40], [57], [5, 60, 45]):
+            generate(llm, random_prompts(lengths), params)
+    return {**found, "sizes": sorted(set(scored)), "late": sorted(versions - at_start)}
 
 
 @contextmanager
@@ -105,8 +129,10 @@ def test_a_head_that_drafts_blocks_limits_no_requests(tmp_path):
     }
 
 
-def test_a_start_computes_no_more_logits_than_were_profiled(tmp_path):
+def test_a_start_computes_no_more_logits_than_were_profiled_and_compiles_all_kernels(tmp_path):
     found = call_on_gpu(start, tmp_path, models=str(tmp_path))
     assert max(found["profiled"]) == 4 * NODES
     assert 2 * NODES <= max(found["scored"]) <= max(found["profiled"])
     assert found["slots"] == 32
+    assert {2, 3, 4, 5} <= set(found["sizes"])  # rows of one request with a trimmed tree
+    assert found["late"] == []
