@@ -69,8 +69,8 @@ GPU = table({
         swap("warmup_kernels(model_runner, worker_execute_model, worker_sample_tokens)",
             "vLLM's warm-up follows its schedule by batch size",
             "scores the largest number of drafts for max_num_seqs requests after the KV cache has "
-            "taken the memory: many times the logits of any scheduled step. Ours puts fewer "
-            "requests into the runner's scheduler_config"),
+            "taken the memory: many times the logits of any scheduled step, and no smaller trees. "
+            "Ours shows it a runner with fewer requests, once for each size of trees"),
     ],
     # Attention. Rows after the trees get metadata of their own: fields about requests are cut.
     _FLASH: [
