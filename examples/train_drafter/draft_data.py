@@ -93,9 +93,10 @@ def write_draft_data(
     out.mkdir(parents=True, exist_ok=True)
     _keep_recipe(recipe, out)
     tokenizer = load_tokenizer(Path(recipe.target))
+    # Validation first: a draft can be trained on what a stopped run left.
     todo = [
         (part, number, questions)
-        for part in PARTS
+        for part in reversed(PARTS)
         for number, questions in enumerate(_questions(recipe, part, texts))
         if not _shard_path(out, part, number).is_file()
     ]
