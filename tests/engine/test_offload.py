@@ -101,7 +101,7 @@ def test_weights_really_come_from_the_disk(disk):
 @pytest.mark.slow
 def test_compiled(plain_outputs, disk):
     expected = plain_outputs(PROMPTS, PARAMS)
-    with running(sequoia(offload=offload(disk)), enforce_eager=False) as llm:
+    with running(sequoia(offload=offload(disk), draft_vocabulary=3000), enforce_eager=False) as llm:
         assert found(llm) == expected
         assert offloader_of(llm)._ring.bytes_read > 0
 
