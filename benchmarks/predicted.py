@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -18,10 +19,10 @@ from sequoia_vllm.hardware import (
 )
 from sequoia_vllm.hardware.device import InterconnectKind, known_devices
 from sequoia_vllm.hardware.models import ModelClass, ModelShape, every_class
-from sequoia_vllm.hardware.offloading import Offload, OffloadBackend
+from sequoia_vllm.hardware.offloading import OffloadBackend, host_link, streamed_layers
 from sequoia_vllm.hardware.roofline import bytes_per_value
 from sequoia_vllm.hardware.step_profile import ProfileError
-from sequoia_vllm.hardware.streaming import LinkName
+from sequoia_vllm.hardware.streaming import LINKS, LinkName, StreamedWeights
 
 RateOption = Annotated[
     float | None,
@@ -70,6 +71,69 @@ BackendOption = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class Offload:
+    """How much to offload, and over which link, on any device.
+
+    Attributes:
+        gib: GiB of the target's layers on each device, as vLLM's ``--cpu-offload-gb`` counts;
+            more than there are: all.
+        backend: See `sequoia_vllm.hardware.offloading`.
+        link: By name; None: the device's own.
+        gb_s: Achieved rate, 10^9 bytes/s; None: the link's.
+    """
+
+    gib: float
+    backend: OffloadBackend = "prefetch"
+    link: LinkName | None = None
+    gb_s: float | None = None
+
+    def streamed(
+        self, target: ModelShape, device: str, value_bytes: float, devices: int
+    ) -> StreamedWeights:
+        """The streamed weights of a target on such devices; raises like `streamed_layers`."""
+        name, words = host_link(device)
+        if self.link is not None:
+            name, words = self.link, LINKS[self.link].name
+        rate = LINKS[name].bytes_per_second
+        if self.gb_s is not None:
+            rate, words = self.gb_s * 1e9, f"{self.gb_s:g} GB/s"
+        return streamed_layers(
+            target, self.gib * 2**30, rate, words,
+            value_bytes=value_bytes, devices=devices, backend=self.backend,
+        )  # fmt: skip
+
+
+def with_interconnect(
+    device: DeviceSpec, gb_s: float | None = None, kind: InterconnectKind | None = None
+) -> DeviceSpec:
+    """The same device in a box with other links.
+
+    Args:
+        device: Datasheet values.
+        gb_s: Rate of its links in one direction, 10^9 bytes/s; None: the datasheet's.
+        kind: How they lead to the other devices; None: as the datasheet says.
+
+    Raises:
+        DeviceError: If the rate is not above 0 or not finite; names the convention.
+    """
+    if gb_s is None and kind is None:
+        return device
+    if gb_s is not None and not 0 < gb_s <= 1e6:
+        raise DeviceError(
+            f"interconnect of {gb_s:g} GB/s: give the rate in one direction, in 10^9 bytes/s "
+            "(PCIe 5.0 x16: 64; NVLink 4: 450, half of the printed 900)"
+        )
+    rate, kind = gb_s or device.interconnect_gb_s, kind or device.interconnect_kind
+    return device.model_copy(
+        update={
+            "interconnect": f"given: {kind}, {rate:g} GB/s in one direction",
+            "interconnect_kind": kind,
+            "interconnect_gb_s": rate,
+        }
+    )
+
+
 def offload_of(
     gib: float | None, link: LinkName | None, gb_s: float | None, backend: OffloadBackend
 ) -> Offload | None:
@@ -105,7 +169,7 @@ def device_of(
             f"{name!r} is a MIG slice, and slices have no link to each other: use tensor parallel "
             "size 1, or the whole device"
         )
-    return device.spec.with_interconnect(interconnect_gb_s, interconnect_kind)
+    return with_interconnect(device.spec, interconnect_gb_s, interconnect_kind)
 
 
 def class_of(name: str) -> ModelClass:

@@ -27,6 +27,7 @@ from benchmarks.predicted import (
     KindOption,
     LinkOption,
     LinkRateOption,
+    Offload,
     OffloadOption,
     RateOption,
     class_of,
@@ -39,7 +40,6 @@ from sequoia_vllm.cli.measuring import numbers
 from sequoia_vllm.hardware import CostModel, DeviceSpec, choose_tree
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.hardware.models import ModelClass
-from sequoia_vllm.hardware.offloading import Offload
 from sequoia_vllm.hardware.roofline import largest_tree
 from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.library.tree_reference import find_vector

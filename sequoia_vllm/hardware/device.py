@@ -72,34 +72,6 @@ class DeviceSpec(FileModel):
         """
         return self.memory_gb * 2**30
 
-    def with_interconnect(
-        self, gb_s: float | None = None, kind: InterconnectKind | None = None
-    ) -> DeviceSpec:
-        """The same device in a box with other links.
-
-        Args:
-            gb_s: Rate of its links in one direction, 10^9 bytes/s; None: the datasheet's.
-            kind: How they lead to the other devices; None: as the datasheet says.
-
-        Raises:
-            DeviceError: If the rate is not above 0 or not finite; names the convention.
-        """
-        if gb_s is None and kind is None:
-            return self
-        if gb_s is not None and not 0 < gb_s <= 1e6:
-            raise DeviceError(
-                f"interconnect of {gb_s:g} GB/s: give the rate in one direction, in 10^9 bytes/s "
-                "(PCIe 5.0 x16: 64; NVLink 4: 450, half of the printed 900)"
-            )
-        rate, kind = gb_s or self.interconnect_gb_s, kind or self.interconnect_kind
-        return self.model_copy(
-            update={
-                "interconnect": f"given: {kind}, {rate:g} GB/s in one direction",
-                "interconnect_kind": kind,
-                "interconnect_gb_s": rate,
-            }
-        )
-
 
 class KnownDevice(DeviceSpec):
     """A row of the device table."""

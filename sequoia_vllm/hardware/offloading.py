@@ -17,7 +17,6 @@ to be resident, since it runs many times in a step.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 from sequoia_vllm.hardware.device import identify, known_devices
@@ -74,39 +73,6 @@ def streamed_layers(
         tile_rows=None if prefetches else UVA_TILE_ROWS,
         buffer_bytes=buffers * layers / target.layers if prefetches else 0.0,
     )
-
-
-@dataclass(frozen=True)
-class Offload:
-    """How much to offload, and over which link, on any device.
-
-    Attributes:
-        gib: GiB of the target's layers on each device, as vLLM's ``--cpu-offload-gb`` counts;
-            more than there are: all.
-        backend: See the module.
-        link: By name; None: the device's own.
-        gb_s: Achieved rate, 10^9 bytes/s; None: the link's.
-    """
-
-    gib: float
-    backend: OffloadBackend = "prefetch"
-    link: LinkName | None = None
-    gb_s: float | None = None
-
-    def streamed(
-        self, target: ModelShape, device: str, value_bytes: float, devices: int
-    ) -> StreamedWeights:
-        """The streamed weights of a target on such devices; raises like `streamed_layers`."""
-        name, words = host_link(device)
-        if self.link is not None:
-            name, words = self.link, LINKS[self.link].name
-        rate = LINKS[name].bytes_per_second
-        if self.gb_s is not None:
-            rate, words = self.gb_s * 1e9, f"{self.gb_s:g} GB/s"
-        return streamed_layers(
-            target, self.gib * 2**30, rate, words,
-            value_bytes=value_bytes, devices=devices, backend=self.backend,
-        )  # fmt: skip
 
 
 def host_link(device: str) -> tuple[LinkName, str]:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.memory import fewest_devices, memory_fit
+from benchmarks.predicted import with_interconnect
 from sequoia_vllm.hardware import (
     Assumptions,
     CostModel,
@@ -36,7 +37,7 @@ groups = st.sampled_from([2, 4, 8])
 
 
 def h100(gb_s=None, kind=None):
-    return identify("h100-sxm").spec.with_interconnect(gb_s, kind)
+    return with_interconnect(identify("h100-sxm").spec, gb_s, kind)
 
 
 def endless():

@@ -13,13 +13,13 @@ from benchmarks import optimizer
 from benchmarks.frontier import frontier
 from benchmarks.generate_trees import generate
 from benchmarks.paper import paper
+from benchmarks.predicted import Offload
 from benchmarks.roofline import roofline
 from benchmarks.scaling import scaling, scaling_rows
 from sequoia_vllm.cli import app
 from sequoia_vllm.hardware import CostModel, choose_tree, identify, roofline_profile
 from sequoia_vllm.hardware.device import known_devices
 from sequoia_vllm.hardware.models import every_class
-from sequoia_vllm.hardware.offloading import Offload
 from sequoia_vllm.library.tree_library import shipped_directory
 from sequoia_vllm.tree import Acceptance
 from tests.support.reference_trees import published
