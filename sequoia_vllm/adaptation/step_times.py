@@ -16,8 +16,8 @@ SETTLED, UNSETTLED = 64, -1
 
 Some heads read on for a while. From then on such a step is as fast as plain decoding.
 """
-_REFIT_EVERY = 8  # steps
-_ROUNDS = 4  # of reweighting: steps far from the fit count less each time
+_REFIT_EVERY = 24  # steps
+_ROUNDS = 3  # of reweighting: steps far from the fit count less each time
 # Residuals beyond so many standard deviations weigh less (Huber).
 _OUTLYING = 1.5
 _LEAST_NOISE = 0.01
