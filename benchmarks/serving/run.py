@@ -6,7 +6,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ class Run:
         return table
 
     @contextmanager
-    def _server(self, name: str, number: int) -> Any:
+    def _server(self, name: str, number: int) -> Iterator[str]:
         """A server that has learned nothing yet."""
         options, speculative = server_options(self.settings["tokens"]), VARIANTS[name]
         if speculative is not None:
