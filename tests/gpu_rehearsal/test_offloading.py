@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.engines import runner_of, sequoia
-from tests.support.generating import random_prompts, save_related_pair
+from tests.support.generating import VOCAB, random_prompts, save_related_pair
 from tests.support.on_gpu import call_on_gpu
 from tests.support.rehearsing import generate, generate_with_trees, rehearsing
 
@@ -20,6 +20,8 @@ LAYERS = 4
 # Of four layers the second and the last, which share one buffer on the device.
 PREFETCH = {"offload_backend": "prefetch", "offload_group_size": 2, "offload_prefetch_step": 1}
 UVA = {"offload_backend": "uva", "cpu_offload_gb": 1}
+KEPT = [token for token in range(VOCAB) if token % 4]
+"""Tokens that the draft's output layer has rows of."""
 
 
 def start_and_generate(models: str) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def start_and_generate(models: str) -> dict[str, Any]:
     engine = {"model": target, "max_num_seqs": 2}
     with rehearsing(None, **engine) as llm:
         answers: dict[str, Any] = {"plain": generate(llm, requests, params)["tokens"]}
-    config = sequoia(size=8, depth=3, draft=draft)
+    config = sequoia(size=8, depth=3, draft=draft, draft_vocabulary=KEPT)
     for name, options in (("prefetch", PREFETCH), ("uva", UVA)):
         with logged() as lines, rehearsing(config, **engine, **options) as llm:
             answers[name] = {
