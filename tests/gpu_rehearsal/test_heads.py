@@ -5,21 +5,28 @@ from typing import Any
 import pytest
 
 from tests.support.engines import leave_nan, sequoia
+from tests.support.generating import completions, counted
 from tests.support.heads import DFLASH, EAGLE3
 from tests.support.models import TARGET, prompts
 from tests.support.on_gpu import call_on_gpu
-from tests.support.rehearsing import generate, generate_with_trees, rehearsing
+from tests.support.rehearsing import (
+    generate,
+    generate_with_trees,
+    rehearsing,
+    since,
+)
 from tests.support.sleeping import lost_of_ours
 
 pytestmark = pytest.mark.engine
 
 DEPTH = 3
+PAUSE = range(3, 7)  # steps that ask for no drafts
 
 
-def greedy() -> Any:
+def greedy(tokens: int = 12) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
 
 def start_and_generate() -> dict[str, Any]:
@@ -28,7 +35,7 @@ def start_and_generate() -> dict[str, Any]:
 
     texts, options = prompts(3), {"model": TARGET, "skip_tokenizer_init": False}
     with rehearsing(None, **options) as llm:
-        answers: dict[str, Any] = {"plain": generate(llm, texts, greedy())}
+        answers: dict[str, Any] = {"plain": generate(llm, texts, greedy(20))}
     for name, head in (("eagle3", EAGLE3), ("dflash", DFLASH)):
         allocator = sleeping.install()
         config = sequoia(size=8, depth=DEPTH, draft=head)
@@ -37,7 +44,30 @@ def start_and_generate() -> dict[str, Any]:
             answers[f"{name} lost"] = lost_of_ours(llm, allocator)
             answers[name] = generate_with_trees(llm, texts, greedy())
             answers[f"{name} alone"] = generate_with_trees(llm, texts[:1], greedy())
+            answers[f"{name} pausing"] = pause(llm, texts)
     return answers
+
+
+def pause(llm: Any, texts: list[Any]) -> dict[str, Any]:
+    """Trees at first and at last, and none between; graphs of the draft's replayed in each step."""
+    from gpu_stand_in import graphs
+
+    engine, done, replays = llm.llm_engine, {}, []
+    lookup = engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
+    drafts = list(lookup)
+    for request in zip(map(str, range(len(texts))), texts, strict=False):
+        engine.add_request(*request, greedy(20))
+    while engine.has_unfinished_requests():
+        lookup[:] = [0] * len(drafts) if len(replays) in PAUSE else drafts
+        before = graphs.report()
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        replays.append(since(before)["replayed"]["DraftGraphs"])
+    lookup[:] = drafts
+    return {
+        "tokens": completions([done[str(index)] for index in range(len(texts))]),
+        "replays": replays,
+        "counts": counted(llm),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +78,21 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["eagle3", "eagle3 alone", "dflash", "dflash alone"])
 def test_tokens_are_those_of_plain_vllm_from_graphs(name, answers):
     found = answers[name]
-    assert found["tokens"] == answers["plain"]["tokens"][: len(found["tokens"])]
+    plain = answers["plain"]["tokens"]
+    assert found["tokens"] == [[one[:12] for one in some] for some in plain[: len(found["tokens"])]]
     assert found["eager growth"] == []
     # All steps but those that read prompts are replayed.
     assert found["graphs"]["DraftGraphs"] >= found["counts"]["steps"] - 3
     assert found["graphs"]["TreeGraphManager"] >= found["counts"]["steps"] - 3
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_heads_read_from_a_graph_where_nothing_is_drafted(name, answers):
+    """A prompt is read without one; then a step reads and grows, or it only reads."""
+    found = answers[f"{name} pausing"]
+    assert found["tokens"] == answers["plain"]["tokens"]
+    assert found["replays"][:9] == [1, 2, 2, 1, 1, 1, 1, 2, 2]
+    assert found["counts"]["accepted_tokens"] > 5
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])

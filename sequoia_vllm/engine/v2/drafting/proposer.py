@@ -50,7 +50,7 @@ class TreeProposerV2(TreeSpeculator):
 
     def _fits_growth(self, num_trees: int, num_reqs: int, width: int) -> bool:
         """Whether `TreeGrowth` may read so many tokens of the requests that get trees."""
-        return True
+        return num_trees * width <= self.max_num_tokens
 
     def _before_reading(self, num_trees: int, width: int) -> None:
         """Puts what `TreeGrowth` reads besides `DraftBatch` in its place."""
@@ -152,16 +152,9 @@ class TreeProposerV2(TreeSpeculator):
         readers = num_reqs if width is None else num_trees
         bounds = self._begin(batch, num_sampled, temperature, seeds, levels, readers, num_trees)
         self._last_grown = levels
-        max_keys = int(batch.seq_lens_cpu_upper_bound.numpy()[:num_reqs].max()) + 1
-        if width is None:
-            states, last_rows = self._read_ragged(batch, bounds)
-            self._growth.keep_roots(states, last_rows[:num_trees])
-        else:
-            self._before_reading(num_trees, width)
-            if not (self._read_graphs and self._read_graphs.replay(num_trees, width)):
-                self._growth.read_committed(num_trees, width, max_keys)
+        self._read(batch, bounds, num_trees, width)
         if not (self._growth_graphs and self._growth_graphs.replay(num_trees, drafts)):
-            self._growth.grow(num_trees, levels, max_keys)
+            self._growth.grow(num_trees, levels, _max_keys(batch))
 
     def _width_read(self, batch: InputBatch, num_trees: int, levels: DraftLevels) -> int | None:
         """Rows in which each request that gets a tree is read, from a graph if there is one.
@@ -181,12 +174,25 @@ class TreeProposerV2(TreeSpeculator):
         self, batch: InputBatch, num_sampled: Tensor, temperature: Tensor, seeds: Tensor
     ) -> None:
         """Reads what requests have, and grows nothing."""
-        levels = self.tables.levels_of(1)
+        levels, num_reqs = self.tables.levels_of(1), batch.num_reqs
+        width = self._width_read(batch, num_reqs, levels)
         bounds = self._begin(
-            batch, num_sampled, temperature, seeds, levels, readers=batch.num_reqs, num_trees=0
+            batch, num_sampled, temperature, seeds, levels, readers=num_reqs, num_trees=0
         )
         if bounds.any():
-            self._read_ragged(batch, bounds)
+            self._read(batch, bounds, num_reqs, width)
+
+    def _read(
+        self, batch: InputBatch, bounds: NDArray[np.int32], num_trees: int, width: int | None
+    ) -> None:
+        """Reads, and keeps the states of the first ``num_trees`` roots; see `_width_read`."""
+        if width is None:
+            states, last_rows = self._read_ragged(batch, bounds)
+            self._growth.keep_roots(states, last_rows[:num_trees])
+            return
+        self._before_reading(num_trees, width)
+        if not (self._read_graphs and self._read_graphs.replay(num_trees, width)):
+            self._growth.read_committed(num_trees, width, _max_keys(batch))
 
     def _begin(
         self,
@@ -271,3 +277,8 @@ class TreeProposerV2(TreeSpeculator):
             return []
         deeper = self._last_grown.levels[1:]
         return [chain_width(self._last_grown), *(level.width for level in deeper)]
+
+
+def _max_keys(batch: InputBatch) -> int:
+    """No request of this batch has more committed tokens."""
+    return int(batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs].max()) + 1
