@@ -64,7 +64,7 @@ def test_a_path_gives_what_the_class_of_its_size_has(library):
 def test_one_line_says_what_was_chosen_from_what(library, caplog):
     with caplog.at_level(logging.INFO, logger="vllm.sequoia"):
         found = library.select(key(L40S, dtype="float16"), shapes=SHAPES_7B)
-    assert caplog.messages == [found.reason]
+    assert caplog.messages == [f"Sequoia: {found.reason}"]
     for part in (
         f"{found.tree.size} nodes", f"expected {found.expected_speedup:.2f}x",
         "roofline, not measured", f"device {L40S!r} is l40s",
