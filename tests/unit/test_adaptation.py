@@ -1,6 +1,5 @@
 """Drafts that follow what an engine measures, in simulated engines with scripted acceptance."""
 
-import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -410,7 +409,6 @@ def test_preemptions_without_drafts_are_not_theirs():
 def test_decisions_are_logged_at_most_once_a_minute(monkeypatch, caplog):
     now = [0.0]
     monkeypatch.setattr("sequoia_vllm.adaptation.controller.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level("INFO", "vllm.sequoia.adaptation")
     engine = Engine(controller(), NONE).run(300)
     [off] = caplog.messages

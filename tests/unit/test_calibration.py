@@ -480,8 +480,8 @@ def test_counting_again(dice, tmp_path, monkeypatch, number, code):
         ((*PAIR, "--acceptance", "a.json"), "--only acceptance measures what --acceptance gives"),
         ((*PAIR, "--plot", "a.svg"), "--plot draws times, and --only acceptance measures none"),
         ((*PAIR, "--batch-sizes", "0"), "batch size 0"),
-        (("--model", "t", "--draft-model", "d"), "no configuration of the model 't'"),
-        (("--model", TARGET, "--draft-model", "d"), "no configuration of the model 'd'"),
+        (("--model", "t", "--draft-model", "d"), "the target 't' is no folder here"),
+        (("--model", TARGET, "--draft-model", "d"), "the draft 'd' is no folder here"),
     ],
 )
 def test_friendly_errors(tmp_path, monkeypatch, arguments, message):
