@@ -313,7 +313,7 @@ class DraftController:
         plain, shown = speeds.pop(0, nan), speeds.get(drafts, max(speeds.values(), default=nan))
         logger.info(
             "Sequoia: %s at batch %d (plain %.0f tokens/s, with drafts %.0f)",
-            f"{drafts} drafts" if drafts > 0 else "speculation off",
+            f"{drafts} draft{'s' * (drafts > 1)}" if drafts > 0 else "speculation off",
             step.batch_size, step.batch_size * plain, step.batch_size * shown,
         )  # fmt: skip
 
