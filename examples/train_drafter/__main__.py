@@ -15,12 +15,16 @@ from console import (
     Device,
     Folders,
     MaxFiles,
+    Numbers,
+    PairPrompts,
+    ShapeOption,
     Steps,
     Threads,
     ValidateEvery,
     ValidationFiles,
     Warmup,
     console,
+    counting,
     progress,
     progress_listener,
     set_up_torch,
@@ -34,7 +38,6 @@ from pair import Recipe, train_pair
 from provenance import provenance
 from quality import Estimate, PairQuality, measure_pair, read_prompts
 from rich.table import Table
-from shapes import Shape
 from token_data import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 from training import Schedule
 
@@ -57,12 +60,8 @@ def train(
         int,
         typer.Option(help="Tokens to learn.", min=SMALLEST_VOCABULARY, max=LARGEST_VOCABULARY),
     ] = 4096,
-    target: Annotated[
-        Shape, typer.Option(help="HIDDENxLAYERSxHEADSxMLP.", parser=Shape.parse, metavar="SHAPE")
-    ] = "256x4x4x672",  # type: ignore[assignment]  # typer parses defaults too
-    draft: Annotated[
-        Shape, typer.Option(help="HIDDENxLAYERSxHEADSxMLP.", parser=Shape.parse, metavar="SHAPE")
-    ] = "192x2x6x512",  # type: ignore[assignment]
+    target: ShapeOption = "256x4x4x672",  # type: ignore[assignment]  # typer parses defaults too
+    draft: ShapeOption = "192x2x6x512",  # type: ignore[assignment]
     steps: Steps = 0,
     warmup: Warmup = 100,
     batch_size: BatchSize = 16,
@@ -101,11 +100,8 @@ def evaluate(
     pair: Annotated[
         Path, typer.Argument(help="Folder with target/ and draft/.", exists=True, file_okay=False)
     ],
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help='Lines of {"prompt": …}. Default: PAIR/prompts.jsonl.', exists=True),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write the numbers as JSON.")] = None,
+    prompts: PairPrompts = None,
+    out: Numbers = None,
     device: Device = "cpu",
     threads: Threads = 0,
 ) -> None:
@@ -118,9 +114,8 @@ def evaluate(
 
 
 def _measure(pair: Path, prompts: list[str], device: str) -> PairQuality:
-    with progress() as bars:
-        task = bars.add_task("evaluate", total=len(prompts), note="")
-        return measure_pair(pair, prompts, device, lambda: bars.advance(task))
+    with counting(len(prompts)) as advance:
+        return measure_pair(pair, prompts, device, advance)
 
 
 def _show(quality: PairQuality) -> None:

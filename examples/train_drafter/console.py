@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +13,7 @@ import typer
 from pair import Listener
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from shapes import Shape
 from transformers.utils import logging as transformers_logging
 
 console = Console()
@@ -35,6 +36,15 @@ ValidationFiles = Annotated[
 Steps = Annotated[int, typer.Option(help="Optimizer steps; 0 is one pass over the data.", min=0)]
 Warmup = Annotated[int, typer.Option(help="Warm-up steps; at most a tenth of the steps.", min=0)]
 BatchSize = Annotated[int, typer.Option(help="Sequences in a step.", min=1)]
+ShapeOption = Annotated[
+    Shape, typer.Option(help="HIDDENxLAYERSxHEADSxMLP.", parser=Shape.parse, metavar="SHAPE")
+]
+SequenceLength = Annotated[int, typer.Option(help="Tokens in a sequence.", min=16)]
+PairPrompts = Annotated[
+    Path | None,
+    typer.Option(help='Lines of {"prompt": …}. Default: PAIR/prompts.jsonl.', exists=True),
+]
+Numbers = Annotated[Path | None, typer.Option(help="Where to write the numbers as JSON.")]
 ValidateEvery = Annotated[int, typer.Option(help="Steps between losses.", min=1)]
 
 
@@ -73,6 +83,14 @@ def progress_listener(bars: Progress) -> Listener:
         bars.update(bars.tasks[-1].id, advance=1, note=note)
 
     return Listener(start, advance)
+
+
+@contextmanager
+def counting(total: int) -> Iterator[Callable[[], None]]:
+    """A bar of an evaluation: what is given counts one prompt."""
+    with progress() as bars:
+        task = bars.add_task("evaluate", total=total, note="")
+        yield lambda: bars.advance(task)
 
 
 def write_json(path: Path, content: dict[str, object]) -> None:

@@ -9,11 +9,14 @@ import typer
 from console import (
     BatchSize,
     Device,
+    Numbers,
+    ShapeOption,
     Steps,
     Threads,
     ValidateEvery,
     Warmup,
     console,
+    counting,
     progress,
     progress_listener,
     set_up_torch,
@@ -26,7 +29,6 @@ from draft_quality import DraftQuality, as_data, measure_draft
 from errors import PairError
 from provenance import provenance
 from rich.table import Table
-from shapes import Shape
 from training import Schedule
 
 Data = Annotated[
@@ -70,9 +72,7 @@ def draft_data(
 def train_draft_model(
     data: Data,
     out: Annotated[Path, typer.Option(help="Folder for the draft; a stopped run goes on there.")],
-    shape: Annotated[
-        Shape, typer.Option(help="HIDDENxLAYERSxHEADSxMLP.", parser=Shape.parse, metavar="SHAPE")
-    ] = "192x3x6x512",  # type: ignore[assignment]  # typer parses defaults too
+    shape: ShapeOption = "192x3x6x512",  # type: ignore[assignment]  # typer parses defaults too
     tokens: Annotated[
         int,
         typer.Option(help="Tokens of the draft: the target's most frequent; 0: all.", min=0),
@@ -108,7 +108,7 @@ def evaluate_draft(
         Path, typer.Argument(help="Folder of the draft.", exists=True, file_okay=False)
     ],
     data: Data,
-    out: Annotated[Path | None, typer.Option(help="Where to write the numbers as JSON.")] = None,
+    out: Numbers = None,
     device: Device = "cpu",
     threads: Threads = 0,
 ) -> None:
@@ -122,9 +122,8 @@ def evaluate_draft(
 
 def _measure(draft: Path, data: Path, device: str) -> dict[str, DraftQuality]:
     count = sum(len(shard.ends) for shard in read_shards(data, "validation"))
-    with progress() as bars:
-        task = bars.add_task("evaluate", total=count, note="")
-        return measure_draft(draft, data, device, lambda: bars.advance(task))
+    with counting(count) as advance:
+        return measure_draft(draft, data, device, advance)
 
 
 def _show(quality: dict[str, DraftQuality]) -> None:

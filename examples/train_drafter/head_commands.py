@@ -13,12 +13,16 @@ from console import (
     Device,
     Folders,
     MaxFiles,
+    Numbers,
+    PairPrompts,
+    SequenceLength,
     Steps,
     Threads,
     ValidateEvery,
     ValidationFiles,
     Warmup,
     console,
+    counting,
     progress,
     progress_listener,
     set_up_torch,
@@ -47,7 +51,7 @@ def head_data(
     sequences: Annotated[
         int, typer.Option(help="Training sequences by people, and as many by the target.", min=1)
     ] = 6_000,
-    sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=16)] = 256,
+    sequence_length: SequenceLength = 256,
     seed: Annotated[int, typer.Option(help="Decides the files and what the target writes.")] = 0,
     device: Device = "cpu",
     threads: Threads = 0,
@@ -90,7 +94,7 @@ def train_head(
     steps: Steps = 0,
     warmup: Warmup = 50,
     batch_size: BatchSize = 16,
-    sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=16)] = 256,
+    sequence_length: SequenceLength = 256,
     validate_every: ValidateEvery = 100,
     seed: Annotated[int, typer.Option(help="Decides weights and order.")] = 0,
     device: Device = "cpu",
@@ -123,20 +127,16 @@ def evaluate_heads(
             file_okay=False,
         ),
     ],
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help='Lines of {"prompt": …}. Default: PAIR/prompts.jsonl.', exists=True),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write the numbers as JSON.")] = None,
+    prompts: PairPrompts = None,
+    out: Numbers = None,
     device: Device = "cpu",
     threads: Threads = 0,
 ) -> None:
     """Measure greedy chains on prompts: the tokens per step of the draft and of each head."""
     set_up_torch(threads)
     texts = read_prompts(prompts or pair / "prompts.jsonl")
-    with progress() as bars:
-        task = bars.add_task("evaluate", total=len(texts), note="")
-        quality = measure_chains(pair, texts, device, lambda: bars.advance(task))
+    with counting(len(texts)) as advance:
+        quality = measure_chains(pair, texts, device, advance)
     if out:
         write_json(out, {"quality": _plain(quality), "provenance": provenance()})
     _show(quality)
