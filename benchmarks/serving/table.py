@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.options import markdown_table
+from sequoia_vllm.bench.report import MOST_SPREAD, Spread
 
 Rounds = Mapping[int, Mapping[str, Any]]
 """Results of ``vllm bench serve`` of one variant and load, by round."""
@@ -18,7 +19,6 @@ METRICS = {
     "e2e": "mean_e2el_ms", "e2e_p99": "p99_e2el_ms",
 }  # fmt: skip
 """Our name of each figure: its key in the JSON of ``vllm bench serve``."""
-MOST_SPREAD = 1.15
 _MEANS = {"tokens": "tokens/s", "ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E"}
 _COLUMNS = (
     "arrivals", "", "output tokens/s", "TTFT, ms; P99", "TPOT, ms; P99",
@@ -40,7 +40,7 @@ def make_rows(results: Mapping[tuple[str, str], Rounds]) -> list[dict[str, Any]]
     for (load, variant), rounds in results.items():
         row: dict[str, Any] = {"load": load, "variant": variant, "rounds": len(rounds)}
         for name, key in METRICS.items():
-            row[name] = _spread([result[key] for result in rounds.values()])
+            row[name] = Spread.of([result[key] for result in rounds.values()]).to_dict()
         for name in ("tokens", "e2e"):
             speeds = {
                 other: _speeds(found, name)
@@ -62,10 +62,6 @@ def make_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         percent = 100 * (MOST_SPREAD - 1)
         lines += f"\n\nRounds disagree by more than {percent:.0f} %: {'; '.join(found)}."
     return lines
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": median(values), "low": min(values), "high": max(values)}
 
 
 def _speeds(rounds: Rounds, name: str) -> dict[int, float]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
+from statistics import median
 from typing import Any, Literal
 
 from pydantic import Field
 
 from sequoia_vllm.bench.methods import Kind
 from sequoia_vllm.json_file import FileModel
+
+MOST_SPREAD = 1.15
+"""Rounds disagree where the highest is more times the lowest: something disturbed the machine."""
 
 
 class Spread(FileModel):
@@ -17,6 +22,16 @@ class Spread(FileModel):
     median: float = Field(description="Over rounds.")
     low: float = Field(description="The lowest round's.")
     high: float = Field(description="The highest round's.")
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The median and range of one value per round; at least one."""
+        return cls(median=median(values), low=min(values), high=max(values))
+
+    @property
+    def disagrees(self) -> bool:
+        """Whether rounds differ by more than `MOST_SPREAD`."""
+        return self.high > MOST_SPREAD * self.low
 
 
 class StepSplit(FileModel):

@@ -131,7 +131,7 @@ def _result(
     best_chain: bool,
 ) -> Result:
     rates = _rates(runs)
-    speedup = spread([rate / base for rate, base in zip(rates, _rates(plain), strict=True)])
+    speedup = Spread.of([rate / base for rate, base in zip(rates, _rates(plain), strict=True)])
     steady = pooled([one.steady for one in runs.rounds])
     depth = 0 if runs.tree is None else runs.tree.trim(runs.drafts + 1).depth
     return Result(
@@ -141,12 +141,12 @@ def _result(
         temperature=case.temperature,
         drafts=runs.drafts,
         depth=runs.drafts if runs.method.kind is Kind.CHAIN else depth,
-        tokens_per_second=spread(rates),
+        tokens_per_second=Spread.of(rates),
         speedup=speedup,
         tokens_per_step=steady.tokens_per_step,
         step_seconds=steady.step_seconds,
         split=split(runs.rounds, steady.step_seconds),
-        request_seconds=spread([one.request_seconds for one in runs.rounds]),
+        request_seconds=Spread.of([one.request_seconds for one in runs.rounds]),
         engine_parts=engine_parts([one.counters for one in runs.rounds if one.counters]),
         best_chain=best_chain,
         predicted=predicted,
@@ -178,11 +178,6 @@ def searched(search: ChainSearch, draft: str) -> list[SearchedChain]:
         for case, predicted in search.predicted.items()
         for one in predicted
     ]
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Median and range."""
-    return Spread(median=median(values), low=min(values), high=max(values))
 
 
 def split(rounds: Sequence[RoundRun], step_seconds: float) -> StepSplit:

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from sequoia_vllm.bench.rounds import BenchSettings
 
 COMPLETION_LINES = 12
-DISAGREEMENT = 0.15
-"""Speedups of two rounds may differ by this share; above it something disturbed the machine."""
 
 _ROUNDS = 3
 _PACKAGE = Path(__file__).parents[1]
@@ -133,6 +131,7 @@ def _synthetic(target: str, folder: Path, layers: int, width: int, dtype: str) -
 
 def _compare(settings: BenchSettings, prompt: str, as_json: bool) -> None:
     from sequoia_vllm.bench.measure import measure
+    from sequoia_vllm.bench.report import MOST_SPREAD
     from sequoia_vllm.bench.run import results
     from sequoia_vllm.measuring.provenance import provenance
 
@@ -158,8 +157,8 @@ def _compare(settings: BenchSettings, prompt: str, as_json: bool) -> None:
         _print(prompt, runs, shown, identical)
     if disturbed := disagreeing(shown):
         note(
-            f"rounds disagree by more than {DISAGREEMENT:.0%} ({', '.join(disturbed)}): something "
-            "else ran on this machine; repeat the demo when it is quiet"
+            f"rounds disagree by more than {MOST_SPREAD - 1:.0%} ({', '.join(disturbed)}): "
+            "something else ran on this machine; repeat the demo when it is quiet"
         )
     if not as_json:
         console().print(said, soft_wrap=True)
@@ -177,12 +176,8 @@ def _identical(runs: MethodRuns, plain: MethodRuns) -> list[bool]:
 
 
 def disagreeing(results: Sequence[Result]) -> list[str]:
-    """Methods whose speedup differs between rounds by more than `DISAGREEMENT`, with its range."""
-    return [
-        f"{one.method}: {_range(one.speedup)}"
-        for one in results
-        if one.speedup.high > (1 + DISAGREEMENT) * one.speedup.low
-    ]
+    """Methods whose speedup differs too much between rounds, with its range."""
+    return [f"{one.method}: {_range(one.speedup)}" for one in results if one.speedup.disagrees]
 
 
 def summary(sequoia: Result, rounds: int, identical: bool, dtype: str) -> str:
