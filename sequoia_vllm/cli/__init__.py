@@ -12,10 +12,10 @@ import importlib.util
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from sequoia_vllm import __version__
 from sequoia_vllm.cli.common import ends_quietly
-from sequoia_vllm.cli.removed import GroupWithRemoved
 from sequoia_vllm.cli.shown_help import AliasedCommand, shown_as_written
 
 # name -> "module:attribute"; the attribute is a typer app or a plain function.
@@ -30,7 +30,7 @@ COMMANDS = {
 }
 
 
-class LazyCommands(GroupWithRemoved):
+class LazyCommands(TyperGroup):
     """A command group that imports a command when it is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:

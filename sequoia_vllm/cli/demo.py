@@ -77,8 +77,6 @@ def demo(
     synthetic_width: Annotated[
         int, typer.Option(min=1, help="MLP width of this synthetic target.")
     ] = 4096,
-    grow: Annotated[int, typer.Option(min=0, hidden=True)] = 0,
-    grow_width: Annotated[int, typer.Option(min=0, hidden=True)] = 0,
     eager: Annotated[bool, typer.Option(help="Do not compile: starts faster.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -91,11 +89,11 @@ def demo(
     with contextlib.ExitStack() as stack:
         stack.enter_context(friendly_errors())
         check_models(target, draft)
-        if layers := synthetic_layers or grow:
+        if synthetic_layers:
             stack.enter_context(sigterm_raises())
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sequoia-demo-"))
-            width = grow_width or synthetic_width
-            target = _synthetic(target, Path(folder) / "target", layers, width, dtype)
+            sizes = synthetic_layers, synthetic_width
+            target = _synthetic(target, Path(folder) / "target", *sizes, dtype)
         from sequoia_vllm.bench.methods import chain, plain, sequoia
         from sequoia_vllm.bench.rounds import BenchSettings
         from sequoia_vllm.measuring.engines import EngineSpec

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -14,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sequoia_vllm import __version__, cli
-from sequoia_vllm.cli import app, removed
+from sequoia_vllm.cli import app
 from sequoia_vllm.cli.tree import commands
 from sequoia_vllm.hardware import identify, roofline_profile
 from sequoia_vllm.hardware.models import every_class
@@ -380,20 +378,6 @@ class TestCommand:
 
     def test_unknown_command(self):
         assert "No such command 'plant'" in fails("plant")
-
-    @pytest.mark.parametrize("group", [(), ("tree",)])
-    def test_a_removed_command_names_its_replacement(self, group, monkeypatch):
-        name = " ".join([*group, "sprout"])
-        monkeypatch.setitem(removed.REMOVED, name, "sequoia-vllm bench")
-        for arguments in ((), ("--help",), ("--size", "4", "x")):
-            answer = fails(*group, "sprout", *arguments)
-            assert f"there is no command '{name}' any more: use sequoia-vllm bench" in answer
-        assert "sprout" not in run(*group, "--help").stdout
-
-    @pytest.mark.parametrize("name", ["bench", "generate", "paper", "roofline", "scaling"])
-    def test_former_commands_name_what_took_their_place(self, name):
-        tool = re.search(r"use python -m (benchmarks\.\w+)", fails("tree", name))
-        assert importlib.util.find_spec(tool[1])
 
     def test_a_plain_function_can_be_a_command(self, monkeypatch):
         monkeypatch.setitem(cli.COMMANDS, "trees", "sequoia_vllm.cli.tree.commands:list_trees")

@@ -10,7 +10,6 @@ import typer
 
 from sequoia_vllm.cli.common import console, counted, fail, friendly_errors, note, print_json
 from sequoia_vllm.cli.progress import progress_bar
-from sequoia_vllm.cli.removed import GroupWithRemoved
 from sequoia_vllm.cli.tree.named import class_in, device_in, names_device, this_device
 from sequoia_vllm.cli.tree.view import (
     comparison_table,
@@ -38,7 +37,6 @@ from sequoia_vllm.tree.optimize import optimize_tree
 from sequoia_vllm.tree.token_tree import MOST_NODES
 
 app = typer.Typer(
-    cls=GroupWithRemoved,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
