@@ -10,18 +10,17 @@ import typer
 
 from benchmarks.memory import MemoryFit, fewest_devices, memory_fit, more_to_offload
 from sequoia_vllm.cli.common import fail
-from sequoia_vllm.hardware import (
+from sequoia_vllm.hardware.device import (
     DeviceError,
     DeviceSpec,
-    Profile,
+    InterconnectKind,
     identify,
-    roofline_profile,
+    known_devices,
 )
-from sequoia_vllm.hardware.device import InterconnectKind, known_devices
 from sequoia_vllm.hardware.models import ModelClass, ModelShape, every_class
 from sequoia_vllm.hardware.offloading import OffloadBackend, host_link, streamed_layers
-from sequoia_vllm.hardware.roofline import bytes_per_value
-from sequoia_vllm.hardware.step_profile import ProfileError
+from sequoia_vllm.hardware.roofline import bytes_per_value, roofline_profile
+from sequoia_vllm.hardware.step_profile import Profile, ProfileError
 from sequoia_vllm.hardware.streaming import LINKS, LinkName, StreamedWeights
 
 RateOption = Annotated[

@@ -29,7 +29,8 @@ from benchmarks.predicted import (
     times_json,
 )
 from sequoia_vllm.cli.common import console, friendly_errors, new_table, note, print_json
-from sequoia_vllm.hardware import CostModel, Profile
+from sequoia_vllm.hardware.cost import CostModel
+from sequoia_vllm.hardware.step_profile import Profile
 
 _BATCHES = (1, 8, 64)
 

@@ -37,8 +37,9 @@ from benchmarks.predicted import (
 )
 from sequoia_vllm.cli.common import friendly_errors, print_json
 from sequoia_vllm.cli.measuring import numbers
-from sequoia_vllm.hardware import CostModel, DeviceSpec, choose_tree
-from sequoia_vllm.hardware.cost import check_batch_sizes
+from sequoia_vllm.hardware.choose import choose_tree
+from sequoia_vllm.hardware.cost import CostModel, check_batch_sizes
+from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.models import ModelClass
 from sequoia_vllm.hardware.roofline import largest_tree
 from sequoia_vllm.hardware.streaming import StreamedWeights

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sequoia_vllm.adaptation.state import FadedCounts
-from sequoia_vllm.metrics import TreeCounts
+from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.tree import Acceptance, TokenTree
 
 # Verified trees after which a count weighs half. So a change of workload is followed within a few

@@ -15,7 +15,7 @@ from sequoia_vllm.adaptation.acceptance import FadingAcceptance
 from sequoia_vllm.adaptation.state import AdaptationState, Workload
 from sequoia_vllm.adaptation.step_times import FEWEST, SETTLED, UNSETTLED, StepTimes
 from sequoia_vllm.adaptation.trials import Octave, Step, Trial
-from sequoia_vllm.metrics import TreeCounts
+from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.tree import Acceptance, TokenTree
 
 logger = logging.getLogger("vllm.sequoia.adaptation")  # shown by vLLM's own handler

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import platformdirs
 
-from sequoia_vllm.adaptation import AdaptationState, StateError
+from sequoia_vllm.adaptation.state import AdaptationState, StateError
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 

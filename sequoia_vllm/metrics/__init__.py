@@ -3,8 +3,3 @@
 The worker counts (`engine.runner.step_stats`), `engine.core.tree_reports` carries the counts to
 vLLM's front end, and this package, which does not import vLLM, shows them.
 """
-
-from sequoia_vllm.metrics.counts import TreeCounts, interval_line, paths_of
-from sequoia_vllm.metrics.prometheus import PrometheusKinds, Reason, TreeMetrics
-
-__all__ = ["PrometheusKinds", "Reason", "TreeCounts", "TreeMetrics", "interval_line", "paths_of"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from sequoia_vllm.adaptation import DraftController
+from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.adaptation.step_times import StepTimes
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.models import prompts, save_random_draft

@@ -4,7 +4,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from sequoia_vllm.adaptation import DraftController
+from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.engine.core.adapting import SchedulerAdapter
 from sequoia_vllm.tree import TokenTree
 

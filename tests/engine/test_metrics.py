@@ -14,7 +14,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from sequoia_vllm import plugin
 from sequoia_vllm.engine.compat.ledger import OVERRIDES
 from sequoia_vllm.engine.core import tree_reports
-from sequoia_vllm.metrics import PrometheusKinds, TreeMetrics, paths_of
+from sequoia_vllm.metrics.counts import paths_of
+from sequoia_vllm.metrics.prometheus import PrometheusKinds, TreeMetrics
 from sequoia_vllm.tree import TokenTree
 from tests.support.engines import metric, running, sequoia
 from tests.support.models import prompts

@@ -11,7 +11,8 @@ from vllm.engine.arg_utils import EngineArgs
 from sequoia_vllm.config import ConfigError, OffloadSpec
 from sequoia_vllm.engine.offload.disk import DiskOffloader
 from sequoia_vllm.engine.offload.disk import _large as large
-from sequoia_vllm.offload import OffloadError, weight_file
+from sequoia_vllm.offload import weight_file
+from sequoia_vllm.offload.weight_file import OffloadError
 from tests.support.architectures import save_architecture
 from tests.support.cores import needs_two_cores
 from tests.support.engines import metric, runner_of, running, sequoia, tokens_of

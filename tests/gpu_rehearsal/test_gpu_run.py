@@ -12,7 +12,7 @@ import pytest
 from benchmarks.gpu.items import ITEMS, KERNELS
 from benchmarks.gpu.results import FILE, Results
 from benchmarks.gpu.sizes import TINY
-from sequoia_vllm.hardware import CostModel
+from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_profile import Profile
 from tests.support.memory_checks import VARIABLE
 from tests.support.on_gpu import call_on_gpu

@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from sequoia_vllm.metrics import paths_of
+from sequoia_vllm.metrics.counts import paths_of
 from sequoia_vllm.tree import TokenTree
 
 _WALKS = 10_000

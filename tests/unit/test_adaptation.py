@@ -6,17 +6,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from sequoia_vllm.adaptation import (
-    AdaptationState,
-    DraftController,
-    FadingAcceptance,
-    StateError,
-    Step,
-    StepTimes,
-)
-from sequoia_vllm.adaptation.step_times import SETTLED, UNSETTLED
+from sequoia_vllm.adaptation.acceptance import FadingAcceptance
+from sequoia_vllm.adaptation.controller import DraftController
+from sequoia_vllm.adaptation.state import AdaptationState, StateError
+from sequoia_vllm.adaptation.step_times import SETTLED, UNSETTLED, StepTimes
+from sequoia_vllm.adaptation.trials import Step
 from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
-from sequoia_vllm.metrics import TreeCounts, paths_of
+from sequoia_vllm.metrics.counts import TreeCounts, paths_of
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from tests.support.open_loop import Machine, Request, Seen, Server, poisson, walks_of
 

@@ -39,8 +39,9 @@ from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, batch
 from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, results
 from sequoia_vllm.cli.bench import print_report
 from sequoia_vllm.config import OffloadSpec
-from sequoia_vllm.hardware import CostModel, Curve, Overhead, Profile
+from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_curves import StepRecord
+from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.step_recorder import StepRecorder

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from sequoia_vllm import __version__, cli
 from sequoia_vllm.cli import app
 from sequoia_vllm.cli.tree import commands
-from sequoia_vllm.hardware import identify, roofline_profile
+from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import every_class
+from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree

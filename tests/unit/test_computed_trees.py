@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from sequoia_vllm.adaptation import AdaptationState
-from sequoia_vllm.adaptation.state import FadedCounts
-from sequoia_vllm.hardware import identify, roofline_profile
+from sequoia_vllm.adaptation.state import AdaptationState, FadedCounts
+from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, PairShapes, model_classes
+from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import Selection, TreeLibrary, shipped_directory

@@ -5,8 +5,11 @@ from itertools import groupby
 from pathlib import Path
 
 from sequoia_vllm.drafters import DRAFTERS
-from sequoia_vllm.hardware import CostModel, choose_tree, identify, roofline_profile
+from sequoia_vllm.hardware.choose import choose_tree
+from sequoia_vllm.hardware.cost import CostModel
+from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import every_class
+from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.tree import Acceptance
 from tests.support.reference_trees import published
 

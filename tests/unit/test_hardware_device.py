@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from sequoia_vllm.hardware import DeviceError, current_cpu_name, identify
-from sequoia_vllm.hardware.device import known_devices, nearest, normalize
+from sequoia_vllm.hardware.device import (
+    DeviceError,
+    current_cpu_name,
+    identify,
+    known_devices,
+    nearest,
+    normalize,
+)
 from sequoia_vllm.hardware.models import (
     model_classes,
     parameters_from_name,

@@ -8,21 +8,15 @@ import math
 import pytest
 
 from benchmarks.memory import memory_fit
-from sequoia_vllm.hardware import (
-    Assumptions,
-    CostModel,
-    Profile,
-    ProfileError,
-    choose_schedule,
-    choose_tree,
-    identify,
-    roofline_profile,
-)
-from sequoia_vllm.hardware.cost import Prefixes
+from sequoia_vllm.hardware.assumptions import Assumptions
+from sequoia_vllm.hardware.choose import choose_schedule, choose_tree
+from sequoia_vllm.hardware.cost import CostModel, Prefixes
+from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import PairShapes, head_classes, model_classes
+from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.step_curves import draft_curves
-from sequoia_vllm.hardware.step_profile import Curve, Overhead
+from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile, ProfileError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.selection import parameters_of
 from sequoia_vllm.library.tree_library import TreeLibrary

@@ -11,17 +11,12 @@ import numpy as np
 import pytest
 
 from benchmarks.generate_trees import COMMAND, generate_library
-from sequoia_vllm.hardware import (
-    CostModel,
-    DeviceError,
-    Profile,
-    choose_schedule,
-    identify,
-    roofline_profile,
-)
-from sequoia_vllm.hardware.device import known_devices
+from sequoia_vllm.hardware.choose import choose_schedule
+from sequoia_vllm.hardware.cost import CostModel
+from sequoia_vllm.hardware.device import DeviceError, identify, known_devices
 from sequoia_vllm.hardware.models import every_class, model_classes
-from sequoia_vllm.hardware.step_profile import ProfileError
+from sequoia_vllm.hardware.roofline import roofline_profile
+from sequoia_vllm.hardware.step_profile import Profile, ProfileError
 from sequoia_vllm.library import tree_library as library_module
 from sequoia_vllm.library.entries import OFFLOADED, make_entry, profile_reference
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError

@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sequoia_vllm.engine.runner.step_stats import StepStats
-from sequoia_vllm.metrics import PrometheusKinds, Reason, TreeCounts, TreeMetrics, interval_line
+from sequoia_vllm.metrics.counts import TreeCounts, interval_line
+from sequoia_vllm.metrics.prometheus import PrometheusKinds, Reason, TreeMetrics
 from sequoia_vllm.tree import TokenTree
 
 #      0

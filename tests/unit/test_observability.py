@@ -11,7 +11,7 @@ import vllm
 import yaml
 from prometheus_client import CollectorRegistry
 
-from sequoia_vllm.metrics import PrometheusKinds, TreeMetrics
+from sequoia_vllm.metrics.prometheus import PrometheusKinds, TreeMetrics
 from sequoia_vllm.tree import TokenTree
 
 ROOT = Path(__file__).parents[2]

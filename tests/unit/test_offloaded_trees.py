@@ -13,7 +13,7 @@ from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.frontend.drafts import ResolvedDraft
 from sequoia_vllm.engine.frontend.resolve import resolve
 from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
-from sequoia_vllm.hardware import identify
+from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import PairShapes, every_class
 from sequoia_vllm.hardware.offloading import streamed_layers
 from sequoia_vllm.hardware.roofline import roofline_profile

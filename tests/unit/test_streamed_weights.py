@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from benchmarks.memory import memory_fit, more_to_offload
 from benchmarks.predicted import Offload
-from sequoia_vllm.hardware import CostModel, Profile, choose_tree, identify
-from sequoia_vllm.hardware.device import known_devices
+from sequoia_vllm.hardware.choose import choose_tree
+from sequoia_vllm.hardware.cost import CostModel
+from sequoia_vllm.hardware.device import identify, known_devices
 from sequoia_vllm.hardware.models import every_class
 from sequoia_vllm.hardware.offloading import UVA_TILE_ROWS, host_link, streamed_layers
 from sequoia_vllm.hardware.roofline import STREAMED_MAX_SIZE, roofline_profile
+from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.hardware.streaming import LINKS, StreamedWeights
 from sequoia_vllm.tree import Acceptance
 from sequoia_vllm.tree.optimize import Frontier

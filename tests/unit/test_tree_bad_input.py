@@ -8,7 +8,8 @@ import re
 import pytest
 
 from sequoia_vllm import json_input
-from sequoia_vllm.hardware import Profile, ProfileError, choose_schedule, choose_tree
+from sequoia_vllm.hardware.choose import choose_schedule, choose_tree
+from sequoia_vllm.hardware.step_profile import Profile, ProfileError
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree, TreeError

@@ -17,9 +17,11 @@ from benchmarks.predicted import Offload
 from benchmarks.roofline import roofline
 from benchmarks.scaling import scaling, scaling_rows
 from sequoia_vllm.cli import app
-from sequoia_vllm.hardware import CostModel, choose_tree, identify, roofline_profile
-from sequoia_vllm.hardware.device import known_devices
+from sequoia_vllm.hardware.choose import choose_tree
+from sequoia_vllm.hardware.cost import CostModel
+from sequoia_vllm.hardware.device import identify, known_devices
 from sequoia_vllm.hardware.models import every_class
+from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.library.tree_library import shipped_directory
 from sequoia_vllm.tree import Acceptance
 from tests.support.reference_trees import published

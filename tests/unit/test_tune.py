@@ -23,7 +23,9 @@ from sequoia_vllm.calibration.tuned_tree import (
 from sequoia_vllm.cli import app, tune_steps
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
-from sequoia_vllm.hardware import CostModel, choose_schedule, current_cpu_name
+from sequoia_vllm.hardware.choose import choose_schedule
+from sequoia_vllm.hardware.cost import CostModel
+from sequoia_vllm.hardware.device import current_cpu_name
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
 from sequoia_vllm.library.pair_key import PairKey

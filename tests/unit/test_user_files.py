@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("vllm")
 
-from sequoia_vllm.adaptation import DraftController
+from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.cli import app
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.core import adapting

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sequoia_vllm.adaptation import DraftController, Step
+from sequoia_vllm.adaptation.controller import DraftController
+from sequoia_vllm.adaptation.trials import Step
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from tests.support.conversing import converse, turns
 from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees

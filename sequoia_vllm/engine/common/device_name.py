@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sequoia_vllm.hardware import current_cpu_name
+from sequoia_vllm.hardware.device import current_cpu_name
 
 
 def current_device_name(index: int = 0) -> str:

@@ -10,7 +10,9 @@ import threading
 import time
 from typing import Any
 
-from sequoia_vllm.adaptation import AdaptationState, DraftController, StateError, Step, Workload
+from sequoia_vllm.adaptation.controller import DraftController
+from sequoia_vllm.adaptation.state import AdaptationState, StateError, Workload
+from sequoia_vllm.adaptation.trials import Step
 from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.library.user_files import (

@@ -10,7 +10,7 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from sequoia_vllm.engine.common.request_options import most_drafts
 from sequoia_vllm.engine.core import grammar
-from sequoia_vllm.metrics import Reason
+from sequoia_vllm.metrics.prometheus import Reason
 
 
 def reason_without_drafts(sampling_params: Any, thinks_first: bool) -> Reason | None:

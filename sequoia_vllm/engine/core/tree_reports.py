@@ -27,7 +27,8 @@ from sequoia_vllm.engine.core.adapting import follow, freeze, measured_speedup
 from sequoia_vllm.engine.core.core_messages import keep_drafts
 from sequoia_vllm.engine.core.eligibility import has_custom_processors, reason_without_drafts
 from sequoia_vllm.engine.core.grammar import thinks_first
-from sequoia_vllm.metrics import Reason, TreeCounts, TreeMetrics, interval_line
+from sequoia_vllm.metrics.counts import TreeCounts, interval_line
+from sequoia_vllm.metrics.prometheus import Reason, TreeMetrics
 from sequoia_vllm.tree import TokenTree
 
 logger = logging.getLogger("vllm.sequoia")

@@ -9,7 +9,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from sequoia_vllm.engine.offload.disk import DiskOffloader
 from sequoia_vllm.engine.offload.settings import offload_of
-from sequoia_vllm.offload import keep_freed_memory
+from sequoia_vllm.offload.layer_ring import keep_freed_memory
 
 
 class OffloadingCPUWorker(CPUWorker):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sequoia_vllm.metrics import TreeCounts, paths_of
+from sequoia_vllm.metrics.counts import TreeCounts, paths_of
 from sequoia_vllm.tree import TokenTree
 
 _MOST_PENDING = 256
