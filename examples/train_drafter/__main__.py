@@ -1,6 +1,6 @@
 """``python examples/train_drafter``: train drafters of three kinds, and measure them.
 
-A draft model for any Llama-like target; heads for the target of a small pair; such a pair.
+A draft model, an EAGLE-3 head or a DFlash head for any Llama-like target; a small pair.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from console import (
     write_json,
 )
 from corpus import collect, default_folders
-from draft_commands import draft_data, evaluate_draft, train_draft_model
+from draft_commands import draft_data, evaluate_draft, train_draft_model, train_head_of_target
 from errors import PairError
-from head_commands import evaluate_heads, head_data, train_head
 from pair import Recipe, train_pair
 from provenance import provenance
 from quality import Estimate, PairQuality, measure_pair, read_prompts
@@ -44,10 +43,8 @@ from training import Schedule
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_show_locals=False)
 app.command()(draft_data)
 app.command("train-draft")(train_draft_model)
+app.command("train-head")(train_head_of_target)
 app.command()(evaluate_draft)
-app.command()(head_data)
-app.command()(train_head)
-app.command()(evaluate_heads)
 
 
 @app.command()

@@ -39,7 +39,6 @@ BatchSize = Annotated[int, typer.Option(help="Sequences in a step.", min=1)]
 ShapeOption = Annotated[
     Shape, typer.Option(help="HIDDENxLAYERSxHEADSxMLP.", parser=Shape.parse, metavar="SHAPE")
 ]
-SequenceLength = Annotated[int, typer.Option(help="Tokens in a sequence.", min=16)]
 PairPrompts = Annotated[
     Path | None,
     typer.Option(help='Lines of {"prompt": …}. Default: PAIR/prompts.jsonl.', exists=True),

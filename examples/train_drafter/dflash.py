@@ -9,8 +9,17 @@ has not read yet, and mask tokens; each mask becomes the draft of its position.
 from __future__ import annotations
 
 import torch
-from frozen_target import Frozen, FrozenTarget
-from head_layers import GatedMLP, Linear, join_heads, rotate, shared_config, split_heads
+from answers import cross_entropies, split
+from frozen_target import FrozenTarget
+from head_layers import (
+    GatedMLP,
+    Linear,
+    attention_sizes,
+    join_heads,
+    rotate,
+    shared_config,
+    split_heads,
+)
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig
@@ -30,14 +39,15 @@ class DFlash(nn.Module):
         layers: Of the target: 0 is its embedding, n the output of its n-th
             layer. The head sees their hidden states.
         mlp: Size of each layer's MLP.
+        mask: The token that stands for what is drafted.
     """
 
-    def __init__(self, target: LlamaConfig, layers: tuple[int, ...], mlp: int) -> None:
+    def __init__(self, target: LlamaConfig, layers: tuple[int, ...], mlp: int, mask: int) -> None:
         super().__init__()
         if min(layers) < 1:
             raise ValueError(f"layers {layers}: DFlash has no number for the embedding")
         hidden, epsilon = target.hidden_size, target.rms_norm_eps
-        self.target, self.target_layers, self.mlp_size = target, layers, mlp
+        self.target, self.target_layers, self.mlp_size, self.mask = target, layers, mlp, mask
         self.fc = Linear(hidden * len(layers), hidden)
         self.hidden_norm = nn.RMSNorm(hidden, eps=epsilon)
         self.layers = nn.ModuleList(DFlashLayer(target, mlp) for _ in range(LAYER_COUNT))
@@ -58,55 +68,60 @@ class DFlash(nn.Module):
             "intermediate_size": self.mlp_size,
             "block_size": BLOCK,
             "dflash_config": {
-                "mask_token_id": self.target.pad_token_id,
+                "mask_token_id": self.mask,
                 # Here the output of the first layer is 0.
                 "target_layer_ids": [layer - 1 for layer in self.target_layers],
             },
         }
 
-    def loss(self, target: FrozenTarget, windows: torch.Tensor) -> torch.Tensor:
+    def loss(self, target: FrozenTarget, texts: torch.Tensor) -> torch.Tensor:
         """Cross-entropy with the target's distribution, early drafts weighing more.
 
         In training the blocks begin anywhere and half of them are short; in
         validation they are full and spread evenly.
 
         Args:
-            target: Gives hidden states and distributions.
-            windows: Tokens, int64, shape ``[batch, length]``.
+            target: Gives hidden states.
+            texts: A batch of `answers.Texts`.
         """
-        frozen = target(windows)
-        anchors, counts = self._blocks(windows)
-        logits = self.logits(target, windows, frozen.features, anchors, counts, BLOCK - 1)
-        depths = torch.arange(BLOCK - 1, device=windows.device)
+        tokens, likely, shares = split(texts)
+        anchors, counts = self._blocks(tokens)
+        states = self.states(target, tokens, target(tokens), anchors, counts, BLOCK - 1)
+        depths = torch.arange(BLOCK - 1, device=texts.device)
         # The distribution after a token is that of the position behind it.
         before = (anchors[..., None] + depths).flatten(1)
-        wanted = _rows(frozen.log_probabilities, before).exp().view(logits.shape)
-        losses = -(wanted * logits.float().log_softmax(-1)).sum(-1)
-        weights = DEPTH_WEIGHT**depths * (depths < counts[..., None])
-        return (weights * losses).sum() / weights.sum()
+        likely, shares = (
+            _rows(rows, before).unflatten(1, (-1, BLOCK - 1)) for rows in (likely, shares)
+        )
+        weights = DEPTH_WEIGHT**depths * (depths < counts[..., None]) * (shares.sum(-1) > 0)
+        chosen = weights > 0
+        logits = functional.linear(states[chosen], target.output_embedding)
+        losses = cross_entropies(logits, likely[chosen], shares[chosen])
+        return (weights[chosen] * losses).sum() / weights.sum().clamp(min=1)
 
     @torch.no_grad()
     def draft(
-        self, target: FrozenTarget, tokens: torch.Tensor, frozen: Frozen, count: int
-    ) -> torch.Tensor:
+        self, target: FrozenTarget, tokens: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The most likely block after every prefix of one text.
 
         Args:
             target: The head's.
             tokens: The text, shape ``[length]``.
-            frozen: What the target says of it, a batch of one.
             count: Drafts in a block.
 
         Returns:
             Shape ``[length - 1, count]``: row s drafts the tokens from s + 2 on, with
-            the target's hidden states of tokens 0 to s.
+            the target's hidden states of tokens 0 to s. The first drafts' logits,
+            ``[length - 1, vocabulary]``.
         """
         anchors = torch.arange(1, len(tokens), device=tokens.device)[None]
         counts = torch.full_like(anchors, count)
-        logits = self.logits(target, tokens[None], frozen.features, anchors, counts, count)
-        return logits[0].argmax(-1)
+        [states] = self.states(target, tokens[None], target(tokens[None]), anchors, counts, count)
+        logits = [functional.linear(one, target.output_embedding) for one in states.unbind(1)]
+        return torch.stack([one.argmax(-1) for one in logits], -1), logits[0]
 
-    def logits(
+    def states(
         self,
         target: FrozenTarget,
         tokens: torch.Tensor,
@@ -115,10 +130,10 @@ class DFlash(nn.Module):
         counts: torch.Tensor,
         width: int,
     ) -> torch.Tensor:
-        """What every block drafts.
+        """Normed states of what every block drafts.
 
         Args:
-            target: The head's, for the embedding and the output.
+            target: The head's, for the embedding.
             tokens: The texts, ``[batch, length]``.
             features: The target's states of them, ``[batch, length, layers × hidden]``.
             anchors: Positions of the blocks' first tokens, ``[batch, blocks]``. A
@@ -127,20 +142,17 @@ class DFlash(nn.Module):
             width: The most masks.
 
         Returns:
-            Shape ``[batch, blocks, width, vocabulary]``; what lies behind a
-            block's masks means nothing.
+            Shape ``[batch, blocks, width, hidden]``; what lies behind a block's masks
+            means nothing.
         """
-        inputs = torch.full(
-            (*anchors.shape, width + 1), self.target.pad_token_id, device=tokens.device
-        )
+        inputs = torch.full((*anchors.shape, width + 1), self.mask, device=tokens.device)
         inputs[..., 0] = tokens.gather(1, anchors)
         context = self.hidden_norm(self.fc(features).float())
         places = Places(anchors, counts, width, features.shape[1])
         hidden = target.embed(inputs).flatten(1, 2)
         for layer in self.layers:
             hidden = layer(hidden, context, places)
-        drafted = self.norm(hidden).unflatten(1, (-1, width + 1))[:, :, 1:]
-        return functional.linear(drafted, target.output_embedding)
+        return self.norm(hidden).unflatten(1, (-1, width + 1))[:, :, 1:]
 
     def _blocks(self, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """First positions and numbers of masks of blocks, ``[batch, blocks]`` each."""
@@ -197,14 +209,15 @@ class DFlashLayer(nn.Module):
 
 
 class DFlashAttention(nn.Module):
-    """Of blocks to the text before them and to themselves, in every direction."""
+    """Attention of blocks to the text before them and to themselves, in every direction."""
 
     def __init__(self, target: LlamaConfig) -> None:
         super().__init__()
-        hidden, size = target.hidden_size, target.head_dim
+        hidden, (width, size) = target.hidden_size, attention_sizes(target)
         self.size, self.theta = size, target.rope_parameters["rope_theta"]
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            setattr(self, name, Linear(hidden, hidden))
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(self, name, Linear(hidden, width))
+        self.o_proj = Linear(width, hidden)
         self.q_norm = nn.RMSNorm(size, eps=target.rms_norm_eps)
         self.k_norm = nn.RMSNorm(size, eps=target.rms_norm_eps)
 
@@ -249,5 +262,5 @@ class DFlashAttention(nn.Module):
 
 
 def _rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Of ``[batch, length, size]`` those numbered ``[batch, count]``."""
+    """Rows of ``[batch, length, size]`` those numbered ``[batch, count]``."""
     return tensor.gather(1, rows[..., None].expand(-1, -1, tensor.shape[-1]))

@@ -1,27 +1,31 @@
-"""The card of a draft model: what it was trained on, for how long, and how good it is."""
+"""The card of a drafter: what it was trained on, for how long, and how good it is."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from draft_data import summary
 from draft_quality import CHAIN, DraftQuality
+
+TITLES = {"eagle3": "An EAGLE-3 head", "dflash": "A DFlash head"}
 
 
 def write_card(
     out: Path, data: Path, metrics: dict[str, Any], quality: dict[str, DraftQuality]
 ) -> None:
     """Writes ``out/README.md`` from the records of both commands."""
-    answers = json.loads((data / "data.json").read_text("utf-8"))
-    recipe = metrics["recipe"]
-    shape = "x".join(str(size) for size in recipe["shape"].values())
+    answers, recipe = summary(data), metrics["recipe"]
     weights = (out / "model.safetensors").stat().st_size / 1e6
+    if shape := recipe.get("shape"):
+        what = f"A Llama of {'x'.join(map(str, shape.values()))},"
+    else:
+        what = "A head that reads the target's hidden states,"
     lines = [
-        f"# A draft model for {Path(metrics['target']).name}",
+        f"# {TITLES.get(recipe.get('kind'), 'A draft model')} for {Path(metrics['target']).name}",
         "",
-        f"A Llama of {metrics['parameters']:,} parameters ({shape}; {weights:.1f} MB in bfloat16) "
-        f"with {metrics['vocabulary']:,} tokens, distilled from the target's own answers. It is "
+        f"{what} {metrics['parameters']:,} parameters ({weights:.1f} MB in bfloat16), that drafts "
+        f"{metrics['vocabulary']:,} tokens, distilled from the target's own answers. It is "
         "derived from the target: the target's licence applies.",
         "",
         "| | |",
@@ -31,8 +35,9 @@ def write_card(
         f"| training | {recipe['schedule']['steps']:,} steps of {recipe['schedule']['batch_size']} "
         f"texts: {metrics['hours']:.2f} hours |",
         f"| validation loss | {_losses(metrics['validation_loss'])} |",
+        *(f"| SHA-256 of {name} | `{value}` |" for name, value in metrics["sha256"].items()),
         "",
-        "Acceptance on held-out prompts. Greedy: the share of tokens that are the draft's "
+        "Acceptance on held-out prompts. Greedy: the share of tokens that are its "
         f"likeliest; tokens per step are those of chains of {CHAIN}. T = 1: Σ min(P, Q) over the "
         "target's 16 likeliest tokens.",
         "",

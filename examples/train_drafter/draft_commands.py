@@ -1,9 +1,9 @@
-"""The commands for draft models: let the target write, train a draft, or measure one."""
+"""The commands for one target: let it write, train a draft model or a head, measure either."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from console import (
@@ -22,18 +22,21 @@ from console import (
     set_up_torch,
     write_json,
 )
-from distil import CHECKPOINT, DraftRecipe, train_draft
+from distil import DraftRecipe, train_draft
 from draft_card import write_card
 from draft_data import DraftDataRecipe, read_shards, write_draft_data
 from draft_quality import DraftQuality, as_data, measure_draft
 from errors import PairError
-from provenance import provenance
+from heads import KINDS, HeadRecipe, train_head
+from provenance import digest, provenance
 from rich.table import Table
-from training import Schedule
+from training import CHECKPOINT, Schedule
 
 Data = Annotated[
     Path, typer.Option(help="Folder that draft-data wrote.", exists=True, file_okay=False)
 ]
+Out = Annotated[Path, typer.Option(help="Folder for the drafter; a stopped run goes on there.")]
+SequenceLength = Annotated[int, typer.Option(help="Tokens that are read.", min=16)]
 
 
 def draft_data(
@@ -71,7 +74,7 @@ def draft_data(
 
 def train_draft_model(
     data: Data,
-    out: Annotated[Path, typer.Option(help="Folder for the draft; a stopped run goes on there.")],
+    out: Out,
     shape: ShapeOption = "192x3x6x512",  # type: ignore[assignment]  # typer parses defaults too
     tokens: Annotated[
         int,
@@ -81,42 +84,89 @@ def train_draft_model(
     steps: Steps = 0,
     warmup: Warmup = 50,
     batch_size: BatchSize = 16,
-    sequence_length: Annotated[int, typer.Option(help="Tokens that are read.", min=16)] = 320,
+    sequence_length: SequenceLength = 320,
     validate_every: ValidateEvery = 100,
     seed: Annotated[int, typer.Option(help="Decides weights and order.")] = 0,
     device: Device = "cpu",
     threads: Threads = 0,
 ) -> None:
     """Train a draft model on the target's answers, and measure it on held-out ones."""
-    if (out / "config.json").is_file() and not (out / CHECKPOINT).is_file():
-        raise PairError(f"{out} has a trained draft; choose a new folder")
+    _check_out(out)
     set_up_torch(threads)
     schedule = Schedule(steps, warmup, batch_size, validate_every, seed)
     recipe = DraftRecipe(shape, tokens, sequence_length, learning_rate, schedule, device)
     with progress() as bars:
         record = train_draft(recipe, data, out, progress_listener(bars))
-    quality = _measure(out, data, device)
-    metrics = {**record, "quality": as_data(quality), "provenance": provenance()}
-    write_json(out / "metrics.json", metrics)
-    write_card(out, data, metrics, quality)
-    (out / CHECKPOINT).unlink(missing_ok=True)
-    _show(quality)
+    _finish(record, data, out, device)
+
+
+def train_head_of_target(
+    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
+    data: Data,
+    out: Out,
+    mlp: Annotated[int, typer.Option(help="Size of a layer's MLP; 0: the target's.", min=0)] = 0,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            help="Tokens that EAGLE-3 can draft: the most frequent; 0: all. DFlash has all.", min=0
+        ),
+    ] = 8_192,
+    learning_rate: Annotated[float, typer.Option(help="The highest.", min=0)] = 1e-3,
+    muon: Annotated[bool, typer.Option(help="Whether matrices learn by Muon.")] = False,
+    steps: Steps = 0,
+    warmup: Warmup = 50,
+    batch_size: BatchSize = 8,
+    sequence_length: SequenceLength = 320,
+    validate_every: ValidateEvery = 100,
+    seed: Annotated[int, typer.Option(help="Decides weights and order.")] = 0,
+    device: Device = "cpu",
+    threads: Threads = 0,
+) -> None:
+    """Train an EAGLE-3 or a DFlash head on the same answers, and measure it on held-out ones."""
+    _check_out(out)
+    set_up_torch(threads)
+    schedule = Schedule(steps, warmup, batch_size, validate_every, seed)
+    recipe = HeadRecipe(kind, mlp, tokens, sequence_length, learning_rate, muon, schedule, device)
+    with progress() as bars:
+        record = train_head(recipe, data, out, progress_listener(bars))
+    _finish(record, data, out, device)
 
 
 def evaluate_draft(
     draft: Annotated[
-        Path, typer.Argument(help="Folder of the draft.", exists=True, file_okay=False)
+        Path,
+        typer.Argument(help="Folder of the draft model or head.", exists=True, file_okay=False),
     ],
     data: Data,
     out: Numbers = None,
     device: Device = "cpu",
     threads: Threads = 0,
 ) -> None:
-    """Measure how often the target accepts a draft's tokens, by kind of prompt."""
+    """Measure how often the target accepts tokens of a draft model or a head, by kind of prompt."""
     set_up_torch(threads)
     quality = _measure(draft, data, device)
     if out:
         write_json(out, {"quality": as_data(quality), "provenance": provenance()})
+    _show(quality)
+
+
+def _check_out(out: Path) -> None:
+    if (out / "config.json").is_file() and not (out / CHECKPOINT).is_file():
+        raise PairError(f"{out} has a trained drafter; choose a new folder")
+
+
+def _finish(record: dict[str, Any], data: Path, out: Path, device: str) -> None:
+    """Measures what was trained, and writes its record and its card."""
+    quality = _measure(out, data, device)
+    hashes = {
+        "the weights": digest(out, "*.safetensors"),
+        "the target's weights": digest(Path(record["target"]), "*.safetensors"),
+        "the answers": digest(data, "*.npz"),
+    }
+    found = {"sha256": hashes, "quality": as_data(quality), "provenance": provenance()}
+    write_json(out / "metrics.json", metrics := {**record, **found})
+    write_card(out, data, metrics, quality)
+    (out / CHECKPOINT).unlink(missing_ok=True)
     _show(quality)
 
 

@@ -1,4 +1,4 @@
-"""What a draft model learns from: the target's answers, and how likely each token was.
+"""What drafters learn from: the target's answers, and how likely each token was.
 
 The target answers prompts through vLLM. Beside each token we keep the likeliest tokens of the
 target's distribution, so that training needs the target no more.
@@ -107,7 +107,12 @@ def write_draft_data(
                 shard = _answer(llm, tokenizer, recipe, questions, (part, number))
                 _save(shard, _shard_path(out, part, number))
                 listener.on_step(None)
-    shards = [shard for part in PARTS for shard in read_shards(out, part)]
+    return summary(out)
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """Numbers of answers, tokens and hours of all shards in a folder."""
+    shards = [shard for part in PARTS for shard in read_shards(folder, part)]
     answered, seconds = sum(len(one.likely) for one in shards), sum(one.seconds for one in shards)
     return {
         "answers": sum(len(one.ends) for one in shards),

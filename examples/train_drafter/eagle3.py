@@ -10,8 +10,17 @@ gave one position before.
 from __future__ import annotations
 
 import torch
-from frozen_target import Frozen, FrozenTarget
-from head_layers import GatedMLP, Linear, join_heads, rotate, shared_config, split_heads
+from answers import cross_entropies, split
+from frozen_target import FrozenTarget
+from head_layers import (
+    GatedMLP,
+    Linear,
+    attention_sizes,
+    join_heads,
+    rotate,
+    shared_config,
+    split_heads,
+)
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig
@@ -39,7 +48,7 @@ class Eagle3(nn.Module):
     ) -> None:
         super().__init__()
         hidden = target.hidden_size
-        self.target, self.layers, self.mlp_size = target, layers, mlp
+        self.target, self.target_layers, self.mlp_size = target, layers, mlp
         self.fc = Linear(hidden * len(layers), hidden)
         self.midlayer = Eagle3Layer(target, mlp)
         self.norm = nn.RMSNorm(hidden, eps=target.rms_norm_eps)
@@ -74,54 +83,55 @@ class Eagle3(nn.Module):
             "draft_vocab_size": len(self.d2t),
             "norm_before_residual": False,
             # vLLM's runner reads the first of the two, its model the second.
-            "eagle_aux_hidden_state_layer_ids": list(self.layers),
+            "eagle_aux_hidden_state_layer_ids": list(self.target_layers),
             "eagle_config": {
                 "use_aux_hidden_state": True,
-                "eagle_aux_hidden_state_layer_ids": list(self.layers),
+                "eagle_aux_hidden_state_layer_ids": list(self.target_layers),
             },
         }
 
-    def loss(self, target: FrozenTarget, windows: torch.Tensor) -> torch.Tensor:
+    def loss(self, target: FrozenTarget, texts: torch.Tensor) -> torch.Tensor:
         """Cross-entropy with the target's distribution, in chains on the head's own states.
 
-        A target's token outside the draft vocabulary costs nothing: no head can draft it.
-
         Args:
-            target: Gives hidden states and distributions.
-            windows: Tokens, int64, shape ``[batch, length]``.
+            target: Gives hidden states.
+            texts: A batch of `answers.Texts`, whose likely tokens have the head's numbers.
         """
-        frozen = target(windows)
-        starts = windows.shape[1] - UNROLLED_STEPS
-        wanted = frozen.log_probabilities[..., self.draft_tokens].exp()
-        chains = Chains(self, target, frozen.features[:, :starts])
-        total = torch.zeros((), device=windows.device)
+        tokens, likely, shares = split(texts)
+        answered = shares.sum(-1) > 0
+        starts = tokens.shape[1] - UNROLLED_STEPS
+        chains = Chains(self, target, target(tokens)[:, :starts])
+        total = torch.zeros((), device=texts.device)
         for step in range(UNROLLED_STEPS):
             ahead = slice(step + 1, step + 1 + starts)
-            drafted = chains.extend(windows[:, ahead]).float().log_softmax(-1)
-            total -= STEP_WEIGHT**step * (wanted[:, ahead] * drafted).sum(-1).mean()
+            at = answered[:, ahead]
+            logits = self.lm_head(chains.extend(tokens[:, ahead])[at])
+            losses = cross_entropies(logits, likely[:, ahead][at], shares[:, ahead][at])
+            total = total + STEP_WEIGHT**step * losses.sum() / max(1, len(losses))
         return total / sum(STEP_WEIGHT**step for step in range(UNROLLED_STEPS))
 
     @torch.no_grad()
     def draft(
-        self, target: FrozenTarget, tokens: torch.Tensor, frozen: Frozen, count: int
-    ) -> torch.Tensor:
+        self, target: FrozenTarget, tokens: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The most likely chain after every prefix of one text.
 
         Args:
             target: The head's.
             tokens: The text, shape ``[length]``.
-            frozen: What the target says of it, a batch of one.
             count: Drafts in a chain.
 
         Returns:
             Shape ``[length - 1, count]``: row s drafts the tokens from s + 2 on, with
-            the target's hidden states of tokens 0 to s.
+            the target's hidden states of tokens 0 to s. The first drafts' logits,
+            ``[length - 1, draft vocabulary]``.
         """
-        chains = Chains(self, target, frozen.features[:, :-1])
-        drafts = [tokens[None, 1:]]
+        chains = Chains(self, target, target(tokens[None])[:, :-1])
+        drafts, logits = [tokens[None, 1:]], []
         for _ in range(count):
-            drafts.append(self.draft_tokens[chains.extend(drafts[-1]).argmax(-1)])
-        return torch.cat(drafts[1:]).T
+            logits.append(self.lm_head(chains.extend(drafts[-1])))
+            drafts.append(self.draft_tokens[logits[-1].argmax(-1)])
+        return torch.cat(drafts[1:]).T, logits[0][0]
 
 
 class Eagle3Layer(nn.Module):
@@ -132,10 +142,11 @@ class Eagle3Layer(nn.Module):
         hidden, epsilon = target.hidden_size, target.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(hidden, eps=epsilon)
         self.hidden_norm = nn.RMSNorm(hidden, eps=epsilon)
+        width, _ = attention_sizes(target)
         self.self_attn = nn.ModuleDict(
-            {name: Linear(2 * hidden, hidden) for name in ("q_proj", "k_proj", "v_proj")}
+            {name: Linear(2 * hidden, width) for name in ("q_proj", "k_proj", "v_proj")}
         )
-        self.self_attn["o_proj"] = Linear(hidden, hidden)
+        self.self_attn["o_proj"] = Linear(width, hidden)
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps=epsilon)
         self.mlp = GatedMLP(hidden, mlp)
 
@@ -160,13 +171,13 @@ class Chains:
         self._values: list[torch.Tensor] = []
 
     def extend(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The logits of the tokens after these.
+        """Normed states that predict the tokens after these.
 
         Args:
             tokens: One of each chain, shape ``[batch, starts]``.
 
         Returns:
-            Shape ``[batch, starts, draft vocabulary]``.
+            Shape ``[batch, starts, hidden]``.
         """
         head, layer = self._head, self._head.midlayer
         embedded = layer.input_layernorm(self._target.embed(tokens))
@@ -174,13 +185,13 @@ class Chains:
         hidden = self._hidden + self._attend(mixed)
         # Before the norm: what the next step continues from.
         self._hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        return head.lm_head(head.norm(self._hidden))
+        return head.norm(self._hidden)
 
     def _attend(self, mixed: torch.Tensor) -> torch.Tensor:
         """The layer's attention, whose keys and values are kept for the steps to come."""
         attention = self._head.midlayer.self_attn
         target = self._head.target
-        size, theta = target.head_dim, target.rope_parameters["rope_theta"]
+        size, theta = attention_sizes(target)[1], target.rope_parameters["rope_theta"]
         query, key, value = (
             split_heads(attention[name](mixed), size) for name in ("q_proj", "k_proj", "v_proj")
         )

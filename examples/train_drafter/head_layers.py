@@ -58,23 +58,31 @@ def join_heads(heads: torch.Tensor) -> torch.Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
+def attention_sizes(target: LlamaConfig) -> tuple[int, int]:
+    """The width of a head's attention, all of its heads together, and the size of one."""
+    size = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
+    return size * target.num_attention_heads, size
+
+
 def shared_config(target: LlamaConfig) -> dict[str, object]:
     """The part of a head's config that is its target's."""
     names = (
         "vocab_size",
         "hidden_size",
         "num_attention_heads",
-        "head_dim",
         "hidden_act",
         "max_position_embeddings",
         "rms_norm_eps",
-        "rope_parameters",
         "pad_token_id",
         "bos_token_id",
         "eos_token_id",
     )
+    theta = target.rope_parameters["rope_theta"]
     return {
-        **{name: getattr(target, name) for name in names},
+        **{name: getattr(target, name, None) for name in names},
+        "head_dim": attention_sizes(target)[1],
+        # Without the scaling that a target may have: a head is trained without it.
+        "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
         "num_key_value_heads": target.num_attention_heads,
         "attention_bias": False,
         "tie_word_embeddings": False,

@@ -1,4 +1,4 @@
-"""From data and a target to a folder with a trained head, as vLLM reads it."""
+"""From the target's answers to a folder with a trained head, as vLLM reads it."""
 
 from __future__ import annotations
 
@@ -6,57 +6,43 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
+from answers import IGNORED, Texts, token_counts
 from dflash import DFlash
+from draft_data import read_recipe, read_shards
 from eagle3 import Eagle3
 from errors import PairError
-from frozen_target import Frozen, FrozenTarget
-from head_data import read_head_data
+from frozen_target import FrozenTarget
+from numpy.typing import NDArray
 from pair import Listener
 from safetensors.torch import load_file, save_file
-from token_data import TokenArray, Windows
-from training import Schedule, ValidationPoint, train
-from transformers import LlamaConfig
+from training import CHECKPOINT, Schedule, train
+from transformers import AutoConfig, LlamaConfig
 
-# Of the target, the embedding being 0. vLLM's own choice is (2, n // 2, n - 3)
-# for n layers: of four, the second twice and the first.
-LAYERS = (1, 2, 4)
-CHECKPOINT = "resume.pt"
-
-
-class Drafter(Protocol):
-    """Whatever drafts greedily."""
-
-    def draft(
-        self, target: FrozenTarget, tokens: torch.Tensor, frozen: Frozen, count: int
-    ) -> torch.Tensor:
-        """The most likely drafts after every prefix of one text, ``[length - 1, count]``.
-
-        Row s drafts the tokens from s + 2 on.
-        """
+from sequoia_vllm.vocabulary import Matching
 
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """Everything but the data and the target that decides what a head becomes.
+    """Everything but the data that decides what a head becomes.
 
     Attributes:
         kind: A key of ``KINDS``.
-        mlp: Size of a layer's MLP.
-        draft_vocab_size: Tokens that can be drafted, if the kind has a vocabulary of its own.
-        sequence_length: Tokens in a sequence.
+        mlp: Size of a layer's MLP; 0 is the target's.
+        tokens: Tokens that can be drafted, if the kind has a vocabulary of its own; 0: all.
+        sequence_length: Tokens of a text that are read; the rest is left out.
         peak_learning_rate: The highest.
         muon: Whether matrices learn by Muon and not by AdamW.
-        schedule: ``steps`` 0 is one pass over the training tokens.
+        schedule: ``steps`` 0 is one pass over the texts.
         device: Where to train.
     """
 
     kind: str
     mlp: int
-    draft_vocab_size: int
+    tokens: int
     sequence_length: int
     peak_learning_rate: float
     muon: bool
@@ -64,84 +50,78 @@ class HeadRecipe:
     device: str
 
 
-def new_eagle3(target: LlamaConfig, recipe: HeadRecipe, tokens: TokenArray) -> Eagle3:
+def new_eagle3(target: LlamaConfig, recipe: HeadRecipe, counts: NDArray[np.int64]) -> Eagle3:
     """A head that drafts the most frequent of the tokens."""
-    drafted = most_frequent(tokens, target.vocab_size, recipe.draft_vocab_size)
-    return Eagle3(target, LAYERS, recipe.mlp, drafted)
+    drafted = most_frequent(counts, recipe.tokens or len(counts))
+    return Eagle3(target, head_layers(target), recipe.mlp, drafted)
 
 
-def new_dflash(target: LlamaConfig, recipe: HeadRecipe, tokens: TokenArray) -> DFlash:
-    """A head that drafts every token of the target."""
-    return DFlash(target, LAYERS, recipe.mlp)
+def new_dflash(target: LlamaConfig, recipe: HeadRecipe, counts: NDArray[np.int64]) -> DFlash:
+    """A head that drafts every token; a mask is the last token that is in no text."""
+    unseen = np.flatnonzero(counts == 0)
+    if not len(unseen):
+        raise PairError("the texts have all of the target's tokens: DFlash needs one as a mask")
+    return DFlash(target, head_layers(target), recipe.mlp, int(unseen[-1]))
 
 
 Head = Eagle3 | DFlash
-EXAMPLE_MLP = {"eagle3": 512, "dflash": 416}  # both heads together take less than 6 MB
-KINDS: dict[str, Callable[[LlamaConfig, HeadRecipe, TokenArray], Head]] = {
+KINDS: dict[str, Callable[[LlamaConfig, HeadRecipe, NDArray[np.int64]], Head]] = {
     "eagle3": new_eagle3,
     "dflash": new_dflash,
 }
 
 
-def train_head(
-    recipe: HeadRecipe,
-    pair: Path,
-    data: Path,
-    out: Path,
-    listener: Listener,
-    start_from: Path | None = None,
-) -> dict[str, object]:
+def head_layers(target: LlamaConfig) -> tuple[int, ...]:
+    """The layers of a target that a head sees, the embedding being 0.
+
+    Deep targets have those of vLLM's own choice. Shallow ones have the first, middle and last.
+    """
+    count = target.num_hidden_layers
+    if count >= 8:
+        return 2, count // 2, count - 3
+    return tuple(sorted({1, max(1, count // 2), count}))
+
+
+def train_head(recipe: HeadRecipe, data: Path, out: Path, listener: Listener) -> dict[str, Any]:
     """Writes the head to ``out`` at every validation; returns the record.
 
     A run that was stopped goes on from its last validation.
 
-    ``start_from`` is a head to go on with, whose sizes and vocabulary stay as they are.
+    Args:
+        recipe: Sizes and schedule.
+        data: Folder that draft-data wrote.
+        out: Folder for the head.
+        listener: Told of every step.
+
+    Raises:
+        PairError: If there is no data, or no such kind of head for this target.
     """
     if recipe.kind not in KINDS:
         raise PairError(f"{recipe.kind} is no kind of head; there are {', '.join(KINDS)}")
-    training, validation = read_head_data(data)
-    windows, held_out = (Windows(part, recipe.sequence_length) for part in (training, validation))
-    recipe = replace(recipe, schedule=recipe.schedule.over(windows))
-    target = FrozenTarget(pair / "target", LAYERS, recipe.device)
+    folder = Path(read_recipe(data).target)
+    shards = {part: read_shards(data, part) for part in ("training", "validation")}
+    config = AutoConfig.from_pretrained(folder)
+    recipe = replace(recipe, mlp=recipe.mlp or config.intermediate_size)
+    counts = token_counts(shards["training"], config.vocab_size)
     torch.manual_seed(recipe.schedule.seed)
-    if start_from is None:
-        head = KINDS[recipe.kind](target.config, recipe, training).to(recipe.device)
-        head.start_from(target)
-    else:
-        head = load_head(start_from, target, recipe.device)
-    listener.on_stage(recipe.kind, recipe.schedule.steps)
-    out.mkdir(parents=True, exist_ok=True)
-    points = _train(head, target, windows, held_out, recipe, out, listener)
-    (out / CHECKPOINT).unlink()
-    return {
-        "tokens": {"training": len(training), "validation": len(validation)},
-        "recipe": asdict(recipe),
-        "parameters": sum(parameter.numel() for parameter in head.parameters()),
-        "validation_loss": [asdict(point) for point in points],
-    }
+    head = KINDS[recipe.kind](config, recipe, counts).to(recipe.device)
+    target = FrozenTarget(folder, head.target_layers, recipe.device, torch.bfloat16)
+    head.start_from(target)
+    words = head_words(head)
+    texts = {part: Texts(found, words, recipe.sequence_length) for part, found in shards.items()}
+    recipe = replace(recipe, schedule=recipe.schedule.over(texts["training"]))
 
-
-def _train(
-    head: Head,
-    target: FrozenTarget,
-    windows: Windows,
-    held_out: Windows,
-    recipe: HeadRecipe,
-    out: Path,
-    listener: Listener,
-) -> list[ValidationPoint]:
-    """Trains the head and saves it whenever it has been validated."""
-
-    def loss_of(tokens: torch.Tensor) -> torch.Tensor:
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
         with torch.autocast(recipe.device, dtype=torch.bfloat16):
-            # The last token begins the next sequence.
-            return head.loss(target, tokens[:, :-1].to(recipe.device))
+            return head.loss(target, batch.to(recipe.device))
 
-    return train(
+    out.mkdir(parents=True, exist_ok=True)
+    listener.on_stage(recipe.kind, recipe.schedule.steps)
+    points = train(
         head,
         loss_of,
-        windows,
-        held_out,
+        texts["training"],
+        texts["validation"],
         recipe.schedule,
         peak_learning_rate=recipe.peak_learning_rate,
         muon=recipe.muon,
@@ -149,6 +129,25 @@ def _train(
         on_validation=lambda point: save_head(head, out),
         checkpoint=out / CHECKPOINT,
     )
+    return {
+        "target": str(folder),
+        "recipe": asdict(recipe),
+        "parameters": sum(parameter.numel() for parameter in head.parameters()),
+        "vocabulary": int((words.drawn != IGNORED).sum()),
+        "texts": {part: len(found) for part, found in texts.items()},
+        "hours": points[-1].hours,
+        "validation_loss": [asdict(point) for point in points],
+    }
+
+
+def head_words(head: Head) -> Matching:
+    """A head reads the target's tokens, and drafts them by numbers of its own."""
+    size = head.target.vocab_size
+    drawn = np.arange(size)
+    if isinstance(head, Eagle3):
+        drawn = np.full(size, IGNORED)
+        drawn[head.draft_tokens.cpu().numpy()] = np.arange(len(head.d2t))
+    return Matching(drawn, None, np.empty((0, 2), dtype=np.int64))
 
 
 def save_head(head: Head, folder: Path) -> None:
@@ -165,26 +164,33 @@ def save_head(head: Head, folder: Path) -> None:
     (folder / "config.json").write_text(config, "utf-8")
 
 
-def load_head(folder: Path, target: FrozenTarget, device: str) -> Head:
-    """What ``save_head`` saved, in float32."""
+def is_head(folder: Path) -> bool:
+    """Whether a folder has a head, and no model of its own."""
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    return "dflash_config" in config or "draft_vocab_size" in config
+
+
+def load_head(folder: Path, target: Path, device: str) -> tuple[Head, FrozenTarget]:
+    """What ``save_head`` saved, in float32, and its target."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
     weights = load_file(folder / "model.safetensors")
+    of_target = AutoConfig.from_pretrained(target)
     head: Head
-    if "dflash_config" in config:
-        layers = [layer + 1 for layer in config["dflash_config"]["target_layer_ids"]]
-        head = DFlash(target.config, tuple(layers), config["intermediate_size"])
+    if dflash := config.get("dflash_config"):
+        layers = [layer + 1 for layer in dflash["target_layer_ids"]]
+        mlp, mask = config["intermediate_size"], dflash["mask_token_id"]
+        head = DFlash(of_target, tuple(layers), mlp, mask)
     else:
         tokens = weights["d2t"] + torch.arange(config["draft_vocab_size"])
         layers = config["eagle_aux_hidden_state_layer_ids"]
-        head = Eagle3(target.config, tuple(layers), config["intermediate_size"], tokens)
+        head = Eagle3(of_target, tuple(layers), config["intermediate_size"], tokens)
     head.load_state_dict(weights)
-    return head.to(device).eval()
+    return head.to(device).eval(), FrozenTarget(target, head.target_layers, device)
 
 
-def most_frequent(tokens: TokenArray, vocab_size: int, count: int) -> torch.Tensor:
-    """The ``count`` tokens seen most often, ascending, int64; ties go to the smaller."""
-    if not 1 <= count <= vocab_size:
-        raise PairError(f"a draft vocabulary of {count} tokens: between 1 and {vocab_size}")
-    seen = np.bincount(tokens, minlength=vocab_size)
-    chosen = np.argsort(-seen, kind="stable")[:count]
+def most_frequent(counts: NDArray[np.int64], size: int) -> torch.Tensor:
+    """The ``size`` tokens seen most often, ascending, int64; ties go to the smaller."""
+    if not 1 <= size <= len(counts):
+        raise PairError(f"--tokens {size}: the target has {len(counts)}")
+    chosen = np.argsort(-counts, kind="stable")[:size]
     return torch.from_numpy(np.sort(chosen))

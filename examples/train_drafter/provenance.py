@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
@@ -19,3 +21,11 @@ def provenance() -> dict[str, object]:
         "machine": platform.machine(),
         "versions": {package: version(package) for package in PACKAGES},
     }
+
+
+def digest(folder: Path, pattern: str) -> str:
+    """SHA-256 over the files of a folder that a pattern finds, in the order of their names."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob(pattern)):
+        found.update(path.read_bytes())
+    return found.hexdigest()

@@ -20,6 +20,7 @@ WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
 MAX_GRADIENT_NORM = 1.0
 VALIDATION_WINDOWS = 128
+CHECKPOINT = "resume.pt"  # in the folder of what is trained
 
 
 class Batches(Protocol):

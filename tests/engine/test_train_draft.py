@@ -1,4 +1,4 @@
-"""A draft model from the target's answers to the engine that drafts with it."""
+"""Drafters from the target's answers to the engine that drafts with them."""
 
 import numpy as np
 import pytest
@@ -69,3 +69,23 @@ def test_a_trained_draft_serves(data, shard, tmp_path):
         )
         assert [list(one.outputs[0].token_ids) for one in outputs] == expected
         assert metric(llm, "sequoia:emitted_tokens") > metric(llm, "sequoia:trees") > 0
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_vllm_knows_a_trained_head(kind, data, tmp_path):
+    """That vLLM's chains draft what the script computes is tested with the shipped heads."""
+    options = ["--mlp", "64", "--tokens", "1024", "--batch-size", "4", "--steps", "2"]
+    done = run_here("train-head", kind, "--data", data, "--out", tmp_path / kind, *options)
+    assert done.returncode == 0, done.stderr
+    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+
+    speculative = SpeculativeConfig(
+        method=kind,
+        model=str(tmp_path / kind),
+        num_speculative_tokens=4,
+        target_model_config=ModelConfig(TARGET),
+        target_parallel_config=ParallelConfig(),
+    )
+    draft = speculative.draft_model_config
+    [name] = draft.architectures
+    assert draft.registry.resolve_model_cls([name], draft)[1] == name

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_drafter"
-MODULES = ("heads", "eagle3", "dflash", "frozen_target", "head_data", "head_quality", "training")
+MODULES = ("heads", "eagle3", "dflash", "frozen_target", "answers", "training", "errors")
 
 
 @contextmanager

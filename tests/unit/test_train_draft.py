@@ -1,7 +1,8 @@
-"""``python examples/train_drafter``: a draft model distilled from a tiny target, in seconds."""
+"""``python examples/train_drafter``: drafters distilled from a tiny target, in seconds."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import asdict
@@ -16,7 +17,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 MODULES = ("chat_prompts", "draft_data", "draft_quality", "draft_tokens", "distil", "token_data")
-MODULES += ("shapes", "training", "errors")
+MODULES += ("answers", "heads", "shapes", "training", "errors")
 VOCABULARY, KEPT, ANSWER = 600, 380, 12
 
 
@@ -87,8 +88,6 @@ def data(scripts, target, tmp_path_factory):
     for part, count in (("training", 24), ("validation", 15)):
         shard = answered(scripts, target, part, count)
         draft_data._save(shard, draft_data._shard_path(folder, part, 0))
-    record = {"answers": 39, "answered_tokens": 39 * ANSWER, "hours": 0, "tokens_per_second": 1}
-    (folder / "data.json").write_text(json.dumps(record), "utf-8")
     return folder
 
 
@@ -175,7 +174,7 @@ def test_the_loss_is_the_cross_entropy_of_what_is_known(scripts, target, data):
                 loss -= share * float(row[drafted])
                 left -= float(row[drafted].exp())
         losses.append(loss - max(rest, 0) * np.log(left))
-    texts = scripts.distil.Texts([shard], words, 1 << 20)
+    texts = scripts.answers.Texts([shard], words, 1 << 20)
     found = scripts.distil.distillation_loss(model, texts.batch([0])).item()
     assert found == pytest.approx(np.mean(losses), rel=1e-3)
     # Padding beside a longer text changes nothing.
@@ -218,6 +217,9 @@ class TestTrainDraft:
         assert metrics["vocabulary"] == KEPT
         card = (trained / "README.md").read_text("utf-8")
         assert f"| all | {metrics['quality']['all']['greedy']:.3f} |" in card
+        assert f"| answers | 39 with {39 * ANSWER} tokens" in card
+        weights = hashlib.sha256((trained / "model.safetensors").read_bytes()).hexdigest()
+        assert f"| SHA-256 of the weights | `{weights}` |" in card
         model = transformers.AutoModelForCausalLM.from_pretrained(trained)
         assert model.dtype == torch.bfloat16
         assert model.config.vocab_size == KEPT
@@ -275,7 +277,7 @@ class TestTrainDraft:
     def test_a_trained_draft_is_not_trained_over(self, trained, data):
         done = run_here("train-draft", "--data", data, "--out", trained, *OPTIONS)
         assert done.returncode == 1
-        assert "has a trained draft" in done.stderr
+        assert "has a trained drafter" in done.stderr
 
     def test_data_of_another_recipe_is_left_alone(self, data, target):
         done = run_here("draft-data", "--target", target, "--out", data, "--answer", "99")
@@ -286,3 +288,85 @@ class TestTrainDraft:
         done = run_here("train-draft", "--data", tmp_path, "--out", tmp_path / "draft")
         assert done.returncode == 1
         assert "draft-data" in done.stderr
+
+
+HEADS = {"eagle3": KEPT, "dflash": VOCABULARY}
+HEAD_OPTIONS = ["--mlp", "40", "--tokens", str(KEPT), "--steps", "20", "--validate-every", "10"]
+
+
+@pytest.fixture(scope="module")
+def heads(data, tmp_path_factory):
+    """Both kinds, for the target and from the answers of the draft."""
+    folder = tmp_path_factory.mktemp("heads")
+    for kind in HEADS:
+        done = run_here("train-head", kind, "--data", data, "--out", folder / kind, *HEAD_OPTIONS)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+class TestTrainHead:
+    @pytest.mark.parametrize("kind", HEADS)
+    def test_leaves_a_head_its_card_and_its_record(self, kind, heads):
+        names = {path.name for path in (heads / kind).iterdir()}
+        assert names == {"config.json", "model.safetensors", "metrics.json", "README.md"}
+        metrics = json.loads((heads / kind / "metrics.json").read_text("utf-8"))
+        assert [point["step"] for point in metrics["validation_loss"]] == [10, 20]
+        losses = [point["loss"] for point in metrics["validation_loss"]]
+        assert losses[1] < losses[0]
+        assert metrics["vocabulary"] == HEADS[kind]
+        assert set(metrics["sha256"]) == {"the weights", "the target's weights", "the answers"}
+        card = (heads / kind / "README.md").read_text("utf-8")
+        assert f"| translation | {metrics['quality']['translation']['greedy']:.3f} |" in card
+
+    @pytest.mark.parametrize("kind", HEADS)
+    def test_evaluate_measures_the_same_again(self, kind, heads, data, tmp_path):
+        path = tmp_path / "quality.json"
+        done = run_here("evaluate-draft", heads / kind, "--data", data, "--out", path)
+        assert done.returncode == 0, done.stderr
+        metrics = json.loads((heads / kind / "metrics.json").read_text("utf-8"))
+        assert json.loads(path.read_text("utf-8"))["quality"] == metrics["quality"]
+
+    def test_a_reduced_vocabulary_is_of_the_answers_tokens(self, scripts, heads, data):
+        [shard] = scripts.draft_data.read_shards(data, "training")
+        config = json.loads((heads / "eagle3" / "config.json").read_text("utf-8"))
+        assert (config["vocab_size"], config["draft_vocab_size"]) == (VOCABULARY, KEPT)
+        target = scripts.draft_data.read_recipe(data).target
+        head, _ = scripts.heads.load_head(heads / "eagle3", Path(target), "cpu")
+        kept = head.draft_tokens.numpy()
+        assert head.t2d.nonzero()[:, 0].tolist() == kept.tolist()
+        counts = scripts.answers.token_counts([shard], VOCABULARY)
+        assert counts[kept].min() >= np.delete(counts, kept).max()
+
+    def test_a_stopped_run_goes_on_to_the_same_weights(self, scripts, heads, data, tmp_path):
+        steps = []
+
+        def on_step(loss):
+            steps.append(loss)
+            if len(steps) == 14:
+                raise KeyboardInterrupt
+
+        listener = scripts.draft_data.Listener(lambda *_: None, on_step)
+        schedule = scripts.training.Schedule(20, 50, 8, 10, 0)
+        recipe = scripts.heads.HeadRecipe("eagle3", 40, KEPT, 320, 1e-3, False, schedule, "cpu")
+        with pytest.raises(KeyboardInterrupt):
+            scripts.heads.train_head(recipe, data, tmp_path, listener)
+        scripts.heads.train_head(recipe, data, tmp_path, listener)
+        assert steps[14:24] == [None] * 10
+        target = Path(scripts.draft_data.read_recipe(data).target)
+        one, other = (
+            scripts.heads.load_head(folder, target, "cpu")[0].state_dict()
+            for folder in (heads / "eagle3", tmp_path)
+        )
+        assert all(torch.allclose(one[name], other[name], atol=1e-2) for name in one)
+
+    def test_no_such_kind(self, data, tmp_path):
+        done = run_here("train-head", "medusa", "--data", data, "--out", tmp_path / "head")
+        assert done.returncode == 1
+        assert "no kind of head; there are eagle3, dflash" in done.stderr
+
+    def test_a_target_of_another_form(self, scripts, tmp_path):
+        config = transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)
+        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+        with pytest.raises(scripts.errors.PairError, match="Llama's and Qwen's form"):
+            scripts.heads.FrozenTarget(tmp_path, (1,), "cpu")
