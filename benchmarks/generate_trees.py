@@ -27,7 +27,7 @@ from benchmarks.memory import memory_fit
 from sequoia_vllm.cli.common import friendly_errors
 from sequoia_vllm.cli.progress import progress_bar
 from sequoia_vllm.hardware.device import DeviceSpec, identify, known_devices
-from sequoia_vllm.hardware.models import ModelClass, model_classes, offloaded_classes
+from sequoia_vllm.hardware.models import ModelClass, model_classes
 from sequoia_vllm.hardware.offloading import host_link, streamed_layers
 from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.step_profile import Profile
@@ -195,8 +195,8 @@ def _jobs(inputs: Path) -> Iterator[Job]:
             if serving:
                 yield Job(device, name, profile, reference, serving)
     published = [vector for vector in vectors if vector.source == "published"]
-    for name, (model_class, of_devices) in offloaded_classes().items():
-        for device in of_devices if published else ():
+    for name, model_class in model_classes("offloaded").items():
+        for device in model_class.devices if published else ():
             profile = _offloaded(known_devices()[device].spec(), model_class)
             reference = profile_reference(profile)
             yield Job(device, f"{name}{OFFLOADED}", profile, reference, published)

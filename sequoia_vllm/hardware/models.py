@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -163,11 +164,14 @@ class PairShapes:
 
 
 class ModelClass(FileModel):
-    """A target and draft size that the library holds trees for."""
+    """A target and draft size that trees are computed for."""
 
     id: str = Field(min_length=1, description="<target size>-<draft size>.")
     target: ModelShape
     draft: ModelShape
+    devices: list[str] = Field(
+        default=[], description="Devices that the library has trees for with the target offloaded."
+    )
 
 
 class _ClassFile(FileModel):
@@ -175,49 +179,33 @@ class _ClassFile(FileModel):
     shapes: list[ModelShape]
     classes: dict[str, tuple[str, str]]
     heads: dict[str, tuple[str, str]]
-    offloaded: dict[str, _OffloadedClass]
-
-
-class _OffloadedClass(FileModel):
-    pair: tuple[str, str]
-    devices: list[str]
+    offloaded: dict[str, tuple[str, str]]
+    offloaded_on: dict[str, list[str]]
 
 
 @cache
-def _class_file() -> _ClassFile:
-    return read_model(_FILE, _ClassFile, "model shapes", ValueError)
+def model_classes(
+    part: Literal["classes", "heads", "offloaded"] = "classes",
+) -> dict[str, ModelClass]:
+    """The library's model classes by id.
 
-
-def _class(name: str, pair: tuple[str, str]) -> ModelClass:
-    shapes = {shape.name: shape for shape in _class_file().shapes}
-    return ModelClass(id=name, target=shapes[pair[0]], draft=shapes[pair[1]])
-
-
-@cache
-def model_classes() -> dict[str, ModelClass]:
-    """The library's model classes by id."""
-    return {name: _class(name, pair) for name, pair in _class_file().classes.items()}
-
-
-@cache
-def offloaded_classes() -> dict[str, tuple[ModelClass, list[str]]]:
-    """Classes with a target that is offloaded, and the devices that the library has them for."""
+    Args:
+        part: "heads": classes whose draft is a head, of which the library has none;
+            "offloaded": classes whose target is offloaded.
+    """
+    file = read_model(_FILE, _ClassFile, "model shapes", ValueError)
+    shapes, devices = {shape.name: shape for shape in file.shapes}, file.offloaded_on
     return {
-        name: (_class(name, entry.pair), entry.devices)
-        for name, entry in _class_file().offloaded.items()
+        id_: ModelClass(
+            id=id_, target=shapes[target], draft=shapes[draft], devices=devices.get(id_, [])
+        )
+        for id_, (target, draft) in getattr(file, part).items()
     }
 
 
-@cache
-def head_classes() -> dict[str, ModelClass]:
-    """Classes with a head as their draft: `tree build` knows them, the library has none."""
-    return {name: _class(name, pair) for name, pair in _class_file().heads.items()}
-
-
 def every_class() -> dict[str, ModelClass]:
-    """All of them; a class that is in several is one."""
-    offloaded = {name: found for name, (found, _) in offloaded_classes().items()}
-    return model_classes() | head_classes() | offloaded
+    """All of them; a class that is in several parts is one."""
+    return model_classes() | model_classes("heads") | model_classes("offloaded")
 
 
 def parameters_from_name(name: str) -> float | None:

@@ -13,7 +13,7 @@ from sequoia_vllm.hardware.choose import choose_schedule, choose_tree
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.model_config import read_shape
-from sequoia_vllm.hardware.models import PairShapes, head_classes, model_classes
+from sequoia_vllm.hardware.models import PairShapes, model_classes
 from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.step_curves import draft_curves
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile, ProfileError
@@ -63,7 +63,7 @@ def head(config: dict, kind: str, **changes):
 
 
 def test_the_shapes_of_the_classes():
-    eagle_3, dflash = (head_classes()[name].draft for name in ("8b-eagle3", "8b-dflash"))
+    eagle_3, dflash = (model_classes("heads")[name].draft for name in ("8b-eagle3", "8b-dflash"))
     assert read_shape(EAGLE_3, eagle_3.name, kind="eagle3") == eagle_3
     assert read_shape(DFLASH, dflash.name, kind="dflash") == dflash
 
@@ -140,14 +140,14 @@ COMPUTES_AT_ONCE = identify("h100-sxm").spec.model_copy(update={"bf16_tflops": m
 
 
 def predicted(name: str, **options) -> Profile:
-    pair = head_classes()[name]
+    pair = model_classes("heads")[name]
     return roofline_profile(identify("h100-sxm").spec, pair.target, pair.draft, **options)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_passes_of_an_eagle_3_head_take_what_its_bytes_take(devices):
     """Its fc is on each device as a whole."""
-    pair, spec = head_classes()["8b-eagle3"], COMPUTES_AT_ONCE
+    pair, spec = model_classes("heads")["8b-eagle3"], COMPUTES_AT_ONCE
     endless = spec.model_copy(update={"interconnect_gb_s": math.inf})
     cost = CostModel(
         roofline_profile(
@@ -164,7 +164,7 @@ def test_passes_of_an_eagle_3_head_take_what_its_bytes_take(devices):
 
 def test_a_dflash_head_takes_one_pass_whatever_the_depth():
     bytes_only = BYTES_ONLY.model_copy(update={"small_kernel_seconds": 1e-12})
-    pair = head_classes()["8b-dflash"]
+    pair = model_classes("heads")["8b-dflash"]
     cost = CostModel(
         roofline_profile(
             COMPUTES_AT_ONCE, pair.target, pair.draft, assumptions=bytes_only, context_length=1
@@ -212,7 +212,7 @@ def test_depths_of_prefixes():
 
 
 def test_memory_has_no_embedding_of_a_head():
-    pair = head_classes()["8b-eagle3"]
+    pair = model_classes("heads")["8b-eagle3"]
     device = identify("h100-sxm").spec
     fit = memory_fit(device, pair.target, pair.draft)
     assert fit.weights_bytes == pair.target.weights_bytes(2) + 2 * (374_341_632 + FC)
@@ -225,7 +225,7 @@ def test_memory_has_no_embedding_of_a_head():
 @pytest.mark.parametrize("batch", [1, 16])
 def test_trees_of_block_drafters_are_no_shallower(device, batch):
     """Against a model whose passes read as many bytes."""
-    pair, spec = head_classes()["8b-dflash"], identify(device).spec
+    pair, spec = model_classes("heads")["8b-dflash"], identify(device).spec
     as_model = pair.draft.model_copy(update={"head": None})
     block, model = (
         choose_tree(SHIPPED, roofline_profile(spec, pair.target, draft), batch)
@@ -246,7 +246,7 @@ def test_a_tree_has_no_more_levels_than_the_head_drafts():
 
 
 def test_profiles_are_read_back():
-    for name in head_classes():
+    for name in model_classes("heads"):
         profile = predicted(name)
         assert Profile.model_validate(profile.to_dict()) == profile
 
@@ -276,7 +276,9 @@ def curve(tokens: list[int], seconds: list[float]) -> Curve:
 
 def test_measured_passes_of_each_kind():
     passes = curve([1, 8], [0.001, 0.002])
-    eagle_3, dflash = (head_classes()[name].draft.head for name in ("8b-eagle3", "8b-dflash"))
+    eagle_3, dflash = (
+        model_classes("heads")[name].draft.head for name in ("8b-eagle3", "8b-dflash")
+    )
     assert draft_curves([passes], None) == ([passes], None)
     assert draft_curves([passes], eagle_3) == ([passes], None)
     levels, reading = draft_curves([passes], dflash)
@@ -297,7 +299,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 
 def pair_of(name: str) -> tuple[PairKey, PairShapes]:
-    found = head_classes()[name]
+    found = model_classes("heads")[name]
     key = PairKey(H100, found.target.name, found.draft.name, "bfloat16")
     return key, PairShapes(found.target, found.draft, head=found.draft.head.kind)
 
@@ -312,7 +314,7 @@ def test_trees_of_heads_are_computed(tmp_path, name, words):
     assert found.name.startswith(f"computed/h100-sxm/{found.entry.model_class}/")
     assert found.entry.model_class.endswith(f"b-{shapes.head}")
     assert words in found.reason
-    pair = head_classes()[name]
+    pair = model_classes("heads")[name]
     profile = roofline_profile(identify(H100).spec, pair.target, pair.draft)
     vector = Acceptance.of(found.entry.acceptance)
     assert found.tree == choose_schedule(vector, profile).tree
