@@ -8,7 +8,6 @@ bounds the rows of the draft's next pass. The device knows which of them are rea
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -24,7 +23,7 @@ from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 _BUFFERS = 3
 
 
-class DraftProgress(ABC):
+class DraftProgress:
     """Follows how many tokens of each request the draft has read.
 
     Before the target's forward, the runner calls `start` for requests that begin or resume
@@ -32,6 +31,8 @@ class DraftProgress(ABC):
     `gain`; if the draft is to read it then asks `most_unread`, which decides how it reads,
     and calls `take_bounds` for the rows of its pass. That pass adds to `read` on the device
     what it has really read.
+
+    This class follows the requests of a head, which reads in every step.
 
     Args:
         max_num_reqs: How many request slots the engine has.
@@ -41,6 +42,7 @@ class DraftProgress(ABC):
 
     def __init__(self, max_num_reqs: int, depths: Sequence[int], device: torch.device) -> None:
         self._depths = np.array(depths, dtype=np.int32)
+        self._bounds = np.zeros(max_num_reqs, dtype=np.int32)
         self._read = StagedWriteTensor(
             max_num_reqs, dtype=torch.int32, device=device, max_concurrency=_BUFFERS
         )
@@ -50,15 +52,19 @@ class DraftProgress(ABC):
         """int32 ``[max_num_reqs]``: tokens read, by request slot; written by drafting passes."""
         return self._read.gpu
 
-    @abstractmethod
     def use_cache(self, block_sizes: Mapping[int, int]) -> None:
-        """Called when the KV cache is allocated; for its block sizes see `DraftBlocks`."""
+        """Called when the KV cache is allocated; for its block sizes see `DraftBlocks`.
 
-    @abstractmethod
+        Blocks have what a head read of them when the target computed them.
+        """
+
     def start(
         self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
         """A request begins, or resumes after preemption.
+
+        For a head vLLM takes one block less of the prefix cache, whose last entry comes with a
+        token of the next block.
 
         Args:
             slot: Its request slot.
@@ -66,12 +72,11 @@ class DraftProgress(ABC):
                 that the target does not compute them.
             block_ids: The ids of its blocks, for each cache group.
         """
+        self._read.stage_write_elem(slot, num_computed_tokens)
 
-    @abstractmethod
     def extend(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
         """The request in this slot gets more blocks, whose ids are given for each cache group."""
 
-    @abstractmethod
     def gain(
         self,
         slots: NDArray[np.intp],
@@ -91,14 +96,20 @@ class DraftProgress(ABC):
             is_prefilling: ``[R]``: whether the step read a prompt (it may have
                 sampled a token too).
         """
+        drafts = np.zeros_like(num_scheduled) if num_drafts is None else num_drafts
+        self._bounds[slots] = num_scheduled - drafts + self._depths[drafts]
 
-    @abstractmethod
     def most_unread(self, slots: NDArray[np.intp]) -> int:
         """Tokens that the draft may have to read of one of these requests."""
+        return int(self._bounds[slots].max())
 
-    @abstractmethod
     def take_bounds(self, slots: NDArray[np.intp], budget: int) -> NDArray[np.int32]:
-        """Rows to read now, int32 ``[R]``: all there may be, up to ``budget`` in sum."""
+        """Rows to read now, int32 ``[R]``: all there may be, up to ``budget`` in sum.
+
+        A head reads no more than the target's rows of the step, and so within any ``budget``.
+        """
+        self._read.apply_write()
+        return self._bounds[slots]
 
 
 class ModelDraftProgress(DraftProgress):
@@ -123,7 +134,6 @@ class ModelDraftProgress(DraftProgress):
     ) -> None:
         super().__init__(max_num_reqs, depths, device)
         self._unknown_drafts = unknown_drafts
-        self._unread_bound = np.zeros(max_num_reqs, dtype=np.int32)
         # Positions up to which the target, and the draft, have certainly read.
         self._computed_at_least = np.zeros(max_num_reqs, dtype=np.int32)
         self._read_at_least = np.zeros(max_num_reqs, dtype=np.int32)
@@ -142,7 +152,7 @@ class ModelDraftProgress(DraftProgress):
         self._cached.pop(slot, None)
         self._cached[slot] = num_computed_tokens
         self._blocks.start(slot, block_ids, num_computed_tokens)
-        self._unread_bound[slot] = self._read_at_least[slot] = 0
+        self._bounds[slot] = self._read_at_least[slot] = 0
         self._computed_at_least[slot] = num_computed_tokens
 
     def extend(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
@@ -160,13 +170,13 @@ class ModelDraftProgress(DraftProgress):
         """See `DraftProgress.gain`."""
         drafts = np.zeros_like(num_scheduled) if num_drafts is None else num_drafts
         certain = num_scheduled - drafts
-        self._unread_bound[slots] += certain + is_prefilling + self._depths[drafts]
+        self._bounds[slots] += certain + is_prefilling + self._depths[drafts]
         at_least = computed + certain - np.where(is_prefilling, 0, self._unknown_drafts)
         self._computed_at_least[slots] = np.maximum(self._computed_at_least[slots], at_least)
 
     def most_unread(self, slots: NDArray[np.intp]) -> int:
         """See `DraftProgress.most_unread`."""
-        bounds = self._unread_bound[slots]
+        bounds = self._bounds[slots]
         for slot, row in self._beginning(slots).items():
             bounds[row] += self._unread_cached(slot)
         return int(bounds.max())
@@ -181,7 +191,7 @@ class ModelDraftProgress(DraftProgress):
         beginning = self._beginning(slots)
         has_begun = np.ones(len(slots), dtype=bool)
         has_begun[list(beginning.values())] = False
-        bounds = np.where(has_begun, self._unread_bound[slots], 0)
+        bounds = np.where(has_begun, self._bounds[slots], 0)
         allowed = np.maximum(budget - (bounds.cumsum() - bounds), 0)
         taken: NDArray[np.int32] = np.minimum(bounds, allowed).astype(np.int32)
         self._note_read(slots[has_begun], taken[has_begun])
@@ -213,68 +223,20 @@ class ModelDraftProgress(DraftProgress):
         start = self._cached.pop(slot) - unread
         self._read.stage_write_elem(slot, start)
         self._read_at_least[slot] = start
-        self._unread_bound[slot] += unread
-        taken = min(int(self._unread_bound[slot]), budget)
+        self._bounds[slot] += unread
+        taken = min(int(self._bounds[slot]), budget)
         self._note_read(np.array([slot]), np.array([taken], dtype=np.int32))
         return taken
 
     def _note_read(self, slots: NDArray[np.intp], taken: NDArray[np.int32]) -> None:
         """These slots read so many tokens, or all there are if that is fewer."""
-        self._unread_bound[slots] -= taken
+        self._bounds[slots] -= taken
         before, computed = self._read_at_least[slots], self._computed_at_least[slots]
         partly = np.minimum(computed, before + taken)
-        after = np.where(self._unread_bound[slots] == 0, computed, partly)
+        after = np.where(self._bounds[slots] == 0, computed, partly)
         self._read_at_least[slots] = after
         step = self._blocks.step
         crossed = after // step > before // step
         read = zip(*(values[crossed].tolist() for values in (slots, before, after)), strict=True)
         for slot, start, end in read:
             self._blocks.read(slot, start, end)
-
-
-class HeadDraftProgress(DraftProgress):
-    """Follows the requests of an engine whose head reads in every step."""
-
-    def __init__(self, max_num_reqs: int, depths: Sequence[int], device: torch.device) -> None:
-        super().__init__(max_num_reqs, depths, device)
-        self._bounds = np.zeros(max_num_reqs, dtype=np.int32)
-
-    def use_cache(self, block_sizes: Mapping[int, int]) -> None:
-        """Nothing: blocks have what the head read of them when the target computed them."""
-
-    def start(
-        self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
-    ) -> None:
-        """See `DraftProgress.start`.
-
-        Of the prefix cache vLLM takes one block less for a head, whose last entry comes with a
-        token of the next block.
-        """
-        self._read.stage_write_elem(slot, num_computed_tokens)
-
-    def extend(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Nothing: see `use_cache`."""
-
-    def gain(
-        self,
-        slots: NDArray[np.intp],
-        computed: NDArray[np.int32],
-        num_scheduled: NDArray[np.int32],
-        num_drafts: NDArray[np.int32] | None,
-        is_prefilling: NDArray[np.bool_],
-    ) -> None:
-        """See `DraftProgress.gain`: what the target may have computed for good in this step."""
-        drafts = np.zeros_like(num_scheduled) if num_drafts is None else num_drafts
-        self._bounds[slots] = num_scheduled - drafts + self._depths[drafts]
-
-    def most_unread(self, slots: NDArray[np.intp]) -> int:
-        """See `DraftProgress.most_unread`."""
-        return int(self._bounds[slots].max())
-
-    def take_bounds(self, slots: NDArray[np.intp], budget: int) -> NDArray[np.int32]:
-        """See `DraftProgress.take_bounds`.
-
-        They are no more than the target's rows of the step, and so within any ``budget``.
-        """
-        self._read.apply_write()
-        return self._bounds[slots]

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 
 from sequoia_vllm.drafting.draft_plan import depths_by_drafts
-from sequoia_vllm.engine.v2.drafting.draft_progress import HeadDraftProgress
+from sequoia_vllm.engine.v2.drafting.draft_progress import DraftProgress
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 from sequoia_vllm.engine.v2.drafting.ragged_rows import RaggedRows
 from sequoia_vllm.kernels.target_states import gather_target_states
@@ -28,8 +28,8 @@ class StateTreeProposer(TreeProposerV2):
 
     state_offset = 1
 
-    def _new_progress(self, steps_ahead: int) -> HeadDraftProgress:
-        return HeadDraftProgress(self.max_num_reqs, depths_by_drafts(self.tree), self.device)
+    def _new_progress(self, steps_ahead: int) -> DraftProgress:
+        return DraftProgress(self.max_num_reqs, depths_by_drafts(self.tree), self.device)
 
     def allocate(self, target_model: torch.nn.Module) -> None:
         """See `TreeSpeculator.allocate`; room for the target's states of the largest pass that is
