@@ -18,7 +18,6 @@ from typing import Any
 
 from sequoia_vllm.bench.decode_rate import Arrival, part_seconds
 from sequoia_vllm.bench.methods import AUTO, BenchError, Kind, Method
-from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.hardware.step_curves import StepRecord
 from sequoia_vllm.measuring.engines import (
     EngineSpec,
@@ -26,6 +25,7 @@ from sequoia_vllm.measuring.engines import (
     compare_models,
     load_config,
     open_engine,
+    room_for,
 )
 from sequoia_vllm.measuring.step_recorder import EXTENSION
 from sequoia_vllm.tree.token_tree import TokenTree
@@ -42,14 +42,9 @@ def engine_options(max_model_len: int, max_num_seqs: int, most_drafts: int) -> d
         max_num_seqs: Largest batch.
         most_drafts: Most drafts of a request and step, whatever the method.
     """
-    # Completions end as much later as a step may bring, and trees are never trimmed there.
-    longest = max(max_model_len + 2 * most_drafts, warm_up_length(most_drafts + 1))
     return {
-        "max_model_len": longest,
-        "max_num_seqs": max_num_seqs,
-        # Trees take at most half of it. Not more than needed: engines start
-        # with a forward pass over so many tokens.
-        "max_num_batched_tokens": max(512, longest, 2 * max_num_seqs * (most_drafts + 1)),
+        # Completions end as much later as a step may bring, and trees are never trimmed there.
+        **room_for(max_model_len + 2 * most_drafts, max_num_seqs, most_drafts + 1),
         # Every round reads its prompts anew, in the same chunks.
         "enable_prefix_caching": False,
         "worker_extension_cls": EXTENSION,

@@ -29,8 +29,8 @@ from sequoia_vllm.cli.measuring import (
     numbers,
     offload_spec,
     quiet_engines,
-    write_file,
 )
+from sequoia_vllm.json_file import save_whole
 
 if TYPE_CHECKING:
     from sequoia_vllm.bench.report import BenchReport, Mismatch, Result, SearchedChain
@@ -118,7 +118,7 @@ def bench(
                 basis = PredictionBasis.measured(settings, prompts, raw_prompts, progress)
             report = run_bench(settings, basis, _described(options, chosen), progress)
     if output is not None:
-        write_file(output, report)
+        save_whole(output, report)
     _finish(report, as_json)
 
 

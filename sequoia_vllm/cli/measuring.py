@@ -17,7 +17,6 @@ from sequoia_vllm.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from sequoia_vllm.config import OffloadSpec
-    from sequoia_vllm.json_file import FileModel
 
 TargetOption = Annotated[str, typer.Option("--model", help="Target model, name or path.")]
 VerboseOption = Annotated[
@@ -173,12 +172,3 @@ def check_output(option: str, path: Path | None) -> None:
         fail(f"{option} {path}: there is no directory {path.parent}")
     if path is not None and path.is_dir():
         fail(f"{option} {path} is a directory: name a file")
-
-
-def write_file(path: Path, content: FileModel) -> None:
-    """Writes a file in one piece: an interrupted write leaves the old one."""
-    from sequoia_vllm.json_file import dump_json
-
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(dump_json(content.to_dict()), encoding="utf-8")
-    partial.replace(path)

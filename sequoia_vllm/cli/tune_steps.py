@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sequoia_vllm.cli.common import note
-from sequoia_vllm.cli.measuring import measuring, write_file
+from sequoia_vllm.cli.measuring import measuring
 from sequoia_vllm.hardware.step_profile import Profile
+from sequoia_vllm.json_file import save_whole
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_names
 
@@ -57,8 +58,8 @@ def count_into(
             note(f"going on from {path}: {_covered(state)}")
             start = state
     with measuring(f"{stage}acceptance:", "interrupted before anything was measured") as report:
-        measured = measure_acceptance(task, start, report, save=lambda file: write_file(path, file))
-    write_file(path, measured)
+        measured = measure_acceptance(task, start, report, save=lambda file: save_whole(path, file))
+    save_whole(path, measured)
     return measured
 
 
@@ -87,7 +88,7 @@ def time_into(
 
     with measuring(f"{stage}profile:", "interrupted: no profile was written") as report:
         measured = measure_profile(settings, report, vectors)
-    write_file(path, measured)
+    save_whole(path, measured)
     return measured
 
 
@@ -151,8 +152,8 @@ def tune_pair(
         vector = _counted(files.acceptance, counting, restart, next(stages))
     if times is None:
         times = time_into(files.profile, timing, [vector.vector], next(stages))
-    write_file(files.acceptance, vector)  # the same bytes, unless it was given
-    write_file(files.profile, times)
+    save_whole(files.acceptance, vector)  # the same bytes, unless it was given
+    save_whole(files.profile, times)
     entry = tuned_tree.tuned_entry(vector, times, context, largest)
     if counting.temperature > 0 and acceptance is None and entry.tree.size > 1:
         method, on_tree = _compared(counting, entry, vector, files, restart)

@@ -65,13 +65,6 @@ class Schedule:
     ranges: Ranges
     estimates: list[ScheduleEstimate]
 
-    def num_speculative_tokens(self, batch_size: int) -> int:
-        """Drafts per request at this batch size; 0: do not speculate."""
-        for _, last, drafts in self.ranges:
-            if batch_size <= last:
-                return drafts
-        return self.ranges[-1][2]
-
     def estimate(self, batch_size: int) -> ScheduleEstimate:
         """The estimate at the nearest batch size that has one, not above if possible."""
         below = [entry for entry in self.estimates if entry.batch_size <= batch_size]

@@ -27,12 +27,10 @@ class Link:
 
     Attributes:
         name: For people.
-        nominal_gb_s: Rate in one direction that its standard has, 10^9 bytes/s.
-        achieved_gb_s: What copies from pinned memory were measured to get.
+        achieved_gb_s: What copies from pinned memory were measured to get, 10^9 bytes/s.
     """
 
     name: str
-    nominal_gb_s: float
     achieved_gb_s: float
 
     @property
@@ -43,15 +41,15 @@ class Link:
 
 LINKS: dict[LinkName, Link] = {
     # 8 GT/s, 16 lanes, 128b/130b. An author of BaM (ZaidQureshi/bam#54): 12 GB/s on a V100.
-    "pcie3": Link("PCIe 3.0 x16", 15.75, 12.0),
+    "pcie3": Link("PCIe 3.0 x16", 12.0),
     # nvbandwidth's host_to_device_memcpy_ce: 24.8 GB/s on eight A100 SXM4 (NVIDIA's developer
     # forum, 352186), 23.9 to 26.4 on eight RTX 4090 (NVIDIA/nvbandwidth#15).
-    "pcie4": Link("PCIe 4.0 x16", 31.5, 25.0),
+    "pcie4": Link("PCIe 4.0 x16", 25.0),
     # H100, nvbandwidth: 52.8 GB/s to the host (NVIDIA/nvbandwidth#24; its copies by kernels got
     # 35 to the device, which is not what prefetching does). Taken for both directions.
-    "pcie5": Link("PCIe 5.0 x16", 63.0, 52.8),
+    "pcie5": Link("PCIe 5.0 x16", 52.8),
     # GH200 480GB, nvbandwidth's host_to_device_memcpy_ce: 346 GB/s (NVIDIA/nvbandwidth#23).
-    "nvlink-c2c": Link("NVLink-C2C", 450.0, 346.0),
+    "nvlink-c2c": Link("NVLink-C2C", 346.0),
 }
 """Links by name; nothing here was measured by us."""
 

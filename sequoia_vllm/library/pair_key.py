@@ -107,16 +107,16 @@ class KnownModels:
         if known is None or not Path(given).is_dir():
             return False
         # The configuration first, which is small and settles most cases.
-        return all(_hash(Path(given) / name) == known[name] for name in sorted(known))
+        paths = {name: Path(given) / name for name in sorted(known)}
+        return all(p.is_file() and file_hash(p) == known[name] for name, p in paths.items())
 
     def same_pair(self, target: str | None, draft: str | None, pair: PairKey) -> bool:
         """`same` of both models."""
         return self.same(target, pair.target) and self.same(draft, pair.draft)
 
 
-def _hash(path: Path) -> str | None:
-    if not path.is_file():
-        return None
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal; computed again only after the file has changed."""
     stat = path.stat()
     return _hash_of(path, stat.st_mtime_ns, stat.st_size)
 

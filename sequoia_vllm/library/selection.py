@@ -49,7 +49,7 @@ class Selection:
 
     @property
     def name(self) -> str:
-        """Name of the entry; `TreeLibrary.load` takes it, unless the tree was computed here."""
+        """Name of the entry; `TreeLibrary.entry` takes it, unless the tree was computed here."""
         return self.entry.name
 
     @property

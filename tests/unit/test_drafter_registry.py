@@ -108,11 +108,11 @@ def engine(kind: str) -> SimpleNamespace:
 @pytest.mark.usefixtures("echo")
 def test_one_registration_selects_the_proposer(monkeypatch):
     pytest.importorskip("vllm")
-    from sequoia_vllm.engine.v2.drafting import proposers
+    from sequoia_vllm.engine.v2 import runner
     from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 
     with pytest.raises(TypeError, match="EchoProposer, which drafts with an Echo head, is no Tree"):
-        proposers.new_proposer(engine("echo"), None, None, None, None)
+        runner.new_proposer(engine("echo"), None, None, None, None)
 
     class Proposer(TreeProposerV2):
         def __init__(self, *given):
@@ -121,8 +121,8 @@ def test_one_registration_selects_the_proposer(monkeypatch):
     Proposer.__abstractmethods__ = frozenset()
 
     monkeypatch.setattr(f"{__name__}.EchoProposer", Proposer)
-    monkeypatch.setattr(proposers, "as_alone", lambda vllm_config: "alone")
-    made = proposers.new_proposer(engine("echo"), "device", "states", "tables", "backend")
+    monkeypatch.setattr(runner, "as_alone", lambda vllm_config: "alone")
+    made = runner.new_proposer(engine("echo"), "device", "states", "tables", "backend")
     assert made.given == ("alone", "device", "states", "tables", "backend")
 
 

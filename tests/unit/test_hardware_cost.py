@@ -20,7 +20,7 @@ from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
 from sequoia_vllm.library.tree_library import shipped_directory
 from sequoia_vllm.tree import Acceptance, Frontier, TokenTree, optimize_tree
-from tests.support.reference_trees import acceptances, published, trees
+from tests.support.reference_trees import acceptances, drafts_at, published, trees
 
 SHIPPED = Acceptance.of(published()["shipped"])
 
@@ -244,14 +244,14 @@ class TestSchedule:
         assert drafts[-1] == 0
         for batch in (1, 7, 64, 256, 4000):
             inside = [k for first, last, k in ranges if first <= min(batch, 256) <= last]
-            assert [schedule.num_speculative_tokens(batch)] == inside
+            assert [drafts_at(schedule.ranges, batch)] == inside
 
     def test_every_choice_is_within_tolerance_and_never_slower_than_plain(self):
         times = gpu("NVIDIA L4", "32b-0.6b", tensor_parallel_size=4)
         cost = CostModel(times)
         schedule = choose_schedule(SHIPPED, times, tolerance=0.01)
         for batch in range(1, 257):
-            drafts = schedule.num_speculative_tokens(batch)
+            drafts = drafts_at(schedule.ranges, batch)
             speeds = [
                 cost.estimate(schedule.tree.trim(drafts + 1), SHIPPED, batch).speedup,
             ]
@@ -259,7 +259,7 @@ class TestSchedule:
         for batch in (1, 3, 10, 50, 200):
             prefixes = Prefixes.of(schedule.tree, SHIPPED)
             speeds = prefixes.expected_tokens / cost.prefix_seconds(prefixes, batch)
-            chosen = speeds[schedule.num_speculative_tokens(batch)]
+            chosen = speeds[drafts_at(schedule.ranges, batch)]
             assert chosen >= speeds.max() * 0.99 * (1 - 1e-9)
 
     @pytest.mark.parametrize("device", ["NVIDIA A100-SXM4-80GB", "NVIDIA H200", "NVIDIA L4"])
@@ -284,7 +284,7 @@ class TestSchedule:
         )
         assert schedule.ranges == [(1, 256, 0)]
         assert schedule.tree.size == 1
-        assert schedule.num_speculative_tokens(9) == 0
+        assert drafts_at(schedule.ranges, 9) == 0
 
     def test_extrapolated_batch_sizes_are_marked(self, caplog):
         times = profile(flat, lambda n, b: 0.1, batches=(1, 8))
@@ -299,7 +299,7 @@ class TestSchedule:
         ranges = schedule.ranges
         assert ranges[0][0] == 1
         assert ranges[-1][1] == 16
-        assert schedule.num_speculative_tokens(3) == schedule.num_speculative_tokens(1)
+        assert drafts_at(schedule.ranges, 3) == drafts_at(schedule.ranges, 1)
 
     def test_no_tolerance_means_the_best_prefix_everywhere(self):
         times = gpu("NVIDIA H200", "8b-1b")
@@ -317,7 +317,7 @@ class TestSchedule:
         lookup = utils.build_dynamic_sd_schedule_lookup(
             schedule.ranges, 300, schedule.tree.num_speculative_tokens
         )
-        assert lookup[1:] == [schedule.num_speculative_tokens(batch) for batch in range(1, 301)]
+        assert lookup[1:] == [drafts_at(schedule.ranges, batch) for batch in range(1, 301)]
 
 
 def vllm_schedule_module():

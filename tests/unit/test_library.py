@@ -23,6 +23,7 @@ from sequoia_vllm.library.files import AcceptanceFile, LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree
+from tests.support.reference_trees import drafts_at
 
 SHIPPED_CLASS, STRONG_CLASS = "shipped", "appendix-e"
 
@@ -59,12 +60,12 @@ def test_every_device_of_the_table_has_trees(library):
 def test_every_entry_is_what_it_says(library):
     losses = []
     for entry in library.entries():
-        tree = library.load(entry.name)
+        tree = library.entry(entry.name).tree.tree
         acceptance = Acceptance.of(entry.acceptance)
         assert tree == tree.sorted_by_value(acceptance), entry.name
         prefixes = np.cumsum(tree.values(acceptance))
         for estimate in entry.estimates:
-            drafts = entry.to_schedule().num_speculative_tokens(estimate.batch_size)
+            drafts = drafts_at(entry.schedule, estimate.batch_size)
             assert estimate.num_speculative_tokens == drafts
             assert estimate.expected_tokens == pytest.approx(prefixes[drafts], abs=1e-4)
             assert estimate.speedup >= 1.0
@@ -96,7 +97,7 @@ def test_roofline_entries_follow_from_their_own_numbers(library):
     assert profile.assumptions == entry.profile.assumptions
     cost = CostModel(profile)
     for estimate in entry.estimates:
-        prefix = library.load(entry.name).trim(estimate.num_speculative_tokens + 1)
+        prefix = library.entry(entry.name).tree.tree.trim(estimate.num_speculative_tokens + 1)
         again = cost.estimate(prefix, Acceptance.of(entry.acceptance), estimate.batch_size)
         assert again.speedup == pytest.approx(estimate.speedup, abs=1e-3)
 
@@ -134,7 +135,7 @@ def test_found_in_a_checkout_and_when_installed(tmp_path, monkeypatch):
 
 
 def test_load(library):
-    tree = library.load("h200/8b-1b/shipped")
+    tree = library.entry("h200/8b-1b/shipped").tree.tree
     assert isinstance(tree, TokenTree)
 
 
@@ -150,7 +151,7 @@ def test_load(library):
 )
 def test_unknown_names(library, name, message):
     with pytest.raises(LibraryError, match=message):
-        library.load(name)
+        library.entry(name)
 
 
 # -- selecting -----------------------------------------------------------------
@@ -189,7 +190,7 @@ def of(target: str, draft: str) -> PairKey:
 def test_by_driver_name(library, device, name):
     selection = library.select(on(device))
     assert selection.name == name
-    assert selection.tree == library.load(name)
+    assert selection.tree == library.entry(name).tree.tree
     assert selection.source == "roofline"
     assert selection.expected_speedup > 1
     assert "roofline, not measured" in selection.reason
@@ -199,7 +200,7 @@ def test_by_driver_name(library, device, name):
 def test_batch_size_decides_what_is_expected(library):
     schedule = library.select(H200).schedule
     assert schedule.estimate(1).speedup > schedule.estimate(200).speedup
-    assert schedule.num_speculative_tokens(200) < schedule.num_speculative_tokens(1)
+    assert drafts_at(schedule.ranges, 200) < drafts_at(schedule.ranges, 1)
     assert schedule.estimate(200) == schedule.estimate(128)
 
 
@@ -304,7 +305,7 @@ def test_user_trees_come_first(library):
     assert selection.source == "user"
     assert selection.name == f"user/{path.stem}"
     assert f"tuned here ({path})" in selection.reason
-    assert library.load(selection.name) == selection.tree
+    assert library.entry(selection.name).tree.tree == selection.tree
     assert library.entries()[0].name == selection.name
 
 

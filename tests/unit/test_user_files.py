@@ -100,7 +100,7 @@ def test_trees_are_chosen_as_where_nothing_was_kept(tmp_path):
     assert library.entries() == TreeLibrary(user=tmp_path / "empty").entries()
     assert tuned_measurements(PAIR) is None
     with pytest.raises(LibraryError, match="no tree named 'user/mine'"):
-        library.load("user/mine")
+        library.entry("user/mine")
 
 
 @pytest.mark.usefixtures("nowhere")

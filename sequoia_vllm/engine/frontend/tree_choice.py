@@ -10,9 +10,9 @@ from sequoia_vllm.hardware.choose import Schedule as StoredSchedule
 from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.hardware.step_profile import HOW_TIMED
-from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.library.tree_reference import NamedTree
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
@@ -150,7 +150,7 @@ def _gain_of_schedule(schedule: StoredSchedule, source: str) -> ExpectedGain:
 
 
 def _from_library(pair: PairKey, shapes: PairShapes | None) -> TreeChoice:
-    selection = tree_library.select(pair, shapes)
+    selection = TreeLibrary().select(pair, shapes)
     schedule = selection.schedule
     return TreeChoice(
         schedule.tree,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.states import RequestState
 
+from sequoia_vllm.drafters import drafter
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.common.patched import patched
+from sequoia_vllm.engine.common.replicas import as_alone
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.attention_layers import supported_layers
 from sequoia_vllm.engine.runner.step_stats import StepStats
@@ -24,7 +28,6 @@ from sequoia_vllm.engine.v2.adapters import AdaptersOfNodes
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeScoring
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
-from sequoia_vllm.engine.v2.drafting.proposers import new_proposer
 from sequoia_vllm.engine.v2.drafting.tree_memory import most_masked
 from sequoia_vllm.engine.v2.path_copies import PathCopies
 from sequoia_vllm.engine.v2.verification.grammar_masks import MasksOfNodes
@@ -216,6 +219,26 @@ class TreeRunner(GPUModelRunner):
         """Each target layer's cache; asked for when the caches of serving are there."""
         layers = self.compilation_config.static_forward_context
         return {name: layers[name].kv_cache for name in self._target_layers}
+
+
+def new_proposer(
+    vllm_config: VllmConfig,
+    device: torch.device,
+    req_states: RequestState,
+    tables: TreeTables,
+    backend: TreeBackend,
+) -> TreeProposerV2:
+    """The proposer of an engine's kind of drafter, by the dotted path that the kind gives.
+
+    Raises:
+        TypeError: The kind names a class that is no `TreeProposerV2`.
+    """
+    kind = drafter(SequoiaSettings.of(vllm_config).drafter)
+    path = kind.proposer_for(vllm_config.speculative_config.draft_model_config.architectures)
+    proposer = resolve_name(path)
+    if not issubclass(proposer, TreeProposerV2):
+        raise TypeError(f"{path}, which drafts with {kind.name}, is no TreeProposerV2")
+    return proposer(as_alone(vllm_config), device, req_states, tables, backend)
 
 
 def _is_custom(processor: Any) -> bool:

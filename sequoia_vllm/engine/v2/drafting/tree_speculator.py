@@ -6,12 +6,15 @@ All that surrounds the passes of a step, which are in `proposer`.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.model_executor.offloader.base import NoopOffloader, get_offloader, set_offloader
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.states import SamplingStates
@@ -29,7 +32,6 @@ from sequoia_vllm.engine.runner.draft_failure import survive_draft
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
 from sequoia_vllm.engine.v2.drafting.draft_cache import DraftCache
 from sequoia_vllm.engine.v2.drafting.draft_graphs import DraftGraphs
-from sequoia_vllm.engine.v2.drafting.draft_loading import nothing_offloaded
 from sequoia_vllm.engine.v2.drafting.draft_progress import DraftProgress
 from sequoia_vllm.engine.v2.drafting.request_modes import RequestModes
 from sequoia_vllm.engine.v2.drafting.tree_memory import (
@@ -282,3 +284,19 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
             self.most_scored, self.tree.size, self._logits_size, dtype, self.device,
             capped=self._target_is_capped,
         )  # fmt: skip
+
+
+@contextmanager
+def nothing_offloaded() -> Iterator[None]:
+    """Models built in the block are not offloaded; then the engine's offloader is back.
+
+    One offloader serves all models of a process. A draft that comes from host memory, level by
+    level, would cost more than it saves. And vLLM's prefetch backend takes the layers of one
+    model only.
+    """
+    offloader = get_offloader()
+    set_offloader(NoopOffloader())
+    try:
+        yield
+    finally:
+        set_offloader(offloader)

@@ -28,7 +28,6 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from sequoia_vllm.engine.runner.tensor_parallel import broadcast_from_rank0
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
-from sequoia_vllm.engine.v2.verification.emitted_rows import emitted_rows
 from sequoia_vllm.engine.v2.verification.logits_needs import LogitsNeeds
 from sequoia_vllm.kernels.modes import SAMPLED
 from sequoia_vllm.kernels.scoring_inputs import VerifierInputs, gather_for_verification
@@ -353,10 +352,8 @@ class TreeVerifierV2(RejectionSampler):
         if dimensions is None:
             return None
         most, most_chosen = dimensions
-        found = emitted_rows(batch.cu_num_logits_np, verified.tokens.shape[1])
-        request, column = async_tensor_h2d(
-            np.stack([found.request, found.column]), device=logits.device
-        )
+        starts, rows_np = emitted_rows(batch.cu_num_logits_np, verified.tokens.shape[1])
+        request, column = async_tensor_h2d(rows_np, device=logits.device)
         # Token j of a path was drawn at its node j - 1; the first at the root.
         nodes = torch.nn.functional.pad(verified.accepted.clamp(min=0), (1, 0)).long()
         rows = batch.cu_num_logits[request].long() + nodes[request, column]
@@ -365,12 +362,29 @@ class TreeVerifierV2(RejectionSampler):
             logits[rows],
             most,
             verified.tokens[request, column].clamp(min=0),
-            found.starts.tolist() if expanded else None,
+            starts.tolist() if expanded else None,
             logprob_token_ids_state=self.sampler.logprob_token_ids_state,
             expanded_idx_mapping=batch.idx_mapping[request],
             max_per_req_token_ids=most_chosen,
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
+
+
+def emitted_rows(
+    cu_num_logits: NDArray[np.int32], most: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows for the logprobs of a batch's tokens, ``most`` at most of each of R requests.
+
+    A path has fewer tokens than its tree has nodes: one more than the tree is deep.
+
+    Returns:
+        First row of each request, then the number of rows, int64 ``[R + 1]``; and of each row
+        its request, and which of the request's emitted tokens it is for, int64 ``[2, rows]``.
+    """
+    counts = np.minimum(np.diff(cu_num_logits), most).astype(np.int64)
+    starts = np.concatenate([[0], counts.cumsum()])
+    request = np.repeat(np.arange(len(counts)), counts)
+    return starts, np.stack([request, np.arange(len(request)) - starts[request]])
 
 
 def _request_chunks(cu_num_logits: NDArray[np.int32], most: int) -> Iterator[slice]:
