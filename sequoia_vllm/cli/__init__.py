@@ -20,6 +20,7 @@ from sequoia_vllm.cli.shown_help import AliasedCommand, shown_as_written
 
 # name -> "module:attribute"; the attribute is a typer app or a plain function.
 COMMANDS = {
+    "advise": "sequoia_vllm.cli.advise:advise",
     "tree": "sequoia_vllm.cli.tree.commands:app",
     "tune": "sequoia_vllm.cli.tune:tune",
     "bench": "sequoia_vllm.cli.bench:bench",

@@ -101,7 +101,7 @@ def check_models(target: str, draft: str) -> None:
     models = {"target": target, "draft": draft}
     for role, model in models.items():
         check_folder(role, model)
-        _check_name(role, model)
+        check_name(role, model)
     for model in models.values():
         load_config(model)
     found = compare_models(target, draft)
@@ -109,7 +109,7 @@ def check_models(target: str, draft: str) -> None:
         note(found.in_words)
 
 
-def _check_name(role: str, model: str) -> None:
+def check_name(role: str, model: str) -> None:
     """Whether the Hub has a model that is no folder here; asks it once, without retries.
 
     Raises:
@@ -134,7 +134,7 @@ def _check_name(role: str, model: str) -> None:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"the {role} {model!r} is no folder here, and {constants.ENDPOINT} does not give it: "
-            f"{first}"
+            f"{first}; give the path of a folder"
         ) from error
 
 

@@ -13,6 +13,7 @@ from sequoia_vllm.drafters.registry import (
     KnownDrafter,
     Sign,
     drafter,
+    known_for,
     register,
     register_own_kinds,
 )
@@ -29,5 +30,6 @@ __all__ = [
     "ShapeError",
     "Sign",
     "drafter",
+    "known_for",
     "register",
 ]

@@ -175,6 +175,16 @@ def drafter(kind: str) -> Drafter:
     return DRAFTERS[kind]
 
 
+def known_for(target: str) -> list[tuple[Drafter, KnownDrafter]]:
+    """Published drafters of a target, by its name or path; the best first."""
+    return [
+        (kind, known)
+        for kind in DRAFTERS.values()
+        for known in kind.known
+        if re.fullmatch(known.target, target, flags=re.IGNORECASE)
+    ]
+
+
 def _known_kind(kind: str) -> str:
     return drafter(kind).kind
 

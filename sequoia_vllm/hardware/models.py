@@ -124,16 +124,17 @@ class ModelShape(FileModel):
         """
         if devices < 1:
             raise ValueError(f"tensor parallel size {devices}: at least 1 device")
-        if self._splits(devices):
+        if self.splits(devices):
             return
-        possible = [size for size in (1, 2, 4, 8, 16) if self._splits(size)]
+        possible = [size for size in (1, 2, 4, 8, 16) if self.splits(size)]
         raise ValueError(
             f"{self.name} cannot be split over {devices} devices, which must divide its "
             f"{self.heads} heads and divide, or be divided by, its {self.kv_heads} key/value "
             f"heads: use {', '.join(map(str, possible))}"
         )
 
-    def _splits(self, devices: int) -> bool:
+    def splits(self, devices: int) -> bool:
+        """Whether the heads can be divided among this many devices."""
         shared = self.kv_heads % devices == 0 or devices % self.kv_heads == 0
         return self.heads % devices == 0 and shared
 
@@ -206,6 +207,19 @@ def model_classes(
 def every_class() -> dict[str, ModelClass]:
     """All of them; a class that is in several parts is one."""
     return model_classes() | model_classes("heads") | model_classes("offloaded")
+
+
+@cache
+def published_shape(name: str) -> ModelShape | None:
+    """The shape of a published model of our classes, or of its Instruct version; None: not there.
+
+    Args:
+        name: Name on the Hub. Nothing is downloaded.
+    """
+    base = name.removesuffix("-Instruct")
+    shapes = read_model(_FILE, _ClassFile, "model shapes", ValueError).shapes
+    found = (shape for shape in shapes if shape.name in (name, base))
+    return next((shape.model_copy(update={"name": name}) for shape in found), None)
 
 
 def parameters_from_name(name: str) -> float | None:

@@ -14,8 +14,8 @@ from sequoia_vllm.cli.common import counted
 from sequoia_vllm.cli.shown_help import AliasedCommand
 
 COMMANDS = [
-    [], ["tree"], ["tree", "build"], ["tree", "list"], ["tune"], ["bench"], ["demo"], ["doctor"],
-    ["setup-cpu"], ["gpu-check"],
+    [], ["advise"], ["tree"], ["tree", "build"], ["tree", "list"], ["tune"], ["bench"], ["demo"],
+    ["doctor"], ["setup-cpu"], ["gpu-check"],
 ]  # fmt: skip
 
 

@@ -14,9 +14,6 @@ from typer.testing import CliRunner
 from sequoia_vllm import __version__, cli
 from sequoia_vllm.cli import app
 from sequoia_vllm.cli.tree import commands
-from sequoia_vllm.hardware.device import identify
-from sequoia_vllm.hardware.models import every_class
-from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
@@ -60,14 +57,6 @@ def vector(tmp_path):
 
 
 @pytest.fixture
-def profile(tmp_path):
-    path = tmp_path / "profile.json"
-    pair = every_class()["8b-1b"]
-    roofline_profile(identify("NVIDIA H200").spec, pair.target, pair.draft).save(path)
-    return path
-
-
-@pytest.fixture
 def tree_file(vector, tmp_path):
     path = tmp_path / "tree.json"
     run("tree", "build", "--acceptance", vector, "--size", 16, "--max-depth", 4, "--output", path)
@@ -107,24 +96,6 @@ class TestBuild:
         path.write_text(json.dumps([[0.6, 0.2], [0.1, 0.05]]))
         data = run_json("tree", "build", "--acceptance", path, "--size", 3)
         assert data["parents"] == [-1, 0, 0]
-
-    def test_profile(self, vector, profile):
-        arguments = ["tree", "build", "--acceptance", vector, "--size", 64, "--profile", profile]
-        few = run_json(*arguments)
-        many = run_json(*arguments, "--batch-size", 64)
-        assert few["speedup"] > many["speedup"] >= 1
-        assert few["size"] > many["size"]
-        assert few["step_seconds"] > 0
-        assert not few["extrapolated"]
-
-    def test_profile_says_when_nothing_helps(self, tmp_path, profile):
-        path = tmp_path / "weak.json"
-        path.write_text("[0.01]")
-        result = run(
-            "tree", "build", "--acceptance", path, "--size", 8, "--profile", profile, "--json"
-        )
-        assert json.loads(result.stdout)["size"] == 1
-        assert "no tree is faster than plain decoding" in result.stderr
 
     def test_says_when_the_limits_leave_no_room(self, vector):
         result = run("tree", "build", "--acceptance", vector, "--size", 99, "--max-depth", 1)
@@ -248,26 +219,6 @@ class TestLibraryCommands:
         done = subprocess.run(shell, capture_output=True, text=True, timeout=120, check=False)
         assert (done.returncode, done.stderr) == (0, "")
 
-    def test_compare(self, tree_file, tmp_path, vector, profile):
-        other = tmp_path / "chain.json"
-        TokenTree.chain(15).save(other)
-        data = run_json("tree", "compare", tree_file, other, "--acceptance", vector)
-        assert data["a"]["expected_tokens"] > data["b"]["expected_tokens"]
-        assert data["expected_tokens_ratio"] == pytest.approx(
-            data["a"]["expected_tokens"] / data["b"]["expected_tokens"]
-        )
-        shown = run("tree", "compare", tree_file, other, "--acceptance", vector).stdout
-        percent = 100 * (data["expected_tokens_ratio"] - 1)
-        assert shown.endswith(f"A is better: {percent:.1f} % more tokens per step\n")
-        assert "1 node, " in shown
-        same = run("tree", "compare", other, other, "--acceptance", vector).stdout
-        assert "A and B are equally good" in same
-        timed = run_json("tree", "compare", tree_file, other, "--profile", profile)
-        assert timed["a"]["speedup"] > timed["b"]["speedup"]
-        output = run("tree", "compare", tree_file, other, "--profile", profile).stdout
-        assert "speedup" in output
-        assert "depth 15" in output
-
 
 class TestErrors:
     """Exit code 2, one message that names the fix, no traceback, nothing on stdout."""
@@ -311,17 +262,6 @@ class TestErrors:
         assert "--size" in fails("tree", "build", "--acceptance", vector)
         assert "--acceptance" in fails("tree", "build", "--size", 4)
 
-    def test_profile(self, vector, tmp_path):
-        path = tmp_path / "p.json"
-        path.write_text('{"schema": "sequoia-vllm/profile/v1", "source": "measured"}')
-        arguments = ["tree", "build", "--acceptance", vector, "--size", 4, "--profile"]
-        assert "target_forward: Field required" in fails(*arguments, path)
-        assert "No such file" in fails(*arguments, tmp_path / "none.json")
-
-    def test_batch_size(self, vector, profile):
-        arguments = ["--size", 4, "--profile", profile, "--batch-size", 0]
-        assert "batch size 0" in fails("tree", "build", "--acceptance", vector, *arguments)
-
     def test_trees(self, tmp_path, tree_file):
         path = tmp_path / "t.json"
         path.write_text(json.dumps({"schema": "sequoia-vllm/token-tree/v1", "parents": [-1, 4]}))
@@ -343,11 +283,6 @@ class TestErrors:
         assert "Missing argument 'FILE|NAME'" in fails("tree", "plot", "-o", tmp_path / "t.png")
         unwritable = fails("tree", "plot", tree_file, "-o", "/nowhere/at/all/t.png")
         assert "No such file or directory" in unwritable
-
-    def test_compare(self, tmp_path):
-        path = tmp_path / "bare.json"
-        TokenTree.chain(3).save(path)
-        assert "neither --acceptance nor" in fails("tree", "compare", path, path)
 
     def test_devices(self):
         assert "no trees for device 'abacus'" in fails("tree", "list", "--device", "abacus")

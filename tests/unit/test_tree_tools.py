@@ -16,12 +16,12 @@ from benchmarks.paper import paper
 from benchmarks.predicted import Offload
 from benchmarks.roofline import roofline
 from benchmarks.scaling import scaling, scaling_rows
-from sequoia_vllm.cli import app
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import identify, known_devices
 from sequoia_vllm.hardware.models import every_class
 from sequoia_vllm.hardware.roofline import roofline_profile
+from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.tree_library import shipped_directory
 from sequoia_vllm.tree import Acceptance
 from tests.support.reference_trees import published
@@ -131,44 +131,44 @@ class TestRoofline:
 
 
 class TestPredictedTrees:
-    """`tree build` with the profile that the roofline writes."""
+    """The fastest trees by the profile that the roofline writes."""
 
     @pytest.fixture
     def built(self, tmp_path):
-        def build(*predicted: object, vector: str = "shipped", size: int = 128):
+        def build(*predicted: object, vector: Acceptance = SHIPPED, size: int = 128):
             path = tmp_path / "profile.json"
             run(roofline, *predicted, "-o", path)
-            command = ["tree", "build", "--acceptance", vector, "--size", str(size)]
-            done = CliRunner().invoke(app, [*command, "--profile", str(path), "--json"])
-            assert done.exit_code == 0, done.output
-            return json.loads(done.stdout)
+            times = Profile.load(path)
+            tree = choose_tree(vector, times, max_size=size)
+            return tree, CostModel(times).estimate(tree, vector, 1).speedup
 
         return build
 
     def test_more_and_slower_links_give_smaller_trees(self, built):
-        two, eight = (
-            built("h200", "--class", "70b-1b", "--tensor-parallel-size", count) for count in (2, 8)
-        )
         box = ("--interconnect-gb-s", 64, "--interconnect-kind", "bus")
-        slow = built("h200", "--class", "70b-1b", "--tensor-parallel-size", 8, *box)
-        assert two["speedup"] > eight["speedup"] > slow["speedup"] > 1
-        assert two["size"] > eight["size"] > slow["size"]
+        links = ((2,), (8,), (8, *box))
+        found = [
+            built("h200", "--class", "70b-1b", "--tensor-parallel-size", *link) for link in links
+        ]
+        (two, most), (eight, less), (slow, least) = found
+        assert most > less > least > 1
+        assert two.size > eight.size > slow.size
 
     def test_heads_that_cost_less_a_level_have_deeper_trees(self, built):
         depths = [
-            built("h100-sxm", "--class", name, size=64)["depth"]
+            built("h100-sxm", "--class", name, size=64)[0].depth
             for name in ("8b-1b", "8b-eagle3", "8b-dflash")
         ]
         assert depths == sorted(depths)
         assert depths[0] < depths[-1]
 
     def test_trees_are_wide_where_layers_are_prefetched(self, built):
-        prefetched, uva = (
-            built("l40", *OFFLOADED, *more, vector="appendix-e", size=768)
-            for more in ((), ("--offload-backend", "uva"))
+        (prefetched, more), (uva, less) = (
+            built("l40", *OFFLOADED, *options, vector=STRONG, size=768)
+            for options in ((), ("--offload-backend", "uva"))
         )
-        assert (prefetched["size"], uva["size"]) == (768, 128)
-        assert prefetched["speedup"] > uva["speedup"] > 5
+        assert (prefetched.size, uva.size) == (768, 128)
+        assert more > less > 5
 
 
 class TestScaling:

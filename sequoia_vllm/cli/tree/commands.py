@@ -1,10 +1,10 @@
-"""``sequoia-vllm tree``: build, list, look at, draw and compare token trees."""
+"""``sequoia-vllm tree``: build, list, look at and draw token trees."""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,22 +12,17 @@ from sequoia_vllm.cli.common import console, counted, fail, friendly_errors, not
 from sequoia_vllm.cli.progress import progress_bar
 from sequoia_vllm.cli.tree.named import class_in, device_in, names_device, this_device
 from sequoia_vllm.cli.tree.view import (
-    comparison_table,
     draw_tree,
     entries_json,
     entries_table,
-    estimate_json,
     headline,
     legend,
     level_table,
     schedule_table,
     tree_json,
-    verdict,
 )
-from sequoia_vllm.hardware.choose import choose_tree
-from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import identify
-from sequoia_vllm.hardware.step_profile import HOW_TIMED, Profile
+from sequoia_vllm.hardware.step_profile import HOW_TIMED
 from sequoia_vllm.json_file import dump_json
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.tree_library import TreeLibrary
@@ -40,8 +35,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Build, list, look at, draw and compare token trees. Sizes count the root; depths count "
-    "edges.",
+    help="Build, list, look at and draw token trees. Sizes count the root; depths count edges.",
 )
 
 _VECTOR_HELP = (
@@ -49,56 +43,37 @@ _VECTOR_HELP = (
     "library, like shipped; or -: such JSON on standard input."
 )
 AcceptanceOption = Annotated[str | None, typer.Option("--acceptance", help=_VECTOR_HELP)]
-ProfileOption = Annotated[
-    Path | None, typer.Option("--profile", help="Times of a device and model pair (JSON).")
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-BatchOption = Annotated[int, typer.Option("--batch-size", help="Requests in a step.")]
 TreeArgument = Annotated[str, typer.Argument(metavar="FILE|NAME", show_default=False)]
 
 
 @app.command()
 def build(
     acceptance: Annotated[str, typer.Option(help=_VECTOR_HELP)],
-    size: Annotated[
-        int, typer.Option(help="Nodes, root included; with times, the most to consider.")
-    ],
+    size: Annotated[int, typer.Option(help="Nodes, root included.")],
     max_depth: Annotated[
         int | None, typer.Option(help="Most edges from the root to a leaf.")
     ] = None,
     max_branch: Annotated[int | None, typer.Option(help="Most children of a node.")] = None,
-    profile: ProfileOption = None,
-    batch_size: BatchOption = 1,
     output: Annotated[Path | None, typer.Option(help="Write the tree to this file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Build the tree with the most expected tokens, or with times of a step the fastest.
+    """Build the tree of a size with the most expected tokens.
 
-    Times come from a profile: `sequoia-vllm tune --only times` measures one, and in a checkout
-    `python -m benchmarks.roofline` predicts one for another device.
+    Which size is fastest depends on the device: `sequoia-vllm advise` predicts it, and
+    `sequoia-vllm tune` measures it.
     """
     with friendly_errors():
         if size > MOST_NODES:  # Its search would take hours.
             fail(f"--size {size}: engines take trees of up to {MOST_NODES:,} nodes")
         vector = _given(acceptance)
-        extra: dict[str, Any] = {}
-        times = None if profile is None else Profile.load(profile)
-        if times is None:
-            with progress_bar("optimising") as report:
-                tree = optimize_tree(
-                    vector, size, max_depth, max_branch, lambda n, of: report("", n, of)
-                )
-            if tree.size < size:
-                note(f"the limits leave room for {tree.size} of the {counted(size, 'node')}")
-        else:
-            tree = choose_tree(
-                vector, times, batch_size, size,
-                **({} if max_depth is None else {"max_depth": max_depth}), max_branch=max_branch,
-            )  # fmt: skip
-            if tree.size == 1:
-                note("no tree is faster than plain decoding at this batch size")
-            extra = estimate_json(CostModel(times).estimate(tree, vector, batch_size))
-        data = {**tree_json(tree, vector), **extra}
+        with progress_bar("optimising") as report:
+            tree = optimize_tree(
+                vector, size, max_depth, max_branch, lambda n, of: report("", n, of)
+            )
+        if tree.size < size:
+            note(f"the limits leave room for {tree.size} of the {counted(size, 'node')}")
+        data = tree_json(tree, vector)
         if output is not None:
             output.write_text(dump_json(data), encoding="utf-8")
         if as_json:
@@ -107,8 +82,6 @@ def build(
         out = console()
         out.print(headline(str(output or "tree"), tree, vector))
         out.print(level_table(tree, vector))
-        if extra:
-            out.print(f"{extra['speedup']:.2f}x plain decoding at batch size {batch_size}")
 
 
 @app.command()
@@ -210,44 +183,6 @@ def list_trees(
         out.print(legend(), style="dim", soft_wrap=True)
         where = library.readable or "none, as you have no home directory"
         out.print(f"your own trees: {where}", style="dim", soft_wrap=True)
-
-
-@app.command()
-def compare(
-    first: Annotated[str, typer.Argument(metavar="A", show_default=False)],
-    second: Annotated[str, typer.Argument(metavar="B", show_default=False)],
-    acceptance: AcceptanceOption = None,
-    profile: ProfileOption = None,
-    batch_size: BatchOption = 1,
-    as_json: JsonOption = False,
-) -> None:
-    """Compare two trees (files or library names) under one acceptance vector."""
-    with friendly_errors():
-        trees = [find_tree(first), find_tree(second)]
-        vector = _vector(acceptance, trees[0])
-        if vector is None:
-            fail("neither --acceptance nor the first tree gives a vector to compare under")
-        cost = None if profile is None else CostModel(Profile.load(profile))
-        sides = []
-        for found in trees:
-            side = {"name": found.title, **tree_json(found.tree, vector)}
-            side.pop("acceptance")
-            if cost is not None:
-                side |= estimate_json(cost.estimate(found.tree, vector, batch_size))
-            sides.append(side)
-        tokens = [side["expected_tokens"] for side in sides]
-        result = {
-            "acceptance": vector.to_list(),
-            "a": sides[0],
-            "b": sides[1],
-            "expected_tokens_ratio": tokens[0] / tokens[1],
-        }
-        if as_json:
-            print_json(result)
-            return
-        out = console()
-        out.print(comparison_table(sides, [found.tree for found in trees], vector))
-        out.print(verdict(sides), soft_wrap=True)
 
 
 def _vector(reference: str | None, found: NamedTree) -> Acceptance | None:

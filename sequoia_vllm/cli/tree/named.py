@@ -28,10 +28,15 @@ def names_device(reference: str) -> bool:
 
 
 def this_device() -> str | None:
-    """The id of this machine's first GPU, or else of its CPU; None: not one that we know."""
+    """The id of this machine's device; None: not one that we know."""
+    return identify(this_device_name()).id
+
+
+def this_device_name() -> str:
+    """The driver's name for this machine's first GPU, or else the name of its CPU."""
     name = current_cpu_name()
     if tool := shutil.which("nvidia-smi"):
         query = [tool, "--query-gpu=name", "--format=csv,noheader"]
         found = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20)
         name = found.stdout.partition("\n")[0].strip() or name
-    return identify(name).id
+    return name

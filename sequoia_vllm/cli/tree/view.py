@@ -11,7 +11,6 @@ from rich.tree import Tree
 
 from sequoia_vllm.cli.common import counted, new_table
 from sequoia_vllm.hardware.choose import Schedule
-from sequoia_vllm.hardware.cost import Estimate
 from sequoia_vllm.library.files import TreeEntry
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.token_tree import TokenTree
@@ -30,17 +29,6 @@ def tree_json(tree: TokenTree, acceptance: Acceptance | None) -> dict[str, Any]:
         data["values"] = [float(f"{value:.6g}") for value in values]
         data["acceptance"] = acceptance.to_list()
     return data
-
-
-def estimate_json(estimate: Estimate) -> dict[str, Any]:
-    """An estimate as a JSON object."""
-    return {
-        "batch_size": estimate.batch_size,
-        "speedup": estimate.speedup,
-        "tokens_per_second": estimate.tokens_per_second,
-        "step_seconds": estimate.seconds,
-        "extrapolated": estimate.extrapolated,
-    }
 
 
 def headline(title: str, tree: TokenTree, acceptance: Acceptance | None) -> Text:
@@ -107,41 +95,6 @@ def schedule_table(schedule: Schedule, source: str) -> Table:
             f"{entry.optimum:.2f}x",
         )
     return table
-
-
-def comparison_table(
-    sides: list[dict[str, Any]], trees: list[TokenTree], vector: Acceptance
-) -> Table:
-    """Two trees side by side: totals, then nodes and chance of acceptance by depth."""
-    table = new_table("", left=("",))
-    for side in sides:
-        table.add_column(side["name"], justify="right", overflow="fold")
-    rows = [("size", "size", "{}"), ("depth", "depth", "{}")]
-    rows += [("expected tokens", "expected_tokens", "{:.4f}")]
-    if "speedup" in sides[0]:
-        rows += [("speedup", "speedup", "{:.3f}x"), ("step", "step_seconds", "{:.4g} s")]
-    for label, key, form in rows:
-        table.add_row(label, *(form.format(side[key]) for side in sides))
-    for depth in range(1, max(tree.depth for tree in trees) + 1):
-        cells = []
-        for tree in trees:
-            chosen = tree.depths == depth
-            accepted = float(tree.values(vector)[chosen].sum())
-            cells.append(f"{counted(int(chosen.sum()), 'node')}, {accepted:.3f}")
-        table.add_row(f"depth {depth}", *cells)
-    return table
-
-
-def verdict(sides: list[dict[str, Any]]) -> str:
-    """Which of two trees is better, by speed where times are known, or else by tokens."""
-    key, what = "expected_tokens", "more tokens per step"
-    if "speedup" in sides[0]:
-        key, what = "speedup", "faster"
-    ratio = sides[0][key] / sides[1][key]
-    if abs(ratio - 1) < 5e-4:
-        return f"A and B are equally good: within 0.1 % of each other ({what})"
-    better, gain = ("A", ratio) if ratio > 1 else ("B", 1 / ratio)
-    return f"{better} is better: {100 * (gain - 1):.1f} % {what}"
 
 
 def entries_json(entries: list[TreeEntry]) -> list[dict[str, Any]]:

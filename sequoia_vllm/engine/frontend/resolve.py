@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters import DRAFTERS, Drafter, DrafterKind, KnownDrafter, drafter
+from sequoia_vllm.drafters import Drafter, DrafterKind, KnownDrafter, drafter, known_for
 from sequoia_vllm.engine.common.cluster import current_versions
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.frontend.drafts import ResolvedDraft, check_folder
@@ -202,12 +201,7 @@ def known_drafts(
     taken = [
         kind for kind in kinds if asked == kind or (asked is None and drafter(kind).by_default)
     ]
-    fitting = [
-        (kind, known)
-        for kind in DRAFTERS.values()
-        for known in kind.known
-        if re.fullmatch(known.target, target, flags=re.IGNORECASE)
-    ]
+    fitting = known_for(target)
     found = [
         KnownDraft(
             known.draft.format(Path(target).parent), kind.kind,

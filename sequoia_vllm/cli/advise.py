@@ -1,0 +1,125 @@
+"""``sequoia-vllm advise``: does drafting pay for this model on this device?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sequoia_vllm.cli.common import console, counted, fail, friendly_errors, new_table, print_json
+from sequoia_vllm.cli.measuring import JsonOption, check_name, numbers
+from sequoia_vllm.cli.tree.named import this_device_name
+from sequoia_vllm.config import ConfigError
+from sequoia_vllm.drafters import Fields, ShapeError, known_for
+from sequoia_vllm.drafters.recognition import recognise
+from sequoia_vllm.hardware.cost import check_batch_sizes
+from sequoia_vllm.hardware.model_config import read_shape
+from sequoia_vllm.hardware.models import ModelShape, published_shape
+from sequoia_vllm.json_input import read_json
+from sequoia_vllm.library.advice import Advice, advise_pair
+from sequoia_vllm.library.pair_key import PairKey
+
+
+def advise(
+    model: Annotated[
+        str, typer.Argument(help="Target: folder or name on the Hub.", show_default=False)
+    ],
+    draft_model: Annotated[
+        str | None, typer.Option(help="Draft: folder or name; none: the known one.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device, like h100 or the driver's name; none: this one.")
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes: requests at once.")] = "1,8,32",
+    as_json: JsonOption = False,
+) -> None:
+    """Does drafting pay? Predict plain decoding, the best chain and the engine's tree.
+
+    Only configurations are read, no weights. What was measured of the pair counts; the rest is
+    computed from the device's datasheet. To measure instead: `sequoia-vllm tune`, then `bench`.
+    """
+    with friendly_errors():
+        sizes = check_batch_sizes(list(numbers("--batch", batch)))
+        target, dtype = _read("target", model)
+        draft = draft_model or _known_draft(model)
+        pair = PairKey(device or this_device_name(), model, draft, dtype)
+        advice = advise_pair(pair, target, _read("draft", draft)[0], sizes)
+    if as_json:
+        said = {"command": advice.command, "conclusion": advice.conclusion}
+        print_json(asdict(advice) | said)
+    else:
+        _print(advice)
+
+
+def _known_draft(target: str) -> str:
+    """The draft model that an engine would take for a target."""
+    known = [known.draft for kind, known in known_for(target) if not kind.is_head]
+    if not known:
+        fail(f"no draft model is known for {target!r}: name one with --draft-model")
+    return known[0].format(Path(target).parent)
+
+
+def _read(role: str, model: str) -> tuple[ModelShape, str]:
+    """A model's shape, and the type that vLLM runs it in by default.
+
+    Raises:
+        SequoiaError: The configuration cannot be had, or describes no model of which times are
+            computed; names the fix.
+    """
+    if not Path(model).exists() and (shape := published_shape(model)):
+        return shape, "bfloat16"
+    config = read_json(_config_file(role, model), "configuration", ConfigError)
+    config = config.get("text_config") or config if isinstance(config, dict) else {}
+    found = recognise(Fields(config, model), lambda: config.get("model_type"))
+    if found.kind is None:
+        raise ConfigError(f"{model!r} is {found.name}, which trees do not draft with")
+    try:
+        shape = read_shape(config, model, kind=found.kind)
+    except ShapeError as error:
+        raise ConfigError(f"{error}; measure the pair instead (sequoia-vllm tune)") from error
+    is_half = "float16" in (config.get("dtype"), config.get("torch_dtype"))
+    return shape, "float16" if is_half else "bfloat16"
+
+
+def _config_file(role: str, model: str) -> Path:
+    """A model's ``config.json``, in its folder or downloaded.
+
+    Raises:
+        ConfigError: It cannot be had; names the fix.
+    """
+    if Path(model).exists():
+        return Path(model) / "config.json"
+    check_name(role, model)
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except Exception as error:  # of whichever HTTP library
+        raise ConfigError(
+            f"the Hub does not give the configuration of {model!r}: log in (hf auth login) if it "
+            "is gated, or give the path of a folder"
+        ) from error
+
+
+def _print(advice: Advice) -> None:
+    pair = advice.pair
+    devices = counted(pair.tensor_parallel_size, "device")
+    table = new_table("batch", "plain, tokens/s", "best chain", "tree", "basis", left=("basis",))
+    for row in advice.batches:
+        table.add_row(
+            str(row.batch_size),
+            f"{row.plain_tokens_per_second:,.0f}",
+            f"{row.chain_speedup:.2f}x ({counted(row.chain_drafts, 'draft')})"
+            if row.chain_drafts else "slower",
+            f"{row.tree_speedup:.2f}x ({row.tree_nodes} nodes, depth {row.tree_depth})"
+            if row.tree_nodes > 1 else "slower",
+            "measured" if row.measured else "predicted",
+        )  # fmt: skip
+    for part in (
+        f"{pair.target} with {pair.draft} on {pair.device}, {devices}, {pair.dtype}", table,
+        f"times: {advice.times}", f"acceptance: {advice.acceptance}", advice.command,
+        advice.conclusion,
+    ):  # fmt: skip
+        console().print(part, soft_wrap=True, highlight=False, markup=False)

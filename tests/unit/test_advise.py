@@ -1,0 +1,125 @@
+"""``sequoia-vllm advise``: what it reads, predicts and says. No engine is started."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sequoia_vllm.cli import app
+from sequoia_vllm.hardware.choose import choose_tree
+from sequoia_vllm.hardware.cost import CostModel
+from sequoia_vllm.hardware.device import identify
+from sequoia_vllm.hardware.models import published_shape
+from sequoia_vllm.hardware.roofline import roofline_profile
+from sequoia_vllm.library.files import AcceptanceFile
+from sequoia_vllm.library.tree_library import shipped_directory
+
+ROOT = Path(__file__).parents[2]
+PAIR = str(ROOT / "examples" / "models" / "target")
+LLAMA, DRAFT = "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"
+
+
+@pytest.fixture(autouse=True)
+def no_hub_and_no_own_trees(monkeypatch, tmp_path):
+    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "user"))
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: 1 / 0)
+
+
+def advise(*arguments: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, ["advise", *arguments])
+    assert done.exit_code == code, done.output
+    assert "Traceback" not in done.output
+    return " ".join(done.output.split())
+
+
+def advice(*arguments: str):
+    return json.loads(advise(*arguments, "--json"))
+
+
+def test_a_published_pair_is_predicted_from_the_datasheet():
+    found = advice(LLAMA, "--device", "h100", "--batch", "32,1")
+    assert found["pair"]["draft"] == DRAFT
+    assert [row["batch_size"] for row in found["batches"]] == [1, 32]
+    one, many = found["batches"]
+    times = roofline_profile(identify("h100").spec, published_shape(LLAMA), published_shape(DRAFT))
+    vector = AcceptanceFile.load(shipped_directory() / "acceptance" / "shipped.json").vector
+    assert one["plain_tokens_per_second"] == pytest.approx(1 / CostModel(times).plain_seconds(1))
+    chain = choose_tree(vector, times, 1, max_size=9, max_branch=1)
+    assert one["chain_drafts"] == chain.num_speculative_tokens
+    assert one["tree_speedup"] > one["chain_speedup"] > 1
+    assert one["tree_nodes"] > many["tree_nodes"] > 1
+    assert not one["measured"]
+    assert "roofline, not measured" in found["times"]
+    assert found["acceptance"].startswith("assumed, as this pair was not measured")
+    assert found["conclusion"].startswith("By these predictions drafting pays: up to ")
+
+
+def test_text_says_what_was_not_measured_and_how_to_serve():
+    shown = advise(LLAMA, "--draft-model", DRAFT, "--device", "NVIDIA H100 80GB HBM3")
+    assert shown.count("predicted") == 3
+    assert "times: roofline, not measured" in shown
+    assert "acceptance: assumed" in shown
+    config = json.dumps({"method": "sequoia", "model": DRAFT})
+    assert f"vllm serve {LLAMA} --speculative-config '{config}'" in shown
+
+
+def test_a_measured_pair_is_marked():
+    found = advice(PAIR, "--device", "cpu", "--batch", "1")
+    assert found["acceptance"].startswith("measured on this pair")
+    [row] = found["batches"]
+    assert row["measured"]
+    assert (row["tree_nodes"], row["tree_speedup"]) == (1, 1.0)
+    assert found["command"] == f"vllm serve {PAIR}"
+    assert found["conclusion"].startswith("By these measurements drafting is slower")
+
+
+def test_measured_times_without_acceptance_are_predictions():
+    found = advice("meta-llama/Llama-2-7b-hf", "--device", "h100", "--batch", "1")
+    assert found["times"].startswith("measured: NVIDIA H100")
+    assert found["acceptance"].startswith("assumed")
+    assert not found["batches"][0]["measured"]
+
+
+def test_large_models_take_more_devices():
+    found = advice("meta-llama/Llama-3.1-70B", "--device", "h100", "--batch", "1")
+    assert found["pair"]["tensor_parallel_size"] == 4
+    assert "--tensor-parallel-size 4" in found["command"]
+    assert "do not fit 8 devices" in advise("meta-llama/Llama-3.1-405B", "--device", "l4", code=2)
+
+
+def test_heads_are_read_from_their_folder():
+    head = str(ROOT / "examples" / "models" / "eagle3")
+    found = advice(PAIR, "--draft-model", head, "--device", "h100", "--batch", "1")
+    assert found["batches"][0]["tree_speedup"] > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nosuch"], "is no folder here, and a name on the Hub is OWNER/NAME: give either"),
+        (["no/such"], "does not give it: division by zero; give the path of a folder"),
+        ([str(ROOT)], "cannot read configuration file"),
+        ([LLAMA, "--device", "abacus"], "device 'abacus': name one of a100-40gb"),
+        ([LLAMA, "--device", "cpu"], "tune one (sequoia-vllm tune)"),
+        (["openai/gpt-oss-20b", "--batch", "0"], "a batch has at least one request"),
+        (["mistralai/none"], "the target 'mistralai/none' is no folder"),
+    ],
+)
+def test_errors_name_the_fix(arguments, said):
+    assert said in advise(*arguments, code=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_local_experts": 8}, "mixture of experts: how many of them a tree reads is not "
+         "modelled; measure the pair instead (sequoia-vllm tune)"),
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({}, "no draft model is known for"),
+    ],
+)  # fmt: skip
+def test_configurations_that_say_too_little(changes, said, tmp_path):
+    config = json.loads((ROOT / "examples" / "models" / "target" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    assert said in advise(str(tmp_path), "--device", "h100", code=2)
