@@ -117,14 +117,17 @@ def advise_pair(
             device.spec, target, draft, pair.dtype, pair.tensor_parallel_size
         )
     vector, context = Acceptance.of(entry.acceptance), entry.profile.context_length
-    cost, schedule = CostModel(profile, context), entry.to_schedule()
+    cost = CostModel(profile, context)
     is_measured = entry.acceptance_source == "measured"
     batches = []
     for batch_size in batch_sizes:
         chain = choose_tree(
             vector, profile, batch_size, _LONGEST_CHAIN + 1, max_branch=1, context_length=context
         )
-        tree = schedule.tree.trim(schedule.num_speculative_tokens(batch_size) + 1)
+        # The last range also stands for every larger batch.
+        last = entry.schedule[-1]
+        drafts = next((rule for rule in entry.schedule if batch_size <= rule[1]), last)[2]
+        tree = entry.tree.tree.trim(drafts + 1)
         expected = cost.estimate(tree, vector, batch_size)
         batches.append(
             BatchAdvice(
