@@ -186,10 +186,11 @@ def tree_metrics(llm) -> dict:
 @pytest.mark.engine
 def test_llm_shows_what_the_worker_counted(log):
     schedule = [[1, 3, 15], [4, 8, 3]]
-    with running(sequoia(num_speculative_tokens_per_batch_size=schedule)) as llm:
+    config = sequoia(num_speculative_tokens_per_batch_size=schedule)
+    with running(config, per_request_spec_decode_metrics="detailed") as llm:
         texts = prompts(4)
         params = [SamplingParams(temperature=t, max_tokens=40) for t in (0, 0, 1.0, 0.7)]
-        llm.generate(texts, params, use_tqdm=False)
+        answers = llm.generate(texts, params, use_tqdm=False)
         # The first step prefills all four and the second ends them: neither has fewer.
         llm.generate(texts, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
         assert tree_metrics(llm)["drafted_nodes",] == 3
@@ -203,6 +204,13 @@ def test_llm_shows_what_the_worker_counted(log):
         llm.llm_engine.do_log_stats()
         [info] = [m for m in llm.get_metrics() if m.name == "sequoia:tree_info"]
 
+    for answer in answers:
+        of_request = answer.outputs[0].spec_decode_metrics.to_dict()
+        accepted = of_request["per_step_accepted"]
+        by_depth = [accepted.count(depth) for depth in range(5)]
+        assert of_request["acceptance_histogram"] == by_depth
+        assert of_request["mean_acceptance_length"] == pytest.approx(1 + np.mean(accepted))
+        assert of_request["num_draft_tokens"] >= 3 * len(accepted) > 0
     assert found["drafted_nodes",] == 15
     assert found["trees",] == worker["tree_steps"] == vllms["drafts"] > 20
     assert found["emitted_tokens",] == worker["tokens"]

@@ -129,6 +129,8 @@ def update_from_output(
     keep_drafts(self, model_runner_output)
     _limit_drafts(self, getattr(model_runner_output, _LIMIT, None))
     follow(self, scheduler_output, getattr(model_runner_output, _PATHS, b""), started)
+    if getattr(self, "spec_decode_metrics_level", "none") != "none":
+        _end_histograms(self.vllm_config, outputs)
     if not self.log_stats or not SequoiaSettings.enabled(self.vllm_config):
         return outputs
     for output in outputs.values():
@@ -144,6 +146,23 @@ def update_from_output(
             setattr(output.scheduler_stats, REPORT, report)
             break
     return outputs
+
+
+def _end_histograms(vllm_config: Any, outputs: Any) -> None:
+    """Ends histograms of vLLM's ``--per-request-spec-decode-metrics`` at the tree's depth.
+
+    vLLM gives each a place for every drafted node. A path accepts at most one node of a level.
+    """
+    finished = [
+        one.spec_decode_metrics
+        for output in outputs.values()
+        for one in output.outputs
+        if one.spec_decode_metrics is not None
+    ]
+    if finished and SequoiaSettings.enabled(vllm_config):
+        depth = SequoiaSettings.of(vllm_config).tree.depth
+        for metrics in finished:
+            del metrics.histogram[depth + 1 :]
 
 
 def _checksum(scheduler: Any) -> int:
