@@ -54,8 +54,8 @@ def verify_replaced(
         scored: int64 ``[B, N+1]``: tokens as the target scored them. Where they differ a node
             was replaced.
         parents: See `walk_tree`.
-        generator: One stream, or None. How much is taken from it does not depend on what is
-            decided: ranks that share a seed stay in step.
+        generator: See `walk_tree`. How much is taken from it does not depend on what is decided:
+            ranks that share a seed stay in step.
 
     Raises:
         ValueError: See `walk_tree`.

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
-from sequoia_vllm.verification.randomness import Generators, fill_uniform
-
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean argmax; vLLM's own limit."""
 LOWERED_BY = 4.0
@@ -65,127 +63,57 @@ NOTHING_CUT = Truncation()
 
 
 def draft_distribution(
-    logits: Tensor, temperature: float | Tensor, truncation: Truncation = NOTHING_CUT
+    logits: Tensor, temperature: Tensor, truncation: Truncation = NOTHING_CUT
 ) -> Tensor:
-    """Q: the distribution `sample_without_replacement` draws from, without truncation.
+    """Q: the distribution that a node's children are drawn from.
 
     Args:
         logits: ``[R, V]``, any floating type. A row needs one finite entry, and
             has neither NaN nor +inf: not checked, since looking would make the
             host wait for the device; such a row's Q is NaN.
-        temperature: One for all rows, or ``[R]``. Below `GREEDY_BELOW` Q is one
-            on the argmax and zero elsewhere.
+        temperature: float32 ``[R]``, above 0.
         truncation: The R rows' own; what lies outside is lowered.
 
     Returns:
         float32 ``[R, V]``; what is too small for a normal float32 is zero.
     """
-    logits = logits.float()
-    if not isinstance(temperature, Tensor):
-        if temperature < GREEDY_BELOW:
-            return _one_hot_argmax(logits)
-        temperature = torch.full_like(logits[:, 0], temperature)
-        return _softmax(logits, temperature, truncation)
-    greedy = temperature < GREEDY_BELOW
-    temperature = temperature.float().masked_fill(greedy, 1.0)
-    stochastic = _softmax(logits, temperature, truncation)
-    return torch.where(greedy[:, None], _one_hot_argmax(logits), stochastic)
-
-
-def sample_without_replacement(
-    logits: Tensor,
-    k: int,
-    temperature: float | Tensor,
-    generators: Generators = None,
-) -> Tensor:
-    """Draws ``k`` different tokens per row from Q, in draft order.
-
-    With a temperature, the i-th token is drawn from Q renormalised over the
-    tokens not yet drawn; once Q has none left (-inf logits, underflow), uniformly
-    from the rest. That is what Algorithm 2 assumes of a node's children.
-
-    At temperature zero the tokens are the ``k`` largest logits in order, the
-    argmax first. They are *not* a sample from the one-hot Q, so they may only
-    meet a greedy target: a one-hot P (for which any children are lossless) or
-    `match_tree`.
-
-    Args:
-        logits: ``[R, V]``, any floating type; see `draft_distribution`.
-        k: How many tokens, 0 to V.
-        temperature: One for all rows, or ``[R]``; below `GREEDY_BELOW`, greedy.
-        generators: One stream, one per row, or None. Each row takes V numbers,
-            greedy rows of a temperature tensor too; a greedy ``float`` takes
-            none. A row with its own generator does not depend on its neighbours.
-
-    Returns:
-        int64 ``[R, k]``.
-
-    Raises:
-        ValueError: If ``k`` is not within 0 to V, or the list of generators has
-            not one entry per row.
-    """
-    vocabulary = logits.shape[1]
-    if not 0 <= k <= vocabulary:
-        raise ValueError(f"cannot draw {k} different tokens from a vocabulary of {vocabulary}")
-    if not isinstance(temperature, Tensor) and temperature < GREEDY_BELOW:
-        return _greedy_scores(logits).topk(k, dim=1).indices
-    scores = _race(draft_distribution(logits, temperature), generators)
-    if isinstance(temperature, Tensor):
-        greedy = (temperature < GREEDY_BELOW)[:, None]
-        scores = torch.where(greedy, _greedy_scores(logits), scores)
-    return scores.topk(k, dim=1).indices
-
-
-def draw_without_replacement(draft: Tensor, k: int, generators: Generators = None) -> Tensor:
-    """`sample_without_replacement` from a Q that is at hand; none of its rows greedy.
-
-    Args:
-        draft: Q, float32 ``[R, V]``, from `draft_distribution`.
-        k: How many tokens, 0 to V.
-        generators: See `sample_without_replacement`.
-
-    Returns:
-        int64 ``[R, k]``.
-    """
-    return _race(draft, generators).topk(k, dim=1).indices
-
-
-def _softmax(logits: Tensor, temperature: Tensor, truncation: Truncation) -> Tensor:
     # Subnormals become zero. Some devices flush them at the next operation, and then the sampler
-    # and the verifier would disagree on what Q can still draw. The temperature is a tensor even
-    # where it is one for all: CUDA divides by a scalar by multiplying with its reciprocal, which
-    # is another Q in the last bit.
-    scaled = lower_outside(logits / temperature[:, None], truncation)
+    # and the verifier would disagree on what Q can still draw.
+    scaled = lower_outside(logits.float() / temperature[:, None], truncation)
     probabilities = torch.softmax(scaled, dim=1)
     return threshold(probabilities, torch.finfo(torch.float32).tiny, 0.0, inplace=True)
 
 
-def _one_hot_argmax(logits: Tensor) -> Tensor:
-    argmax = logits.argmax(dim=1, keepdim=True)
-    return torch.zeros_like(logits, dtype=torch.float32).scatter_(1, argmax, 1.0)
+def draw_without_replacement(
+    draft: Tensor, k: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """Draws ``k`` different tokens per row from Q, in draft order.
 
-
-def _greedy_scores(logits: Tensor) -> Tensor:
-    # Among equal logits topk need not begin with the one that argmax takes.
-    return logits.scatter(1, logits.argmax(dim=1, keepdim=True), torch.inf)
-
-
-def _race(draft: Tensor, generators: Generators) -> Tensor:
-    """Scores whose k largest, in order, are k draws without replacement.
+    The i-th token is drawn from Q renormalised over the tokens not yet drawn; once Q has none
+    left (-inf logits, underflow), uniformly from the rest. That is what Algorithm 2 assumes of
+    a node's children.
 
     Token x arrives at time E[x] / Q[x], with E exponential. The order of arrival is the order of
     draws (the Gumbel-top-k trick without its logarithms). Tokens with Q[x] = 0 come after all
     others, in the order of E alone.
+
+    Args:
+        draft: Q, float32 ``[R, V]``, from `draft_distribution`.
+        k: How many tokens, 0 to V.
+        generator: One stream, on Q's device; None: torch's default one.
+
+    Returns:
+        int64 ``[R, k]``.
     """
-    arrival = _exponential(draft, generators)
-    return torch.where(draft > 0, draft / arrival, -arrival)
+    arrival = _exponential(draft, generator)
+    return torch.where(draft > 0, draft / arrival, -arrival).topk(k, dim=1).indices
 
 
-def _exponential(like: Tensor, generators: Generators) -> Tensor:
+def _exponential(like: Tensor, generator: torch.Generator | None) -> Tensor:
     # A vocabulary's smallest E decide the race. From float32 uniforms they would be multiples of
     # 2**-24. Once in 16 million one would be zero, and a token of no weight would win.
     # `Tensor.exponential_` takes four times as long on the CPU.
-    uniforms = fill_uniform(torch.empty_like(like, dtype=torch.float64), generators)
+    uniforms = torch.empty_like(like, dtype=torch.float64).uniform_(generator=generator)
     return uniforms.float().neg_().log1p_().neg_()
 
 

@@ -27,7 +27,6 @@ class Topology:
         depths: int64 ``[B, N+1]``: edges from the root; 0 in padding.
         children: int64 ``[B, N+1, b]``: the k-th child of each node in draft
             order, -1 where it has no k-th child; b is at least 1.
-        sizes: Nodes of each request's tree, root included.
         branches: Most children of any node at each depth. One entry per depth,
             so the last is 0.
     """
@@ -35,7 +34,6 @@ class Topology:
     parents: Tensor
     depths: Tensor
     children: Tensor
-    sizes: tuple[int, ...]
     branches: tuple[int, ...]
 
     @property
@@ -82,7 +80,6 @@ class Topology:
             parents=host,
             depths=depths,
             children=children,
-            sizes=tuple((host != PADDING).sum(dim=1).tolist()),
             branches=_branches_by_depth(children, depths),
         )
         return topology.to(device or parents.device)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from sequoia_vllm.cpp_library import load_library
-from sequoia_vllm.verification.randomness import Generators, node_uniforms
 from sequoia_vllm.verification.topology import DistributionAt, Topology, VerifyResult, topology_of
-from sequoia_vllm.verification.walk import sample_rows, true_indices, walk_tree
+from sequoia_vllm.verification.walk import node_uniforms, sample_rows, true_indices, walk_tree
 
 _SOURCE = Path(__file__).with_name("traversal.cpp")
 # Threads cost more than they save below this many probabilities.
@@ -32,7 +31,7 @@ def traverse_tree(
     draft_at: DistributionAt,
     tokens: Tensor,
     parents: Tensor | Topology,
-    generators: Generators = None,
+    generator: torch.Generator | None = None,
 ) -> VerifyResult:
     """Visits the nodes depth first, and tries each after the last of its children.
 
@@ -40,13 +39,13 @@ def traverse_tree(
     conditions of `walk_tree`, and are never fewer on average. A node costs a pass over the
     vocabulary unless it is accepted; a tree as many passes as it has nodes, at most.
 
-    Each request uses one uniform number per node of its tree, as `walk_tree` does. The first
+    Each request uses one uniform number per node, as `walk_tree` does. The first
     picks the token that ends the path; the i-th after it (from 1) decides node i.
 
     Without a C++ compiler `walk_tree` verifies the trees instead, and the log says so once.
 
     Args:
-        target_at, draft_at, tokens, parents, generators: See `walk_tree`. Tensors are on the
+        target_at, draft_at, tokens, parents, generator: See `walk_tree`. Tensors are on the
             CPU. The distributions of any node may be asked for, each once.
 
     Raises:
@@ -56,9 +55,9 @@ def traverse_tree(
         raise ValueError(f"trees on {tokens.device}: this traversal is for tensors on the CPU")
     traverse = load_traversal()
     if traverse is None:
-        return walk_tree(target_at, draft_at, tokens, parents, generators)
+        return walk_tree(target_at, draft_at, tokens, parents, generator)
     topology = topology_of(parents, tokens)
-    uniforms = node_uniforms(tokens.shape, topology, generators)
+    uniforms = node_uniforms(tokens, generator)
     accepted, last_tokens = torch.empty(2, len(tokens), dtype=torch.int64)
     has_children = (topology.children >= 0).any(dim=2)
     for requests in torch.arange(len(tokens)).split(max(1, _MOST_ROWS // tokens.shape[1])):

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_of
-from sequoia_vllm.verification.randomness import Generators, node_uniforms
 from sequoia_vllm.verification.topology import DistributionAt, Topology, VerifyResult, topology_of
 
 TokenAt = Callable[[Tensor, Tensor, int], Tensor]
@@ -23,55 +21,21 @@ TokenAt = Callable[[Tensor, Tensor, int], Tensor]
 Choice = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
-def verify_tree(
-    target_probs: Tensor,
-    draft_probs: Tensor,
-    tokens: Tensor,
-    parents: Tensor | Topology,
-    generators: Generators = None,
-    method: str = DEFAULT_METHOD,
-) -> VerifyResult:
-    """Verifies trees whose distributions are computed for every node already.
-
-    Args:
-        target_probs: float32 ``[B, N+1, V]``, P at each node: after the
-            request's temperature, truncation and penalties.
-        draft_probs: float32 ``[B, N+1, V]``, the Q at each node that its children
-            were sampled from (`draft_distribution`). Rows of nodes without
-            children are never read.
-        tokens: See `walk_tree`, which also explains the rest.
-        parents: See `walk_tree`.
-        generators: See `walk_tree`.
-        method: Name of a registered method: "sequoia" is `walk_tree`; "traversal" emits tokens
-            of the same law, and never fewer of them on average.
-
-    Raises:
-        ValueError: See `walk_tree`; or there is no such method.
-    """
-    return method_of(method).host_function()(
-        lambda requests, nodes: target_probs[requests, nodes],
-        lambda requests, nodes: draft_probs[requests, nodes],
-        tokens,
-        parents,
-        generators,
-    )
-
-
 def walk_tree(
     target_at: DistributionAt,
     draft_at: DistributionAt,
     tokens: Tensor,
     parents: Tensor | Topology,
-    generators: Generators = None,
+    generator: torch.Generator | None = None,
 ) -> VerifyResult:
     """Algorithm 2, asking for the distributions of the visited nodes only.
 
     The emitted tokens have the law of sampling the target one token at a time. For that the
-    children of a node must be distinct, and drawn as `sample_without_replacement` does with a
-    positive temperature. For a one-hot P any children will do.
+    children of a node must be distinct, and drawn as `draw_without_replacement` does. For a
+    one-hot P any children will do.
 
-    Each request uses one uniform number per node of its tree, in float64, whatever the outcome.
-    The first picks the token that ends the walk; the i-th after it (from 1) decides node i.
+    Each request uses one uniform number per node, in float64, whatever the outcome. The first
+    picks the token that ends the walk; the i-th after it (from 1) decides node i.
 
     Args:
         target_at: P at ``nodes[j]`` of ``requests[j]``, float32 ``[A, V]``, each
@@ -82,17 +46,14 @@ def walk_tree(
             within the vocabulary.
         parents: int ``[B, N+1]`` (-1 the root, -2 padding), or the `Topology`
             made from it.
-        generators: One stream, one per request, or None. With its own generator
-            a request's result and what it takes from the generator do not
-            depend on the rest of the batch.
+        generator: See `node_uniforms`.
 
     Raises:
         ValueError: If ``parents`` does not hold trees, or differs from
-            ``tokens`` in shape, or the list of generators has not one entry per
-            request.
+            ``tokens`` in shape.
     """
     topology = topology_of(parents, tokens)
-    uniforms = node_uniforms(tokens.shape, topology, generators)
+    uniforms = node_uniforms(tokens, generator)
 
     def choose(requests: Tensor, nodes: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         residual = target_at(requests, nodes)
@@ -263,6 +224,17 @@ def _subtract(target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
     mass = left.sum(dim=1, keepdim=True)
     vanished = mass == 0
     return torch.where(vanished, target, left.div_(mass)), vanished.squeeze(1)
+
+
+def node_uniforms(tokens: Tensor, generator: torch.Generator | None) -> Tensor:
+    """The numbers that verifiers decide by: float64 in [0, 1), one per node of ``tokens``.
+
+    Args:
+        tokens: ``[B, N+1]``.
+        generator: One stream for all requests, on their device; None: torch's default one.
+    """
+    uniforms = torch.empty(tokens.shape, dtype=torch.float64, device=tokens.device)
+    return uniforms.uniform_(generator=generator)
 
 
 def _partition(mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,11 +28,11 @@ def compile_host() -> None:
     called.append("compiled")
 
 
-def verify_on_host(target_at, draft_at, tokens, parents, generators=None) -> VerifyResult:
+def verify_on_host(target_at, draft_at, tokens, parents, generator=None) -> VerifyResult:
     called.append("host")
     depth = topology_of(parents, tokens).max_depth
     roots = torch.full((len(tokens), 1), -1)
-    found = walk_tree(target_at, draft_at, tokens[:, :1], roots, generators)
+    found = walk_tree(target_at, draft_at, tokens[:, :1], roots, generator)
     return VerifyResult(
         pad(found.accepted_nodes, (0, depth), value=-1),
         pad(found.output_tokens, (0, depth), value=-1),

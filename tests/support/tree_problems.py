@@ -2,6 +2,7 @@
 
 import math
 import random
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from unittest.mock import patch
@@ -9,7 +10,9 @@ from unittest.mock import patch
 import torch
 from hypothesis import strategies as st
 
-from sequoia_vllm.verification import randomness
+from sequoia_vllm.verification import traversal, walk
+from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_of
+from sequoia_vllm.verification.sampling import draft_distribution, draw_without_replacement
 from tests.oracles.verification import (
     Uniforms,
     acceptance_probability,
@@ -23,13 +26,37 @@ def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
+@contextmanager
 def with_uniforms(uniforms):
     """Makes verifiers use these numbers: column i for node i, column 0 for the last token."""
-    return patch.object(
-        randomness,
-        "fill_uniform_prefixes",
-        lambda values, sizes, generators: values.copy_(uniforms),
-    )
+    with ExitStack() as stack:
+        for module in (walk, traversal):
+            given = patch.object(module, "node_uniforms", lambda tokens, generator: uniforms)
+            stack.enter_context(given)
+        yield
+
+
+def verify_tree(target, draft, tokens, parents, generator=None, method=DEFAULT_METHOD):
+    """Verifies trees whose P and Q, ``[B, N+1, V]``, are computed for every node already."""
+    return method_of(method).host_function()(
+        lambda requests, nodes: target[requests, nodes],
+        lambda requests, nodes: draft[requests, nodes],
+        tokens, parents, generator,
+    )  # fmt: skip
+
+
+def rows_at(logits, temperature):
+    """Q of rows ``[R, V]`` at one temperature, or at one for each row."""
+    if not isinstance(temperature, torch.Tensor):
+        temperature = torch.full(
+            logits.shape[:1], temperature, dtype=torch.float32, device=logits.device
+        )
+    return draft_distribution(logits, temperature)
+
+
+def drawn_from(logits, k, temperature=1.0, generator=None):
+    """Children of a node in draft order, ``[R, k]``, by its draft logits."""
+    return draw_without_replacement(rows_at(logits, temperature), k, generator)
 
 
 def as_lists(result):

@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 
 from sequoia_vllm.verification import traversal
-from sequoia_vllm.verification.randomness import node_uniforms
 from sequoia_vllm.verification.topology import Topology
 from sequoia_vllm.verification.traversal import traverse_tree
-from sequoia_vllm.verification.walk import verify_tree
+from sequoia_vllm.verification.walk import node_uniforms
 from tests.oracles.verification import Uniforms, children_of, match
 from tests.oracles.verification import traversal as plain_form
 from tests.support.tree_problems import (
@@ -22,6 +21,7 @@ from tests.support.tree_problems import (
     generator,
     problems,
     random_problem,
+    verify_tree,
 )
 
 verify = {"method": "traversal"}
@@ -80,7 +80,7 @@ def test_large_vocabularies(dtype, threads, monkeypatch):
         tokens[:, 1:3] = (target[:, 0] / draft[:, 0]).topk(2).indices
         topology = Topology.from_parents(parents)
         compiled = verify_tree(target, draft, tokens, topology, generator(7), **verify)
-        uniforms = node_uniforms(tokens.shape, topology, generator(7)).tolist()
+        uniforms = node_uniforms(tokens, generator(7)).tolist()
         expected = [
             plain_form(
                 target[row].numpy().__getitem__, draft[row].numpy().__getitem__,

@@ -12,11 +12,10 @@ from sequoia_vllm.verification.sampling import (
     LARGEST_NUCLEUS,
     LOWERED_BY,
     Truncation,
-    draft_distribution,
     lower_outside,
 )
-from sequoia_vllm.verification.walk import verify_tree
 from tests.oracles.laws import assert_same_law, plackett_luce
+from tests.support.tree_problems import rows_at, verify_tree
 from tests.support.truncations import TRUNCATIONS
 
 FALSE_ALARM = 1e-6
@@ -135,7 +134,7 @@ def test_children_are_drawn_from_the_q_that_is_kept():
     tokens, kept = drafted()
     expected = plackett_luce(kept[0].double().numpy(), 3)
     assert (kept == kept[0]).all()
-    assert kept[0, 1] < 0.02 < draft_distribution(DRAFT[None], 1.0)[0, 1]  # lowered
+    assert kept[0, 1] < 0.02 < rows_at(DRAFT[None], 1.0)[0, 1]  # lowered
     base = len(TARGET)
     counts = torch.bincount(tokens[:, 1:] @ torch.tensor([base**2, base, 1]), minlength=base**3)
     law = torch.zeros(base**3, dtype=torch.float64)
@@ -152,7 +151,7 @@ def test_verified_by_that_q_the_law_is_the_targets_and_by_another_it_is_not():
     law /= law.sum()
     assert law.count_nonzero() == 2
     assert_same_law(first_tokens(kept, tokens).numpy(), law.numpy(), FALSE_ALARM)
-    plain = draft_distribution(DRAFT.expand(REQUESTS, -1), 1.0)
+    plain = rows_at(DRAFT.expand(REQUESTS, -1), 1.0)
     with pytest.raises(AssertionError, match="chi-square"):
         assert_same_law(first_tokens(plain, tokens).numpy(), law.numpy(), FALSE_ALARM)
 

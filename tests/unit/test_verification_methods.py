@@ -7,9 +7,8 @@ import pytest
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.verification import methods
 from sequoia_vllm.verification.methods import VerificationMethod, method_names, method_of, register
-from sequoia_vllm.verification.walk import verify_tree
 from tests.support.target_only import TARGET_ONLY
-from tests.support.tree_problems import as_lists, generator, random_problem
+from tests.support.tree_problems import as_lists, generator, random_problem, verify_tree
 
 
 @pytest.fixture

@@ -38,7 +38,6 @@ def test_look_ups_match_a_plain_reading_of_parents(trees):
                 branches[level] = max(branches[level], len(children))
     assert topology.branches == tuple(branches[: branches.index(0) + 1])
     assert topology.max_depth == len(topology.branches) - 1
-    assert topology.sizes == tuple(len(p) - p.count(-2) for p in trees)
 
 
 def test_siblings_need_not_be_neighbours():
@@ -56,7 +55,7 @@ def test_siblings_need_not_be_neighbours():
 def test_single_nodes_and_an_empty_batch():
     assert Topology.from_parents(torch.tensor([[-1], [-1]])).branches == (0,)
     empty = Topology.from_parents(torch.empty(0, 5, dtype=torch.int64))
-    assert (empty.sizes, empty.branches) == ((), (0,))
+    assert empty.branches == (0,)
 
 
 @pytest.mark.parametrize(

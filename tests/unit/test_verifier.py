@@ -8,18 +8,20 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sequoia_vllm.verification.sampling import draft_distribution, sample_without_replacement
 from sequoia_vllm.verification.topology import Topology
-from sequoia_vllm.verification.walk import match_nodes, match_tree, verify_tree, walk_tree
+from sequoia_vllm.verification.walk import match_nodes, match_tree, walk_tree
 from tests.oracles.verification import algorithm_2, children_of, match, traversal
 from tests.support.tree_problems import (
     Edges,
     FarFromEdges,
     as_lists,
     batch_of,
+    drawn_from,
     generator,
     problems,
     random_problem,
+    rows_at,
+    verify_tree,
     with_uniforms,
 )
 
@@ -57,7 +59,7 @@ def test_a_request_uses_one_float64_uniform_per_node_in_node_order(method):
     for seed in range(300):
         problem = random_problem(random.Random(seed))
         own = generator(seed)
-        result = verify_tree(*problem.tensors(), [own], method)
+        result = verify_tree(*problem.tensors(), own, method)
         stream = generator(seed)
         size = len(problem.parents)
         chance = FarFromEdges(torch.rand(size, dtype=torch.float64, generator=stream).tolist())
@@ -92,7 +94,7 @@ def test_what_is_emitted_is_always_possible_under_the_target(method, seed):
     for node, every_child in enumerate(children_of(parents)):
         children = every_child[:vocabulary]
         logits = draft[node].log().expand(batch, -1)
-        tokens[:, children] = sample_without_replacement(logits, len(children), 1.0, noise)
+        tokens[:, children] = drawn_from(logits, len(children), 1.0, noise)
     result = verify_tree(
         target.expand(batch, -1, -1),
         draft.expand(batch, -1, -1),
@@ -176,23 +178,17 @@ def test_a_batch_is_its_requests_one_by_one(method, seed, extra):
     mixed += rng.choices(mixed, k=2)  # some trees are alike
     width = max(len(p.parents) for p in mixed) + extra
     target, draft, tokens, parents = batch_of(mixed, width)
-    own = [generator(i) for i in range(len(mixed))]
-    together = verify_tree(target, draft, tokens, parents, own, method)
+    uniforms = torch.rand(tokens.shape, dtype=torch.float64, generator=generator(seed % 2**31))
+    with with_uniforms(uniforms):
+        together = verify_tree(target, draft, tokens, parents, None, method)
     max_depth = Topology.from_parents(parents).max_depth
     assert together.accepted_nodes.shape == (len(mixed), max_depth)
     assert together.output_tokens.shape == (len(mixed), max_depth + 1)
     for i, (problem, path) in enumerate(zip(mixed, as_lists(together), strict=True)):
-        alone_generator, size = generator(i), len(problem.parents)
-        alone = verify_tree(
-            target[i : i + 1, :size],
-            draft[i : i + 1, :size],
-            tokens[i : i + 1, :size],
-            parents[i : i + 1, :size],
-            [alone_generator],
-            method,
-        )
+        one = slice(i, i + 1), slice(len(problem.parents))
+        with with_uniforms(uniforms[one]):
+            alone = verify_tree(target[one], draft[one], tokens[one], parents[one], None, method)
         assert as_lists(alone) == [path]
-        assert torch.equal(own[i].get_state(), alone_generator.get_state())
 
 
 def test_a_trimmed_tree_is_the_smaller_tree():
@@ -203,9 +199,12 @@ def test_a_trimmed_tree_is_the_smaller_tree():
         for size in range(1, len(problem.parents) + 1):
             trimmed = parents.clone()
             trimmed[:, size:] = -2
-            padded = verify_tree(target, draft, tokens, trimmed, [generator(seed)])
+            uniforms = torch.rand(tokens.shape, dtype=torch.float64, generator=generator(seed))
+            with with_uniforms(uniforms):
+                padded = verify_tree(target, draft, tokens, trimmed)
             cut = [values[:, :size] for values in (target, draft, tokens, parents)]
-            smaller = verify_tree(*cut, [generator(seed)])
+            with with_uniforms(uniforms[:, :size]):
+                smaller = verify_tree(*cut)
             assert as_lists(padded) == as_lists(smaller)
 
 
@@ -222,16 +221,11 @@ def test_inputs_are_left_alone_and_a_topology_stands_for_parents():
     assert as_lists(again) == as_lists(result)
 
 
-def test_the_default_generator_and_mixed_lists():
+def test_without_a_generator_torchs_default_one_is_used():
     problem = next(p for s in range(99) if len((p := random_problem(random.Random(s))).parents) > 6)
     inputs = problem.tensors(batch=3)
     torch.manual_seed(5)
-    default = verify_tree(*inputs)
-    torch.manual_seed(5)
-    mixed = verify_tree(*inputs, [None, generator(5), None])
-    alone = verify_tree(*problem.tensors(), [generator(5)])
-    assert as_lists(mixed)[1] == as_lists(alone)[0]
-    assert as_lists(mixed)[::2] == as_lists(default)[::2]
+    assert as_lists(verify_tree(*inputs)) == as_lists(verify_tree(*inputs, generator(5)))
 
 
 def test_results_do_not_depend_on_torchs_default_dtype():
@@ -240,7 +234,7 @@ def test_results_do_not_depend_on_torchs_default_dtype():
     torch.set_default_dtype(torch.bfloat16)
     try:
         assert as_lists(verify_tree(*inputs, generator(0))) == expected
-        assert draft_distribution(torch.zeros(1, 3), 1.0).dtype == torch.float32
+        assert rows_at(torch.zeros(1, 3), 1.0).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -252,8 +246,7 @@ def test_nothing_is_made_on_torchs_default_device():
     with torch.device("meta"):  # a tensor made there could not be used with the others
         result = verify_tree(*inputs, generator(0))
         match_tree(lambda r, n, depth: r, *inputs[2:])
-        sample_without_replacement(logits, 3, torch.full((4,), 0.5, device="cpu"))
-        sample_without_replacement(logits, 3, 0.5, generator(0))
+        drawn_from(logits, 3, torch.full((4,), 0.5, device="cpu"), generator(0))
     assert as_lists(result) == expected
 
 
@@ -290,7 +283,7 @@ def test_distributions_are_asked_for_once_per_depth_and_only_where_needed():
 
 def test_no_requests():
     empty = torch.empty(0, 3, dtype=torch.int64)
-    result = verify_tree(torch.empty(0, 3, 4), torch.empty(0, 3, 4), empty, empty, [])
+    result = verify_tree(torch.empty(0, 3, 4), torch.empty(0, 3, 4), empty, empty)
     assert (result.accepted_nodes.shape, result.output_tokens.shape) == ((0, 0), (0, 1))
     assert match_tree(lambda r, n, d: r, empty, empty).num_accepted.shape == (0,)
     assert match_nodes(empty, empty, empty).num_accepted.shape == (0,)
@@ -299,8 +292,6 @@ def test_no_requests():
 def test_mismatched_arguments_are_refused():
     probabilities = torch.full((2, 2, 3), 1 / 3)
     tokens, parents = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[-1, 0]] * 2)
-    with pytest.raises(ValueError, match="1 generators for 2 rows"):
-        verify_tree(probabilities, probabilities, tokens, parents, [generator(0)])
     with pytest.raises(ValueError, match=r"tokens are \[2, 2\] but parents \[1, 2\]"):
         verify_tree(probabilities, probabilities, tokens, parents[:1])
     with pytest.raises(ValueError, match="request 0: node 1 has parent 1"):
@@ -366,10 +357,6 @@ def test_cuda_decides_as_the_cpu_does():
     with with_uniforms(uniforms.cuda()):
         result = as_lists(verify_tree(*on_gpu))
     assert sum(a != b for a, b in zip(expected, result, strict=True)) <= 1  # rounding at an edge
-    seeded = [torch.Generator("cuda").manual_seed(i) for i in range(200)]
-    alone = [torch.Generator("cuda").manual_seed(3)]
-    together = as_lists(verify_tree(*on_gpu, seeded))
-    assert as_lists(verify_tree(*[v[3:4] for v in on_gpu], alone)) == [together[3]]
     logits = torch.randn(5, 1000, device="cuda")
-    tokens = sample_without_replacement(logits, 20, 0.7, torch.Generator("cuda"))
+    tokens = drawn_from(logits, 20, 0.7, torch.Generator("cuda"))
     assert all(len(set(row)) == 20 for row in tokens.tolist())

@@ -13,12 +13,12 @@ from itertools import product
 import pytest
 import torch
 
-from sequoia_vllm.verification.sampling import draft_distribution, sample_without_replacement
 from sequoia_vllm.verification.topology import Topology
-from sequoia_vllm.verification.walk import verify_tree, walk_tree
+from sequoia_vllm.verification.walk import walk_tree
 from tests.oracles.laws import assert_same_law, autoregressive_law, exact_law
 from tests.oracles.verification import children_of
 from tests.support.exact_models import KINDS, TREES, depth_of, models
+from tests.support.tree_problems import drawn_from, rows_at, verify_tree
 
 SAMPLES = 200_000
 CHUNK = 50_000
@@ -65,7 +65,7 @@ def draft_trees(tables, parents, temperature, generator):
     for node, children in enumerate(children_of(parents)):
         if children:
             logits = tables.draft_logits[states[:, node]]
-            drawn = sample_without_replacement(logits, len(children), temperature, generator)
+            drawn = drawn_from(logits, len(children), temperature, generator)
             tokens[:, children] = drawn
             states[:, children] = tables.after(states[:, node, None], drawn)
     return tokens, states
@@ -79,10 +79,10 @@ def emit(tables, parents, batch, temperature, generator, use_verify_tree):
         return tables.target[states[requests, nodes]].float()
 
     def draft_at(requests, nodes):
-        return draft_distribution(tables.draft_logits[states[requests, nodes]], temperature)
+        return rows_at(tables.draft_logits[states[requests, nodes]], temperature)
 
     if use_verify_tree:
-        draft = draft_distribution(tables.draft_logits, temperature)[states]
+        draft = rows_at(tables.draft_logits, temperature)[states]
         return verify_tree(tables.target[states].float(), draft, tokens, batch, generator)
     return walk_tree(target_at, draft_at, tokens, batch, generator)
 

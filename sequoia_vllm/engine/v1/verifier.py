@@ -141,7 +141,7 @@ class TreeVerifierV1:
         topology = topology_of(trees.parents[chosen])
         drawn, scored = trees.drawn[chosen], trees.tokens[chosen]
         if torch.equal(drawn, scored):
-            return verify(target_at, draft_at, drawn, topology, generators=None)
+            return verify(target_at, draft_at, drawn, topology)
         return verify_replaced(verify, target_at, draft_at, drawn, scored, topology)
 
 
