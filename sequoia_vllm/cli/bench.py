@@ -25,6 +25,7 @@ from sequoia_vllm.cli.measuring import (
     VerboseOption,
     check_models,
     check_output,
+    check_plot,
     measuring,
     numbers,
     offload_spec,
@@ -85,6 +86,12 @@ def bench(
     offload_directory: OffloadDirectoryOption = None,
     offload_memory_gib: OffloadMemoryOption = 0.0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw tokens/s of a request by batch size to this file (.svg, .png or .pdf)."
+        ),
+    ] = None,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -107,6 +114,8 @@ def bench(
     from sequoia_vllm.prompts import load_prompts
 
     with friendly_errors():
+        if plot is not None:
+            check_plot(plot)
         check_models(target, draft)
         chosen = load_prompts(prompts, num_prompts)
         settings = _settings(options, chosen)
@@ -119,6 +128,11 @@ def bench(
             report = run_bench(settings, basis, _described(options, chosen), progress)
     if output is not None:
         save_whole(output, report)
+    if plot is not None:
+        from sequoia_vllm.cli.bench_plot import plot_speeds
+
+        plot_speeds(report, plot)
+        note(f"drawn to {plot}")
     _finish(report, as_json)
 
 

@@ -172,3 +172,16 @@ def check_output(option: str, path: Path | None) -> None:
         fail(f"{option} {path}: there is no directory {path.parent}")
     if path is not None and path.is_dir():
         fail(f"{option} {path} is a directory: name a file")
+
+
+def check_plot(path: Path) -> None:
+    """Fails before anything is measured that could not be drawn to ``--plot``.
+
+    Raises:
+        FigureError, FigureFormatError: matplotlib is missing, or no such picture can be written.
+    """
+    from sequoia_vllm.figures import check_format, require_matplotlib
+
+    check_output("--plot", path)
+    check_format(path)
+    require_matplotlib()

@@ -24,6 +24,7 @@ from sequoia_vllm.cli.measuring import (
     VerboseOption,
     check_models,
     check_output,
+    check_plot,
     note_synthetic,
     numbers,
     offload_spec,
@@ -36,7 +37,6 @@ from sequoia_vllm.cli.tune_view import (
     print_profile,
     print_report,
 )
-from sequoia_vllm.figures import check_format, require_matplotlib
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.library.files import AcceptanceFile
 
@@ -205,9 +205,7 @@ def _check_files(options: dict[str, Any]) -> None:
     if plot is not None:
         if only is TuneStep.ACCEPTANCE:
             fail("--plot draws times, and --only acceptance measures none: leave one of them out")
-        check_output("--plot", plot)
-        check_format(plot)
-        require_matplotlib()
+        check_plot(plot)
 
 
 def _settings(options: dict[str, Any]) -> tuple[AcceptanceSettings, ProfileSettings]:

@@ -38,6 +38,7 @@ from sequoia_vllm.bench.report import (
 from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, batches
 from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, results
 from sequoia_vllm.cli.bench import print_report
+from sequoia_vllm.cli.bench_plot import plot_speeds
 from sequoia_vllm.config import OffloadSpec
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_curves import StepRecord
@@ -594,6 +595,16 @@ def test_plots(tmp_path):
     assert [path.name for path in drawn][-1] == "predicted.png"
     for path in drawn:
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plot_has_a_line_for_plain_the_best_chain_and_each_tree(tmp_path):
+    path = tmp_path / "speeds.svg"
+    plot_speeds(report(GROWN), path)
+    drawn = path.read_text()
+    for name in ("plain vLLM", "vLLM's best chain", "Sequoia 4x2", "requests at once"):
+        assert f"<!-- {name} -->" in drawn
+    assert "chain of 2" not in drawn
+    assert "t with d, bfloat16; synthetic target" in drawn
 
 
 def test_pictures_of_a_report_on_the_disk(tmp_path, monkeypatch, capsys):
