@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,13 @@ import vllm
 import yaml
 from prometheus_client import CollectorRegistry
 
+from sequoia_vllm.engine.compat.versions import SUPPORTED_VERSIONS
 from sequoia_vllm.metrics.prometheus import PrometheusKinds, TreeMetrics
 from sequoia_vllm.tree import TokenTree
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "observability"
+DOCKER = ROOT / "examples" / "docker"
 FILES = [FOLDER / "alerts.yml", FOLDER / "dashboard.json", ROOT / "docs" / "metrics.md"]
 
 
@@ -76,3 +79,30 @@ def test_alerts_fire_when_they_should():
             ["promtool", *arguments], cwd=FOLDER, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_image_is_a_supported_vllm_with_all_that_the_wheel_takes():
+    lines = (DOCKER / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    assert f"FROM vllm/vllm-openai:v{SUPPORTED_VERSIONS['gpu'][-1]}" in lines
+    copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
+    assert all((ROOT / name).exists() for name in copied)
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]
+    needed = [*wheel["build"]["targets"]["wheel"]["force-include"], "LICENSE", "README.md"]
+    assert all(any(Path(name).is_relative_to(part) for part in copied) for name in needed)
+
+
+def test_compose_mounts_files_that_are_there():
+    composed = yaml.safe_load((DOCKER / "compose.yml").read_text(encoding="utf-8"))
+    services = composed["services"]
+    mounts = [mount for one in services.values() for mount in one.get("volumes", ())]
+    named = [mount.split(":")[0] for mount in mounts]
+    files = [DOCKER / name for name in named if name.startswith(".")]
+    assert len(files) == 3
+    assert all(file.is_file() for file in files)
+    assert {name for name in named if not name.startswith(".")} == composed["volumes"].keys()
+    build = services["server"]["build"]
+    context = (DOCKER / build["context"]).resolve()
+    assert context == ROOT
+    assert (context / build["dockerfile"]).is_file()
+    for config in services["grafana"]["configs"]:
+        assert yaml.safe_load(composed["configs"][config["source"]]["content"])["apiVersion"] == 1
