@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from sequoia_vllm.drafters import DrafterKind
+from sequoia_vllm.drafters.registry import DrafterKind
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.json_input import MOST_PROBLEMS, key_name, read_json, shortened
 from sequoia_vllm.library.tree_reference import NamedTree, find_tree, find_vector, is_tree_file

@@ -12,8 +12,9 @@ from sequoia_vllm.cli.common import console, counted, fail, friendly_errors, new
 from sequoia_vllm.cli.measuring import JsonOption, check_name, numbers
 from sequoia_vllm.cli.tree.named import this_device_name
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.drafters import Fields, ShapeError, known_for
+from sequoia_vllm.drafters.fields import Fields, ShapeError
 from sequoia_vllm.drafters.recognition import recognise
+from sequoia_vllm.drafters.registry import known_for
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, published_shape

@@ -4,32 +4,8 @@ Nothing here imports vLLM. A module of `kinds` has all that is known of a kind: 
 configuration is recognised, its shape, published checkpoints, and which class drafts with it.
 """
 
-from sequoia_vllm.drafters.fields import Fields, ShapeError
-from sequoia_vllm.drafters.registry import (
-    DRAFTERS,
-    Drafter,
-    DrafterKind,
-    HeadShape,
-    KnownDrafter,
-    Sign,
-    drafter,
-    known_for,
-    register,
-    register_own_kinds,
-)
+from sequoia_vllm.drafters.registry import Drafter, register, register_own_kinds
 
 register_own_kinds()
 
-__all__ = [
-    "DRAFTERS",
-    "Drafter",
-    "DrafterKind",
-    "Fields",
-    "HeadShape",
-    "KnownDrafter",
-    "ShapeError",
-    "Sign",
-    "drafter",
-    "known_for",
-    "register",
-]
+__all__ = ["Drafter", "register"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sequoia_vllm.drafters import DrafterKind, Fields, ShapeError, drafter
+from sequoia_vllm.drafters.fields import Fields, ShapeError
+from sequoia_vllm.drafters.registry import DrafterKind, drafter
 from sequoia_vllm.hardware.models import ModelShape
 
 # How many experts, and low ranks of attention: none in a dense model.

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from sequoia_vllm.drafters import DrafterKind, HeadShape
+from sequoia_vllm.drafters.registry import DrafterKind, HeadShape
 from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.json_file import FileModel, read_model
 

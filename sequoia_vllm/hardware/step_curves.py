@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from sequoia_vllm.drafters import HeadShape
+from sequoia_vllm.drafters.registry import HeadShape
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, ProfileError
 from sequoia_vllm.tree.token_tree import TokenTree
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from sequoia_vllm.drafters import HeadShape
+from sequoia_vllm.drafters.registry import HeadShape
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.models import ModelShape

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from sequoia_vllm.drafters import drafter
+from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.hardware.choose import Schedule
 from sequoia_vllm.hardware.device import Device, DeviceSpec
 from sequoia_vllm.hardware.models import (

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sequoia_vllm.engine.worker.recording import recording_of
+from sequoia_vllm.engine.v1.recording import RecordingV1
+from sequoia_vllm.engine.v2.recording import RecordingV2
 
 EXTENSION = "sequoia_vllm.measuring.step_recorder.StepRecorder"
 
@@ -24,7 +25,9 @@ class StepRecorder:
         """Records every step from now on; ends an earlier recording, and drops what it holds."""
         if self._sequoia_recording is not None:
             self._sequoia_recording.end()
-        self._sequoia_recording = recording_of(self.model_runner)
+        runner = self.model_runner
+        runs_v2 = hasattr(runner, "req_states")
+        self._sequoia_recording = RecordingV2(runner) if runs_v2 else RecordingV1(runner)
 
     def sequoia_take_steps(self, decoding: int | None = None) -> list[dict[str, Any]]:
         """The steps recorded since the last call: fields of `hardware.step_curves.StepRecord`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Metric
@@ -22,37 +22,21 @@ Reason = Literal[
 """Why a request has no drafts: it asked for none, or has what trees cannot serve."""
 
 
-class MetricKinds(Protocol):
-    """Where metrics are shown: what makes them, and what is done with all of them."""
-
-    def counter(self, name: str, documentation: str, labels: list[str]) -> Any:
-        """Has ``labels(*values)`` with ``inc(amount)``."""
-
-    def gauge(self, name: str, documentation: str, labels: list[str]) -> Any:
-        """Has ``labels(*values)`` with ``set(value)``."""
-
-    def collect(self) -> list[Metric]:
-        """All that were made, for who reads metrics in this process."""
-
-    def unregister(self) -> None:
-        """Frees their names."""
-
-
 class PrometheusKinds:
-    """Metrics of prometheus_client, as vLLM's server exports them."""
+    """Makes metrics of prometheus_client, as vLLM's server exports them."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._registry = registry
         self._made: list[Counter | Gauge] = []
 
-    def counter(self, name: str, documentation: str, labels: list[str]) -> Counter:
-        """See `MetricKinds`."""
+    def counter(self, name: str, documentation: str, labels: list[str]) -> Any:
+        """Has ``labels(*values)`` with ``inc(amount)``."""
         made = Counter(name, documentation, labels, registry=self._registry)
         self._made.append(made)
         return made
 
-    def gauge(self, name: str, documentation: str, labels: list[str]) -> Gauge:
-        """See `MetricKinds`."""
+    def gauge(self, name: str, documentation: str, labels: list[str]) -> Any:
+        """Has ``labels(*values)`` with ``set(value)``."""
         made = Gauge(
             name, documentation, labels, registry=self._registry, multiprocess_mode="mostrecent"
         )
@@ -60,11 +44,11 @@ class PrometheusKinds:
         return made
 
     def collect(self) -> list[Metric]:
-        """See `MetricKinds`."""
+        """All that were made, for who reads metrics in this process."""
         return [family for made in self._made for family in made.collect()]
 
     def unregister(self) -> None:
-        """See `MetricKinds`."""
+        """Frees their names."""
         for made in self._made:
             with contextlib.suppress(KeyError):  # somebody else did
                 self._registry.unregister(made)
@@ -119,7 +103,7 @@ class TreeMetrics:
         source: str,
         model_name: str,
         engines: Sequence[int],
-        kinds: MetricKinds | None = None,
+        kinds: PrometheusKinds | None = None,
         expected_speedup: float | None = None,
     ) -> None:
         self._kinds = kinds or PrometheusKinds()

@@ -8,6 +8,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 
 from sequoia_vllm.engine.core import core_messages
+from sequoia_vllm.engine.worker.worker_base import SequoiaWorker
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.models import DRAFT, prompts
 
@@ -114,4 +115,5 @@ def test_a_step_without_drafts_asks_for_none():
 @pytest.mark.parametrize("ahead", [True, False])
 def test_engines_that_work_a_step_ahead_are_left_alone(ahead):
     config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead))
-    assert core_messages.takes_single_steps(config) is not ahead
+    worker = SimpleNamespace(vllm_config=config)
+    assert SequoiaWorker._takes_single_steps.func(worker) is not ahead

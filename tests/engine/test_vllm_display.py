@@ -15,7 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, SpecDecodingStats
 
 from sequoia_vllm import plugin
-from sequoia_vllm.engine.common.vllm_advice import MISLEADING
+from sequoia_vllm.engine.common.draft_schedule import MISLEADING
 from tests.support.engines import sequoia
 from tests.support.models import DRAFT, TARGET
 

@@ -217,7 +217,7 @@ def step(scheduled, drafted=None):
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("sequoia_vllm.engine.v1.recording.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("sequoia_vllm.engine.runner.wrapping.time.perf_counter", lambda: clock.now)
     return clock
 
 

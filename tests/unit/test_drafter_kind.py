@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters import HeadShape
+from sequoia_vllm.drafters.registry import HeadShape
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.frontend.drafts import (
     DraftReader,

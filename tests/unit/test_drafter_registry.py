@@ -6,10 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from sequoia_vllm import drafters
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters import DRAFTERS, Drafter, Fields, HeadShape, KnownDrafter, Sign, register
+from sequoia_vllm.drafters.fields import Fields
 from sequoia_vllm.drafters.recognition import recognise
+from sequoia_vllm.drafters.registry import (
+    DRAFTERS,
+    Drafter,
+    HeadShape,
+    KnownDrafter,
+    Sign,
+    drafter,
+    register,
+)
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.library.pair_key import PairKey
 
@@ -158,4 +166,4 @@ def test_classes_that_do_not_fit_are_refused(changes, problem):
 
 def test_unknown_kinds_are_refused():
     with pytest.raises(ValueError, match="Input should be 'dspark', 'dflash', 'eagle3', 'mtp' or"):
-        drafters.drafter("echo")
+        drafter("echo")

@@ -4,7 +4,7 @@ import re
 from itertools import groupby
 from pathlib import Path
 
-from sequoia_vllm.drafters import DRAFTERS
+from sequoia_vllm.drafters.registry import DRAFTERS
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import identify

@@ -13,7 +13,7 @@ import vllm
 from vllm.model_executor.models import registry
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters import DRAFTERS, DrafterKind
+from sequoia_vllm.drafters.registry import DRAFTERS, DrafterKind
 from sequoia_vllm.engine.frontend import drafts
 from sequoia_vllm.engine.frontend.drafts import kinds_here, recognise
 from sequoia_vllm.engine.frontend.resolve import KnownDraft, find_draft, known_drafts

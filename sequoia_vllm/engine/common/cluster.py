@@ -91,10 +91,10 @@ def decisions(vllm_config: Any) -> dict[str, str]:
         "drafts by batch size": _in_ranges(scheduled_drafts(vllm_config)),
         "verification": settings.verification,
         "drafter": settings.drafter,
-        "draft with another vocabulary": _in_words(settings.maps_vocabulary),
+        "draft with another vocabulary": "yes" if settings.maps_vocabulary else "no",
         "draft_vocabulary": f"checksum {crc32(repr(settings.draft_tokens).encode()):08x}",
         "context_attention": settings.context_attention,
-        "adapts": _in_words(settings.adapts_as is not None),
+        "adapts": "no" if settings.adapts_as is None else "yes",
     }
 
 
@@ -105,10 +105,6 @@ def _in_ranges(drafts: Sequence[int]) -> str:
         first, last = last + 1, last + len(list(sizes))
         ranges.append(f"{first} to {last}: {count}")
     return ", ".join(ranges)
-
-
-def _in_words(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 def check_decisions(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> None:

@@ -9,7 +9,6 @@ from contextvars import ContextVar
 from typing import Any
 
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.common.vllm_advice import drop_misleading_advice
 from sequoia_vllm.engine.offload.settings import offload_of
 from sequoia_vllm.engine.offload.vllms import offloading_backend
 from sequoia_vllm.graph_batches import last_with
@@ -23,6 +22,13 @@ from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, capture_sizes, first_
 
 logger = logging.getLogger("vllm.sequoia")
 
+# Beginnings of lines that vLLM logs. The first asks to draft less, to leave prompts room: trees
+# leave them half of the token budget, and our own log says how. The second advises Model Runner V2
+# for its CUDA graphs: GPUs have it, and CPUs have no graphs.
+MISLEADING = (
+    "max_num_scheduled_tokens is set to",
+    "Dynamic speculative decoding changes the target verification",
+)
 # While an engine is configured: whether its schedule is the user's.
 _is_users: ContextVar[bool | None] = ContextVar("is_users", default=None)
 
@@ -98,9 +104,14 @@ def check_schedule(original: Callable[..., None], self: Any) -> None:
     if not SequoiaSettings.enabled(self):
         original(self)
         return
-    drop_misleading_advice()
+    logging.getLogger("vllm.config.vllm").addFilter(is_fitting)  # once, however often
     if (is_users := _is_users.get()) is not None:
         plan_schedule(self, keep_schedule=is_users)
+
+
+def is_fitting(record: logging.LogRecord) -> bool:
+    """Whether a line of vLLM's about configurations with drafts is none of `MISLEADING`."""
+    return not record.getMessage().startswith(MISLEADING)
 
 
 def plan_schedule(vllm_config: Any, keep_schedule: bool) -> None:

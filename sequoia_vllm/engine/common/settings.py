@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sequoia_vllm.config import ContextAttention
-from sequoia_vllm.drafters import DrafterKind
+from sequoia_vllm.drafters.registry import DrafterKind
 from sequoia_vllm.engine.common.config_tag import is_tagged, tag, tagged_settings
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.methods import DEFAULT_METHOD

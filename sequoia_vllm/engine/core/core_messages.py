@@ -12,19 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm.config import VllmConfig
 from vllm.v1.outputs import DraftTokenIds
 
 _DRAFTS = "sequoia_drafts"  # set on the ModelRunnerOutput of a step
 _BROUGHT = "_sequoia_drafts_brought"  # set on a scheduler until the step's end
-
-
-def takes_single_steps(vllm_config: VllmConfig) -> bool:
-    """Whether the engine core waits for a step's outcome before it schedules the next.
-
-    Stages of a pipeline, which have several steps under way, are refused at start-up.
-    """
-    return not vllm_config.scheduler_config.async_scheduling
 
 
 # -- in the worker -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How many slots of the KV cache requests hold for drafts: a step's, not the largest tree's.
+"""How many slots of the KV cache requests hold: for drafts a step's, not the largest tree's.
 
 A step's allocation covers the two trees that it writes. It scores one, which is counted among the
 step's tokens, and grows the next one, in look-ahead slots behind. How many drafts the next tree
@@ -52,6 +52,24 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
         return original(self, *args, **kwargs)
     finally:
         self.dynamic_sd_lookup, self.num_lookahead_tokens = lookup, slots
+
+
+def handle_stopped_request(original: Callable[..., bool], self: Any, request: Any) -> bool:
+    """Stops a request like the scheduler, whose requests go on where the target has computed.
+
+    That is past a turn's end where its last step accepted tokens behind it, and the next
+    piece would begin in the slots of these. Without speculation the last token that is
+    emitted is never computed, and is left out of the next turn; so it is here.
+
+    Args:
+        original: vLLM's.
+        self: Its scheduler.
+        request: One that has stopped; a resumable one may go on.
+    """
+    if request.resumable and SequoiaSettings.enabled(self.vllm_config):
+        known = request.num_tokens - 1 + request.num_output_placeholders
+        request.num_computed_tokens = min(request.num_computed_tokens, known)
+    return original(self, request)
 
 
 def _most_drafts(scheduler: Any) -> int:

@@ -1,6 +1,6 @@
 """Brings the worker's counts of trees to vLLM's metrics and log, in the front end.
 
-The worker puts what became of a step's trees on the model runner's output (`attach_paths`), which
+The worker puts what became of a step's trees on the model runner's output (`attach_outcome`), which
 the executor pickles as a whole. The scheduler also knows how many drafts the batch size allows.
 If somebody asked for statistics, it puts both on those that vLLM sends to the front end with each
 step. There, off the engine's path, a stat logger counts and reports them.
@@ -28,15 +28,14 @@ from sequoia_vllm.engine.core.core_messages import keep_drafts
 from sequoia_vllm.engine.core.eligibility import has_custom_processors, reason_without_drafts
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.metrics.counts import TreeCounts, interval_line
-from sequoia_vllm.metrics.prometheus import Reason, TreeMetrics
+from sequoia_vllm.metrics.prometheus import PrometheusKinds, Reason, TreeMetrics
 from sequoia_vllm.tree import TokenTree
 
 logger = logging.getLogger("vllm.sequoia")
 
 REPORT = "sequoia_report"  # field that is added to SchedulerStats
-_PATHS = "sequoia_paths"  # set on the ModelRunnerOutput of a step that verified trees
-_LIMIT = "sequoia_draft_limit"  # likewise, while a measuring tool limits drafts
-_FAILURE = "sequoia_draft_failed"  # likewise, once the draft has
+_OUTCOME = "sequoia_outcome"  # set on a step's ModelRunnerOutput
+_LIMIT = "sequoia_draft_limit"  # set on a scheduler while drafts are limited
 _CHECKSUM = "_sequoia_checksum"  # set on a scheduler
 _FLUSH_SECONDS = 1.0
 
@@ -84,25 +83,22 @@ def add_report_field() -> None:
 # -- in the worker -----------------------------------------------------------------------
 
 
-def attach_paths(output: Any, paths: bytes) -> Any:
-    """``output`` of a model runner, carrying verified trees if there are any."""
-    return _attach(output, _PATHS, paths) if paths else output
+def attach_outcome(
+    output: Any, paths: bytes, limit: int | None = None, has_failed: bool = False
+) -> Any:
+    """``output`` of a model runner, carrying what became of the step's trees.
 
-
-def attach_limit(output: Any, drafts: int) -> Any:
-    """``output``, telling the scheduler to schedule at most so many drafts per request."""
-    return _attach(output, _LIMIT, drafts)
-
-
-def attach_failure(output: Any) -> Any:
-    """``output``, telling the front end that the draft has failed."""
-    return _attach(output, _FAILURE, True)
-
-
-def _attach(output: Any, name: str, value: Any) -> Any:
-    """An asynchronous output becomes its ``model_runner_output``; the empty one is all engines'."""
+    Args:
+        output: None or vLLM's. An asynchronous one becomes its ``model_runner_output``; the empty
+            one is all engines', and carries nothing.
+        paths: Verified trees, for `TreeCounts.from_bytes`.
+        limit: Most drafts to schedule per request while a measuring tool, or a draft that failed,
+            limits them.
+        has_failed: Whether the draft has.
+    """
     if output is not None and output is not EMPTY_MODEL_RUNNER_OUTPUT:
-        setattr(getattr(output, "model_runner_output", output), name, value)
+        carrier = getattr(output, "model_runner_output", output)
+        setattr(carrier, _OUTCOME, (paths, limit, has_failed))
     return output
 
 
@@ -127,8 +123,9 @@ def update_from_output(
     started = time.perf_counter()
     outputs = original(self, scheduler_output, model_runner_output)
     keep_drafts(self, model_runner_output)
-    _limit_drafts(self, getattr(model_runner_output, _LIMIT, None))
-    follow(self, scheduler_output, getattr(model_runner_output, _PATHS, b""), started)
+    paths, limit, has_failed = getattr(model_runner_output, _OUTCOME, (b"", None, False))
+    _limit_drafts(self, limit)
+    follow(self, scheduler_output, paths, started)
     if getattr(self, "spec_decode_metrics_level", "none") != "none":
         _end_histograms(self.vllm_config, outputs)
     if not self.log_stats or not SequoiaSettings.enabled(self.vllm_config):
@@ -137,12 +134,10 @@ def update_from_output(
         if output.scheduler_stats is not None:  # vLLM gives them to one front end
             scheduled = scheduler_output.total_num_scheduled_tokens > 0
             drafts = scheduler_output.num_spec_tokens_to_schedule if scheduled else None
-            paths = getattr(model_runner_output, _PATHS, b"")
             undrafted = _undrafted(self, scheduler_output)
             tree = _checksum(self) if paths else 0
-            failed = getattr(model_runner_output, _FAILURE, False)
             speedup = measured_speedup(self)
-            report = StepReport(drafts, paths, undrafted, speedup, tree, failed)
+            report = StepReport(drafts, paths, undrafted, speedup, tree, has_failed)
             setattr(output.scheduler_stats, REPORT, report)
             break
     return outputs
@@ -216,26 +211,29 @@ def init_stat_logger_manager(
 def _own_kinds(stat_loggers: Sequence[Any] | None) -> LoggerKinds | None:
     """Metric classes of a logger that shows vLLM's metrics elsewhere, like Ray Serve's; or None."""
     for factory in stat_loggers or ():
-        if isinstance(factory, type) and issubclass(factory, PrometheusStatLogger):
-            kinds = LoggerKinds(factory)
-            if kinds.counter is not PrometheusStatLogger._counter_cls:
-                return kinds
+        is_shown = isinstance(factory, type) and issubclass(factory, PrometheusStatLogger)
+        if is_shown and factory._counter_cls is not PrometheusStatLogger._counter_cls:
+            return LoggerKinds(factory)
     return None
 
 
-class LoggerKinds:
-    """Metrics made as a logger makes vLLM's: for Ray's ``ray_sequoia_...``, by replica."""
+class LoggerKinds(PrometheusKinds):
+    """Makes metrics as a logger makes vLLM's: for Ray's ``ray_sequoia_...``, by replica.
+
+    This process does not export them and nothing need free their names.
+    """
 
     def __init__(self, logger_class: type[PrometheusStatLogger]) -> None:
-        self.counter = logger_class._counter_cls
-        self.gauge = logger_class._gauge_cls
+        super().__init__()
+        self._class = logger_class
 
-    def collect(self) -> list[Any]:
-        """Returns nothing: these metrics are not exported by this process."""
-        return []
+    def counter(self, name: str, documentation: str, labels: list[str]) -> Any:
+        """As vLLM makes its counters for this logger."""
+        return self._class._counter_cls(name, documentation, labels)
 
-    def unregister(self) -> None:
-        """Does nothing: Ray's metrics may be made again."""
+    def gauge(self, name: str, documentation: str, labels: list[str]) -> Any:
+        """As vLLM makes its gauges for this logger."""
+        return self._class._gauge_cls(name, documentation, labels)
 
 
 def get_metrics(original: Callable[..., list[Any]], self: Any) -> list[Any]:

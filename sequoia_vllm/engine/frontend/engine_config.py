@@ -15,7 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters import drafter
+from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.engine.common.config_tag import to_be_tagged
 from sequoia_vllm.engine.common.device_name import current_device_name
 from sequoia_vllm.engine.common.draft_schedule import planning_schedule

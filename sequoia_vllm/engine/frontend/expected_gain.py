@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from sequoia_vllm.drafters import DRAFTERS, DrafterKind
+from sequoia_vllm.drafters.registry import DRAFTERS, DrafterKind
 
 # Beyond these a CPU's step grows with each node, and the last of them are hardly ever accepted.
 _MOST_ON_CPUS = 64

@@ -8,7 +8,7 @@ from vllm import envs
 from vllm.platforms import CpuArchEnum, current_platform
 
 from sequoia_vllm.config import ConfigError
-from sequoia_vllm.drafters import drafter
+from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.engine.common.replicas import fault_of_lock_step, in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload.vllms import offloading_backend

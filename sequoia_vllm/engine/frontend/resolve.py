@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters import Drafter, DrafterKind, KnownDrafter, drafter, known_for
+from sequoia_vllm.drafters.registry import Drafter, DrafterKind, KnownDrafter, drafter, known_for
 from sequoia_vllm.engine.common.cluster import current_versions
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.frontend.drafts import ResolvedDraft, check_folder

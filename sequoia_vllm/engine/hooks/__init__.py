@@ -26,7 +26,7 @@ from sequoia_vllm.engine.common import draft_schedule
 from sequoia_vllm.engine.common.config_tag import is_or_will_be_tagged, is_tagged
 from sequoia_vllm.engine.common.request_options import check_options
 from sequoia_vllm.engine.compat.versions import cuts_length_to_draft
-from sequoia_vllm.engine.core import core_messages, draft_slots, grammar, sessions, tree_reports
+from sequoia_vllm.engine.core import core_messages, draft_slots, grammar, tree_reports
 from sequoia_vllm.engine.frontend import batch_limits, engine_config, request, vllm_display
 
 _ORIGINAL = "_sequoia_original"  # set on what replaces a function of vLLM, to that function
@@ -44,7 +44,7 @@ def install() -> None:
     _wrap(Scheduler, "update_from_output", tree_reports.update_from_output)
     _wrap(Scheduler, "schedule", draft_slots.schedule)
     _wrap(EngineCore, "post_step", core_messages.post_step)
-    _wrap(Scheduler, "_handle_stopped_request", sessions.handle_stopped_request)
+    _wrap(Scheduler, "_handle_stopped_request", draft_slots.handle_stopped_request)
     _wrap(StatLoggerManager, "__init__", tree_reports.init_stat_logger_manager)
     _wrap(SpeculativeConfig, "__repr__", vllm_display.describe)
     _wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _verify_vocabulary_size)

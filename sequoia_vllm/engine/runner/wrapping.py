@@ -1,4 +1,4 @@
-"""Timing the methods of one object, and what all recorders of steps ask about a step."""
+"""Timing the methods of one object, and what recordings of steps have in common."""
 
 from __future__ import annotations
 
@@ -59,9 +59,47 @@ def around_marks(
     return end
 
 
-def runs_v2(runner: Any) -> bool:
-    """Whether this is vLLM's Model Runner V2."""
-    return hasattr(runner, "req_states")
+class Recording:
+    """Wraps the methods of one runner, of a plain, a chain's or a Sequoia engine."""
+
+    def __init__(self) -> None:
+        self._steps: list[dict[str, Any]] = []
+        self._ends: list[Callable[[], None]] = []
+
+    def take(self, decoding: int | None = None) -> list[dict[str, Any]]:
+        """The steps since the last call: fields of `StepRecord`.
+
+        Args:
+            decoding: Only steps in which so many requests decoded, and none read its prompt.
+        """
+        steps, self._steps = self._steps, []
+        if decoding is None:
+            return steps
+        return [step for step in steps if step["decoding"] and step["requests"] == decoding]
+
+    def end(self) -> None:
+        """Records no more: the runner is as it was."""
+        while self._ends:
+            self._ends.pop()()
+
+    def _begin(self, scheduler_output: Any, *unused: Any, **unused_too: Any) -> None:
+        scheduled = list(scheduler_output.num_scheduled_tokens.values())
+        self._steps.append(
+            {
+                "start": time.perf_counter(),
+                "requests": len(scheduled),
+                "fewest": min(scheduled, default=0),
+                "most": max(scheduled, default=0),
+                "decoding": is_decoding(scheduler_output),
+                "target": 0.0,
+                "sampling": 0.0,
+                "verify": 0.0,
+                "commit": 0.0,
+                "drafting": 0.0,
+                "drawing": 0.0,
+                "passes": [],
+            }
+        )
 
 
 def is_decoding(scheduler_output: Any) -> bool:

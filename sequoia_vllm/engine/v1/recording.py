@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
-from sequoia_vllm.engine.runner.wrapping import around, is_decoding
+from sequoia_vllm.engine.runner.wrapping import Recording, around
 
 
-class RecordingV1:
+class RecordingV1(Recording):
     """Wraps the methods of one V1 runner, of a plain, a chain's or a Sequoia engine.
 
     Args:
@@ -17,11 +16,11 @@ class RecordingV1:
     """
 
     def __init__(self, runner: Any) -> None:
+        super().__init__()
         self._stats = getattr(runner, "stats", None)  # Sequoia's runner only
         self._forwards_before = 0.0
         self._chain_forwards = 0.0
         self._trace_before: list[Any] | None = None
-        self._steps: list[dict[str, Any]] = []
         self._ends = [
             around(runner, "execute_model", before=self._begin),
             around(runner, "_model_forward", after=self._adder("target")),
@@ -39,37 +38,6 @@ class RecordingV1:
                 around(draft, "forward", after=self._add_chain_forward),
                 around(draft, "compute_logits", after=self._add_chain_forward),
             ]
-
-    def take(self, decoding: int | None = None) -> list[dict[str, Any]]:
-        """See `RecordingV2.take`."""
-        steps, self._steps = self._steps, []
-        if decoding is None:
-            return steps
-        return [step for step in steps if step["decoding"] and step["requests"] == decoding]
-
-    def end(self) -> None:
-        """Records no more: the runner is as it was."""
-        while self._ends:
-            self._ends.pop()()
-
-    def _begin(self, scheduler_output: Any, *unused: Any, **unused_too: Any) -> None:
-        scheduled = list(scheduler_output.num_scheduled_tokens.values())
-        self._steps.append(
-            {
-                "start": time.perf_counter(),
-                "requests": len(scheduled),
-                "fewest": min(scheduled, default=0),
-                "most": max(scheduled, default=0),
-                "decoding": is_decoding(scheduler_output),
-                "target": 0.0,
-                "sampling": 0.0,
-                "verify": 0.0,
-                "commit": 0.0,
-                "drafting": 0.0,
-                "drawing": 0.0,
-                "passes": [],
-            }
-        )
 
     def _adder(self, part: str) -> Callable[[float], None]:
         def add(seconds: float) -> None:

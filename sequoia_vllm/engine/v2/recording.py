@@ -9,22 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-from sequoia_vllm.engine.runner.wrapping import Mark, around_marks, is_decoding
+from sequoia_vllm.engine.runner.wrapping import Mark, Recording, around_marks
 
 
-@dataclass
-class _Step:
-    start: float
-    scheduled: list[int]
-    is_decoding: bool
-    spans: list[tuple[str, Mark, Mark]] = field(default_factory=list)
-    passes: list[int] = field(default_factory=list)
-
-
-class RecordingV2:
+class RecordingV2(Recording):
     """Wraps the methods of one V2 runner, of a plain, a chain's or a Sequoia engine.
 
     Args:
@@ -32,10 +22,9 @@ class RecordingV2:
     """
 
     def __init__(self, runner: Any) -> None:
+        super().__init__()
         self._on_gpu = runner.device.type == "cuda"
         self._speculator = runner.speculator
-        self._steps: list[_Step] = []
-        self._ends: list[Callable[[], None]] = []
         self._around(runner, "execute_model", "target", before=self._begin)
         self._around(runner.model, "compute_logits", "logits")
         self._around(runner, "sample", "sample")
@@ -43,50 +32,31 @@ class RecordingV2:
             self._around(self._speculator, "propose", "drafting")
 
     def take(self, decoding: int | None = None) -> list[dict[str, Any]]:
-        """The steps since the last call: fields of `StepRecord`.
-
-        Args:
-            decoding: Only steps in which so many requests decoded, and none read its prompt.
-        """
-        steps, self._steps = self._steps, []
-        if decoding is not None:
-            steps = [step for step in steps if step.is_decoding and len(step.scheduled) == decoding]
+        """See `Recording.take`; waits for the device."""
+        steps = super().take(decoding)
         if self._on_gpu:
             import torch
 
             torch.cuda.synchronize()
-        return [self._resolved(step) for step in steps]
+        for step in steps:
+            self._resolve(step)
+        return steps
 
-    def end(self) -> None:
-        """Records no more: the runner is as it was."""
-        while self._ends:
-            self._ends.pop()()
-
-    def _resolved(self, step: _Step) -> dict[str, Any]:
+    def _resolve(self, step: dict[str, Any]) -> None:
+        """Fills in the times, which are known once the device has done the step."""
         seconds = dict.fromkeys(("target", "logits", "sample", "drafting"), 0.0)
-        for part, start, end in step.spans:
+        for part, start, end in step.pop("spans"):
             seconds[part] += self._seconds(start, end)
-        share = seconds["drafting"] / max(1, len(step.passes))
-        sampling = seconds["sample"] - seconds["logits"]
-        requests = len(step.scheduled)
-        return {
-            "start": step.start,
-            "requests": requests,
-            "fewest": min(step.scheduled, default=0),
-            "most": max(step.scheduled, default=0),
-            "decoding": step.is_decoding,
-            "target": seconds["target"] + seconds["logits"],
-            "sampling": sampling,
-            "verify": sampling,
-            "commit": 0.0,  # part of verify
-            "drafting": seconds["drafting"],
-            "drawing": 0.0,  # part of the passes
-            "passes": [(width * requests, share) for width in step.passes],
-        }
+        share = seconds["drafting"] / max(1, len(step["passes"]))
+        # Committing is part of verifying here, and drawing of the passes.
+        step["target"] = seconds["target"] + seconds["logits"]
+        step["sampling"] = step["verify"] = seconds["sample"] - seconds["logits"]
+        step["drafting"] = seconds["drafting"]
+        step["passes"] = [(width * step["requests"], share) for width in step["passes"]]
 
-    def _begin(self, scheduler_output: Any, *unused: Any, **unused_too: Any) -> None:
-        scheduled = list(scheduler_output.num_scheduled_tokens.values())
-        self._steps.append(_Step(time.perf_counter(), scheduled, is_decoding(scheduler_output)))
+    def _begin(self, *args: Any, **kwargs: Any) -> None:
+        super()._begin(*args, **kwargs)
+        self._steps[-1]["spans"] = []
 
     def _around(
         self, owner: Any, name: str, part: str, before: Callable[..., None] | None = None
@@ -95,9 +65,9 @@ class RecordingV2:
             if not self._steps:
                 return
             step = self._steps[-1]
-            step.spans.append((part, start, end))
+            step["spans"].append((part, start, end))
             if part == "drafting":
-                step.passes = getattr(self._speculator, "pass_widths", [])
+                step["passes"] = getattr(self._speculator, "pass_widths", [])
 
         self._ends.append(around_marks(owner, name, self._mark, before, add_span))
 

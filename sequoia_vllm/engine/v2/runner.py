@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.states import RequestState
 
-from sequoia_vllm.drafters import drafter
+from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.replicas import as_alone

@@ -12,8 +12,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from sequoia_vllm.engine.common.cluster import check_group, check_ranks, check_worker
 from sequoia_vllm.engine.common.device_name import current_device_name
 from sequoia_vllm.engine.common.replicas import in_lock_step
-from sequoia_vllm.engine.core.core_messages import attach_drafts, takes_single_steps
-from sequoia_vllm.engine.core.tree_reports import attach_failure, attach_limit, attach_paths
+from sequoia_vllm.engine.core.core_messages import attach_drafts
+from sequoia_vllm.engine.core.tree_reports import attach_outcome
 
 
 class AgreeingWorker(Worker):
@@ -68,7 +68,11 @@ class SequoiaWorker(AgreeingWorker):
 
     @cached_property
     def _takes_single_steps(self) -> bool:
-        return takes_single_steps(self.vllm_config)
+        """Whether the engine core waits for a step's outcome before it schedules the next.
+
+        Stages of a pipeline, which have several steps under way, are refused at start-up.
+        """
+        return not self.vllm_config.scheduler_config.async_scheduling
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Calls vLLM's, timed as part of the step; samples at once where it can."""
@@ -90,12 +94,10 @@ class SequoiaWorker(AgreeingWorker):
             output = super().sample_tokens(grammar_output)
             if self._takes_single_steps and output is not EMPTY_MODEL_RUNNER_OUTPUT:
                 attach_drafts(output, self.take_draft_token_ids())
-        if self.model_runner.draft_has_failed:
+        has_failed = self.model_runner.draft_has_failed
+        if has_failed:
             self._draft_limit = 0
-            attach_failure(output)
-        if self._draft_limit is not None:
-            attach_limit(output, self._draft_limit)
-        return attach_paths(output, stats.take_paths())
+        return attach_outcome(output, stats.take_paths(), self._draft_limit, has_failed)
 
     def sequoia_stats(self, reset: bool = False, trace: bool = False) -> dict[str, Any]:
         """Counters since the last reset (`StepStats.to_dict`); called by ``collective_rpc``.

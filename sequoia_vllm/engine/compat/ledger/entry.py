@@ -67,7 +67,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Override:
+class Override(Expected):
     """Something of vLLM that we replace.
 
     A *patch* replaces a function of vLLM in place, in every process that loads the
@@ -81,25 +81,19 @@ class Override:
         path: ``module:name`` or ``module:Class.attribute``; the class is the one that ours
             derives from, or that has the field. For an instance
             ``module:Class.attribute[.attribute]``, by the class that sets the first.
-        parameters: Names of its parameters in order; None: it only must exist.
         may_grow: Ours passes on what it is given: other parameters may follow if they
             are optional.
         kind: See above.
         until: When this can go.
         why: Why vLLM's own does not do.
-        since: The first version that has it, (major, minor); None: all that we support.
         checked_at: For an instance, whose attribute is not seen: where a class of vLLM
             has what is replaced; None: there is nothing to check.
     """
 
-    path: str
-    parameters: tuple[str, ...] | None
-    may_grow: bool
     _: KW_ONLY
     kind: Kind
     until: str
     why: str
-    since: tuple[int, int] | None = None
     checked_at: str | None = None
 
     @property
@@ -107,9 +101,6 @@ class Override:
         """What the contract checks; None where there is nothing that it could see."""
         path = self.checked_at if self.kind in ("added_field", "instance") else self.path
         return Expected(path, self.parameters, self.may_grow, self.since) if path else None
-
-
-Entry = Expected | Override
 
 
 def _parsed(notation: str) -> tuple[str, tuple[str, ...] | None, bool]:
@@ -153,7 +144,7 @@ subclass = partial(_override, "subclass")
 instance = partial(_override, "instance")
 
 
-def table(rows: Mapping[str, Sequence[str | Entry]]) -> tuple[Entry, ...]:
+def table(rows: Mapping[str, Sequence[str | Expected]]) -> tuple[Expected, ...]:
     """Entries with full paths.
 
     Args:
