@@ -1,3 +1,3 @@
 """Sequoia tree speculative decoding for vLLM (arXiv 2402.12374)."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

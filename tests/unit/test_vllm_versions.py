@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from sequoia_vllm import __version__
 from sequoia_vllm.engine.compat.versions import SUPPORTED_VERSIONS, is_supported, release
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +37,13 @@ def test_requirements_take_what_we_support():
     assert all(version in accepted for version in GPU)
     assert f"{NEXT}.0" not in accepted
     assert f"# what vLLM {' and '.join(MINORS)} publish" in text_of("pyproject.toml")
+
+
+def test_our_version_is_stated_alike():
+    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+    assert project["version"] == __version__
+    assert f"\nversion: {__version__}\n" in text_of("CITATION.cff")
+    assert text_of("CHANGELOG.md").split("\n## ")[1].startswith(f"{__version__} (")
 
 
 def test_the_readme_names_what_we_support():
