@@ -92,7 +92,7 @@ def run_bench(
         draft=draft,
         dtype=found.dtype,
         settings=described,
-        results=results(found, predict, chain_is_wrong=_chain_samples_wrongly()),
+        results=results(found, predict, chain_is_wrong=chain_samples_wrongly()),
         searched=None if found.search is None else searched(found.search, engine.draft),
         greedy=found.greedy,
         notes=[note for model in (target, draft) if (note := synthetic_note(model)) is not None],
@@ -225,7 +225,7 @@ def _git(root: Path, *words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def _chain_samples_wrongly() -> bool:
+def chain_samples_wrongly() -> bool:
     """vllm-project/vllm#55005: CPU builds without Triton."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON

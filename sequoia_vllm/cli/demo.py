@@ -1,13 +1,16 @@
-"""``sequoia-vllm demo``: real completions by real vLLM, with trees and without, side by side."""
+"""``sequoia-vllm demo``: real answers by real vLLM, with trees and without, side by side."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from sequoia_vllm.cli.common import (
     console,
@@ -16,6 +19,7 @@ from sequoia_vllm.cli.common import (
     note,
     print_json,
 )
+from sequoia_vllm.cli.demo_pair import EMBEDDED, chosen_pair
 from sequoia_vllm.cli.measuring import (
     DraftOption,
     TargetOption,
@@ -27,50 +31,37 @@ from sequoia_vllm.cli.measuring import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.panel import Panel
+    from rich.console import Console
 
     from sequoia_vllm.bench.measure import MethodRuns
     from sequoia_vllm.bench.report import Result, Spread
     from sequoia_vllm.bench.rounds import BenchSettings
 
-COMPLETION_LINES = 12
+TEMPERATURES = (0.0, 0.7)
 
 _ROUNDS = 3
-_PACKAGE = Path(__file__).parents[1]
-
-
-def shipped_models(package: Path = _PACKAGE) -> Path:
-    """Finds the demo's pair: inside the package, or beside it in a checkout."""
-    inside = package / "examples" / "models"
-    return inside if inside.is_dir() else package.parent / "examples" / "models"
-
-
-MODELS = shipped_models()
 
 
 def demo(
-    target: TargetOption = str(MODELS / "target"),
-    draft: DraftOption = str(MODELS / "draft"),
+    target: TargetOption = "",
+    draft: DraftOption = "",
     prompts: Annotated[
-        Path, typer.Option(help='Prompts: a .jsonl file with a "prompt" per line.')
-    ] = MODELS / "prompts.jsonl",
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 8,
-    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens per completion.")] = 96,
-    tree_size: Annotated[int, typer.Option(min=2, help="Nodes of the tree, with the root.")] = 16,
-    tree_depth: Annotated[int, typer.Option(min=1, help="Depth of the tree, in edges.")] = 4,
-    chain_length: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Drafts of vLLM's chain: as given, not its best; bench looks for that."
-        ),
-    ] = 4,
-    batch_size: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 1,
+        Path | None, typer.Option(help='Prompts: a .jsonl file with a "prompt" per line.')
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 5,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens per completion.")] = 48,
+    tree: Annotated[
+        str, typer.Option(help="Sequoia's tree, as bench's --trees; as it is with SmolLM2: auto.")
+    ] = "",
+    chain: Annotated[
+        str, typer.Option(help="vLLM's chains, as bench's; bench finds the best of all.")
+    ] = "2,4",
     dtype: Annotated[str, typer.Option(help="float32 makes identical output certain.")] = "float32",
     synthetic_layers: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Layers to add to the target that cost their time and change nothing: the "
+            help="Layers to add to the small target that cost their time and change nothing: the "
             "speeds of a larger target, the output of this one. In a checkout only.",
         ),
     ] = 0,
@@ -80,37 +71,40 @@ def demo(
     eager: Annotated[bool, typer.Option(help="Do not compile: starts faster.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Generate the same prompts with plain vLLM, its chain speculation, and Sequoia trees."""
-    if not prompts.is_file():
-        fail(f"no prompts at {prompts}: name files with --model, --draft-model and --prompts")
+    """Answer the same questions with plain vLLM, its chain speculation, and Sequoia.
+
+    In a clone they go to SmolLM2-135M-Instruct and the draft that was trained for it, elsewhere
+    to a small pair that comes along.
+    """
     from sequoia_vllm.measuring.engine_processes import sigterm_raises
 
     quiet_engines()
     with contextlib.ExitStack() as stack:
         stack.enter_context(friendly_errors())
+        pair = EMBEDDED if target or draft or synthetic_layers else chosen_pair()
+        target, draft = target or pair.target, draft or pair.draft
         check_models(target, draft)
         if synthetic_layers:
             stack.enter_context(sigterm_raises())
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sequoia-demo-"))
-            sizes = synthetic_layers, synthetic_width
-            target = _synthetic(target, Path(folder) / "target", *sizes, dtype)
-        from sequoia_vllm.bench.methods import chain, plain, sequoia
+            place = Path(folder) / "target"
+            target = _synthetic(target, place, synthetic_layers, synthetic_width, dtype)
+        from sequoia_vllm.bench.methods import methods
         from sequoia_vllm.bench.rounds import BenchSettings
         from sequoia_vllm.measuring.engines import EngineSpec
         from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
-        texts = load_prompts(prompts, num_prompts)
+        texts = load_prompts(prompts or pair.prompts, num_prompts)
         settings = BenchSettings(
-            EngineSpec(target, draft, dtype=dtype, enforce_eager=eager, kv_cache_gib=0.5),
-            methods=(
-                plain(), chain(draft, chain_length), sequoia(draft, f"{tree_size}x{tree_depth}")
-            ),
+            EngineSpec(target, draft, dtype=dtype, enforce_eager=eager, kv_cache_gib=0.25),
+            methods=tuple(methods(draft, chain.split(","), [tree or pair.tree])),
             prompts=tuple(encode_prompts(texts, load_tokenizer(target))),
-            batch_sizes=(batch_size,),
+            temperatures=TEMPERATURES,
             max_tokens=max_tokens,
             rounds=_ROUNDS,
-        )  # fmt: skip
-        _compare(settings, texts[0].prompt or "", as_json)
+        )
+        asked = [one.prompt or (one.messages or ())[-1].content for one in texts]
+        _compare(settings, asked, as_json)
 
 
 def _synthetic(target: str, folder: Path, layers: int, width: int, dtype: str) -> str:
@@ -127,32 +121,35 @@ def _synthetic(target: str, folder: Path, layers: int, width: int, dtype: str) -
     return str(make_synthetic_target(target, folder, *words)["folder"])
 
 
-def _compare(settings: BenchSettings, prompt: str, as_json: bool) -> None:
+def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
     from sequoia_vllm.bench.measure import measure
     from sequoia_vllm.bench.report import MOST_SPREAD
-    from sequoia_vllm.bench.run import results
+    from sequoia_vllm.bench.run import chain_samples_wrongly, results
     from sequoia_vllm.measuring.provenance import provenance
 
     with measuring("demo:", "interrupted") as report:
         found = measure(settings, report)
-    (runs,) = found.runs.values()
-    shown = results(found, lambda *_: None, chain_is_wrong=False)
-    identical = [_identical(one, runs[0]) for one in runs]
-    said = summary(shown[-1], settings.rounds, all(identical[-1]), found.dtype)
+    greedy, sampled = found.runs.values()
+    shown = results(found, lambda *_: None, chain_is_wrong=chain_samples_wrongly())
+    parts = shown[: len(greedy)], shown[len(greedy) :]
+    identical = [_identical(one, greedy[0]) for one in greedy]
+    said = summary(*parts, settings.rounds, all(identical[-1]), found.dtype)
     if as_json:
         stated = provenance()
         print_json(
             {
                 "summary": said,
-                "speedup": shown[-1].speedup.to_dict(),
-                "device": stated["device"],
-                "versions": stated["versions"],
-                "runs": [_as_dict(*one) for one in zip(runs, shown, strict=True)],
+                "target": settings.engine.target,
+                **{name: stated[name] for name in ("device", "versions")},
+                "runs": [_as_dict(*one) for one in zip(greedy, parts[0], strict=True)],
+                "sampled": [_as_dict(*one) for one in zip(sampled, parts[1], strict=True)],
                 "identical": [all(same) for same in identical],
             }
         )
     else:
-        _print(prompt, runs, shown, identical)
+        _print_answers(asked, greedy, parts[0])
+        _print(parts[0], identical)
+        _print(parts[1], None)
     if disturbed := disagreeing(shown):
         note(
             f"rounds disagree by more than {MOST_SPREAD - 1:.0%} ({', '.join(disturbed)}): "
@@ -178,18 +175,29 @@ def disagreeing(results: Sequence[Result]) -> list[str]:
     return [f"{one.method}: {_range(one.speedup)}" for one in results if one.speedup.disagrees]
 
 
-def summary(sequoia: Result, rounds: int, identical: bool, dtype: str) -> str:
-    """Says in one sentence what Sequoia gained here, and whether its output is the same."""
-    speedup = sequoia.speedup
-    gain = f"{speedup.median:.2f}x as fast as plain vLLM ({_range(speedup)} in {rounds} rounds)"
-    slower = ", which is slower" if speedup.median < 1 else ""
+def summary(
+    greedy: Sequence[Result], sampled: Sequence[Result], rounds: int, identical: bool, dtype: str
+) -> str:
+    """Says in one sentence what Sequoia gained, and whether its output is the same."""
+    slower = ", which is slower" if greedy[-1].speedup.median < 1 else ""
     if identical:
         output = "is identical to plain vLLM's, token for token"
     elif dtype == "float32":
         output = "differs from plain vLLM's, which is an error"
     else:
         output = f"differs from plain vLLM's, as rounding in {dtype} allows"
-    return f"On this machine Sequoia was {gain}{slower}, and its greedy output {output}."
+    return (
+        f"On this machine Sequoia was {_gained(greedy)}{slower}, in {rounds} rounds, and its "
+        f"greedy output {output}; at temperature {TEMPERATURES[1]} it was {_gained(sampled)}; "
+        "an H100 gained 2.1x with one request for a larger, synthetic target (docs/gpus.md)."
+    )
+
+
+def _gained(results: Sequence[Result]) -> str:
+    speedup = results[-1].speedup
+    text = f"{speedup.median:.2f}x as fast as plain vLLM ({_range(speedup)})"
+    chains = [speedup.median / one.speedup.median for one in results if one.best_chain]
+    return text + "".join(f" and {one:.2f}x as fast as its chain" for one in chains)
 
 
 def _range(speedup: Spread) -> str:
@@ -198,78 +206,47 @@ def _range(speedup: Spread) -> str:
 
 def _as_dict(runs: MethodRuns, result: Result) -> dict[str, Any]:
     last = runs.rounds[-1]
-    return {
-        "name": result.method,
-        "texts": last.texts,
-        "token_ids": last.token_ids,
-        "tokens_per_second": result.tokens_per_second.to_dict(),
-        "speedup": result.speedup.to_dict(),
-        "tokens_per_step": result.tokens_per_step,
-        "stats": last.counters,
-    }
+    names = {"method", "tokens_per_second", "speedup", "tokens_per_step", "note"}
+    shown = result.model_dump(include=names)
+    return {**shown, "texts": last.texts, "token_ids": last.token_ids, "stats": last.counters}
 
 
-def shown_completion(prompt: str, text: str) -> Panel:
-    """Shows the end of a prompt and the first lines of its completion, as wide as these are."""
-    from rich.markup import escape
-    from rich.panel import Panel
-
-    completion = "\n".join(text.splitlines()[:COMPLETION_LINES])
-    return Panel.fit(
-        f"[dim]{escape(prompt[-200:])}[/][bold]{escape(completion)}[/]",
-        title="prompt 1 (end), and its completion with Sequoia",
-    )
+def stream(text: str, seconds: float, out: Console) -> None:
+    """Prints an answer word by word in the time that it took; into files at once."""
+    words = re.findall(r"\s*\S+", text)
+    for word in words:
+        out.print(word, end="", markup=False, highlight=False, soft_wrap=True)
+        if out.is_terminal:
+            time.sleep(seconds / len(words))
+    out.print("\n")
 
 
-def _print(
-    prompt: str, runs: list[MethodRuns], results: list[Result], identical: list[list[bool]]
-) -> None:
-    from rich.table import Table
-
+def _print_answers(asked: list[str], runs: list[MethodRuns], results: list[Result]) -> None:
+    """The first answer at plain vLLM's speed, then all of them at Sequoia's."""
     out = console()
-    sequoia = runs[-1].rounds[-1]
-    out.print(shown_completion(prompt, sequoia.texts[0]))
-    table = Table(
-        title=f"Greedy, the same prompts; median and range of {len(runs[0].rounds)} rounds",
-        caption="the chain's length is given: bench finds vLLM's best",
-    )
-    for column in ("engine", "identical to plain", "tokens per step", "tokens/s", "speed"):
-        table.add_column(column, justify="left" if column == "engine" else "right")
-    for one, same in zip(results, identical, strict=True):
+    for method, number in [(0, 0), *((-1, number) for number in range(len(asked)))]:
+        last, speed = runs[method].rounds[-1], results[method].tokens_per_second.median
+        where = f"{results[method].method}, {speed:.0f} tokens/s"
+        out.print(f"[dim]{where}:[/] [bold]{escape(asked[number][-200:])}[/]", soft_wrap=True)
+        stream(last.texts[number], len(last.token_ids[number]) / speed, out)
+
+
+def _print(results: list[Result], identical: list[list[bool]] | None) -> None:
+    """One temperature's table; only greedy outputs are compared."""
+    from sequoia_vllm.cli.common import new_table
+
+    temperature = results[0].temperature
+    columns = ("tokens per step", "tokens/s", "speed", "identical to plain")
+    title = f"Temperature {temperature:g}: median and range of {_ROUNDS} rounds"
+    table = new_table("engine", *columns, title=title, left=["engine"])
+    for row, one in enumerate(results):
         table.add_row(
-            one.method,
-            f"{sum(same)} of {len(same)}",
+            one.method + (" +" if one.best_chain else ""),
             f"{one.tokens_per_step:.2f}",
             f"{one.tokens_per_second.median:.0f}",
             f"{one.speedup.median:.2f}x ({_range(one.speedup)})",
+            f"{sum(identical[row])} of {len(identical[row])}" if identical else "",
         )
-    out.print(table)
-    assert sequoia.counters is not None
-    _print_acceptance(sequoia.counters)
-    _print_step(results[-1])
-
-
-def _print_acceptance(stats: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(title="Sequoia: acceptance by depth")
-    for column in ("depth", "reached", "accepted", "by child 1, 2, ..."):
-        table.add_column(column, justify="right")
-    for depth, (offered, accepted) in enumerate(
-        zip(stats["offered"], stats["accepted"], strict=True), start=1
-    ):
-        by_child = ", ".join(
-            f"{taken / tried:.2f}" for taken, tried in zip(accepted, offered, strict=True) if tried
-        )
-        reached = offered[0]
-        rate = f"{sum(accepted) / reached:.2f}" if reached else "-"
-        table.add_row(str(depth), str(reached), rate, by_child)
     console().print(table)
-
-
-def _print_step(result: Result) -> None:
-    parts = result.split
-    console().print(
-        f"One step: {1e3 * result.step_seconds:.1f} ms = target forward {1e3 * parts.target:.1f} + "
-        f"draft forwards {1e3 * parts.draft:.1f} + outside both {1e3 * parts.outside:.1f} ms"
-    )
+    for remark in ["+: the fastest of these chains", *{one.note: 0 for one in results if one.note}]:
+        console().print(remark, soft_wrap=True)

@@ -1,6 +1,7 @@
-"""The demo: its models in an installed wheel, and what it prints into files."""
+"""The demo: its models in an installed wheel or a clone, and what it prints."""
 
 import io
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -9,7 +10,9 @@ from rich.console import Console
 
 pytest.importorskip("torch")
 from sequoia_vllm.bench.report import Result, Spread
-from sequoia_vllm.cli.demo import MODELS, disagreeing, shipped_models, shown_completion, summary
+from sequoia_vllm.cli import demo_pair
+from sequoia_vllm.cli.demo import disagreeing, stream, summary
+from sequoia_vllm.cli.demo_pair import EMBEDDED, MODELS, chosen_pair, shipped_models
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -28,17 +31,64 @@ def test_the_demos_models_are_in_the_wheel_where_it_looks_for_them(tmp_path):
     assert shipped_models(package) == place
 
 
-def test_in_a_file_a_completion_is_no_wider_than_its_text():
-    """Where nothing limits lines, a table's must not be broken; a frame takes what there is."""
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A clone with a draft for SmolLM2, and a cache without the model."""
+    draft = tmp_path / "examples" / "models" / "smollm2-draft"
+    draft.mkdir(parents=True)
+    (draft / "config.json").write_text("{}", encoding="utf-8")
+    monkeypatch.setattr(demo_pair.platformdirs, "user_cache_dir", lambda *_, **__: tmp_path)
+    return tmp_path
+
+
+def fetching(code: int, error: str = ""):
+    def run(command, cwd, **_):
+        target = Path(command[command.index("--out") + 1])
+        if code == 0:
+            target.mkdir()
+            (target / "origin.json").write_text("{}", encoding="utf-8")
+        return subprocess.CompletedProcess(command, code, "", error)
+
+    return run
+
+
+class TestChosenPair:
+    def test_without_a_draft_the_small_pair_runs(self, tmp_path, capsys):
+        assert chosen_pair(tmp_path) == EMBEDDED
+        assert "in a clone of the repository" in capsys.readouterr().err
+
+    def test_the_model_is_fetched_once(self, clone, monkeypatch, capsys):
+        monkeypatch.setattr(demo_pair.subprocess, "run", fetching(0))
+        first = chosen_pair(clone)
+        assert first.target == str(clone / "smollm2-135m-instruct")
+        assert first.draft == str(clone / "examples" / "models" / "smollm2-draft")
+        assert (first.prompts, first.tree) == (None, "auto")
+        assert "once: 93 MB" in capsys.readouterr().err
+        monkeypatch.setattr(demo_pair.subprocess, "run", None)
+        assert chosen_pair(clone) == first
+        assert capsys.readouterr().err == ""
+
+    def test_offline_the_small_pair_runs_and_one_line_says_why(self, clone, monkeypatch, capsys):
+        error = "downloading\nerror: offline: no index answers;\n  name the file with --source\n"
+        monkeypatch.setattr(demo_pair.subprocess, "run", fetching(1, error))
+        assert chosen_pair(clone) == EMBEDDED
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert "cannot be had (offline: no index answers; name the file with --source)" in last
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_answers_are_streamed_to_terminals_alone(terminal, monkeypatch):
+    waits = []
+    monkeypatch.setattr("sequoia_vllm.cli.demo.time.sleep", waits.append)
     file = io.StringIO()
-    Console(file=file, width=10_000).print(shown_completion("def f(x):", "\n    return x[0]\n"))
-    lines = file.getvalue().splitlines()
-    assert any("return x[0]" in line for line in lines)
-    assert max(map(len, lines)) < 100
+    stream("\nA fox [bold] swims.", 2.0, Console(file=file, force_terminal=terminal, width=40))
+    assert "A fox [bold] swims.\n" in file.getvalue()
+    assert waits == ([0.5] * 4 if terminal else [])
 
 
 def measured(method: str, low: float, median: float, high: float) -> Result:
-    return Result.model_construct(method=method, speedup=Spread(low=low, median=median, high=high))
+    spread = Spread(low=low, median=median, high=high)
+    return Result.model_construct(method=method, speedup=spread, best_chain="chain" in method)
 
 
 def test_one_disturbed_round_is_told_of():
@@ -49,15 +99,21 @@ def test_one_disturbed_round_is_told_of():
 @pytest.mark.parametrize(
     ("speed", "identical", "dtype", "words"),
     [
-        (1.5, True, "float32", "1.50x as fast as plain vLLM (1.40x to 1.60x in 3 rounds), and"),
-        (0.8, True, "float32", "which is slower, and its greedy output is identical"),
+        (1.5, True, "float32", "1.50x as fast as plain vLLM (1.40x to 1.60x)"),
+        (1.5, True, "float32", "and 1.25x as fast as its chain, in 3 rounds, and its greedy"),
+        (1.5, True, "float32", "at temperature 0.7 it was 1.40x as fast as plain vLLM"),
+        (0.8, True, "float32", "which is slower, in 3 rounds, and its greedy output is identical"),
         (1.5, False, "float32", "which is an error"),
         (1.5, False, "bfloat16", "as rounding in bfloat16 allows"),
     ],
 )
 def test_the_last_sentence_says_what_was_gained(speed, identical, dtype, words):
-    tree = measured("tree", speed - 0.1, speed, speed + 0.1)
-    assert words in summary(tree, 3, identical, dtype)
+    chain, tree = (
+        measured("chain", 1.2, 1.2, 1.2),
+        measured("tree", speed - 0.1, speed, speed + 0.1),
+    )
+    said = summary([chain, tree], [measured("tree", 1.3, 1.4, 1.5)], 3, identical, dtype)
+    assert words in said
 
 
 def test_everything_that_is_included_is_there():
