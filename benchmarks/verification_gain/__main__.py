@@ -1,0 +1,195 @@
+"""``python -m benchmarks.verification_gain``: a table for each temperature."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.embedded_pair import DRAFT, TARGET, encoded_prompts
+from benchmarks.verification_gain.models import (
+    TreeReader,
+    drafted,
+    likeliest,
+    likeliest_and_one_drawn,
+    without_replacement,
+)
+from benchmarks.verification_gain.univer import univer
+from sequoia_vllm.tree.token_tree import TokenTree
+from sequoia_vllm.verification.methods import method_of
+
+METHODS = ("Algorithm 2", "traversal", "UniVer", "likeliest")
+OURS = {"Algorithm 2": "sequoia", "traversal": "traversal"}
+PROMPT, ANSWER = 64, 48  # tokens of texts that the target writes here
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text of the target's: contexts end within its answer."""
+
+    tokens: NDArray[np.int64]
+    prompt: int
+
+
+def main() -> None:
+    """Prints tokens per step of each method, and what each has more than traversal."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=TARGET)
+    parser.add_argument("--draft-model", default=DRAFT)
+    parser.add_argument("--data", type=Path, help="of examples/train_drafter draft-data")
+    parser.add_argument("--contexts", type=int, default=1000, help="of each temperature")
+    parser.add_argument("--sizes", default="8,16,64", help="nodes of trees, the root included")
+    parser.add_argument("--temperatures", default="0.6,1")
+    parser.add_argument("--repeats", type=int, default=8, help="verifications of each tree")
+    parser.add_argument("--acceptance", default="shipped", help="vector that trees are for")
+    options = parser.parse_args()
+    for temperature in map(float, options.temperatures.split(",")):
+        for size, found in measure(options, temperature).items():
+            for line in lines(temperature, size, found):
+                print(line, flush=True)
+
+
+def measure(options: Any, temperature: float) -> dict[int, NDArray[np.float64]]:
+    """Expected tokens of a step by size of the tree, ``[contexts, methods]``.
+
+    Args:
+        options: The command's.
+        temperature: Of target and draft.
+    """
+    from sequoia_vllm.library.tree_reference import find_vector
+    from sequoia_vllm.measuring.engines import compare_models
+    from sequoia_vllm.tree.optimize import optimize_tree
+
+    vector = find_vector(options.acceptance)
+    trees = [optimize_tree(vector, int(size)) for size in options.sizes.split(",")]
+    target = TreeReader(options.model)
+    rows = int(target.model.config.vocab_size)
+    matching = compare_models(options.model, options.draft_model).matching
+    draft = TreeReader(options.draft_model, matching, rows)
+    torch.manual_seed(0)
+    texts = recorded(options.data, temperature) if options.data else written(target, temperature)
+    found: dict[int, list[list[float]]] = {tree.size: [] for tree in trees}
+    for context in contexts(texts, options.contexts):
+        for reader in (target, draft):
+            reader.read(context)
+        for tree in trees:
+            pair = (target, draft)
+            found[tree.size].append(
+                expected(pair, tree, int(context[-1]), temperature, options.repeats)
+            )
+    return {size: np.array(values) for size, values in found.items()}
+
+
+def expected(
+    pair: tuple[TreeReader, TreeReader],
+    tree: TokenTree,
+    root: int,
+    temperature: float,
+    repeats: int,
+) -> list[float]:
+    """Tokens of a step after what both models have read, by each of `METHODS`.
+
+    Args:
+        pair: Target and draft.
+        tree: The shape of all trees.
+        root: The text's last token.
+        temperature: Of both.
+        repeats: Verifications of a tree by Algorithm 2 and by traversal.
+    """
+    target, draft = pair
+
+    def laws(tokens: NDArray[np.int64]) -> torch.Tensor:
+        return (target.logits(tree, torch.from_numpy(tokens), tree.size) / temperature).softmax(-1)
+
+    tokens, q = drafted(draft, tree, root, temperature, without_replacement)
+    p = laws(tokens)
+    values = [verified(name, tree, tokens, p, q, repeats) for name in OURS.values()]
+    tokens, q = drafted(draft, tree, root, temperature, likeliest_and_one_drawn)
+    decision = univer(tree, tokens, laws(tokens).double().numpy(), q.double().numpy())
+    values.append(1 + float(decision.accepted @ tree.depths))
+    tokens, q = drafted(draft, tree, root, temperature, likeliest)
+    p = laws(tokens)
+    reached = np.ones(tree.size)
+    for node, parent in enumerate(tree.parents[1:], start=1):
+        reached[node] = reached[parent] * float(p[parent, tokens[node]])
+    return [*values, float(reached.sum())]
+
+
+def verified(
+    method: str,
+    tree: TokenTree,
+    tokens: NDArray[np.int64],
+    p: torch.Tensor,
+    q: torch.Tensor,
+    repeats: int,
+) -> float:
+    """Mean tokens of a step of one of this package's methods, on one tree."""
+    shape = (repeats, tree.size)
+    result = method_of(method).host_function()(
+        lambda requests, nodes: p[nodes],
+        lambda requests, nodes: q[nodes],
+        torch.from_numpy(tokens).expand(shape).contiguous(),
+        torch.from_numpy(tree.parents_array.copy()).expand(shape).contiguous(),
+    )
+    return 1 + float(result.num_accepted.double().mean())
+
+
+def written(target: TreeReader, temperature: float) -> list[Text]:
+    """What the target writes after the embedded pair's prompts."""
+    prompts = torch.tensor([ids[:PROMPT] for ids in encoded_prompts(200)])
+    found = target.model.generate(
+        prompts, max_new_tokens=ANSWER, do_sample=True, temperature=temperature, top_k=0,
+        eos_token_id=None, attention_mask=torch.ones_like(prompts),
+    )  # fmt: skip
+    return [Text(row, PROMPT) for row in found.numpy()]
+
+
+def recorded(data: Path, temperature: float) -> list[Text]:
+    """Answers at this temperature that draft-data wrote."""
+    texts = []
+    for path in sorted(data.rglob("*.npz")):
+        with np.load(path) as shard:
+            ends = shard["ends"].tolist()
+            rows = zip([0, *ends[:-1]], ends, shard["prompt_lengths"].tolist(), strict=True)
+            texts += [
+                Text(shard["tokens"][begin:end].astype(np.int64), prompt)
+                for (begin, end, prompt), own in zip(rows, shard["temperatures"], strict=True)
+                if abs(float(own) - temperature) < 1e-3 and end - begin > prompt + 1
+            ]
+    if not texts:
+        raise SystemExit(f"{data} has no answers at temperature {temperature:g}")
+    return texts
+
+
+def contexts(texts: Sequence[Text], count: int) -> Iterator[torch.Tensor]:
+    """Beginnings of texts that end at random places of their answers, all texts in turn."""
+    random = np.random.default_rng(0)
+    for number in range(count):
+        text = texts[number % len(texts)]
+        end = int(random.integers(text.prompt + 1, len(text.tokens)))
+        yield torch.from_numpy(text.tokens[:end])
+
+
+def lines(temperature: float, size: int, found: NDArray[np.float64]) -> Iterator[str]:
+    """A row for each method: tokens per step, and what it has more than traversal in percent.
+
+    Standard errors are over contexts, which are taken as independent.
+    """
+    base = found[:, [METHODS.index("traversal")]]
+    means, gains = found.mean(0), 100 * (found - base).mean(0) / base.mean()
+    root = np.sqrt(len(found))
+    errors, of_gains = found.std(0) / root, 100 * (found - base).std(0) / root / base.mean()
+    yield f"T = {temperature:g}, {size} nodes, {len(found)} contexts"
+    for row, method in enumerate(METHODS):
+        tokens = f"{means[row]:.3f} ± {errors[row]:.3f}"
+        yield f"  {method:12} {tokens}  {gains[row]:+.1f} ± {of_gains[row]:.1f} %"
+
+
+if __name__ == "__main__":
+    main()
