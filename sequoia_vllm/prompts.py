@@ -132,7 +132,7 @@ def _parse_json(line: str, where: str) -> Prompt:
         raise PromptError(f"{where} is not JSON ({error}): every line is {_LINE_HELP}") from error
 
 
-def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(model: str) -> Any:
     """Loads the tokenizer of a model, by name or path.
 
     Raises:
@@ -141,7 +141,7 @@ def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(model)
     except (ValueError, OSError) as error:
         raise PromptError(f"no tokenizer for the target {model!r}: {error}") from error
 

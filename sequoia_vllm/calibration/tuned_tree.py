@@ -137,17 +137,17 @@ def tuned_entry(
 
 
 def best_tree_at_any_price(
-    vector: AcceptanceFile, profile: Profile, context_length: int, batch_size: int = 1
+    vector: AcceptanceFile, profile: Profile, context_length: int
 ) -> Estimate:
-    """The estimate of the fastest tree, also where plain decoding is faster.
+    """The estimate of the fastest tree for one request, also where plain decoding is faster.
 
     Only trees of the sizes that were timed are looked at.
     """
     sizes = sorted({n for curve in profile.target_forward for n in curve.tokens if n > 1})
     frontier = Frontier.of(vector.vector, sizes[-1], MAX_DEPTH, None)
     search = TreeSearch(frontier, profile, context_length)
-    timed = [size for size in sizes if size <= search.cost.max_tokens(batch_size)]
-    estimates = [search.best_of_size(size, batch_size) for size in timed]
+    timed = [size for size in sizes if size <= search.cost.max_tokens(1)]
+    estimates = [search.best_of_size(size, 1) for size in timed]
     return max(estimates, key=lambda estimate: estimate.speedup)
 
 

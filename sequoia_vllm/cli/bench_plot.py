@@ -14,10 +14,6 @@ def plot_speeds(report: BenchReport, path: Path) -> None:
 
     Points are medians of rounds, and bars reach from the lowest to the highest. Of vLLM's chains
     the fastest at each batch size is shown.
-
-    Args:
-        report: What was measured.
-        path: File to write; its ending says which format.
     """
     temperatures = sorted({result.temperature for result in report.results})
     sizes = sorted({result.batch_size for result in report.results})

@@ -32,9 +32,6 @@ def shown_as_written(command: Any) -> Any:
     Typer takes square brackets for markup and drops them, and calls a number with a bound
     "int range".
 
-    Args:
-        command: A command of typer's, changed in place.
-
     Returns:
         The same.
     """

@@ -70,10 +70,6 @@ def print_profile(measured: Profile) -> None:
 def plot_profile(profile: Profile, path: Path) -> None:
     """Draws t(n)/t(1) of the target and of the draft, by batch size and context.
 
-    Args:
-        profile: Times of a device and model pair.
-        path: File to write; its ending says which format.
-
     Raises:
         FigureFormatError: If the format is not one that we write.
     """

@@ -32,6 +32,7 @@ _MOST_TREES = 256
 # Up to the first number each size is looked at, and above it only multiples of the second. Around
 # the best tree of hundreds of nodes, a few more or less are worth nothing.
 _EACH_SIZE_TO, _SIZE_STEP = 128, 8
+_frontier = lru_cache(maxsize=4)(Frontier.of)  # one vector is used for many profiles
 
 
 class ScheduleEstimate(FileModel):
@@ -106,7 +107,7 @@ def choose_tree(
     """
     check_batch_sizes([batch_size])
     limits = max_size, max_depth, max_branch
-    search = _search(Acceptance.of(acceptance), profile, context_length, [batch_size], limits)
+    search = _search(Acceptance.of(acceptance), profile, context_length, [batch_size], *limits)
     return search.best(batch_size)
 
 
@@ -115,8 +116,6 @@ def choose_schedule(
     profile: Profile,
     batch_sizes: Iterable[int] = range(1, 257),
     max_size: int = 128,
-    max_depth: int = MAX_DEPTH,
-    max_branch: int | None = None,
     context_length: int | None = None,
     tolerance: float = TOLERANCE,
     tree: TokenTree | None = None,
@@ -134,8 +133,6 @@ def choose_schedule(
         batch_sizes: Batch sizes the table is for; the largest also stands for
             all above it.
         max_size: See `choose_tree`; the same for every batch size.
-        max_depth: See `choose_tree`.
-        max_branch: See `choose_tree`.
         context_length: See `choose_tree`.
         tolerance: Share of speed that may be given up for fewer ranges.
         tree: The tree whose prefixes are to be used; None: the best one is looked for.
@@ -152,15 +149,17 @@ def choose_schedule(
     acceptance = Acceptance.of(acceptance)
     sizes = check_batch_sizes(list(batch_sizes))
     probes = [size for size in sizes if size & (size - 1) == 0] or sizes[:1]
-    limits = max_size, max_depth, max_branch
-    search = _search(acceptance, profile, context_length, probes, limits)
+    search = _search(acceptance, profile, context_length, probes, max_size)
     cost = search.cost
     best = {probe: search.best(probe) for probe in probes}
     trees = dict.fromkeys(best.values()) if tree is None else [tree]
     table = max(
         (_SpeedTable.of(candidate, acceptance, cost, probes) for candidate in trees),
         # Equal means go to the smaller tree.
-        key=lambda table: (round(table.mean_log_best(), 9), -table.tree.size),
+        key=lambda table: (
+            round(float(np.log(table.speedups.max(axis=1)).mean()), 9),
+            -table.tree.size,
+        ),
     )
     full = _SpeedTable.of(table.tree, acceptance, cost, sizes)
     ranges = _ranges(full, tolerance)
@@ -184,23 +183,16 @@ def _search(
     profile: Profile,
     context_length: int | None,
     batch_sizes: list[int],
-    limits: tuple[int, int, int | None],
+    max_size: int,
+    max_depth: int = MAX_DEPTH,
+    max_branch: int | None = None,
 ) -> TreeSearch:
-    max_size, max_depth, max_branch = limits
     if profile.head is not None and profile.head.levels is not None:
         max_depth = min(max_depth, profile.head.levels)
     cost = CostModel(profile, context_length)
     timed = max(cost.max_tokens(size) for size in batch_sizes)
-    # One vector is used for many profiles when the library is generated.
-    frontier = _cached_frontier(acceptance, min(max_size, timed), max_depth, max_branch)
+    frontier = _frontier(acceptance, min(max_size, timed), max_depth, max_branch)
     return TreeSearch(frontier, profile, context_length)
-
-
-@lru_cache(maxsize=4)
-def _cached_frontier(
-    acceptance: Acceptance, max_size: int, max_depth: int, max_branch: int | None
-) -> Frontier:
-    return Frontier.of(acceptance, max_size, max_depth, max_branch)
 
 
 class TreeSearch:
@@ -288,9 +280,6 @@ class _SpeedTable:
             # What was not timed at this batch size is not used at it.
             row[cost.max_tokens(batch_size) :] = 0.0
         return cls(tree, batch_sizes, np.array(rows), prefixes.expected_tokens)
-
-    def mean_log_best(self) -> float:
-        return float(np.log(self.speedups.max(axis=1)).mean())
 
 
 def _ranges(table: _SpeedTable, tolerance: float) -> Ranges:

@@ -76,10 +76,7 @@ def streamed_layers(
 
 
 def host_link(device: str) -> tuple[LinkName, str]:
-    """The link between a device and the host's memory, and what to call it.
-
-    Args:
-        device: Its id, or the name that its driver gives.
+    """The link between a device (its id, or the driver's name for it) and the host's memory.
 
     Returns:
         The link's name, and it in words, which say if it is a guess.

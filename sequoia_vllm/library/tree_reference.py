@@ -24,14 +24,7 @@ from sequoia_vllm.tree.token_tree import TokenTree, TreeError
 
 @dataclass(frozen=True)
 class NamedTree:
-    """A tree a user pointed at.
-
-    Attributes:
-        title: The file or library name.
-        tree: The tree.
-        acceptance: The vector it was made for, if the file says.
-        entry: The library entry, if it is one.
-    """
+    """A tree a user pointed at."""
 
     title: str
     tree: TokenTree

@@ -123,10 +123,6 @@ class WeightFile:
     def seal(self, region: Region, written: torch.Tensor) -> None:
         """Takes the checksums of what was written, and sends it to the disk.
 
-        Args:
-            region: A region.
-            written: Its bytes, as `region` gave them.
-
         Raises:
             OffloadError: The disk did not take it.
         """

@@ -99,14 +99,7 @@ class Frontier:
         max_branch: int | None = None,
         progress: Progress | None = None,
     ) -> Frontier:
-        """Runs the DP.
-
-        Args:
-            acceptance: See `optimize_tree`.
-            max_size: Largest size, root included.
-            max_depth: Largest depth, in edges.
-            max_branch: See `optimize_tree`.
-            progress: See `optimize_tree`.
+        """Runs the DP; arguments are as in `optimize_tree`.
 
         Raises:
             AcceptanceError: If ``acceptance`` is not an acceptance vector.

@@ -139,27 +139,16 @@ def check_worker(vllm_config: Any) -> None:
     check_versions(SequoiaSettings.of(vllm_config).versions, current_versions(), platform.node())
 
 
-def check_group(vllm_config: Any, device_name: str, group: Any) -> None:
-    """`check_devices` for the tensor-parallel group of this worker.
-
-    Args:
-        vllm_config: vLLM's.
-        device_name: This rank's device.
-        group: The ranks' process group, on the CPU.
-    """
-    names = [""] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(names, device_name, group=group)
+def check_group(vllm_config: Any, device_name: str, cpu_group: Any) -> None:
+    """`check_devices` for the tensor-parallel group of this worker."""
+    names = [""] * torch.distributed.get_world_size(cpu_group)
+    torch.distributed.all_gather_object(names, device_name, group=cpu_group)
     check_devices(names, SequoiaSettings.of(vllm_config).chosen_for)
 
 
-def check_ranks(vllm_config: Any, group: Any) -> None:
-    """`check_decisions` for all ranks that run steps together with this worker.
-
-    Args:
-        vllm_config: vLLM's.
-        group: The ranks' process group, on the CPU.
-    """
-    ranks: list[Any] = [None] * torch.distributed.get_world_size(group)
+def check_ranks(vllm_config: Any, cpu_group: Any) -> None:
+    """`check_decisions` for all ranks that run steps together with this worker."""
+    ranks: list[Any] = [None] * torch.distributed.get_world_size(cpu_group)
     here = platform.node(), decisions(vllm_config)
-    torch.distributed.all_gather_object(ranks, here, group=group)
+    torch.distributed.all_gather_object(ranks, here, group=cpu_group)
     check_decisions(ranks)

@@ -6,11 +6,7 @@ from sequoia_vllm.hardware.device import current_cpu_name
 
 
 def current_device_name(index: int = 0) -> str:
-    """Returns the GPU's name, for example "NVIDIA H200", or the CPU's model name.
-
-    Args:
-        index: Which of the node's GPUs.
-    """
+    """Returns the name of the node's GPU ``index``, like "NVIDIA H200", or the CPU's model name."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

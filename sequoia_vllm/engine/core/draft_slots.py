@@ -36,11 +36,6 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
 
     The batch may come out smaller than expected, as where a request's last token is under way;
     in that step it drafts no more than the batch of those that run.
-
-    Args:
-        original: vLLM's.
-        self: Its scheduler.
-        args, kwargs: What the step is scheduled with.
     """
     if self.dynamic_sd_lookup is None or not SequoiaSettings.enabled(self.vllm_config):
         return original(self, *args, **kwargs)
@@ -60,11 +55,6 @@ def handle_stopped_request(original: Callable[..., bool], self: Any, request: An
     That is past a turn's end where its last step accepted tokens behind it, and the next
     piece would begin in the slots of these. Without speculation the last token that is
     emitted is never computed, and is left out of the next turn; so it is here.
-
-    Args:
-        original: vLLM's.
-        self: Its scheduler.
-        request: One that has stopped; a resumable one may go on.
     """
     if request.resumable and SequoiaSettings.enabled(self.vllm_config):
         known = request.num_tokens - 1 + request.num_output_placeholders

@@ -17,10 +17,6 @@ def check_budget(original: Callable[..., None], self: Any) -> None:
     """Checks as vLLM does, and keeps the number of requests, which newer versions lower.
 
     They lower it where a configuration is copied, too, for a draft in the engine core's process.
-
-    Args:
-        original: vLLM's.
-        self: Its configuration.
     """
     if not SequoiaSettings.enabled(self):
         original(self)

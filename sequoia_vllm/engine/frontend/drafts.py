@@ -71,9 +71,6 @@ class DraftReader:
     def read(self, draft: str) -> Any:
         """Reads a draft's configuration like vLLM's ``SpeculativeConfig``. Not to be changed.
 
-        Args:
-            draft: Name or path of the draft.
-
         Raises:
             OSError, ValueError, RuntimeError: It cannot be read.
         """
@@ -107,9 +104,6 @@ class DraftReader:
     def kind(self, draft: str) -> DrafterKind:
         """The kind of a checkpoint; its path does not matter.
 
-        Args:
-            draft: Name or path.
-
         Raises:
             ConfigError: Trees do not draft with it, or it is not what ``"drafter"`` says, or it is
                 a head that was made for another target; names what it is, and the fix.
@@ -138,12 +132,7 @@ class DraftReader:
             return None
 
     def shapes(self, draft: str, kind: DrafterKind = "model") -> PairShapes:
-        """Shapes of the target and of this draft, with what could not be found out.
-
-        Args:
-            draft: Name or path of the draft.
-            kind: What it is.
-        """
+        """Shapes of the target and of this draft, with what could not be found out."""
         problems: list[str] = []
         target, quantization = self.target, self.config.draft_keys().get("quantization")
         head = kind if drafter(kind).is_head else None
@@ -173,11 +162,7 @@ class DraftReader:
 
 
 def recognise(config: Any) -> Recognised:
-    """What a configuration says of its checkpoint, read like vLLM.
-
-    Args:
-        config: See `DraftReader.read`.
-    """
+    """What a configuration says of its checkpoint, read like vLLM."""
 
     def read_as() -> str | None:
         if not getattr(config, "architectures", None):
@@ -215,11 +200,6 @@ def kinds_here() -> list[DrafterKind]:
 def check_method(kind: DrafterKind, draft: str, method: str) -> None:
     """Whether vLLM takes a draft for what it is; it also goes by names and paths.
 
-    Args:
-        kind: What it is.
-        draft: Name or path.
-        method: The method that vLLM chose.
-
     Raises:
         ConfigError: It does not.
     """
@@ -238,10 +218,6 @@ def check_method(kind: DrafterKind, draft: str, method: str) -> None:
 
 def check_folder(role: str, model: str) -> None:
     """Whether a model that is given as a path is there; names on the Hub are not looked up.
-
-    Args:
-        role: "draft" or "target", for the message.
-        model: Name or path.
 
     Raises:
         ConfigError: There is no such folder, or no model's configuration in it.

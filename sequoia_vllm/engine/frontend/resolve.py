@@ -22,13 +22,7 @@ logger = logging.getLogger("vllm.sequoia")
 
 @dataclass(frozen=True)
 class KnownDraft:
-    """A known drafter of one target.
-
-    Attributes:
-        name: Name or path.
-        kind: What it is.
-        why: Why it is taken, for the log.
-    """
+    """A known drafter of one target, and why it is taken, for the log."""
 
     name: str
     kind: DrafterKind

@@ -85,9 +85,6 @@ class DiskOffloader(BaseOffloader):
     their weights with the operations that vLLM's own prefetching uses, which compiled models keep
     in order.
 
-    Args:
-        spec: What is asked for.
-
     Raises:
         OffloadError: The directory cannot be used.
     """
@@ -102,10 +99,6 @@ class DiskOffloader(BaseOffloader):
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[Any]:
         """Lets vLLM load the target's layers into the file; a draft's stay as they are.
-
-        Args:
-            modules_generator: Builds one layer after the other.
-            prefix: Not used.
 
         Raises:
             OffloadError: There is no room, or layers share weights.

@@ -22,11 +22,7 @@ _ADVICE = {
 
 
 def offloading_backend(offload_config: Any) -> OffloadBackend | None:
-    """The backend that is asked for, as vLLM chooses it; None: nothing is to be offloaded.
-
-    Args:
-        offload_config: vLLM's ``OffloadConfig``.
-    """
+    """The backend that is asked for, as vLLM chooses it; None: nothing is to be offloaded."""
     return chosen_backend(
         offload_config.offload_backend,
         offload_config.prefetch.offload_group_size,
@@ -59,13 +55,7 @@ class OffloadedWeights:
 
     @classmethod
     def of(cls, model: nn.Module, offloader: Any, device: torch.device) -> OffloadedWeights:
-        """Counts what is there, whatever was asked for.
-
-        Args:
-            model: With its weights loaded and processed.
-            offloader: vLLM's, after its ``post_init``.
-            device: The engine's.
-        """
+        """Counts what is there, whatever was asked for."""
         parameters = list(model.parameters())
         total = sum(parameter.nbytes for parameter in parameters)
         # With the prefetch backend the model's parameters are the buffers on the device.

@@ -110,9 +110,6 @@ def weight_source(arguments: Any) -> OffloadedLayers | OffloadSpec | None:
 
     On CPUs vLLM's offloaders do nothing, and ours reads from a disk.
 
-    Args:
-        arguments: vLLM's engine arguments.
-
     Returns:
         Its ``name`` is for `PairKey.offloading`.
     """

@@ -120,10 +120,6 @@ class DraftSampling:
 
         Allocates what `children` stores of Q: float32, a row for each node with children
         of each sampled request.
-
-        Args:
-            tree: The tree that every request of the pass grows.
-            vocab_size: Logits of a node.
         """
         if not len(self.sampled):
             return

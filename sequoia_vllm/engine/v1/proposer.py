@@ -86,9 +86,6 @@ class TreeProposerV1(DraftModelProposer):
     def advance(self, committed: CommittedTokens) -> Tensor:
         """Runs the draft over committed tokens that it has not read, writing its KV cache.
 
-        Args:
-            committed: The tokens to read, of R requests.
-
         Returns:
             Draft logits ``[R, V]`` after each request's last committed token.
         """

@@ -9,11 +9,7 @@ from sequoia_vllm.engine.runner.wrapping import Recording, around
 
 
 class RecordingV1(Recording):
-    """Wraps the methods of one V1 runner, of a plain, a chain's or a Sequoia engine.
-
-    Args:
-        runner: The runner.
-    """
+    """Wraps the methods of one V1 runner, of a plain, a chain's or a Sequoia engine."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()

@@ -15,11 +15,7 @@ from sequoia_vllm.engine.runner.wrapping import Mark, Recording, around_marks
 
 
 class RecordingV2(Recording):
-    """Wraps the methods of one V2 runner, of a plain, a chain's or a Sequoia engine.
-
-    Args:
-        runner: The runner.
-    """
+    """Wraps the methods of one V2 runner, of a plain, a chain's or a Sequoia engine."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()

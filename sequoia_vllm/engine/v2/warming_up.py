@@ -25,11 +25,6 @@ def warm_up(original: Callable[..., None], runner: Any, *steps: Any) -> None:
 
     vLLM's gives every request the whole tree, after the KV cache has taken what profiling
     left: logits of more nodes than a schedule ever scores may not fit. Fewer requests run.
-
-    Args:
-        original: vLLM's.
-        runner: Ours.
-        steps: What runs a step.
     """
     limited = copy(runner.scheduler_config)
     fitting = max(1, runner.speculator.most_scored // runner.tree.size)

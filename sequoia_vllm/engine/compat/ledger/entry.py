@@ -15,12 +15,7 @@ _NOTATION = re.compile(r"([\w.]*)(?:\((.*)\))?")
 
 @dataclass(frozen=True)
 class Signature:
-    """Parameters of something that can be called.
-
-    Attributes:
-        names: In order.
-        required: The ones that have no default.
-    """
+    """Parameters of something that can be called: names in order, and those without a default."""
 
     names: tuple[str, ...]
     required: frozenset[str]

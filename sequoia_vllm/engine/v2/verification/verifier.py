@@ -143,9 +143,6 @@ class TreeVerifierV2(RejectionSampler):
         Its requests are greedy, or have every parameter there is. Others that are sampled have
         the target's statistics taken of logits in the model's dtype, where they need only
         their temperatures.
-
-        Args:
-            dtype: Type of the target's logits.
         """
         device = self._speculator.device
         inputs = VerifierInputs.empty(1, 1, device)
