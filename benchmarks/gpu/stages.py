@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sequoia_vllm.bench.rounds import BenchSettings
 
 _MODELS = Path(__file__).parents[2] / "examples" / "models"
-_TARGET_PARAMETERS, _DRAFT_PARAMETERS = "6.74B", "68M"
+_TARGET_PARAMETERS, _DRAFT_PARAMETERS = 6.74e9, 68e6
 _PROMPTS, _MAX_TOKENS, _ROUNDS = 4, 128, 3
 _CHAINS = ["4"]
 _TREES = ["16x5", "64x8"]
@@ -59,14 +59,14 @@ def compare_methods(run: ItemRun) -> None:
 
 
 def _synthetic(folder: Path) -> tuple[str, str]:
-    from sequoia_vllm.measuring.synthetic_target import make_synthetic_target
+    from benchmarks.synthetic_target.write import write_synthetic_target
 
     folders = []
     for role, size in (("target", _TARGET_PARAMETERS), ("draft", _DRAFT_PARAMETERS)):
-        made = make_synthetic_target(
-            str(_MODELS / role), folder / role, "--params", size, "--dtype", "bfloat16"
+        made = write_synthetic_target(
+            str(_MODELS / role), folder / role, parameters=size, dtype="bfloat16"
         )
-        folders.append(str(made["folder"]))
+        folders.append(str(made.folder))
     return folders[0], folders[1]
 
 

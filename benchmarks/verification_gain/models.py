@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sequoia_vllm.tree.token_tree import TokenTree
-from sequoia_vllm.verification.sampling import sample_without_replacement
+from sequoia_vllm.verification.sampling import draft_distribution, draw_without_replacement
 
 Draw = Callable[[Tensor, int], Tensor]
 """``(logits [rows, vocabulary], k) -> int64 [rows, k]``: children of each row, in order."""
@@ -110,7 +110,7 @@ def _children(draw: Draw, logits: Tensor, drawn: Tensor, count: int) -> Tensor:
 
 def without_replacement(logits: Tensor, k: int) -> Tensor:
     """As this package drafts above temperature 0."""
-    return sample_without_replacement(logits, k, 1.0)
+    return draw_without_replacement(draft_distribution(logits, logits.new_ones(len(logits))), k)
 
 
 def likeliest(logits: Tensor, k: int) -> Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -57,17 +55,6 @@ def demo(
         str, typer.Option(help="vLLM's chains, as bench's; bench finds the best of all.")
     ] = "2,4",
     dtype: Annotated[str, typer.Option(help="float32 makes identical output certain.")] = "float32",
-    synthetic_layers: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Layers to add to the small target that cost their time and change nothing: the "
-            "speeds of a larger target, the output of this one. In a checkout only.",
-        ),
-    ] = 0,
-    synthetic_width: Annotated[
-        int, typer.Option(min=1, help="MLP width of this synthetic target.")
-    ] = 4096,
     eager: Annotated[bool, typer.Option(help="Do not compile: starts faster.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -76,19 +63,11 @@ def demo(
     In a clone they go to SmolLM2-135M-Instruct and the draft that was trained for it, elsewhere
     to a small pair that comes along.
     """
-    from sequoia_vllm.measuring.engine_processes import sigterm_raises
-
     quiet_engines()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(friendly_errors())
-        pair = EMBEDDED if target or draft or synthetic_layers else chosen_pair()
+    with friendly_errors():
+        pair = EMBEDDED if target or draft else chosen_pair()
         target, draft = target or pair.target, draft or pair.draft
         check_models(target, draft)
-        if synthetic_layers:
-            stack.enter_context(sigterm_raises())
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sequoia-demo-"))
-            place = Path(folder) / "target"
-            target = _synthetic(target, place, synthetic_layers, synthetic_width, dtype)
         from sequoia_vllm.bench.methods import methods
         from sequoia_vllm.bench.rounds import BenchSettings
         from sequoia_vllm.measuring.engines import EngineSpec
@@ -105,20 +84,6 @@ def demo(
         )
         asked = [one.prompt or (one.messages or ())[-1].content for one in texts]
         _compare(settings, asked, as_json)
-
-
-def _synthetic(target: str, folder: Path, layers: int, width: int, dtype: str) -> str:
-    from sequoia_vllm.measuring.engines import load_config
-    from sequoia_vllm.measuring.synthetic_target import make_synthetic_target
-
-    config = load_config(target)
-    sizes = {
-        "--layers": config.num_hidden_layers + layers,
-        "--width": max(width, config.intermediate_size),
-        "--dtype": dtype,
-    }
-    words = [word for option, size in sizes.items() for word in (option, str(size))]
-    return str(make_synthetic_target(target, folder, *words)["folder"])
 
 
 def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:

@@ -7,17 +7,11 @@ figure measured on one passes for a trained model's.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from sequoia_vllm.errors import SequoiaError
-
 CONFIG_KEY = "sequoia_grown"
 """Key of the note in config.json."""
-
-_CHECKOUT = Path(__file__).parents[2]
 
 
 def synthetic_origin(model: str | Path) -> dict[str, Any] | None:
@@ -45,38 +39,6 @@ def synthetic_models(target: str, draft: str) -> dict[str, Any]:
     """Which of "target" and "draft" are synthetic, and their `synthetic_origin`."""
     found = {"target": synthetic_origin(target), "draft": synthetic_origin(draft)}
     return {role: origin for role, origin in found.items() if origin is not None}
-
-
-def make_synthetic_target(source: str, folder: Path, *options: str) -> dict[str, Any]:
-    """Runs the checkout's ``benchmarks.synthetic_target``; its progress goes to standard error.
-
-    Args:
-        source: The small model: a folder, or a name on the Hub.
-        folder: Where the synthetic target goes.
-        options: More of its command line, such as ``"--params", "800M"``.
-
-    Returns:
-        What it prints: "folder", "parameters" and more.
-
-    Raises:
-        SequoiaError: There is no checkout, or the program failed.
-    """
-    if not (_CHECKOUT / "benchmarks" / "synthetic_target").is_dir():
-        raise SequoiaError(
-            "synthetic targets are made by benchmarks/synthetic_target, which is not part of the "
-            "installed package: clone the repository, and run this command from its checkout "
-            "(pip install -e .)"
-        )
-    source = str(Path(source).absolute()) if Path(source).is_dir() else source
-    words = [source, str(folder.absolute()), "--no-check", "--json", *options]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.synthetic_target", *words],
-        cwd=_CHECKOUT, stdout=subprocess.PIPE, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise SequoiaError(f"no synthetic target was made of {source}: see the error above")
-    made: dict[str, Any] = json.loads(done.stdout)
-    return made
 
 
 def config_file(model: str) -> Path | None:

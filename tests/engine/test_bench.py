@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.bench_pictures import plot_report
+from benchmarks.synthetic_target import write_synthetic_target
 from sequoia_vllm.bench import chains
 from sequoia_vllm.bench.engines import open_engines
 from sequoia_vllm.bench.methods import plain
@@ -148,12 +149,12 @@ def test_the_best_chain_is_looked_for_and_run(monkeypatch):
     assert (found.greedy.compared, found.greedy.identical) == (6, 6)
 
 
-def test_demo_with_a_synthetic_target():
+def test_demo_with_a_synthetic_target(tmp_path):
+    larger = write_synthetic_target(str(TARGET), tmp_path / "larger", layers=6, width=1024)
     done = CliRunner().invoke(
         app,
-        ["demo", "--num-prompts", "2", "--max-tokens", "16", "--synthetic-layers", "2",
-         "--synthetic-width", "1024", "--chain", "4",
-         "--eager", "--json"],
+        ["demo", "--num-prompts", "2", "--max-tokens", "16", "--model", str(larger.folder),
+         "--chain", "4", "--eager", "--json"],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)

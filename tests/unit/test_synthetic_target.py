@@ -29,10 +29,7 @@ from benchmarks.synthetic_target import (
     write_synthetic_target,
 )
 from benchmarks.synthetic_target.__main__ import app
-from sequoia_vllm.cli import app as package_app
-from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.measuring import synthetic_target
-from sequoia_vllm.measuring.synthetic_target import make_synthetic_target, synthetic_origin
+from sequoia_vllm.measuring.synthetic_target import synthetic_origin
 from tests.support.models import TARGET
 
 SIZES = {
@@ -267,20 +264,3 @@ def test_wrong_options(tmp_path, options, message):
     done = CliRunner().invoke(app, [TARGET, str(tmp_path / "made"), *options])
     assert done.exit_code == 2
     assert message in done.output
-
-
-def test_the_package_runs_the_program_of_the_checkout(tmp_path, monkeypatch):
-    """Relative paths are those of the caller, whatever directory the program runs in."""
-    monkeypatch.chdir(save_model("llama", tmp_path / "source").parent)
-    made = make_synthetic_target("source", tmp_path / "made", "--layers", "4")
-    assert (made["folder"], made["layers"]) == (str(tmp_path / "made"), 4)
-    assert synthetic_origin(made["folder"])["from"] == str(tmp_path / "source")
-    with pytest.raises(SequoiaError, match="no synthetic target was made"):
-        make_synthetic_target("source", tmp_path / "made", "--layers", "4")
-
-
-def test_an_installed_package_says_where_synthetic_targets_are_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(synthetic_target, "_CHECKOUT", tmp_path)
-    done = CliRunner().invoke(package_app, ["demo", "--synthetic-layers", "2"])
-    assert done.exit_code == 2
-    assert "clone the repository" in done.output
