@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from sequoia_vllm.vocabulary import Matching
 
 IGNORED = -1
+BATCHES_TOGETHER = 8  # share their texts out by length
 _SMALLEST_REST = 1e-4  # keeps the logarithm of what is left to other tokens finite
 
 
@@ -40,14 +41,21 @@ class Texts:
         return torch.from_numpy(out)
 
     def shuffled_batches(self, size: int, seed: int) -> Iterator[torch.Tensor]:
-        """Batches without end, every pass over the texts in a new order."""
+        """Batches without end, every pass over the texts in a new order.
+
+        Texts of a batch have nearly the same length: of batches that follow each other, eight
+        share their texts out so. With answers of at most 192 tokens a quarter less is padding.
+        """
         rng = np.random.default_rng(seed)
         order: list[int] = []
+        together = max(1, min(BATCHES_TOGETHER, len(self) // size))
         while True:
-            while len(order) < size:
+            while len(order) < together * size:
                 order += rng.permutation(len(self)).tolist()
-            yield self.batch(order[:size])
-            del order[:size]
+            chosen = sorted(order[: together * size], key=lambda index: len(self._rows[index]))
+            del order[: together * size]
+            for place in rng.permutation(together).tolist():
+                yield self.batch(chosen[place * size : (place + 1) * size])
 
     def evenly_spaced_batches(self, size: int, at_most: int) -> Iterator[torch.Tensor]:
         """Each of ``at_most`` texts once, spread over all."""

@@ -184,6 +184,18 @@ def test_the_loss_is_the_cross_entropy_of_what_is_known(scripts, target, data):
     assert both == pytest.approx((found + other) / 2, rel=1e-2)
 
 
+def test_batches_are_of_like_length_and_a_pass_has_each_text_once(scripts, target, data):
+    [shard] = scripts.draft_data.read_shards(data, "training")
+    words = scripts.distil.whole_vocabulary(VOCABULARY)
+    texts = scripts.answers.Texts([shard], words, 1 << 20)
+    batches = texts.shuffled_batches(4, seed=0)
+    first, second = ([next(batches) for _ in range(6)] for _ in range(2))
+    lengths = np.diff(shard.ends, prepend=0)
+    for one in (first, second):
+        assert sum(batch.shape[1] for batch in one) == np.sort(lengths)[3::4].sum()
+    assert [batch.shape[1] for batch in first] != [batch.shape[1] for batch in second]
+
+
 def test_the_targets_own_copy_is_always_accepted(scripts, target, data):
     quality = scripts.draft_quality.measure_draft(target, data, "cpu", lambda: None)
     assert set(quality) == {"all", *scripts.chat_prompts.KINDS}
