@@ -36,9 +36,7 @@ def check_format(path: Path) -> None:
         FigureFormatError: If the ending is not one of `FORMATS`.
     """
     if path.suffix.lower() not in FORMATS:
-        raise FigureFormatError(
-            f"cannot draw to {path}: name a file ending in {', '.join(FORMATS)}"
-        )
+        raise FigureFormatError(f"cannot draw to {path}: name a file ending in .svg, .png or .pdf")
 
 
 def require_matplotlib() -> None:

@@ -25,15 +25,16 @@ from sequoia_vllm.library.pair_key import PairKey
 
 def advise(
     model: Annotated[
-        str, typer.Argument(help="Target: folder or name on the Hub.", show_default=False)
+        str,
+        typer.Argument(metavar="MODEL", help="Target model, name or path.", show_default=False),
     ],
     draft_model: Annotated[
-        str | None, typer.Option(help="Draft: folder or name; none: the known one.")
+        str | None, typer.Option(help="Draft model, name or path; none: the known one.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Device, like h100 or the driver's name; none: this one.")
+        str | None, typer.Option(help="Device: h100, or the driver's name for it; none: this one.")
     ] = None,
-    batch: Annotated[str, typer.Option(help="Batch sizes: requests at once.")] = "1,8,32",
+    batch: Annotated[str, typer.Option(help="Requests at once.")] = "1,8,32",
     as_json: JsonOption = False,
 ) -> None:
     """Does drafting pay? Predict plain decoding, the best chain and the engine's tree.

@@ -66,13 +66,14 @@ def bench(
         ),
     ] = BEST,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of every completion.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Times everything is measured.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
     profile: Annotated[
-        Path | None, typer.Option(help="Profile to predict from; none: the tuned one, if any.")
+        Path | None,
+        typer.Option(help="Profile to predict from; none: what tune measured, if any."),
     ] = None,
     acceptance: Annotated[
         str | None,
-        typer.Option(help="Acceptance file to predict from, one per temperature; likewise."),
+        typer.Option(help="Acceptance files to predict from, one per temperature; with --profile."),
     ] = None,
     predict: Annotated[
         bool,

@@ -20,6 +20,7 @@ from sequoia_vllm.cli.common import (
 from sequoia_vllm.cli.demo_pair import EMBEDDED, chosen_pair
 from sequoia_vllm.cli.measuring import (
     DraftOption,
+    EagerOption,
     TargetOption,
     check_models,
     measuring,
@@ -55,8 +56,8 @@ def demo(
         str, typer.Option(help="vLLM's chains, as bench's; bench finds the best of all.")
     ] = "2,4",
     dtype: Annotated[str, typer.Option(help="float32 makes identical output certain.")] = "float32",
-    eager: Annotated[bool, typer.Option(help="Do not compile: starts faster.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    eager: EagerOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Answer the same questions with plain vLLM, its chain speculation, and Sequoia.
 

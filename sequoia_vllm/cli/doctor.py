@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import re
@@ -40,8 +41,12 @@ class InstallationCheck:
     warns: bool = False
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Print versions, device, registration and the contract check; exit code 1 if one fails."""
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check what is installed, and say what to mend; exit code 1 if anything is."""
+    # On every CPU it says that Triton is installed without a use for it.
+    logging.getLogger("vllm.triton_utils.importing").disabled = True
     checks = list(run_checks())
     if as_json:
         print_json({"ok": all(c.ok for c in checks), "checks": [asdict(c) for c in checks]})

@@ -18,11 +18,11 @@ def gpu_check(
         typer.Option(
             "--output",
             "-o",
-            help="Folder for results, log and profiles; what it has is not measured again.",
+            help="Folder for results, log and profiles; what lies there is not measured again.",
         ),
     ] = Path("gpu-run"),
     minutes: Annotated[
-        float, typer.Option(help="End after so long: what would not fit is not begun.")
+        float, typer.Option(help="Most minutes; nothing is begun that would take longer.")
     ] = 30.0,
     tiny: Annotated[
         bool,

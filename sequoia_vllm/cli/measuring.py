@@ -32,7 +32,7 @@ PromptsOption = Annotated[
 ]
 RawPromptsOption = Annotated[
     bool,
-    typer.Option("--raw-prompts", help="Give bare prompts to the target without chat template."),
+    typer.Option("--raw-prompts", help="Leave the target's chat template out."),
 ]
 DtypeOption = Annotated[str, typer.Option(help="vLLM's dtype.")]
 EagerOption = Annotated[bool, typer.Option("--eager", help="Do not compile: starts faster.")]
@@ -46,7 +46,8 @@ OffloadDirectoryOption = Annotated[
     ),
 ]
 OffloadMemoryOption = Annotated[
-    float, typer.Option(min=0, help="GiB of layers that stay in memory, with the directory.")
+    float,
+    typer.Option(min=0, help="GiB of layers that stay in memory, with --offload-directory."),
 ]
 _LEVEL, _QUIET = "VLLM_LOGGING_LEVEL", "ERROR"
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 from typer.core import TyperCommand
 
-ALIASES = {"--target": "--model", "--draft": "--draft-model"}
+ALIASES = {"--target": "--model", "--draft": "--draft-model", "--batch-sizes": "--batch"}
 """Other spellings of options, accepted and not shown."""
 
 

@@ -75,7 +75,7 @@ def test_a_measured_pair_is_marked():
 
 
 def test_measured_times_without_acceptance_are_predictions():
-    found = advice("meta-llama/Llama-2-7b-hf", "--device", "h100", "--batch", "1")
+    found = advice("meta-llama/Llama-2-7b-hf", "--device", "h100", "--batch-sizes", "1")
     assert found["times"].startswith("measured: NVIDIA H100")
     assert found["acceptance"].startswith("assumed")
     assert not found["batches"][0]["measured"]

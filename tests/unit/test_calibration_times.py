@@ -294,7 +294,7 @@ def test_table(capsys):
         (("--profile", "p.json"), "--only times measures what --profile gives"),
         (("--prompts", "none.txt"), "name a file with --prompts"),
         (("--output", "no/such/dir/x.json"), "there is no directory"),
-        (("--plot", "p.gif"), "name a file ending in .svg, .png, .pdf"),
+        (("--plot", "p.gif"), "name a file ending in .svg, .png or .pdf"),
     ],
 )
 def test_friendly_errors(tmp_path, monkeypatch, arguments, message):

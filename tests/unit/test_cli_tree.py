@@ -97,6 +97,10 @@ class TestBuild:
         data = run_json("tree", "build", "--acceptance", path, "--size", 3)
         assert data["parents"] == [-1, 0, 0]
 
+    def test_a_root_without_drafts_has_no_children_to_count(self, vector):
+        done = run("tree", "build", "--acceptance", vector, "--size", 1)
+        assert done.stdout.startswith("tree  the root alone, 1.000 expected tokens per step\n")
+
     def test_says_when_the_limits_leave_no_room(self, vector):
         result = run("tree", "build", "--acceptance", vector, "--size", 99, "--max-depth", 1)
         assert "room for 4 of the 99 nodes" in result.stderr

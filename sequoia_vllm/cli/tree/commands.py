@@ -39,12 +39,19 @@ app = typer.Typer(
 )
 
 _VECTOR_HELP = (
-    'A file, {"acceptance": [...]} or a bare list p[k] / p[d][k]; or the name of one of the '
-    "library, like shipped; or -: such JSON on standard input."
+    'A file, {"acceptance": [...]} or a bare list p[k] / p[d][k]; a name in the library, '
+    "like shipped; or -, for such JSON on standard input."
 )
 AcceptanceOption = Annotated[str | None, typer.Option("--acceptance", help=_VECTOR_HELP)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-TreeArgument = Annotated[str, typer.Argument(metavar="FILE|NAME", show_default=False)]
+TreeArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE|NAME",
+        help="Tree file, or a name in the library, like h200/70b-1b/shipped.",
+        show_default=False,
+    ),
+]
 
 
 @app.command()
@@ -91,7 +98,7 @@ def show(
     nodes: Annotated[int, typer.Option(help="Most nodes to draw.")] = 48,
     as_json: JsonOption = False,
 ) -> None:
-    """Draw a tree with its levels and the value of each node; of a device, list its trees."""
+    """Draw a tree with its levels and the value of each node; for a device, list its trees."""
     with friendly_errors():
         if nodes < 1:
             fail(f"--nodes {nodes}: draw at least 1")

@@ -33,11 +33,9 @@ def tree_json(tree: TokenTree, acceptance: Acceptance | None) -> dict[str, Any]:
 
 def headline(title: str, tree: TokenTree, acceptance: Acceptance | None) -> Text:
     """One line: what the tree is."""
-    text = Text.assemble(
-        (title, "bold"),
-        f"  {counted(tree.size, 'node')} with the root, depth {tree.depth}, at most "
-        f"{counted(tree.max_branch, 'child', 'children')}",
-    )
+    shape = f"{tree.size} nodes with the root, depth {tree.depth}, at most "
+    shape += counted(tree.max_branch, "child", "children")
+    text = Text.assemble((title, "bold"), f"  {shape if tree.size > 1 else 'the root alone'}")
     if acceptance is not None:
         text.append(f", {tree.expected_tokens(acceptance):.3f} expected tokens per step", "green")
     return text
