@@ -153,9 +153,9 @@ class SchedulerAdapter:
             return
         try:
             if self._controller.restore(AdaptationState.load(self._path)):
-                logger.info("Sequoia: going on with what was learned of drafts (%s)", self._path)
+                logger.info("Sequoia: going on with what was learned about drafts (%s)", self._path)
         except (StateError, ValueError, LookupError, OSError) as error:
-            logger.warning("Sequoia: beginning to learn of drafts anew: %s", error)
+            logger.warning("Sequoia: learning about drafts from the start: %s", error)
 
     def _save(self, state: AdaptationState) -> None:
         try:
@@ -165,7 +165,7 @@ class SchedulerAdapter:
         except OSError as error:
             if not self._has_failed_to_keep:  # it will be tried again, again and again
                 logger.warning(
-                    "Sequoia: what was learned of drafts is not kept: %s (set %s to a directory "
+                    "Sequoia: what was learned about drafts is not kept: %s (set %s to a directory "
                     "that can be written to)",
                     error, USER_DIRECTORY_VARIABLE,
                 )  # fmt: skip
