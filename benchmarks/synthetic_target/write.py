@@ -29,7 +29,7 @@ from benchmarks.synthetic_target.shape import (
     explicit_shape,
     shape_for_parameters,
 )
-from sequoia_vllm.measuring.synthetic_target import CONFIG_KEY
+from sequoia_vllm.measuring.provenance import CONFIG_KEY
 
 if TYPE_CHECKING:
     import torch

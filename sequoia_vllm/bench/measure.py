@@ -10,7 +10,7 @@ target's best one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from sequoia_vllm.bench.chains import ChainSearch, search_chains
@@ -76,11 +76,8 @@ def measure(settings: BenchSettings, progress: Progress | None = None) -> BenchR
     """
     report = progress or (lambda what, done, total: None)
 
-    @contextmanager
-    def opened(methods: Sequence[Method]) -> Iterator[dict[str, BenchEngine]]:
-        options = settings.engine_options()
-        with open_engines(methods, settings.engine, options, report) as engines:
-            yield engines
+    def opened(methods: Sequence[Method]) -> AbstractContextManager[dict[str, BenchEngine]]:
+        return open_engines(methods, settings.engine, settings.engine_options(), report)
 
     @contextmanager
     def one_opened(method: Method) -> Iterator[BenchEngine]:

@@ -27,8 +27,7 @@ from sequoia_vllm.bench.report import (
 from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.measuring.engines import Progress
-from sequoia_vllm.measuring.provenance import model_hashes, provenance
-from sequoia_vllm.measuring.synthetic_target import synthetic_origin
+from sequoia_vllm.measuring.provenance import model_hashes, provenance, synthetic_origin
 
 # Environment variables that change speed on CPUs.
 _ENVIRONMENT = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import datetime
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,8 +14,7 @@ from sequoia_vllm.calibration.acceptance_task import AcceptanceTask
 from sequoia_vllm.calibration.counts import add_counts, estimate_acceptance, precision
 from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
 from sequoia_vllm.measuring.engines import Progress, open_engine, room_for
-from sequoia_vllm.measuring.provenance import provenance, settings_as_data
-from sequoia_vllm.measuring.synthetic_target import synthetic_models
+from sequoia_vllm.measuring.provenance import provenance, settings_as_data, synthetic_models
 from sequoia_vllm.prompts import source_name
 
 
@@ -175,12 +174,7 @@ class _Run:
         self._generated: dict[str, int] = {}
 
     def generate(self, llm: Any, on_checkpoint: Callable[[CalibrationState], None]) -> None:
-        """Generates until the measurement is complete.
-
-        Args:
-            llm: A ``vllm.LLM`` with Sequoia, used by nobody else.
-            on_checkpoint: Called with each new checkpoint.
-        """
+        """Generates until the measurement is complete, by an ``LLM`` that nobody else uses."""
         llm.collective_rpc("sequoia_stats", args=(True, False))
         last, stopped_by = time.monotonic(), None
         while stopped_by is None:
@@ -302,8 +296,7 @@ def _file(task: AcceptanceTask, state: CalibrationState) -> AcceptanceFile:
     )
 
 
-@contextmanager
-def _engine(task: AcceptanceTask, seed: int) -> Iterator[Any]:
+def _engine(task: AcceptanceTask, seed: int) -> AbstractContextManager[Any]:
     settings, tree = task.settings, task.tree
     longest = max(map(len, task.prompts)) + settings.max_tokens + tree.size
     speculation = {
@@ -312,8 +305,7 @@ def _engine(task: AcceptanceTask, seed: int) -> Iterator[Any]:
         # Whole trees are counted, at every batch size.
         "num_speculative_tokens_per_batch_size": [(1, 1, tree.num_speculative_tokens)],
     }  # fmt: skip
-    with open_engine(
+    return open_engine(
         settings.engine, seed=seed, speculative_config=speculation, enable_prefix_caching=False,
         **room_for(longest, settings.batch_size, tree.size),
-    ) as llm:  # fmt: skip
-        yield llm
+    )  # fmt: skip

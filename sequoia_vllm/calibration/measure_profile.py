@@ -43,9 +43,9 @@ from sequoia_vllm.measuring.provenance import (
     model_hashes,
     provenance,
     settings_as_data,
+    synthetic_models,
 )
 from sequoia_vllm.measuring.step_recorder import EXTENSION
-from sequoia_vllm.measuring.synthetic_target import synthetic_models
 from sequoia_vllm.prompts import (
     encode_prompts,
     load_prompts,

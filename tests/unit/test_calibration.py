@@ -507,12 +507,3 @@ def test_the_largest_of_the_batch_sizes_is_counted_at_once(dice, tmp_path):
         found = AcceptanceFile.load(path)
         assert found.provenance["settings"]["batch_size"] == expected
         assert found.name == "a"
-
-
-@pytest.mark.parametrize(("old", "step"), [("calibrate", "acceptance"), ("profile", "times")])
-def test_old_commands_name_the_new_form(old, step):
-    result = CliRunner().invoke(app, [old, *PAIR])
-    assert result.exit_code == 2
-    assert result.stderr.count("\n") == 1
-    assert f"use sequoia-vllm tune --only {step}" in result.stderr
-    assert f" {old} " not in CliRunner().invoke(app, ["--help"]).output

@@ -29,7 +29,7 @@ from benchmarks.synthetic_target import (
     write_synthetic_target,
 )
 from benchmarks.synthetic_target.__main__ import app
-from sequoia_vllm.measuring.synthetic_target import synthetic_origin
+from sequoia_vllm.measuring.provenance import synthetic_origin
 from tests.support.models import TARGET
 
 SIZES = {

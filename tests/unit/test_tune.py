@@ -32,7 +32,7 @@ from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.errors import CalibrationError
-from sequoia_vllm.measuring.synthetic_target import synthetic_models
+from sequoia_vllm.measuring.provenance import synthetic_models
 from tests.support.models import DRAFT, TARGET
 
 HERE = PairKey(current_cpu_name(), TARGET, DRAFT, "float32")
