@@ -152,8 +152,8 @@ def create_speculative_config(
     if is_apart and config.is_tree_chosen and USER_DIRECTORY_VARIABLE not in os.environ:
         logger.warning(
             "Sequoia: each node of this engine chooses a tree by what lies in a directory of its "
-            "own, and only the first node keeps anything there. So nodes will choose different trees, "
-            'and a later start will be refused: give all of them the same "tree", or one '
+            "own, and only the first node keeps anything there. So nodes will choose different "
+            'trees, and a later start will be refused: give all of them the same "tree", or one '
             "directory (%s)",
             USER_DIRECTORY_VARIABLE,
         )
