@@ -228,11 +228,11 @@ class LoggerKinds(PrometheusKinds):
         self._class = logger_class
 
     def counter(self, name: str, documentation: str, labels: list[str]) -> Any:
-        """As vLLM makes its counters for this logger."""
+        """A counter like those of vLLM that this logger shows."""
         return self._class._counter_cls(name, documentation, labels)
 
     def gauge(self, name: str, documentation: str, labels: list[str]) -> Any:
-        """As vLLM makes its gauges for this logger."""
+        """A gauge like those of vLLM that this logger shows."""
         return self._class._gauge_cls(name, documentation, labels)
 
 
