@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,16 @@ from benchmarks.verification_gain.models import (
     drafted,
     likeliest,
     likeliest_and_one_drawn,
-    without_replacement,
 )
 from benchmarks.verification_gain.univer import univer
 from sequoia_vllm.tree.token_tree import TokenTree
 from sequoia_vllm.verification.methods import method_of
+from sequoia_vllm.verification.sampling import draw_without_replacement
 
 METHODS = ("Algorithm 2", "traversal", "UniVer", "likeliest")
 OURS = {"Algorithm 2": "sequoia", "traversal": "traversal"}
 PROMPT, ANSWER = 64, 48  # tokens of texts that the target writes here
+AT_ONCE = 8  # contexts
 
 
 @dataclass(frozen=True)
@@ -74,70 +76,74 @@ def measure(options: Any, temperature: float) -> dict[int, NDArray[np.float64]]:
     draft = TreeReader(options.draft_model, matching, rows)
     torch.manual_seed(0)
     texts = recorded(options.data, temperature) if options.data else written(target, temperature)
-    found: dict[int, list[list[float]]] = {tree.size: [] for tree in trees}
-    for context in contexts(texts, options.contexts):
+    found: dict[int, list[NDArray[np.float64]]] = {tree.size: [] for tree in trees}
+    todo = contexts(texts, options.contexts)
+    while batch := list(islice(todo, AT_ONCE)):
         for reader in (target, draft):
-            reader.read(context)
+            reader.read(batch)
+        roots = torch.stack([context[-1] for context in batch])
         for tree in trees:
-            pair = (target, draft)
-            found[tree.size].append(
-                expected(pair, tree, int(context[-1]), temperature, options.repeats)
-            )
-    return {size: np.array(values) for size, values in found.items()}
+            values = expected((target, draft), tree, roots, temperature, options.repeats)
+            found[tree.size].append(values)
+    return {size: np.concatenate(values) for size, values in found.items()}
 
 
 def expected(
     pair: tuple[TreeReader, TreeReader],
     tree: TokenTree,
-    root: int,
+    roots: torch.Tensor,
     temperature: float,
     repeats: int,
-) -> list[float]:
-    """Tokens of a step after what both models have read, by each of `METHODS`.
+) -> NDArray[np.float64]:
+    """Tokens of a step after what both models have read, ``[texts, methods]``.
 
     Args:
         pair: Target and draft.
         tree: The shape of all trees.
-        root: The text's last token.
+        roots: The texts' last tokens.
         temperature: Of both.
         repeats: Verifications of a tree by Algorithm 2 and by traversal.
     """
     target, draft = pair
 
-    def laws(tokens: NDArray[np.int64]) -> torch.Tensor:
-        return (target.logits(tree, torch.from_numpy(tokens), tree.size) / temperature).softmax(-1)
+    def laws(tokens: torch.Tensor) -> torch.Tensor:
+        found = target.logits(tree, tokens, range(tree.size)) / temperature
+        target.forget_tree()
+        return found.softmax(-1)
 
-    tokens, q = drafted(draft, tree, root, temperature, without_replacement)
+    tokens, q = drafted(draft, tree, roots, temperature, draw_without_replacement)
     p = laws(tokens)
     values = [verified(name, tree, tokens, p, q, repeats) for name in OURS.values()]
-    tokens, q = drafted(draft, tree, root, temperature, likeliest_and_one_drawn)
-    decision = univer(tree, tokens, laws(tokens).double().numpy(), q.double().numpy())
-    values.append(1 + float(decision.accepted @ tree.depths))
-    tokens, q = drafted(draft, tree, root, temperature, likeliest)
-    p = laws(tokens)
-    reached = np.ones(tree.size)
+    tokens, q = drafted(draft, tree, roots, temperature, likeliest_and_one_drawn)
+    rows = (one.double().numpy() for one in (laws(tokens), q))
+    ends = [univer(tree, *row).accepted for row in zip(tokens.numpy(), *rows, strict=True)]
+    values.append(1 + np.stack(ends) @ tree.depths)
+    tokens, q = drafted(draft, tree, roots, temperature, likeliest)
+    parents = torch.tensor(tree.parents[1:])
+    steps = laws(tokens)[:, parents].gather(2, tokens[:, 1:, None])[..., 0].double().numpy()
+    reached = np.ones(tokens.shape)
     for node, parent in enumerate(tree.parents[1:], start=1):
-        reached[node] = reached[parent] * float(p[parent, tokens[node]])
-    return [*values, float(reached.sum())]
+        reached[:, node] = reached[:, parent] * steps[:, node - 1]
+    return np.stack([*values, reached.sum(1)], 1)
 
 
 def verified(
     method: str,
     tree: TokenTree,
-    tokens: NDArray[np.int64],
+    tokens: torch.Tensor,
     p: torch.Tensor,
     q: torch.Tensor,
     repeats: int,
-) -> float:
-    """Mean tokens of a step of one of this package's methods, on one tree."""
-    shape = (repeats, tree.size)
+) -> NDArray[np.float64]:
+    """Mean tokens of a step of one of this package's methods, for each tree."""
+    parents = torch.from_numpy(tree.parents_array.copy()).expand(len(tokens) * repeats, -1)
     result = method_of(method).host_function()(
-        lambda requests, nodes: p[nodes],
-        lambda requests, nodes: q[nodes],
-        torch.from_numpy(tokens).expand(shape).contiguous(),
-        torch.from_numpy(tree.parents_array.copy()).expand(shape).contiguous(),
+        lambda requests, nodes: p[requests // repeats, nodes],
+        lambda requests, nodes: q[requests // repeats, nodes],
+        tokens.repeat_interleave(repeats, 0),
+        parents.contiguous(),
     )
-    return 1 + float(result.num_accepted.double().mean())
+    return 1 + result.num_accepted.view(-1, repeats).double().mean(1).numpy()
 
 
 def written(target: TreeReader, temperature: float) -> list[Text]:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sequoia_vllm.tree.token_tree import TokenTree
-from sequoia_vllm.verification.sampling import draft_distribution, draw_without_replacement
 
 Draw = Callable[[Tensor, int], Tensor]
-"""``(logits [rows, vocabulary], k) -> int64 [rows, k]``: children of each row, in order."""
+"""``(Q [texts, vocabulary], k) -> int64 [texts, k]``: children, in order."""
 
 
 class TreeReader:
-    """A model in float32, its logits over the target's tokens.
+    """A model in float32 that reads several texts, and then a tree of one shape after each.
 
     Args:
         folder: The model's.
@@ -31,95 +30,107 @@ class TreeReader:
 
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model = model.eval()
-        self._read = self._drawn = None
-        if matching is not None:
-            self._drawn = torch.from_numpy(matching.drawn)
-            self._read = None if matching.read is None else torch.from_numpy(matching.read)
-        self._rows = rows
+        self._matching, self._rows = matching, rows
         self._cache: Any = None
-        self._length = 0
+        self._text = torch.zeros(0)  # where a row of the cache has a token, bool [texts, length]
+        self._nodes: list[int] = []  # of the tree, in the order in which they were read
 
     @torch.no_grad()
-    def read(self, text: Tensor) -> None:
-        """Reads a text ``[length]`` but for its last token, which is the root of its trees."""
+    def read(self, texts: Sequence[Tensor]) -> None:
+        """Reads texts but for their last tokens, which are the roots of their trees."""
         from transformers import DynamicCache
 
-        self._cache, self._length = DynamicCache(config=self.model.config), len(text) - 1
-        self.model(self._own(text[None, :-1]), past_key_values=self._cache, use_cache=True)
-
-    @torch.no_grad()
-    def logits(self, tree: TokenTree, tokens: Tensor, count: int) -> Tensor:
-        """Logits at the first nodes of a tree, float32 ``[count, vocabulary]``.
-
-        Args:
-            tree: Its shape; parents come before their children.
-            tokens: Of its nodes, the root's first, int64 ``[nodes]``.
-            count: Nodes whose tokens are known.
-        """
-        own = torch.from_numpy(tree.ancestor_mask[:count, :count].copy())
-        seen = torch.cat((own.new_ones(count, self._length), own), 1)
-        found = self.model(
-            self._own(tokens[None, :count]),
-            attention_mask=seen[None, None],
-            position_ids=self._length + torch.from_numpy(tree.depths[:count].copy())[None],
+        length = max(map(len, texts)) - 1
+        tokens = torch.stack([pad(text[:-1], (length - len(text) + 1, 0)) for text in texts])
+        self._text = (
+            torch.arange(length) >= torch.tensor([length - len(t) + 1 for t in texts])[:, None]
+        )
+        self._cache, self._nodes = DynamicCache(config=self.model.config), []
+        self.model(
+            self._own(tokens),
+            attention_mask=self._text.long(),
+            position_ids=(self._text.cumsum(1) - 1).clamp(min=0),
             past_key_values=self._cache,
             use_cache=True,
-        ).logits[0]
-        self._cache.crop(-count)
-        if self._drawn is None:
-            return found[:, : self._rows]
-        known = self._drawn >= 0
-        mapped = found.new_full((count, len(known)), -torch.inf)
-        mapped[:, known] = found[:, self._drawn[known]]
+        )
+
+    @torch.no_grad()
+    def logits(self, tree: TokenTree, tokens: Tensor, nodes: Sequence[int]) -> Tensor:
+        """Logits at some nodes, whose ancestors were read before or are among them.
+
+        Args:
+            tree: Its shape.
+            tokens: Of all of its nodes, int64 ``[texts, nodes]``.
+            nodes: Which to read.
+
+        Returns:
+            Float32 ``[texts, len(nodes), target's vocabulary]``.
+        """
+        self._nodes += nodes
+        own = torch.from_numpy(tree.ancestor_mask[np.ix_(nodes, self._nodes)])
+        size = (len(tokens), len(nodes), -1)
+        seen = torch.cat((self._text[:, None].expand(size), own.expand(size)), 2)
+        depths = torch.from_numpy(tree.depths[list(nodes)])
+        found = self.model(
+            self._own(tokens[:, nodes]),
+            attention_mask=seen[:, None],
+            position_ids=self._text.sum(1, keepdim=True) + depths,
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits
+        if self._matching is None:
+            return found[..., : self._rows]
+        drawn = torch.from_numpy(self._matching.drawn)
+        known = drawn >= 0
+        mapped = found.new_full((*found.shape[:2], len(drawn)), -torch.inf)
+        mapped[..., known] = found[..., drawn[known]]
         return mapped
 
+    def forget_tree(self) -> None:
+        """Goes back to the end of the texts."""
+        if self._nodes:
+            self._cache.crop(-len(self._nodes))
+        self._nodes = []
+
     def _own(self, tokens: Tensor) -> Tensor:
-        return tokens if self._read is None else self._read[tokens]
+        if self._matching is None or self._matching.read is None:
+            return tokens
+        return torch.from_numpy(self._matching.read)[tokens]
 
 
 def drafted(
-    draft: TreeReader, tree: TokenTree, root: int, temperature: float, draw: Draw
-) -> tuple[NDArray[np.int64], Tensor]:
-    """Drafts a tree level by level.
+    draft: TreeReader, tree: TokenTree, roots: Tensor, temperature: float, draw: Draw
+) -> tuple[Tensor, Tensor]:
+    """Drafts a tree level by level after each text.
 
     Returns:
-        Its tokens ``[nodes]``, and Q at each node, ``[nodes, vocabulary]``; zero at leaves.
+        Tokens ``[texts, nodes]``, and Q at each node, ``[texts, nodes, vocabulary]``; zero at
+        leaves.
     """
-    tokens = torch.full((tree.size,), root)
+    tokens = roots[:, None].repeat(1, tree.size)
     laws: Tensor | None = None
     for level in tree.levels:
         inner = [int(node) for node in level if tree.children[node]]
         if not inner:
             continue
-        logits = draft.logits(tree, tokens, int(level[-1]) + 1)[inner] / temperature
+        found = (draft.logits(tree, tokens, inner) / temperature).softmax(-1)
         if laws is None:
-            laws = logits.new_zeros(tree.size, logits.shape[1])
-        laws[inner] = logits.softmax(-1)
-        drawn = draw(logits, max(len(tree.children[node]) for node in inner))
+            laws = found.new_zeros(len(tokens), tree.size, found.shape[-1])
+        laws[:, inner] = found
         for row, node in enumerate(inner):
             children = list(tree.children[node])
-            tokens[children] = _children(draw, logits[row], drawn[row], len(children))
+            tokens[:, children] = draw(found[:, row], len(children))
+    draft.forget_tree()
     assert laws is not None
-    return tokens.numpy(), laws
+    return tokens, laws
 
 
-def _children(draw: Draw, logits: Tensor, drawn: Tensor, count: int) -> Tensor:
-    """A node's children: the first of those drawn, but for laws that depend on their number."""
-    return draw(logits[None], count)[0] if draw is likeliest_and_one_drawn else drawn[:count]
-
-
-def without_replacement(logits: Tensor, k: int) -> Tensor:
-    """As this package drafts above temperature 0."""
-    return draw_without_replacement(draft_distribution(logits, logits.new_ones(len(logits))), k)
-
-
-def likeliest(logits: Tensor, k: int) -> Tensor:
+def likeliest(law: Tensor, k: int) -> Tensor:
     """The k likeliest tokens."""
-    return logits.topk(k).indices
+    return law.topk(k).indices
 
 
-def likeliest_and_one_drawn(logits: Tensor, k: int) -> Tensor:
+def likeliest_and_one_drawn(law: Tensor, k: int) -> Tensor:
     """The k - 1 likeliest tokens, and one that is drawn from the others."""
-    fixed = logits.topk(k - 1).indices
-    others = logits.scatter(1, fixed, -torch.inf).softmax(-1)
-    return torch.cat((fixed, others.multinomial(1)), 1)
+    fixed = law.topk(k - 1).indices
+    return torch.cat((fixed, law.scatter(1, fixed, 0.0).multinomial(1)), 1)

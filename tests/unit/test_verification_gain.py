@@ -11,14 +11,10 @@ import torch
 
 from benchmarks.embedded_pair import DRAFT, TARGET
 from benchmarks.verification_gain import __main__ as study
-from benchmarks.verification_gain.models import (
-    TreeReader,
-    drafted,
-    likeliest_and_one_drawn,
-    without_replacement,
-)
+from benchmarks.verification_gain.models import TreeReader, drafted, likeliest_and_one_drawn
 from benchmarks.verification_gain.univer import drawn_law, univer
 from sequoia_vllm.tree.token_tree import TokenTree
+from sequoia_vllm.verification.sampling import draw_without_replacement
 
 VOCABULARY, LENGTH = 3, 3
 #      0
@@ -87,19 +83,22 @@ def test_univer_emits_the_targets_law(seed):
         assert found == pytest.approx(expected, abs=1e-12)
 
 
-def test_laws_at_nodes_are_those_of_their_texts():
+@pytest.mark.parametrize("draw", [draw_without_replacement, likeliest_and_one_drawn])
+def test_laws_at_nodes_are_those_of_their_texts(draw):
+    """Texts of different lengths are read together."""
     torch.manual_seed(0)
-    draft, text = TreeReader(DRAFT), torch.arange(300, 320)
-    draft.read(text)
-    for draw in (without_replacement, likeliest_and_one_drawn):
-        tokens, laws = drafted(draft, TREE, int(text[-1]), 0.7, draw)
-        assert tokens[1] != tokens[2]
-        for node in (0, 1, 2):
-            path = [] if node == 0 else [int(tokens[node])]
-            whole = torch.cat((text, torch.tensor(path, dtype=torch.int64)))[None]
-            with torch.no_grad():
-                expected = (draft.model(whole).logits[0, -1] / 0.7).softmax(-1)
-            torch.testing.assert_close(laws[node], expected, rtol=1e-3, atol=1e-6)
+    draft, texts = TreeReader(DRAFT), [torch.arange(300, 320), torch.arange(500, 507)]
+    draft.read(texts)
+    for _ in range(2):  # the second tree after the same texts
+        tokens, laws = drafted(draft, TREE, torch.tensor([319, 506]), 0.7, draw)
+        for text, own, found in zip(texts, tokens, laws, strict=True):
+            assert own[1] != own[2]
+            for node in (0, 1, 2):
+                path = own[1:1] if node == 0 else own[[node]]
+                with torch.no_grad():
+                    whole = draft.model(torch.cat((text, path))[None]).logits[0, -1]
+                expected = (whole / 0.7).softmax(-1)
+                torch.testing.assert_close(found[node], expected, rtol=1e-3, atol=1e-6)
 
 
 def test_a_tiny_run(monkeypatch):
