@@ -6,10 +6,9 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 from sequoia_vllm.drafters.registry import drafter
-from sequoia_vllm.hardware.choose import Schedule
 from sequoia_vllm.hardware.device import Device, DeviceSpec
 from sequoia_vllm.hardware.models import (
     PairShapes,
@@ -27,7 +26,6 @@ from sequoia_vllm.library.entries import (
 )
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError, LibraryFile, TreeEntry
 from sequoia_vllm.library.pair_key import PairKey, is_local
-from sequoia_vllm.tree.token_tree import TokenTree
 
 logger = logging.getLogger("vllm.sequoia.library")  # shown by vLLM's own handler
 
@@ -46,31 +44,6 @@ class Selection:
 
     entry: TreeEntry
     reason: str
-
-    @property
-    def name(self) -> str:
-        """Name of the entry; `TreeLibrary.entry` takes it, unless the tree was computed here."""
-        return self.entry.name
-
-    @property
-    def source(self) -> str:
-        """How the times were had: "user" (tuned here), or see `Profile.source`."""
-        return "user" if self.name.startswith("user/") else self.entry.profile.source
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        """The tree and its prefix by batch size."""
-        return self.entry.to_schedule()
-
-    @property
-    def tree(self) -> TokenTree:
-        """The whole stored tree; `schedule` says how much of it to draft."""
-        return self.schedule.tree
-
-    @property
-    def expected_speedup(self) -> float:
-        """Speedup over plain decoding at batch size 1."""
-        return self.schedule.estimate(1).speedup
 
 
 def selection(entry: TreeEntry, reasons: list[str]) -> Selection:

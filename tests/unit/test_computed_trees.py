@@ -47,7 +47,8 @@ def key(device: str, target: str = "/m/t", draft: str = "/m/d", **more) -> PairK
 
 
 def content(selection: Selection):
-    return selection.tree, selection.schedule.ranges, selection.expected_speedup
+    entry = selection.entry
+    return entry.tree.tree, entry.schedule, entry.estimates[0].speedup
 
 
 # -- on GPUs: the roofline ---------------------------------------------------------
@@ -56,8 +57,8 @@ def content(selection: Selection):
 def test_a_path_gives_what_the_class_of_its_size_has(library):
     stored = library.entry("l40s/7b-68m/shipped")
     found = library.select(key(L40S), shapes=SHAPES_7B)
-    assert found.tree == stored.tree.tree
-    assert found.schedule.ranges == stored.schedule
+    assert found.entry.tree == stored.tree
+    assert found.entry.schedule == stored.schedule
     assert found.entry.estimates == stored.estimates
 
 
@@ -66,7 +67,7 @@ def test_one_line_says_what_was_chosen_from_what(library, caplog):
         found = library.select(key(L40S, dtype="float16"), shapes=SHAPES_7B)
     assert caplog.messages == [f"Sequoia: {found.reason}"]
     for part in (
-        f"{found.tree.size} nodes", f"expected {found.expected_speedup:.2f}x",
+        f"{found.entry.tree.size} nodes", f"expected {found.entry.estimates[0].speedup:.2f}x",
         "roofline, not measured", f"device {L40S!r} is l40s",
         "computed for a target of 6.74b and a draft of 68m parameters (float16, TP size 1)",
         "acceptance of this pair not measured: the weakest class, shipped",
@@ -80,7 +81,7 @@ def test_the_embedded_pair_on_a_gpu(library):
     assert found.entry.target_parameters == pytest.approx(4.16e6, rel=0.01)
     assert "acceptance embedded-greedy measured on this pair" in found.reason
     large = library.select(key(H100), shapes=SHAPES_7B)
-    assert found.expected_speedup < large.expected_speedup
+    assert found.entry.estimates[0].speedup < large.entry.estimates[0].speedup
 
 
 @pytest.mark.parametrize("device", [H100, CPU])
@@ -121,15 +122,15 @@ def test_other_weights_of_the_same_shape_are_another_model(library, tmp_path):
 def test_names_on_the_hub_keep_their_entries(library):
     names = SMALL.target.name, SMALL.draft.name
     kept = library.select(key(L40S, *names), shapes=SHAPES_7B)
-    assert kept.name == "l40s/7b-68m/shipped"
+    assert kept.entry.name == "l40s/7b-68m/shipped"
     for other in ({"tensor_parallel_size": 2}, {"dtype": "float32"}):
         computed = library.select(key(L40S, *names, **other), shapes=SHAPES_7B)
-        assert computed.name.startswith("computed/l40s/")
-        assert computed.expected_speedup != kept.expected_speedup
+        assert computed.entry.name.startswith("computed/l40s/")
+        assert computed.entry.estimates[0].speedup != kept.entry.estimates[0].speedup
     quantized = SMALL.target.model_copy(update={"layer_weight_bytes": 0.5})
     found = library.select(key(L40S, *names), shapes=PairShapes(quantized, SMALL.draft))
     assert "quantized weights" in found.reason
-    assert found.expected_speedup < kept.expected_speedup
+    assert found.entry.estimates[0].speedup < kept.entry.estimates[0].speedup
 
 
 def test_a_device_without_trees_has_a_datasheet(library):
@@ -146,7 +147,7 @@ def test_a_slice_is_a_smaller_device(library):
         for mig in ("", " MIG 3g.40gb")
     )
     assert "MIG slice 3g.40gb; computed for" in part.reason
-    assert part.tree.size < whole.tree.size
+    assert part.entry.tree.size < whole.entry.tree.size
 
 
 def test_acceptance_measured_on_the_pair_is_taken(library):
@@ -154,7 +155,7 @@ def test_acceptance_measured_on_the_pair_is_taken(library):
     large = model_classes()["70b-8b"]
     shapes = PairShapes(large.target, large.draft)
     found = library.select(key(L40S, *names, tensor_parallel_size=8), shapes=shapes)
-    assert found.name == "computed/l40s/70.6b-8.03b/appendix-e"
+    assert found.entry.name == "computed/l40s/70.6b-8.03b/appendix-e"
 
 
 def learned(vector: list[list[float]], greedy_trees: float) -> AdaptationState:
@@ -177,13 +178,13 @@ def test_acceptance_counted_while_serving_is_taken(library):
     path = adaptation_path(library.user, pair.file_name)
     learned([[0.9, 0.0]], greedy_trees=1000.0).save(path)
     found = library.select(pair, shapes=SHAPES_7B)
-    assert found.name.endswith("/learned")
+    assert found.entry.name.endswith("/learned")
     assert "acceptance counted while serving greedy requests" in found.reason
-    assert found.tree == TokenTree.chain(found.tree.num_speculative_tokens)
-    assert found.tree.depth > before.tree.depth
-    assert found.expected_speedup > before.expected_speedup
+    assert found.entry.tree.tree == TokenTree.chain(found.entry.tree.tree.num_speculative_tokens)
+    assert found.entry.tree.depth > before.entry.tree.depth
+    assert found.entry.estimates[0].speedup > before.entry.estimates[0].speedup
     other = library.select(key(L40S, "/m/other"), shapes=SHAPES_7B)
-    assert other.tree == before.tree
+    assert other.entry.tree == before.entry.tree
 
 
 @pytest.mark.parametrize("content", ["few", "no state"])
@@ -194,14 +195,14 @@ def test_too_little_or_nothing_that_was_counted_is_not_taken(library, content, c
     learned([[0.9, 0.0]], greedy_trees=100.0).save(path)
     if content == "no state":
         path.write_text("{}")
-    assert library.select(pair, shapes=SHAPES_7B).tree == before.tree
+    assert library.select(pair, shapes=SHAPES_7B).entry.tree == before.entry.tree
     assert ("is not used" in caplog.text) == (content == "no state")
 
 
 def test_the_users_own_tree_comes_first(library):
     pair = key(L40S, TARGET, DRAFT)
     library.save_user_tree(pair, library.entry("h200/8b-1b/shipped"))
-    assert library.select(pair, shapes=EMBEDDED).source == "user"
+    assert library.select(pair, shapes=EMBEDDED).entry.name.startswith("user/")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ def test_the_users_own_tree_comes_first(library):
 def test_what_cannot_be_computed_gets_the_nearest_class(library, shapes, more, reason):
     found = library.select(key(L40S, **more), shapes=shapes)
     assert reason in found.reason
-    assert "-68m/shipped" in found.name
+    assert "-68m/shipped" in found.entry.name
     assert "is the nearest to a target of" in found.reason
 
 
@@ -225,8 +226,8 @@ def test_what_cannot_be_computed_gets_the_nearest_class(library, shapes, more, r
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_embedded_pair_keeps_its_measured_entry(library, dtype):
     found = library.select(key(CPU, TARGET, DRAFT, dtype=dtype), shapes=EMBEDDED)
-    assert found.name == "x86-cpu/4.16m-1.67m/embedded-greedy"
-    assert found.tree.size == 1
+    assert found.entry.name == "x86-cpu/4.16m-1.67m/embedded-greedy"
+    assert found.entry.tree.size == 1
 
 
 @pytest.mark.parametrize("shapes", [EMBEDDED, PairShapes(GROWN, EMBEDDED.draft), None])

@@ -311,13 +311,13 @@ def pair_of(name: str) -> tuple[PairKey, PairShapes]:
 def test_trees_of_heads_are_computed(tmp_path, name, words):
     key, shapes = pair_of(name)
     found = TreeLibrary(user=tmp_path).select(key, shapes=shapes)
-    assert found.name.startswith(f"computed/h100-sxm/{found.entry.model_class}/")
+    assert found.entry.name.startswith(f"computed/h100-sxm/{found.entry.model_class}/")
     assert found.entry.model_class.endswith(f"b-{shapes.head}")
     assert words in found.reason
     pair = model_classes("heads")[name]
     profile = roofline_profile(identify(H100).spec, pair.target, pair.draft)
     vector = Acceptance.of(found.entry.acceptance)
-    assert found.tree == choose_schedule(vector, profile).tree
+    assert found.entry.tree.tree == choose_schedule(vector, profile).tree
 
 
 def test_the_name_of_a_head_has_its_targets_size():

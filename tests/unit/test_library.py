@@ -189,16 +189,16 @@ def of(target: str, draft: str) -> PairKey:
 )
 def test_by_driver_name(library, device, name):
     selection = library.select(on(device))
-    assert selection.name == name
-    assert selection.tree == library.entry(name).tree.tree
-    assert selection.source == "roofline"
-    assert selection.expected_speedup > 1
+    assert selection.entry.name == name
+    assert selection.entry.tree == library.entry(name).tree
+    assert selection.entry.profile.source == "roofline"
+    assert selection.entry.estimates[0].speedup > 1
     assert "roofline, not measured" in selection.reason
     assert repr(device) in selection.reason
 
 
 def test_batch_size_decides_what_is_expected(library):
-    schedule = library.select(H200).schedule
+    schedule = library.select(H200).entry.to_schedule()
     assert schedule.estimate(1).speedup > schedule.estimate(200).speedup
     assert drafts_at(schedule.ranges, 200) < drafts_at(schedule.ranges, 1)
     assert schedule.estimate(200) == schedule.estimate(128)
@@ -243,7 +243,7 @@ def test_acceptance_class(library):
     measured_on = library.select(
         of("meta-llama/Meta-Llama-3-70B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct")
     )
-    assert measured_on.name == "h200/70b-8b/appendix-e"
+    assert measured_on.entry.name == "h200/70b-8b/appendix-e"
 
 
 def test_differences_from_how_it_was_made_are_said(library):
@@ -256,7 +256,7 @@ def test_unknown_devices_get_the_nearest_with_one_log_line(library, caplog):
     with caplog.at_level(logging.INFO, logger="vllm.sequoia.library"):
         for _ in range(3):
             selection = library.select(on("NVIDIA RTX 6000 Ada Generation"))
-    assert selection.name.startswith("l40s/")
+    assert selection.entry.name.startswith("l40s/")
     assert "Ada Generation': l40s is the nearest by roofline" in selection.reason
     assert "operations per byte" in selection.reason
     assert len(caplog.records) == 1
@@ -302,11 +302,10 @@ def test_user_trees_come_first(library):
     path = library.save_user_tree(H200, tuned_entry(library))
     assert path.parent == library.user
     selection = library.select(H200)
-    assert selection.source == "user"
-    assert selection.name == f"user/{path.stem}"
+    assert selection.entry.name == f"user/{path.stem}"
     assert f"tuned here ({path})" in selection.reason
-    assert library.entry(selection.name).tree.tree == selection.tree
-    assert library.entries()[0].name == selection.name
+    assert library.entry(selection.entry.name).tree == selection.entry.tree
+    assert library.entries()[0].name == selection.entry.name
 
 
 @pytest.mark.parametrize(
@@ -321,7 +320,7 @@ def test_user_trees_come_first(library):
 )
 def test_user_trees_are_for_exactly_their_key(library, other):
     library.save_user_tree(H200, tuned_entry(library))
-    assert library.select(replace(H200, **other)).source != "user"
+    assert not library.select(replace(H200, **other)).entry.name.startswith("user/")
 
 
 @pytest.mark.parametrize("source", ["warm-up", "scaled"])
@@ -332,7 +331,8 @@ def test_user_trees_of_earlier_versions_are_read(library, source):
     library.save_user_tree(H200, entry.model_copy(update={"profile": profile}))
     (library.user / "timed_at_start").mkdir()
     selection = library.select(H200)
-    assert (selection.source, selection.tree) == ("user", entry.tree.tree)
+    assert selection.entry.name.startswith("user/")
+    assert selection.entry.tree == entry.tree
 
 
 def test_corrupt_user_tree(library):
@@ -415,7 +415,7 @@ def test_measured_files_add_entries(inputs, tmp_path):
     assert all("pair-" not in text for name, text in files.items() if name != "x86-cpu.json")
     selection = library.select(PairKey(cpu, *pair, "bfloat16"))
     assert selection.entry.acceptance_class == "pair-greedy"
-    assert selection.source == "measured"
+    assert selection.entry.profile.source == "measured"
     assert "(measured)" in selection.reason
 
 
@@ -461,8 +461,8 @@ def test_make_entry_for_a_tuned_tree(library):
     entry = make_entry("tuned", "8b-1b", profile, profile_reference(profile), vector, schedule)
     library.save_user_tree(H200, entry)
     selection = library.select(H200)
-    assert selection.source == "user"
-    assert selection.schedule.ranges == schedule.ranges
+    assert selection.entry.name.startswith("user/")
+    assert selection.entry.schedule == schedule.ranges
     assert selection.entry.acceptance_class == "mine"
 
 

@@ -51,9 +51,9 @@ def test_files_of_targets_in_memory_keep_their_names():
 
 def test_the_library_has_trees_of_each_for_the_same_pair(library):
     in_memory, offloaded = library.select(NAMED), library.select(OFFLOADED)
-    assert in_memory.name == "l40/70b-8b/shipped"
-    assert offloaded.name == "l40/70b-8b-offloaded/shipped"
-    assert in_memory.tree.size <= 128 < offloaded.tree.size
+    assert in_memory.entry.name == "l40/70b-8b/shipped"
+    assert offloaded.entry.name == "l40/70b-8b-offloaded/shipped"
+    assert in_memory.entry.tree.size <= 128 < offloaded.entry.tree.size
     assert "roofline, not measured" in offloaded.reason
 
 
@@ -67,12 +67,12 @@ def test_the_nearest_class_is_one_of_them_too(library):
 
 def test_where_shapes_are_known_the_tree_is_of_these_bytes(library):
     found = library.select(OFFLOADED, shapes=SHAPES)
-    assert found.name.startswith("computed/l40/70.6b-8.03b-offloaded/")
+    assert found.entry.name.startswith("computed/l40/70.6b-8.03b-offloaded/")
     assert found.entry.streamed == WEIGHTS
     assert "100.0 GB of weights read in each pass: PCIe, prefetch, 2 buffers" in found.reason
     uva = streamed_layers(PAIR.target, 100e9, 25e9, "PCIe", backend="uva")
     narrow = library.select(OFFLOADED, shapes=replace(SHAPES, streamed=uva))
-    assert narrow.tree.size <= 128 < found.tree.size
+    assert narrow.entry.tree.size <= 128 < found.entry.tree.size
     # The same pair in memory has the library's own, or one computed so.
     assert library.select(NAMED, shapes=IN_MEMORY).entry.streamed is None
 
@@ -114,7 +114,7 @@ def test_tuned_trees_serve_what_they_were_tuned_for(library, tuned):
     library.save_user_tree(tuned, library.entry("l40/70b-8b/shipped"))
     for pair in (NAMED, OFFLOADED, replace(OFFLOADED, offloading="uva-60gib")):
         shapes = IN_MEMORY if pair.offloading is None else SHAPES
-        assert (library.select(pair, shapes=shapes).source == "user") == (pair == tuned)
+        assert library.select(pair, shapes=shapes).entry.name.startswith("user/") == (pair == tuned)
 
 
 def test_what_was_learned_serves_engines_like_it(library):

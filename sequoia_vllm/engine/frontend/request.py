@@ -92,14 +92,10 @@ def names_sequoia(request: dict[str, Any]) -> bool:
         return True
     if method is None and isinstance(request.get("tree"), (str, dict)):
         raise ConfigError(f'"tree" is a key of method {METHOD!r}: add "method": "{METHOD}"')
-    if isinstance(method, str) and _is_misspelt(method):
+    # No method of vLLM's is nearly called like ours.
+    if difflib.get_close_matches(str(method).strip().lower(), [METHOD], cutoff=0.75):
         raise ConfigError(f"there is no method {method!r}: did you mean {METHOD!r}?")
     return False
-
-
-def _is_misspelt(method: str) -> bool:
-    """Whether this is nearly our method's name; no method of vLLM's is."""
-    return bool(difflib.get_close_matches(method.strip().lower(), [METHOD], cutoff=0.75))
 
 
 def _json_object(text: str) -> Any:

@@ -151,7 +151,7 @@ def _gain_of_schedule(schedule: StoredSchedule, source: str) -> ExpectedGain:
 
 def _from_library(pair: PairKey, shapes: PairShapes | None) -> TreeChoice:
     selection = TreeLibrary().select(pair, shapes)
-    schedule = selection.schedule
+    schedule = selection.entry.to_schedule()
     return TreeChoice(
         schedule.tree,
         selection.reason,
