@@ -64,6 +64,13 @@ def test_text_says_what_was_not_measured_and_how_to_serve():
     assert f"vllm serve {LLAMA} --speculative-config '{config}'" in shown
 
 
+def test_the_documents_example_is_what_it_prints():
+    document = (ROOT / "docs" / "predictions.md").read_text(encoding="utf-8")
+    command = document.split("$ sequoia-vllm advise ")[1].split("\n")[0]
+    example = document.split("```\nbatch ")[1].split("```")[0]
+    assert " ".join(example.split()) in advise(*command.split())
+
+
 def test_a_measured_pair_is_marked():
     found = advice(PAIR, "--device", "cpu", "--batch", "1")
     assert found["acceptance"].startswith("measured on this pair")
