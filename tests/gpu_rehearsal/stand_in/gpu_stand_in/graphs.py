@@ -174,6 +174,7 @@ class CUDAGraph:
     _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
     _pool: Any = field(default=None, init=False)
     _is_captured: bool = field(default=False, init=False)
+    _is_poisoned: bool = field(default=False, init=False)
 
     __hash__ = object.__hash__
 
@@ -247,10 +248,15 @@ class CUDAGraph:
         for other in _graphs_by_pool[self._pool]:
             if other is self or not (pieces and other.kind == PIECE):
                 other._poison()
+        self._is_poisoned = False
         for entry in self._record:
             entry.replay()
 
     def _poison(self) -> None:
+        """Destroys what the last replay left in private memory, once."""
+        if self._is_poisoned:
+            return
+        self._is_poisoned = True
         for tensor in self._private.values():
             memory = _whole(tensor, tensor.dtype)
             if tensor.dtype.is_floating_point:
@@ -260,6 +266,7 @@ class CUDAGraph:
 
     def reset(self) -> None:
         self._record, self._private, self._is_captured = [], {}, False
+        self._is_poisoned = False
 
     def pool(self) -> Any:
         return self._pool
