@@ -55,15 +55,8 @@ class _Strict(BaseModel):
         return data
 
 
-_REMOVED_KEYS = {
-    "tune_at_start": "engines time nothing at their start any more: leave the key out",
-}
-
-
 def unknown_key(key: str, valid: Iterable[str]) -> str:
-    """The message for a key we do not know: what became of it, or the nearest one that we do."""
-    if key in _REMOVED_KEYS:
-        return f"unknown key {key!r}: {_REMOVED_KEYS[key]}"
+    """The message for a key we do not know: the nearest one that we do."""
     names = sorted(valid)
     nearest = difflib.get_close_matches(key[:99], names, n=1)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"valid keys are {', '.join(names)}."

@@ -27,6 +27,17 @@ class FileModel(BaseModel):
         """The JSON object, keys as in the file, unset optional keys left out."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
+    def save(self, path: Path) -> None:
+        """Writes a file that engines may share: whole or not at all, with its folder.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_text(dump_json(self.to_dict()), encoding="utf-8")
+        partial.replace(path)
+
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -65,18 +76,6 @@ def _explain(problem: ValidationError) -> str:
     if len(problems) > MOST_PROBLEMS:
         lines.append(f"and {len(problems) - MOST_PROBLEMS} more problems")
     return "\n  ".join(lines)
-
-
-def save_whole(path: Path, model: FileModel) -> None:
-    """Writes a file that engines may share: whole or not at all, with its folder.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(dump_json(model.to_dict()), encoding="utf-8")
-    partial.replace(path)
 
 
 def dump_json(data: Any) -> str:

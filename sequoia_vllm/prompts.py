@@ -38,12 +38,7 @@ class Message(_Line):
 
 
 class Prompt(_Line):
-    """A bare text or a conversation: exactly one of the two.
-
-    Attributes:
-        prompt: Text to continue or to answer.
-        messages: Conversation whose next turn is generated.
-    """
+    """A bare text or a conversation: exactly one of the two."""
 
     prompt: str | None = Field(default=None, min_length=1)
     messages: tuple[Message, ...] | None = Field(default=None, min_length=1)

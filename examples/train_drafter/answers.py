@@ -9,7 +9,7 @@ import torch
 from draft_data import Shard
 from numpy.typing import NDArray
 
-from sequoia_vllm.vocabulary import Matching
+from sequoia_vllm.vocabulary.matching import Matching
 
 IGNORED = -1
 BATCHES_TOGETHER = 8  # share their texts out by length

@@ -16,7 +16,7 @@ from shapes import Shape
 from training import CHECKPOINT, Schedule, train
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from sequoia_vllm.vocabulary import Matching
+from sequoia_vllm.vocabulary.matching import Matching
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from errors import PairError
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sequoia_vllm.vocabulary import Matching, match, read_vocabulary
+from sequoia_vllm.vocabulary.matching import Matching, match
+from sequoia_vllm.vocabulary.tokens import read_vocabulary
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 

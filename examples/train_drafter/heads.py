@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from training import CHECKPOINT, Schedule, train
 from transformers import AutoConfig, LlamaConfig
 
-from sequoia_vllm.vocabulary import Matching
+from sequoia_vllm.vocabulary.matching import Matching
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.json_file import FileModel, read_model, save_whole
+from sequoia_vllm.json_file import FileModel, read_model
 from sequoia_vllm.tree import Acceptance
 
 SCHEMA: Literal["sequoia-vllm/adaptation/1"] = "sequoia-vllm/adaptation/1"
@@ -63,7 +63,3 @@ class AdaptationState(FileModel):
             StateError: Naming what is wrong with it.
         """
         return read_model(path, cls, "adaptation", StateError)
-
-    def save(self, path: Path) -> None:
-        """Writes the file, whole or not at all: engines may share one."""
-        save_whole(path, self)

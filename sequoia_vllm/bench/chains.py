@@ -56,12 +56,7 @@ class PredictedChain:
 
 @dataclass(frozen=True)
 class ChainSearch:
-    """What was predicted of vLLM's chains, and which were chosen to be run.
-
-    Attributes:
-        predicted: Predictions in each case.
-        chosen: Chains to run in each case, shortest first.
-    """
+    """What was predicted of vLLM's chains, and which were chosen to be run, shortest first."""
 
     predicted: dict[EngineCase, list[PredictedChain]]
     chosen: dict[EngineCase, list[Chain]]
@@ -159,10 +154,6 @@ def choose(
 
     First every case gets the one predicted best, then the second, then a third
     if it is close.
-
-    Args:
-        found: Predictions in each case.
-        most: Engines that may be started; at least 1.
     """
     fastest = {
         case: sorted(predicted, key=lambda one: one.tokens_per_second, reverse=True)

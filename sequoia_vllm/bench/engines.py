@@ -35,13 +35,7 @@ _PROCESS_GIB = 1.0
 
 
 def engine_options(max_model_len: int, max_num_seqs: int, most_drafts: int) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` that all engines of a comparison share.
-
-    Args:
-        max_model_len: Longest prompt with its completion.
-        max_num_seqs: Largest batch.
-        most_drafts: Most drafts of a request and step, whatever the method.
-    """
+    """Arguments of ``vllm.LLM`` that all engines of a comparison share."""
     return {
         # Completions end as much later as a step may bring, and trees are never trimmed there.
         **room_for(max_model_len + 2 * most_drafts, max_num_seqs, most_drafts + 1),
@@ -200,12 +194,6 @@ def open_engines(
     methods: Sequence[Method], engine: EngineSpec, options: dict[str, Any], progress: Progress
 ) -> Iterator[dict[str, BenchEngine]]:
     """Starts an engine for every method; all are alive together.
-
-    Args:
-        methods: What to compare.
-        engine: Models, and how all engines run them.
-        options: `engine_options`.
-        progress: Called with (what is done, engines started, engines in all).
 
     Yields:
         The engines, by their methods' names.

@@ -66,10 +66,6 @@ class BenchRuns:
 def measure(settings: BenchSettings, progress: Progress | None = None) -> BenchRuns:
     """Measures every method in every case.
 
-    Args:
-        settings: What to compare.
-        progress: Called with (what is done, turns done, turns of this case).
-
     Raises:
         BenchError, CalibrationError: If engines cannot start, or settings give
             nothing to measure.

@@ -100,13 +100,7 @@ def run_bench(
 
 
 def results(found: BenchRuns, predict: Predict, *, chain_is_wrong: bool) -> list[Result]:
-    """Sums up each method in each case.
-
-    Args:
-        found: What was measured.
-        predict: Prediction of the cost model for a method in a case.
-        chain_is_wrong: Whether this machine's vLLM has bug #55005.
-    """
+    """Sums up each method in each case."""
     summed = []
     for case, runs in found.runs.items():
         chains = [one for one in runs if one.method.kind is Kind.CHAIN]

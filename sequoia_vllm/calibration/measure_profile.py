@@ -243,11 +243,7 @@ def _engines(settings: ProfileSettings, report: Progress) -> Iterator[tuple[Any,
 
 
 class Rounds:
-    """Runs both engines in rounds and collects the times.
-
-    Attributes:
-        times: Times of each batch size and context.
-    """
+    """Runs both engines in rounds and collects the times."""
 
     def __init__(
         self,

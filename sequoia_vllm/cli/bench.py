@@ -30,7 +30,6 @@ from sequoia_vllm.cli.measuring import (
     offload_spec,
     quiet_engines,
 )
-from sequoia_vllm.json_file import save_whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -129,7 +128,7 @@ def bench(
                 basis = PredictionBasis.measured(settings, prompts, raw_prompts, progress)
             report = run_bench(settings, basis, _described(options, chosen), progress)
     if output is not None:
-        save_whole(output, report)
+        report.save(output)
     if plot is not None:
         from sequoia_vllm.cli.bench_plot import plot_speeds
 

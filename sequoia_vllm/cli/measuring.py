@@ -54,11 +54,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.
 
 
 def quiet_engines(verbose: bool = False) -> None:
-    """Lets engines log errors only, in this process and its children; before vLLM is imported.
-
-    Args:
-        verbose: Leave all as it is.
-    """
+    """Lets engines log errors only, unless ``verbose``; called before vLLM is imported."""
     if verbose:
         return
     os.environ.setdefault(_LEVEL, _QUIET)  # unless the user set another level

@@ -13,7 +13,6 @@ import typer
 from sequoia_vllm.cli.common import note
 from sequoia_vllm.cli.measuring import measuring
 from sequoia_vllm.hardware.step_profile import Profile
-from sequoia_vllm.json_file import save_whole
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.verification.methods import DEFAULT_METHOD, method_names
 
@@ -58,8 +57,8 @@ def count_into(
             note(f"going on from {path}: {_covered(state)}")
             start = state
     with measuring(f"{stage}acceptance:", "interrupted before anything was measured") as report:
-        measured = measure_acceptance(task, start, report, save=lambda file: save_whole(path, file))
-    save_whole(path, measured)
+        measured = measure_acceptance(task, start, report, save=lambda file: file.save(path))
+    measured.save(path)
     return measured
 
 
@@ -88,7 +87,7 @@ def time_into(
 
     with measuring(f"{stage}profile:", "interrupted: no profile was written") as report:
         measured = measure_profile(settings, report, vectors)
-    save_whole(path, measured)
+    measured.save(path)
     return measured
 
 
@@ -152,8 +151,8 @@ def tune_pair(
         vector = _counted(files.acceptance, counting, restart, next(stages))
     if times is None:
         times = time_into(files.profile, timing, [vector.vector], next(stages))
-    save_whole(files.acceptance, vector)  # the same bytes, unless it was given
-    save_whole(files.profile, times)
+    vector.save(files.acceptance)  # the same bytes, unless it was given
+    times.save(files.profile)
     entry = tuned_tree.tuned_entry(vector, times, context, largest)
     if counting.temperature > 0 and acceptance is None and entry.tree.size > 1:
         method, on_tree = _compared(counting, entry, vector, files, restart)

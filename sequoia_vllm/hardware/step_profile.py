@@ -19,7 +19,7 @@ from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.streaming import StreamedWeights
-from sequoia_vllm.json_file import FileModel, dump_json, read_model
+from sequoia_vllm.json_file import FileModel, read_model
 
 Seconds = Annotated[float, Field(gt=0, le=1e5)]
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -196,7 +196,3 @@ class Profile(FileModel):
                 names every wrong field.
         """
         return read_model(Path(path), cls, "profile", ProfileError)
-
-    def save(self, path: Path | str) -> None:
-        """Writes the profile as JSON."""
-        Path(path).write_text(dump_json(self.to_dict()), encoding="utf-8")

@@ -35,12 +35,7 @@ IsPair = Callable[[str | None, str | None], bool]
 
 @dataclass(frozen=True)
 class Selection:
-    """The tree to use, and why.
-
-    Attributes:
-        entry: The tree, its schedule, and everything it was made from.
-        reason: One line: what was chosen and why.
-    """
+    """The tree to use, and in one line what was chosen and why."""
 
     entry: TreeEntry
     reason: str

@@ -85,9 +85,6 @@ class TreeMetrics:
     The counts of a step are small integers that `observe` adds up; the many
     counters are brought up to date by `flush`, which need not follow each step.
 
-    Attributes:
-        failures: By engine, the counter of errors of its draft.
-
     Args:
         tree: The engines' tree.
         source: Where it came from, for the log; the label is its first clause.

@@ -9,8 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sequoia_vllm.vocabulary import load_tokenizer, read_vocabulary
 from sequoia_vllm.vocabulary.matching import Segments
+from sequoia_vllm.vocabulary.tokens import load_tokenizer, read_vocabulary
 from tests.support.models import DRAFT
 
 SIZE = 4096

@@ -140,11 +140,6 @@ def test_draft_keys_are_vllms_own():
     assert config.draft_keys() == {"revision": "r"}
 
 
-def test_removed_keys_say_what_became_of_them():
-    with pytest.raises(ConfigError, match="time nothing at their start any more: leave the key"):
-        SequoiaConfig.parse({"method": "sequoia", "tune_at_start": False})
-
-
 def test_tokens_to_draft_may_lie_in_a_file(tmp_path):
     file = tmp_path / "tokens.json"
     config = SequoiaConfig.parse({"draft_vocabulary": str(file)})

@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sequoia_vllm.vocabulary import (
-    MappedVocabulary,
-    SharedVocabulary,
+from sequoia_vllm.vocabulary.mapped import MappedVocabulary, SharedVocabulary
+from sequoia_vllm.vocabulary.matching import Matching, Segments, match
+from sequoia_vllm.vocabulary.tokens import (
     Vocabulary,
-    match,
+    by_merges,
+    byte_level_text,
+    piece_text,
     read_vocabulary,
+    token_texts,
 )
-from sequoia_vllm.vocabulary.matching import Matching, Segments
-from sequoia_vllm.vocabulary.tokens import by_merges, byte_level_text, piece_text, token_texts
 from tests.support.models import TARGET
 from tests.support.vocabularies import train_byte_level
 

@@ -32,11 +32,6 @@ def current_versions() -> dict[str, str]:
 def check_versions(front_end: Mapping[str, str], here: Mapping[str, str], node: str) -> None:
     """Raises unless this node has the front end's versions.
 
-    Args:
-        front_end: `current_versions` of the process that the user started.
-        here: `current_versions` of this process.
-        node: Its node's name, for the message.
-
     Raises:
         ConfigError: Naming both versions of each package that differs.
     """
@@ -108,10 +103,7 @@ def _in_ranges(drafts: Sequence[int]) -> str:
 
 
 def check_decisions(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> None:
-    """Raises unless the same was decided for all ranks that run steps together.
-
-    Args:
-        ranks: Node and `decisions` of each.
+    """Raises unless the same was decided for all ranks, each on its node, that run steps together.
 
     Raises:
         ConfigError: Naming each difference, and the fix.

@@ -57,10 +57,6 @@ class DraftReader:
     """Reads the configurations of the drafts that one engine may take, each once.
 
     vLLM makes its configuration of the draft only later, when it must know the number of drafts.
-
-    Attributes:
-        target: vLLM's configuration of the target.
-        config: What the user gave; its keys for the draft count.
     """
 
     def __init__(self, target: Any, config: SequoiaConfig) -> None:

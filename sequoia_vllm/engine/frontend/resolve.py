@@ -31,13 +31,7 @@ class KnownDraft:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a configuration comes to for one target on one device.
-
-    Attributes:
-        draft: What drafts.
-        choice: The tree, and how much of it to draft at which batch size.
-        settings: What the workers read of it.
-    """
+    """What a configuration comes to for one target on one device."""
 
     draft: ResolvedDraft
     choice: TreeChoice

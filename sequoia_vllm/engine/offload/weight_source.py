@@ -55,12 +55,6 @@ class OffloadedLayers:
     ) -> StreamedWeights | None:
         """The bytes of a pass and their rate; None where only some parameters are offloaded.
 
-        Args:
-            target: Its shape.
-            dtype: Its type, such as "bfloat16".
-            device: Name that the driver gives.
-            devices: Devices that the target is split over.
-
         Raises:
             ValueError: If the type is not known.
         """

@@ -49,10 +49,6 @@ class TargetCaches:
 
     Made in the first step that has trees; `move` is called once in each such step, after
     verification.
-
-    Args:
-        kv_caches: Each target layer's cache, by name.
-        metadata: See `layers_by_cache`.
     """
 
     def __init__(self, kv_caches: dict[str, Tensor], metadata: dict[str, Any]) -> None:

@@ -17,15 +17,9 @@ from sequoia_vllm.config import ConfigError
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.runner.trimmed_output import trim_output
 from sequoia_vllm.prompts import load_prompts
-from sequoia_vllm.vocabulary import (
-    MappedVocabulary,
-    Matching,
-    SharedVocabulary,
-    load_tokenizer,
-    match,
-    read_vocabulary,
-)
-from sequoia_vllm.vocabulary.tokens import by_merges
+from sequoia_vllm.vocabulary.mapped import MappedVocabulary, SharedVocabulary
+from sequoia_vllm.vocabulary.matching import Matching, match
+from sequoia_vllm.vocabulary.tokens import by_merges, load_tokenizer, read_vocabulary
 
 logger = logging.getLogger("vllm.sequoia")
 

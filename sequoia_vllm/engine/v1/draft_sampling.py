@@ -27,15 +27,12 @@ from sequoia_vllm.verification.sampling import (
 logger = logging.getLogger("vllm.sequoia")
 
 
-_BROKEN = (
-    "Sequoia: the draft model gave NaN or infinite logits. Outputs stay the target's, but hardly "
-    "any draft is accepted: check the draft's weights and dtype (said once)"
-)
-
-
 @cache
 def _say_that_it_is_broken() -> None:
-    logger.warning(_BROKEN)
+    logger.warning(
+        "Sequoia: the draft model gave NaN or infinite logits. Outputs stay the target's, but "
+        "hardly any draft is accepted: check the draft's weights and dtype (said once)"
+    )
 
 
 def _mend_broken(draft: Tensor) -> None:
@@ -94,15 +91,7 @@ class DraftSampling:
         truncation: Truncation,
         depth: int,
     ) -> DraftSampling:
-        """Sampling that some requests of a batch ask for.
-
-        Args:
-            requests: Their indices in the batch.
-            metadata: The batch's.
-            generators: Its seeded requests' generators, by index.
-            truncation: What each request of the batch excludes.
-            depth: Depth of the trees.
-        """
+        """Sampling that some requests of a batch ask for."""
         if metadata.temperature is None:
             return cls.greedy(len(requests))
         temperature = metadata.temperature[requests]

@@ -45,10 +45,6 @@ class PathEdits:
     These are ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias`` and
     penalties. The runner asks for `edited` logits in each step that has trees, and the
     verifier sees no others.
-
-    Args:
-        tree: The engine's tree; every request drafts a prefix of it.
-        device: The engine's device.
     """
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -32,52 +32,6 @@ def without_discarded(metadata: SamplingMetadata, discarded: NDArray[np.bool_]) 
     return replace(metadata, generators=kept)
 
 
-@dataclass(frozen=True)
-class SamplerRows:
-    """Where each token comes from that a step with trees emits.
-
-    `combine_outputs` makes one if some request of the batch has no tree or asks for
-    logprobs. vLLM's sampler samples at the root rows for the requests without trees.
-
-    Attributes:
-        root_rows: int64 ``[requests]``: the row of each request's root in the logits; the
-            only row of a request without a tree.
-        tokens: int64 ``[requests, W]``: emitted tokens, -1 padded; requests
-            without trees are still -1 throughout.
-        logits_rows: int64 ``[requests, W]``: the logits row that each emitted
-            token was drawn from; padding repeats the root's.
-        without_tree: bool ``[requests]``: which requests have no tree.
-    """
-
-    root_rows: Tensor
-    tokens: Tensor
-    logits_rows: Tensor
-    without_tree: Tensor
-
-    @classmethod
-    def of(cls, trees: ScoringTreesV1, result: VerifyResult, num_reqs: int) -> SamplerRows:
-        """The rows of one step.
-
-        Args:
-            trees: The step's trees.
-            result: What the verifier found for them.
-            num_reqs: Requests in the batch, those without trees included.
-        """
-        device = trees.requests.device
-        rows_of_request = torch.ones(num_reqs, dtype=torch.int64, device=device)
-        rows_of_request[trees.requests] = trees.num_nodes
-        root_rows = rows_of_request.cumsum(0) - rows_of_request
-        width = result.output_tokens.shape[1]
-        tokens = torch.full((num_reqs, width), -1, dtype=torch.int64, device=device)
-        tokens[trees.requests] = result.output_tokens
-        # Token j of a path was drawn at its node j - 1; the first at the root.
-        nodes = torch.zeros(num_reqs, width, dtype=torch.int64, device=device)
-        nodes[trees.requests, 1:] = result.accepted_nodes.clamp(min=0)
-        without_tree = torch.ones(num_reqs, dtype=torch.bool, device=device)
-        without_tree[trees.requests] = False
-        return cls(root_rows, tokens, root_rows[:, None] + nodes, without_tree)
-
-
 def combine_outputs(
     sampler: Sampler,
     trees: ScoringTreesV1,
@@ -105,25 +59,53 @@ def combine_outputs(
     all_have_trees = len(trees.requests) == num_reqs
     if all_have_trees and not wants_logprobs(metadata):
         return SamplerOutput(result.output_tokens.to(torch.int32), logprobs_tensors=None)
-    rows = SamplerRows.of(trees, result, num_reqs)
-    tokens, sampled = rows.tokens, None
+    # Logprobs have rows of their own; the sampler samples at the roots of requests without trees.
+    root_rows, tokens, logits_rows, without_tree = _rows_of(trees, result, num_reqs)
+    sampled = None
     if not all_have_trees:
         in_tree = set(trees.requests.tolist())
         own = {r: g for r, g in metadata.generators.items() if r not in in_tree}
         sampled = sampler(
-            logits=logits[rows.root_rows], sampling_metadata=replace(metadata, generators=own)
+            logits=logits[root_rows], sampling_metadata=replace(metadata, generators=own)
         )
-        tokens[rows.without_tree, 0] = sampled.sampled_token_ids[rows.without_tree, 0].long()
+        tokens[without_tree, 0] = sampled.sampled_token_ids[without_tree, 0].long()
     logprobs = None
     if wants_logprobs(metadata):
-        values = _values(sampler.logprobs_mode, rows.logits_rows, logits, target)
+        values = _values(sampler.logprobs_mode, logits_rows, logits, target)
         logprobs = _logprobs(sampler, values, tokens, metadata)
         if sampled is not None and sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES:
             # Requests without trees get the sampler's own: theirs are not in the target's.
-            requests, width = rows.without_tree.nonzero().squeeze(1), tokens.shape[1]
+            requests, width = without_tree.nonzero().squeeze(1), tokens.shape[1]
             for ours, theirs in zip(logprobs[:3], sampled.logprobs_tensors[:3], strict=True):
                 ours[requests * width] = theirs[requests]
     return SamplerOutput(sampled_token_ids=tokens.to(torch.int32), logprobs_tensors=logprobs)
+
+
+def _rows_of(
+    trees: ScoringTreesV1, result: VerifyResult, num_reqs: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where each token comes from that a step with trees emits.
+
+    Returns:
+        int64 ``[requests]``: the row of each request's root in the logits; the only row of a
+        request without a tree. int64 ``[requests, W]``: emitted tokens, -1 padded; those of
+        requests without trees are still -1. int64 ``[requests, W]``: the logits row that each
+        emitted token was drawn from; padding repeats the root's. bool ``[requests]``: which
+        requests have no tree.
+    """
+    device = trees.requests.device
+    rows_of_request = torch.ones(num_reqs, dtype=torch.int64, device=device)
+    rows_of_request[trees.requests] = trees.num_nodes
+    root_rows = rows_of_request.cumsum(0) - rows_of_request
+    width = result.output_tokens.shape[1]
+    tokens = torch.full((num_reqs, width), -1, dtype=torch.int64, device=device)
+    tokens[trees.requests] = result.output_tokens
+    # Token j of a path was drawn at its node j - 1; the first at the root.
+    nodes = torch.zeros(num_reqs, width, dtype=torch.int64, device=device)
+    nodes[trees.requests, 1:] = result.accepted_nodes.clamp(min=0)
+    without_tree = torch.ones(num_reqs, dtype=torch.bool, device=device)
+    without_tree[trees.requests] = False
+    return root_rows, tokens, root_rows[:, None] + nodes, without_tree
 
 
 def wants_logprobs(metadata: SamplingMetadata) -> bool:

@@ -14,12 +14,7 @@ from sequoia_vllm.verification.sampling import GREEDY_BELOW, Truncation
 
 
 def truncation_of(metadata: SamplingMetadata, sampling_params: list[Any]) -> Truncation:
-    """What the requests of a batch exclude.
-
-    Args:
-        metadata: The batch's sampling metadata.
-        sampling_params: Each request's `SamplingParams`, in batch order.
-    """
+    """What the requests of a batch exclude."""
     min_p = [params.min_p if params is not None else 0.0 for params in sampling_params]
     return Truncation(
         top_k=metadata.top_k,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 
 import numpy as np
@@ -63,7 +63,7 @@ class TreeVerifierV1:
         """
         if target.temperature is None:
             everyone = torch.arange(len(trees.requests), device=trees.requests.device)
-            return self._verify_greedy(trees, everyone, target, generators)
+            return self._verify_greedy(trees, everyone, target)
         greedy = target.is_greedy(trees.requests)
         seeded = torch.tensor(
             [request in generators for request in trees.requests.tolist()],
@@ -71,24 +71,20 @@ class TreeVerifierV1:
         )
         kinds = (
             (greedy, self._verify_greedy),
-            (seeded & ~greedy, self._verify_seeded),
+            (seeded & ~greedy, partial(self._verify_seeded, generators=generators)),
             (~seeded & ~greedy, self._verify_sampled),
         )
         results = []
         for is_kind, verify in kinds:
             chosen = is_kind.nonzero().squeeze(1)
             if len(chosen):
-                results.append((chosen, verify(trees, chosen, target, generators)))
+                results.append((chosen, verify(trees, chosen, target)))
         if len(results) == 1:
             return results[0][1]
         return _merge(results, len(greedy))
 
     def _verify_greedy(
-        self,
-        trees: ScoringTreesV1,
-        chosen: Tensor,
-        target: TargetDistribution,
-        generators: dict[int, torch.Generator],
+        self, trees: ScoringTreesV1, chosen: Tensor, target: TargetDistribution
     ) -> VerifyResult:
         logits, tokens = target.logits, take_rows(trees.tokens, chosen)
         if not trees.is_all or len(chosen) < len(trees.requests):
@@ -119,11 +115,7 @@ class TreeVerifierV1:
         return result
 
     def _verify_sampled(
-        self,
-        trees: ScoringTreesV1,
-        chosen: Tensor,
-        target: TargetDistribution,
-        generators: dict[int, torch.Generator],
+        self, trees: ScoringTreesV1, chosen: Tensor, target: TargetDistribution
     ) -> VerifyResult:
         requests_in_batch = trees.requests[chosen]
         probs, probs_rows = _draft_probs(

@@ -66,11 +66,6 @@ class TreeScoring:
 
     vLLM gives a request's tokens consecutive positions; their slots follow from
     them and stay so. Node i has slot c + i and RoPE position c + depth(i).
-
-    Args:
-        tree: The engine's tree; every request drafts a prefix of it.
-        max_num_reqs: Request slots of the engine.
-        device: The engine's device.
     """
 
     def __init__(self, tree: TokenTree, max_num_reqs: int, device: torch.device) -> None:

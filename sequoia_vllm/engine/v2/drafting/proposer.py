@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,15 +21,15 @@ from sequoia_vllm.drafting.tree_tables import DraftLevels
 from sequoia_vllm.engine.v2.drafting.ragged_rows import RaggedRows
 from sequoia_vllm.engine.v2.drafting.tree_speculator import TreeSpeculator
 
+Begin = Callable[[DraftLevels, int, int], NDArray[np.int32]]
+"""`TreeProposerV2._begin` of one step."""
+
 
 class TreeProposerV2(TreeSpeculator):
     """The speculator's work in a step: its `propose` replaces vLLM's.
 
     Whatever a step decided stays on the device. Subclasses say, too, what a kind of draft
     reads besides tokens.
-
-    Attributes:
-        accepted: The step's accepted nodes, by `note_accepted`.
     """
 
     accepted: Tensor | None = None
@@ -103,7 +105,8 @@ class TreeProposerV2(TreeSpeculator):
             drafts = min(drafts, num_speculative_tokens)
         if not self.has_failed:
             try:
-                self._advance(input_batch, num_sampled, temperature, seeds, drafts)
+                begin = partial(self._begin, input_batch, num_sampled, temperature, seeds)
+                self._advance(input_batch, begin, drafts)
             except Exception:
                 self._last_grown = None
                 self._survive()
@@ -114,14 +117,7 @@ class TreeProposerV2(TreeSpeculator):
         # tree later is scored with what is in its row: ids that the target can embed.
         return tokens.clone() if drafts < self.num_speculative_steps else tokens
 
-    def _advance(
-        self,
-        batch: InputBatch,
-        num_sampled: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        drafts: int,
-    ) -> None:
+    def _advance(self, batch: InputBatch, begin: Begin, drafts: int) -> None:
         """Reads what the step committed, as far as it has to be read, and grows the trees."""
         self.progress.gain(
             batch.idx_mapping_np,
@@ -131,26 +127,19 @@ class TreeProposerV2(TreeSpeculator):
             batch.is_prefilling_np,
         )
         if drafts > 0:
-            self._draft(batch, num_sampled, temperature, seeds, drafts)
+            self._draft(batch, begin, drafts)
         elif self._reads_without_drafting(batch):
-            self._only_read(batch, num_sampled, temperature, seeds)
+            self._only_read(batch, begin)
         elif self.max_drafts == 0:
             # Placeholders that were scheduled before find no tree a second time.
             self.drafted.nodes.zero_()
 
-    def _draft(
-        self,
-        batch: InputBatch,
-        num_sampled: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        drafts: int,
-    ) -> None:
+    def _draft(self, batch: InputBatch, begin: Begin, drafts: int) -> None:
         num_reqs, levels = batch.num_reqs, self.tables.levels_of(drafts)
         num_trees = min(num_reqs, self.plan.most_requests(drafts))
         width = self._width_read(batch, num_trees, levels)
         readers = num_reqs if width is None else num_trees
-        bounds = self._begin(batch, num_sampled, temperature, seeds, levels, readers, num_trees)
+        bounds = begin(levels, readers, num_trees)
         self._last_grown = levels
         self._read(batch, bounds, num_trees, width)
         if not (self._growth_graphs and self._growth_graphs.replay(num_trees, drafts)):
@@ -170,15 +159,11 @@ class TreeProposerV2(TreeSpeculator):
         )
         return next(fitting, None)
 
-    def _only_read(
-        self, batch: InputBatch, num_sampled: Tensor, temperature: Tensor, seeds: Tensor
-    ) -> None:
+    def _only_read(self, batch: InputBatch, begin: Begin) -> None:
         """Reads what requests have, and grows nothing."""
         levels, num_reqs = self.tables.levels_of(1), batch.num_reqs
         width = self._width_read(batch, num_reqs, levels)
-        bounds = self._begin(
-            batch, num_sampled, temperature, seeds, levels, readers=num_reqs, num_trees=0
-        )
+        bounds = begin(levels, num_reqs, 0)
         if bounds.any():
             self._read(batch, bounds, num_reqs, width)
 

@@ -30,13 +30,6 @@ def allocate_drafted(
 ) -> DraftedTrees:
     """Memory for the drafted trees of a batch, as large as the schedule makes any batch.
 
-    Args:
-        plan: The batches that are drafted for.
-        tree: The engine's.
-        max_num_reqs: Its request slots.
-        vocab_size, dtype: The draft's logits, as verified.
-        device: Where it goes.
-
     Raises:
         ConfigError: The device does not have it: how much it is, and what it depends on.
     """

@@ -275,15 +275,11 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         )
         self.compute_logits(states.hidden[: min(rows, self.plan.widest_level)])
         if is_profile:
-            self._take_target_logits()
-
-    def _take_target_logits(self) -> None:
-        """Takes the memory that the target's logits at all nodes need."""
-        dtype = self.vllm_config.model_config.head_dtype
-        take_logits_memory(
-            self.most_scored, self.tree.size, self._logits_size, dtype, self.device,
-            capped=self._target_is_capped,
-        )  # fmt: skip
+            take_logits_memory(
+                self.most_scored, self.tree.size, self._logits_size,
+                self.vllm_config.model_config.head_dtype, self.device,
+                capped=self._target_is_capped,
+            )  # fmt: skip
 
 
 @contextmanager

@@ -19,11 +19,6 @@ def along_paths(processors: list[Any], tree: TokenTree, device: torch.device) ->
 
     A request without a tree has one node, the root, and what it gets stays the same. Logit
     bias, allowed tokens and ``min_tokens`` go by positions, which are those of a node's depth.
-
-    Args:
-        processors: The sampler's.
-        tree: The engine's tree; every request drafts a prefix of it.
-        device: The engine's.
     """
     parents = torch.from_numpy(tree.parents_array.copy()).to(device, torch.int32)
     by_kind: dict[type, Any] = {PenaltiesState: PathPenalties, BadWordsState: PathBadWords}

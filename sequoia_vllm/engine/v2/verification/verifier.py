@@ -246,9 +246,7 @@ class TreeVerifierV2(RejectionSampler):
         cu_num_logits: Tensor,
         inputs: VerifierInputs,
         verified: Verified,
-        any_sampled: bool = True,
-        any_matched: bool = True,
-        most_nodes: int | None = None,
+        **known: Any,
     ) -> None:
         """Launches the kernels that verify these requests' trees; see `kernels.verify`.
 
@@ -259,8 +257,7 @@ class TreeVerifierV2(RejectionSampler):
             cu_num_logits: int32 ``[R + 1]``.
             inputs: The inputs of these requests and rows.
             verified: Gets what becomes of them.
-            any_sampled, any_matched: Whether a request is sampled, or is not.
-            most_nodes: No request's tree has more nodes; None: the nodes of the engine's tree.
+            known: What saves launches, see `kernels.verify.verify_trees`.
         """
         drafted, tables = self._speculator.drafted, self._speculator.tables
         trees = TreesToVerify(
@@ -282,13 +279,7 @@ class TreeVerifierV2(RejectionSampler):
             num_sampled=verified.num_sampled,
             accepted=verified.accepted,
         )
-        self._verify_trees(
-            trees,
-            self._tables_of_method,
-            any_sampled=any_sampled,
-            any_matched=any_matched,
-            most_nodes=most_nodes,
-        )
+        self._verify_trees(trees, self._tables_of_method, **known)
 
     @cached_property
     def _tables_of_method(self) -> Any:
