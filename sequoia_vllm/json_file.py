@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -13,7 +13,15 @@ from sequoia_vllm.json_input import MOST_PROBLEMS, key_name, read_json, shortene
 
 
 class FileModel(BaseModel):
-    """Base of every file format of this project: strict keys, finite numbers."""
+    """Base of every file format of this project: strict keys, finite numbers.
+
+    Attributes:
+        described: What files of a format that is read are, for messages.
+        refused: Raised of files that cannot be used; `read_model` says more.
+    """
+
+    described: ClassVar[str] = ""
+    refused: ClassVar[type[ValueError]] = ValueError
 
     model_config = ConfigDict(
         extra="forbid",
@@ -22,6 +30,11 @@ class FileModel(BaseModel):
         populate_by_name=True,
         protected_namespaces=(),
     )
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Reads a file; raises ``refused``, naming every wrong field."""
+        return read_model(Path(path), cls, cls.described, cls.refused)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object, keys as in the file, unset optional keys left out."""

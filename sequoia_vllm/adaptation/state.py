@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.json_file import FileModel, read_model
+from sequoia_vllm.json_file import FileModel
 from sequoia_vllm.tree import Acceptance
 
 SCHEMA: Literal["sequoia-vllm/adaptation/1"] = "sequoia-vllm/adaptation/1"
@@ -40,6 +39,8 @@ class FadedCounts(FileModel):
 class AdaptationState(FileModel):
     """See `DraftController`."""
 
+    described = "adaptation"
+    refused = StateError
     schema_: Literal["sequoia-vllm/adaptation/1"] = Field(default=SCHEMA, alias="schema")
     parents: list[int] = Field(description="The tree.")
     schedule: list[int] = Field(description="Drafts by batch size from 0 on, as configured.")
@@ -54,12 +55,3 @@ class AdaptationState(FileModel):
         if counted.vector_trees < _FEWEST_TREES:
             return None
         return workload, Acceptance.of(counted.vector)
-
-    @classmethod
-    def load(cls, path: Path) -> AdaptationState:
-        """Reads a file.
-
-        Raises:
-            StateError: Naming what is wrong with it.
-        """
-        return read_model(path, cls, "adaptation", StateError)

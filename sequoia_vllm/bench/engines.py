@@ -118,7 +118,8 @@ class BenchEngine:
             output_kind=RequestOutputKind.DELTA, detokenize=False,
         )  # fmt: skip
         engine = self._llm.llm_engine
-        rows = {self._next_id(): row for row in range(len(prompts))}
+        rows = {f"bench-{self._requests + row}": row for row in range(len(prompts))}
+        self._requests += len(prompts)
         start = time.perf_counter()
         for request, row in rows.items():
             engine.add_request(request, {"prompt_token_ids": list(prompts[row])}, params)
@@ -172,10 +173,6 @@ class BenchEngine:
     @property
     def _config(self) -> Any:
         return self._llm.llm_engine.vllm_config
-
-    def _next_id(self) -> str:
-        self._requests += 1
-        return f"bench-{self._requests}"
 
 
 def _arrival(

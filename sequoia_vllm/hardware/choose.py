@@ -128,12 +128,9 @@ def choose_schedule(
     sizes, by the geometric mean of the speed.
 
     Args:
-        acceptance: p[k] or p[d][k].
-        profile: Times of the device and model pair.
+        acceptance, profile, max_size, context_length: See `choose_tree`.
         batch_sizes: Batch sizes the table is for; the largest also stands for
             all above it.
-        max_size: See `choose_tree`; the same for every batch size.
-        context_length: See `choose_tree`.
         tolerance: Share of speed that may be given up for fewer ranges.
         tree: The tree whose prefixes are to be used; None: the best one is looked for.
 

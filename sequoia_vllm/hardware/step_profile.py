@@ -9,7 +9,6 @@ are still read. All times are in seconds, per engine step, for the whole batch.
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -19,7 +18,7 @@ from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.streaming import StreamedWeights
-from sequoia_vllm.json_file import FileModel, read_model
+from sequoia_vllm.json_file import FileModel
 
 Seconds = Annotated[float, Field(gt=0, le=1e5)]
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -94,6 +93,8 @@ class Overhead(FileModel):
 class Profile(FileModel):
     """Times on one device for one model pair."""
 
+    described = "profile"
+    refused = ProfileError
     schema_: Literal["sequoia-vllm/profile/v1"] = Field(
         default="sequoia-vllm/profile/v1", alias="schema"
     )
@@ -186,13 +187,3 @@ class Profile(FileModel):
     def drafts_in_one_pass(self) -> bool:
         """Whether all levels of a tree are drafted in the step's first draft pass."""
         return self.head is not None and self.head.drafts_in_one_pass
-
-    @classmethod
-    def load(cls, path: Path | str) -> Profile:
-        """Reads a profile file.
-
-        Raises:
-            ProfileError: If it is missing, is not JSON, or is not a profile;
-                names every wrong field.
-        """
-        return read_model(Path(path), cls, "profile", ProfileError)

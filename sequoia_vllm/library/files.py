@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -13,7 +12,7 @@ from sequoia_vllm.hardware.choose import Schedule, ScheduleEstimate
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.step_profile import ProfileSource
 from sequoia_vllm.hardware.streaming import StreamedWeights
-from sequoia_vllm.json_file import FileModel, read_model
+from sequoia_vllm.json_file import FileModel
 from sequoia_vllm.tree.acceptance import Acceptance, AcceptanceError
 from sequoia_vllm.tree.token_tree import TokenTree
 from sequoia_vllm.verification.method_field import MethodName
@@ -66,6 +65,8 @@ class AcceptanceFile(FileModel):
     ``sequoia-vllm tree build --acceptance`` reads it too.
     """
 
+    described = "acceptance"
+    refused = AcceptanceError
     schema_: Literal["sequoia-vllm/acceptance/v1"] = Field(
         default="sequoia-vllm/acceptance/v1", alias="schema"
     )
@@ -121,15 +122,6 @@ class AcceptanceFile(FileModel):
     def vector(self) -> Acceptance:
         """The vector itself."""
         return Acceptance.of(self.acceptance)
-
-    @classmethod
-    def load(cls, path: Path | str) -> AcceptanceFile:
-        """Reads an acceptance file.
-
-        Raises:
-            AcceptanceError: If it is missing, is not JSON, or is not one.
-        """
-        return read_model(Path(path), cls, "acceptance", AcceptanceError)
 
 
 class StoredTree(FileModel):
@@ -228,6 +220,8 @@ class TreeEntry(FileModel):
 class LibraryFile(FileModel):
     """The trees of one device type (``trees/<device>.json``)."""
 
+    described = "library"
+    refused = LibraryError
     schema_: Literal["sequoia-vllm/tree-library/v1"] = Field(
         default="sequoia-vllm/tree-library/v1", alias="schema"
     )
@@ -250,6 +244,8 @@ class LibraryFile(FileModel):
 class UserTree(FileModel):
     """A tuned tree of the user's own, keyed by what it was tuned for."""
 
+    described = "user tree"
+    refused = LibraryError
     schema_: Literal["sequoia-vllm/user-tree/v1"] = Field(
         default="sequoia-vllm/user-tree/v1", alias="schema"
     )

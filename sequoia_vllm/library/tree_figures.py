@@ -66,16 +66,11 @@ def _layout(tree: TokenTree) -> tuple[NDArray[np.float64], int]:
     """x of every node, ``[size]``: leaves side by side, parents over their first children."""
     x = np.zeros(tree.size)
     leaves = 0
-    # Children follow their parents, so that a depth-first walk needs only a stack.
-    order, todo = [], [0]
-    while todo:
-        node = todo.pop()
-        order.append(node)
-        todo.extend(reversed(tree.children[node]))
+    for node in tree.depth_first:
         if not tree.children[node]:
             x[node] = leaves
             leaves += 1
-    for node in reversed(order):
+    for node in reversed(tree.depth_first):
         children = tree.children[node]
         if children:
             x[node] = (x[children[0]] + x[children[-1]]) / 2

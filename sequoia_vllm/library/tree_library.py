@@ -15,7 +15,7 @@ from typing import TypeVar
 from sequoia_vllm.hardware.device import X86_CPU, Device, identify, nearest
 from sequoia_vllm.hardware.models import PairShapes
 from sequoia_vllm.hardware.step_profile import Profile
-from sequoia_vllm.json_file import dump_json, read_model
+from sequoia_vllm.json_file import dump_json
 from sequoia_vllm.library.files import (
     AcceptanceFile,
     LibraryError,
@@ -99,7 +99,7 @@ class TreeLibrary:
 
     def file(self, device: str) -> LibraryFile:
         """The shipped trees of a device."""
-        file = _read_cached(self.shipped / f"{device}.json", _read_library_file)
+        file = _read_cached(self.shipped / f"{device}.json", LibraryFile.load)
         if file.device != device:
             raise LibraryError(
                 f"library file {self.shipped / f'{device}.json'} is of device {file.device!r}"
@@ -108,7 +108,7 @@ class TreeLibrary:
 
     def entries(self) -> list[TreeEntry]:
         """Every tree: the user's own first, then the shipped ones by device."""
-        user = [self._user_tree(path).entry for path in files_in(self.readable)]
+        user = [UserTree.load(path).entry for path in files_in(self.readable)]
         return user + [entry for device in self.devices() for entry in self.file(device).entries]
 
     def entry(self, name: str) -> TreeEntry:
@@ -120,7 +120,7 @@ class TreeLibrary:
         if name.startswith("user/"):
             path = self._user_file(name.removeprefix("user/"))
             if path is not None:
-                return self._user_tree(path).entry
+                return UserTree.load(path).entry
         device = name.split("/", 1)[0]
         if device in self.devices():
             for entry in self.file(device).entries:
@@ -173,9 +173,6 @@ class TreeLibrary:
         path = None if self.readable is None else self.readable / f"{name}.json"
         return path if path is not None and is_there(path) else None
 
-    def _user_tree(self, path: Path) -> UserTree:
-        return read_model(path, UserTree, "user tree", LibraryError)
-
     # -- choosing --------------------------------------------------------------
 
     def select(self, pair: PairKey, shapes: PairShapes | None = None) -> Selection:
@@ -204,7 +201,7 @@ class TreeLibrary:
         """
         path, kept = self._user_file(pair.file_name), self.readable
         if path is not None:
-            return selection(self._user_tree(path).entry, [f"tuned here ({path})"])
+            return selection(UserTree.load(path).entry, [f"tuned here ({path})"])
         device = identify(pair.device)
         file, on = self._file_for(device)
         is_pair = partial(self._known_models().same_pair, pair=pair)
@@ -296,10 +293,6 @@ def tuned_measurements(pair: PairKey) -> TunedFiles | None:
 def _identified(device: Device) -> str:
     mig = f", MIG slice {device.mig}" if device.mig else ""
     return f"device {device.name!r} is {device.id}{mig}"
-
-
-def _read_library_file(path: Path) -> LibraryFile:
-    return read_model(path, LibraryFile, "library", LibraryError)
 
 
 def _read_cached(path: Path, read: Callable[[Path], Content]) -> Content:

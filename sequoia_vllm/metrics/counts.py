@@ -51,7 +51,7 @@ class TreeCounts:
     @classmethod
     def zeros(cls, tree: TokenTree) -> TreeCounts:
         """Nothing counted yet."""
-        size = _size(tree.depth, tree.max_branch)
+        size = _FIRST_DEPTH + tree.depth + 1 + 2 * tree.depth * tree.max_branch
         return cls(tree.depth, tree.max_branch, np.zeros(size, dtype=np.int64))
 
     @classmethod
@@ -130,10 +130,6 @@ class TreeCounts:
         size = self.depth * self.branch
         start = _FIRST_DEPTH + self.depth + 1 + part * size
         return self.values[start : start + size].reshape(self.depth, self.branch)
-
-
-def _size(depth: int, branch: int) -> int:
-    return _FIRST_DEPTH + depth + 1 + 2 * depth * branch
 
 
 @lru_cache(maxsize=16)

@@ -180,11 +180,6 @@ class WeightFile:
     def _of(self, region: Region, at: int) -> str:
         return f"offloaded weights in {self.directory}, at byte {region.offset + at}"
 
-    @property
-    def size(self) -> int:
-        """Bytes on the disk."""
-        return self._end
-
     def close(self) -> None:
         """Gives the space back."""
         os.close(self._direct)

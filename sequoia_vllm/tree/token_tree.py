@@ -105,6 +105,16 @@ class TokenTree:
         return _frozen(depths)
 
     @cached_property
+    def depth_first(self) -> list[int]:
+        """All nodes, each after its parent, with nothing between but its subtree's."""
+        order, stack = [], [0]
+        while stack:
+            node = stack.pop()
+            order.append(node)
+            stack.extend(reversed(self.children[node]))
+        return order
+
+    @cached_property
     def chain_nodes(self) -> int:
         """How many of the first nodes, the root included, are a chain."""
         return int((self.depths == np.arange(self.size)).cumprod().sum())

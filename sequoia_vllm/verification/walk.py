@@ -88,13 +88,10 @@ def match_tree(
     Args:
         target_token_at: The target's token after ``nodes[j]`` of ``requests[j]``,
             int64 ``[A]``; called once per depth, for the requests still walking.
-        tokens: int64 ``[B, N+1]``; the root's is not read.
-        parents: int ``[B, N+1]`` (-1 the root, -2 padding), or the `Topology`
-            made from it.
+        tokens, parents: See `walk_tree`.
 
     Raises:
-        ValueError: If ``parents`` does not hold trees, or differs from
-            ``tokens`` in shape.
+        ValueError: See `walk_tree`.
     """
     topology = topology_of(parents, tokens)
 
@@ -118,13 +115,10 @@ def match_nodes(target_tokens: Tensor, tokens: Tensor, parents: Tensor | Topolog
 
     Args:
         target_tokens: int64 ``[B, N+1]``: the target's token after each node.
-        tokens: int64 ``[B, N+1]``; the root's is not read.
-        parents: int ``[B, N+1]`` (-1 the root, -2 padding), or the `Topology`
-            made from it.
+        tokens, parents: See `walk_tree`.
 
     Raises:
-        ValueError: If ``parents`` does not hold trees, or differs from
-            ``tokens`` in shape.
+        ValueError: See `walk_tree`.
     """
     topology = topology_of(parents, tokens)
     accepted = (tokens == target_tokens.gather(1, topology.ancestors_up[0])) & topology.is_child

@@ -51,7 +51,7 @@ def test_regions_begin_and_end_at_pages(disk):
     first, _ = file.region(5000)
     second, _ = file.region(4096)
     assert (first.offset, first.length, second.offset, second.length) == (0, 8192, 8192, 4096)
-    assert file.size == 12288
+    assert file._end == 12288
     file.close()
 
 
@@ -127,7 +127,7 @@ def test_no_room(disk):
     file = WeightFile(disk)
     with pytest.raises(OffloadError, match=r"no room for another .* name one on a larger disk"):
         file.region(1 << 52)
-    assert file.size == 0
+    assert file._end == 0
     file.close()
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -183,7 +182,7 @@ def fill_nodes(
                 scored[child - 1] = token
 
     replace_children(0)
-    for node in _depth_first(tree):
+    for node in tree.depth_first[1:]:
         parent = tree.parents[node]
         if node > len(tokens) or not _leave(grammar, entered, parent):
             continue
@@ -208,14 +207,3 @@ def _leave(grammar: Any, entered: list[int], node: int) -> bool:
         grammar.rollback(count)
         del entered[-count:]
     return True
-
-
-@lru_cache(maxsize=8)
-def _depth_first(tree: TokenTree) -> list[int]:
-    """All nodes but the root, each after its parent, with nothing between but its subtree's."""
-    order, stack = [], [0]
-    while stack:
-        node = stack.pop()
-        order.append(node)
-        stack.extend(reversed(tree.children[node]))
-    return order[1:]
