@@ -52,13 +52,14 @@ def main() -> None:
     parser.add_argument("--acceptance", default="shipped", help="vector that trees are for")
     options = parser.parse_args()
     for temperature in map(float, options.temperatures.split(",")):
-        for size, found in measure(options, temperature).items():
-            for line in lines(temperature, size, found):
+        tokens, texts = measure(options, temperature)
+        for size, found in tokens.items():
+            for line in lines(temperature, size, found, texts):
                 print(line, flush=True)
 
 
-def measure(options: Any, temperature: float) -> dict[int, NDArray[np.float64]]:
-    """Expected tokens of a step by size of the tree, ``[contexts, methods]``.
+def measure(options: Any, temperature: float) -> tuple[dict[int, NDArray[np.float64]], int]:
+    """Expected tokens of a step by size of the tree, ``[contexts, methods]``; number of texts.
 
     Args:
         options: The command's.
@@ -85,7 +86,7 @@ def measure(options: Any, temperature: float) -> dict[int, NDArray[np.float64]]:
         for tree in trees:
             values = expected((target, draft), tree, roots, temperature, options.repeats)
             found[tree.size].append(values)
-    return {size: np.concatenate(values) for size, values in found.items()}
+    return {size: np.concatenate(values) for size, values in found.items()}, len(texts)
 
 
 def expected(
@@ -182,19 +183,26 @@ def contexts(texts: Sequence[Text], count: int) -> Iterator[torch.Tensor]:
         yield torch.from_numpy(text.tokens[:end])
 
 
-def lines(temperature: float, size: int, found: NDArray[np.float64]) -> Iterator[str]:
+def lines(temperature: float, size: int, found: NDArray[np.float64], texts: int) -> Iterator[str]:
     """A row for each method: tokens per step, and what it has more than traversal in percent.
 
-    Standard errors are over contexts, which are taken as independent.
+    Standard errors take texts as independent, and contexts of one text as alike.
+
+    Args:
+        temperature: Of target and draft.
+        size: Nodes of the trees.
+        found: Tokens of a step, ``[contexts, methods]``.
+        texts: Texts that contexts are of, in turn.
     """
-    base = found[:, [METHODS.index("traversal")]]
-    means, gains = found.mean(0), 100 * (found - base).mean(0) / base.mean()
-    root = np.sqrt(len(found))
-    errors, of_gains = found.std(0) / root, 100 * (found - base).std(0) / root / base.mean()
-    yield f"T = {temperature:g}, {size} nodes, {len(found)} contexts"
+    clusters = np.array([found[text::texts].mean(0) for text in range(min(texts, len(found)))])
+    base = clusters[:, [METHODS.index("traversal")]]
+    means, gains = clusters.mean(0), 100 * (clusters - base) / base.mean()
+    root = np.sqrt(len(clusters))
+    errors, of_gains = clusters.std(0) / root, gains.std(0) / root
+    yield f"T = {temperature:g}, {size} nodes, {len(found)} contexts of {len(clusters)} texts"
     for row, method in enumerate(METHODS):
         tokens = f"{means[row]:.3f} ± {errors[row]:.3f}"
-        yield f"  {method:12} {tokens}  {gains[row]:+.1f} ± {of_gains[row]:.1f} %"
+        yield f"  {method:12} {tokens}  {gains[:, row].mean():+.1f} ± {of_gains[row]:.1f} %"
 
 
 if __name__ == "__main__":

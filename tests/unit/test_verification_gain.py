@@ -107,9 +107,10 @@ def test_a_tiny_run(monkeypatch):
         model=TARGET, draft_model=DRAFT, data=None, contexts=3, sizes="6", repeats=2,
         acceptance="shipped",
     )  # fmt: skip
-    found = study.measure(options, 1.0)
+    found, texts = study.measure(options, 1.0)
+    assert texts == 200
     assert found[6].shape == (3, 4)
     assert found[6].min() >= 1
-    shown = list(study.lines(1.0, 6, found[6]))
-    assert shown[0] == "T = 1, 6 nodes, 3 contexts"
+    shown = list(study.lines(1.0, 6, found[6], texts=2))
+    assert shown[0] == "T = 1, 6 nodes, 3 contexts of 2 texts"
     assert shown[2].endswith("+0.0 ± 0.0 %")
