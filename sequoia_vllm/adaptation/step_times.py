@@ -3,29 +3,54 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from itertools import chain
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 _KEPT = 64  # steps of each kind; older ones are forgotten
-FEWEST = 6
+FEWEST = 4
 """Steps of one kind before their time counts as known."""
 SETTLED, UNSETTLED = 64, -1
 """Steps without drafts after which the draft reads no more, and the number that those before get.
 
 Some heads read on for a while. From then on such a step is as fast as plain decoding.
 """
-_REFIT_EVERY = 24  # steps
-_ROUNDS = 3  # of reweighting: steps far from the fit count less each time
+# Steps from one fit of the prices to the next: as many as were seen, within these bounds.
+_SOONEST_FIT, _LATEST_FIT = 24, 256
+_ROUNDS = 6  # of reweighting: steps far from the fit count less each time
 # Residuals beyond so many standard deviations weigh less (Huber).
 _OUTLYING = 1.5
 _LEAST_NOISE = 0.01
+# So much of its level one step may differ from it, between fits.
+_CLIPPED = 0.06
 # Steps that read prompts tell less of the rest: tokens are not equally dear in small steps.
-_MIXED = 8.0
+_MIXED, _MIXED_EVIDENCE = 8.0, 0.25
 
 _Sample = tuple[int, int, int, float]  # batch size, prompt tokens, context tokens, seconds
-_Cell = tuple[int, int]  # drafts, octave of the batch size
+
+
+@dataclass
+class _Kind:
+    """Steps with as many drafts, in one octave of batch sizes.
+
+    Attributes:
+        drafts: Per request; `UNSETTLED` counts as none.
+        samples: The latest.
+        level: Their seconds but for what prices account for; None: not known.
+        evidence: How many this engine took; those that read prompts count less.
+        batch_size: Their mean.
+        least: A quarter of the fastest one's seconds.
+    """
+
+    drafts: int
+    samples: deque[_Sample] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    level: float | None = None
+    evidence: float = 0.0
+    batch_size: float = 0.0
+    least: float = inf
 
 
 class StepTimes:
@@ -35,14 +60,14 @@ class StepTimes:
     octave of the batch size. The others are linear, with prices that all steps share: of tokens
     of prompts and of context (both higher where there are trees), of requests, and of drafts
     (higher beside prompts: a pass that computes much has no room left that costs nothing).
-    Robust least squares fit all of it to the latest steps of each kind.
+    Robust least squares fit all of it to the latest steps of each kind, now and then. Between
+    fits each step moves the level of its kind.
     """
 
     def __init__(self) -> None:
-        self._cells: dict[_Cell, deque[_Sample]] = {}
-        self._levels: dict[_Cell, float] = {}
-        self._prices = np.zeros(7)
-        self._unfitted = 0
+        self._kinds: dict[tuple[int, int], _Kind] = {}  # by drafts and octave
+        self._prices = [0.0] * 7
+        self._seen = self._fitted = 0
 
     def add(
         self, drafts: int, batch_size: int, seconds: float, prompts: int = 0, context: int = 0
@@ -56,17 +81,27 @@ class StepTimes:
             prompts: Tokens of prompts that it read.
             context: Tokens of context of all its requests.
         """
-        cell = drafts, batch_size.bit_length()
-        if cell not in self._cells:
-            self._cells[cell] = deque(maxlen=_KEPT)
-        self._cells[cell].append((batch_size, prompts, context, seconds))
-        self._unfitted += 1
+        key = drafts, batch_size.bit_length()
+        kind = self._kinds.get(key) or self._kinds.setdefault(key, _Kind(max(drafts, 0)))
+        kind.samples.append((batch_size, prompts, context, seconds))
+        kind.evidence += 1.0 if prompts == 0 else _MIXED_EVIDENCE
+        known = len(kind.samples)
+        kind.batch_size += (batch_size - kind.batch_size) / known
+        kind.least = min(kind.least, seconds / 4)
+        self._seen += 1
+        due = self._seen - self._fitted >= min(max(_SOONEST_FIT, self._fitted), _LATEST_FIT)
+        if due or (kind.level is None and kind.evidence >= FEWEST):
+            self._fit()
+        elif kind.level is not None:
+            priced = self._priced(kind.drafts, batch_size, context, float(prompts > 0))
+            expected = kind.level + priced + prompts * self.prompt_price(kind.drafts)
+            most = _CLIPPED * expected
+            kind.level += min(max(seconds - expected, -most), most) / known
 
     def forget(self, drafts: int, batch_size: int) -> None:
         """Drops steps of batches like this, that are to be measured anew."""
-        for kind in (drafts, UNSETTLED) if drafts == 0 else (drafts,):
-            self._cells.pop((kind, batch_size.bit_length()), None)
-            self._levels.pop((kind, batch_size.bit_length()), None)
+        for number in (drafts, UNSETTLED) if drafts == 0 else (drafts,):
+            self._kinds.pop((number, batch_size.bit_length()), None)
 
     def known(
         self, drafts: int, batch_size: int, context: float = 0.0, mixed: float = 0.0
@@ -78,32 +113,61 @@ class StepTimes:
             mixed: Share of such steps that read prompts beside it.
         """
         octave = batch_size.bit_length()
-        kinds = (drafts, UNSETTLED) if drafts == 0 else (drafts,)
-        known = (c for kind in kinds if len(self._cells.get(c := (kind, octave), ())) >= FEWEST)
-        cell = next(known, None)
-        if cell is None:
+        kind = self._kinds.get((drafts, octave))
+        if drafts == 0 and (kind is None or kind.level is None):
+            kind = self._kinds.get((UNSETTLED, octave))
+        if kind is None or kind.level is None:
             return None
-        if self._unfitted >= _REFIT_EVERY or cell not in self._levels:
-            self._fit()
-        _, _, of_context, beside_trees, of_request, of_draft, beside_prompts = self._prices
-        seconds = self._levels[cell] + context * (of_context + beside_trees * (drafts > 0))
-        seconds += batch_size * (of_request + drafts * (of_draft + mixed * beside_prompts))
-        # Prices that were fitted to other batches must not make it nothing.
-        return max(float(seconds), min(self._cells[cell], key=lambda sample: sample[3])[3] / 4)
+        return self._seconds(kind, kind.level, batch_size, context, mixed)
+
+    def bounds(
+        self, drafts: int, batch_size: int, context: float = 0.0, mixed: float = 0.0
+    ) -> tuple[float, float]:
+        """Least and most seconds of such a step, by what other kinds took.
+
+        A pass over fewer tokens is not slower, and time grows no faster than tokens. Steps of
+        earlier engines say nothing here.
+        """
+        tokens, least, most = batch_size * (1 + drafts), 0.0, inf
+        octave = batch_size.bit_length()
+        for (number, of), kind in self._kinds.items():
+            if kind.level is None or kind.evidence < FEWEST or (number, of) == (drafts, octave):
+                continue
+            seconds = self._seconds(kind, kind.level, kind.batch_size, context, mixed)
+            ratio = tokens / (kind.batch_size * (1 + kind.drafts))
+            if kind.drafts >= drafts:
+                most = min(most, seconds * max(ratio, 1.0))
+            if kind.drafts > drafts:  # its draft took a share that is not known
+                ratio = (1 + drafts) / (1 + kind.drafts) * min(batch_size / kind.batch_size, 1.0)
+            if number != UNSETTLED:
+                least = max(least, seconds * min(ratio, 1.0))
+        return min(least, most), max(least, most)
 
     def prompt_price(self, drafts: int) -> float:
         """Seconds that a prompt's token adds; where there are trees the draft reads it, too."""
-        return float(self._prices[0] + self._prices[1] * (drafts > 0))
+        return self._prices[0] + self._prices[1] * (drafts > 0)
+
+    def _seconds(
+        self, kind: _Kind, level: float, batch_size: float, context: float, mixed: float
+    ) -> float:
+        # Prices that were fitted to other batches must not make it nothing.
+        return max(level + self._priced(kind.drafts, batch_size, context, mixed), kind.least)
+
+    def _priced(self, drafts: int, batch_size: float, context: float, mixed: float) -> float:
+        """Seconds that prices account for, but for prompts."""
+        _, _, of_context, beside_trees, of_request, of_draft, beside_prompts = self._prices
+        seconds = context * (of_context + beside_trees * (drafts > 0))
+        return seconds + batch_size * (of_request + drafts * (of_draft + mixed * beside_prompts))
 
     def _fit(self) -> None:
         """Fits levels of all kinds of steps, and the prices, by reweighted least squares."""
-        self._unfitted = 0
-        cells = list(self._cells)
-        counts = [len(self._cells[cell]) for cell in cells]
-        samples = np.array(list(chain.from_iterable(self._cells.values())))
+        self._fitted = self._seen
+        known = list(self._kinds.values())
+        counts = [len(kind.samples) for kind in known]
+        samples = np.array(list(chain.from_iterable(kind.samples for kind in known)))
         batch, prompts, context, seconds = samples.T
-        kinds = np.repeat(np.arange(len(cells)), counts)
-        drafts = np.repeat([float(max(drafts, 0)) for drafts, _ in cells], counts)
+        kinds = np.repeat(np.arange(len(known)), counts)
+        drafts = np.repeat([float(kind.drafts) for kind in known], counts)
         drafted = drafts > 0
         inputs = np.stack(
             [
@@ -137,16 +201,19 @@ class StepTimes:
             read = inputs[:, :2] @ prices[:2]
             expected = np.maximum(levels[kinds] + inputs @ prices, seconds / 4)
             trust = (1 + _MIXED * np.minimum(read / expected, 1)) ** -2
-        self._levels = dict(zip(cells, levels.tolist(), strict=True))
-        self._prices = prices / scales
+        self._prices = (prices / scales).tolist()
+        for kind, level in zip(known, levels.tolist(), strict=True):
+            if kind.evidence >= FEWEST:
+                kind.level = level
+                kind.least = min(sample[3] for sample in kind.samples) / 4
 
     def to_list(self) -> list[tuple[int, int, float]]:
         """(drafts, batch size, seconds without prompts and context) of all that is known."""
         found = []
-        for (drafts, _), samples in self._cells.items():
-            batch_size = sorted(sample[0] for sample in samples)[len(samples) // 2]
-            seconds = self.known(drafts, batch_size)
-            if seconds is not None and drafts != UNSETTLED:
+        for (drafts, _), kind in self._kinds.items():
+            if kind.level is not None and drafts != UNSETTLED:
+                batch_size = round(kind.batch_size)
+                seconds = self._seconds(kind, kind.level, batch_size, 0.0, 0.0)
                 found.append((drafts, batch_size, seconds))
         return found
 
@@ -155,6 +222,8 @@ class StepTimes:
         for drafts, batch_size, seconds in times:
             for _ in range(FEWEST):
                 self.add(drafts, batch_size, seconds)
+        for kind in self._kinds.values():
+            kind.evidence = 0.0
 
 
 def _median(values: NDArray[np.float64]) -> float:

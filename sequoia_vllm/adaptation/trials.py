@@ -79,6 +79,7 @@ class Octave:
     Attributes:
         due: By number of drafts, the step in which it is tried.
         wait: By number of drafts, steps from a lost trial to the next.
+        decided_for, decide_at: The workload of the last decision, and the step of the next.
         has_news: Whether its drafts were changed, and nothing was logged about it.
         said, said_at: Drafts that were logged, and when.
     """
@@ -88,6 +89,7 @@ class Octave:
     wait: dict[int, int] = field(default_factory=dict)
     trial: Trial | None = None
     decided_for: Workload | None = None
+    decide_at: int = 1
     has_news: bool = False
     said: int = -1
     said_at: float = -inf

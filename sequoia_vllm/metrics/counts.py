@@ -65,7 +65,8 @@ class TreeCounts:
         num_accepted = (nodes >= 0).sum(axis=1)
         counts.values[:_FIRST_DEPTH] = len(nodes), len(nodes) + num_accepted.sum()
         counts.depth_counts[:] = np.bincount(num_accepted, minlength=tree.depth + 1)
-        parents = np.pad(nodes[:, :-1], ((0, 0), (1, 0)))  # node at each depth, the root first
+        parents = np.zeros_like(nodes)  # node at each depth, the root first
+        parents[:, 1:] = nodes[:, :-1]
         visited = np.arange(tree.depth) <= num_accepted[:, None]
         children = _children_of(tree)[parents]  # [B, depth, branch]
         offered = (children < num_nodes[:, None, None]) & visited[:, :, None]

@@ -68,7 +68,7 @@ HELP = {
     "drafted_nodes": "Tokens drafted per request and step at this load; 0: speculation is off.",
     "expected_speedup": "Speed with drafts over plain decoding that was expected at start, for "
     "one request.",
-    "measured_speedup": "Speed with drafts over plain decoding, measured at the latest load.",
+    "measured_speedup": "Speed with drafts over plain decoding, measured over the last seconds.",
 }
 """What each metric is, by its name after ``sequoia:``; ``docs/metrics.md`` says more."""
 

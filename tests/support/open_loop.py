@@ -124,6 +124,9 @@ def poisson(
 class Server:
     """Continuous batching with chunked prompts; drafts by batch size from a table.
 
+    What it tells of its steps' times is noisy. Its clock is not: so servers differ by their
+    drafts alone.
+
     Attributes:
         tree: What it drafts prefixes of.
         machine: How long its steps take.
@@ -176,9 +179,9 @@ class Server:
             undrafted = 0 if drafts > 0 else undrafted + 1
             if not self.is_plain and 0 < undrafted <= self.machine.reads:
                 seconds *= 1 + self.machine.reading
+            self.clock += seconds
             seconds *= self.rng.lognormal(0, self.machine.noise)
             seconds *= 3 if self.rng.random() < self.machine.disturbed else 1
-            self.clock += seconds
             paths = self._verify([r for r in decoding if r.drafts])
             for r in decoding:
                 if r.emitted == 0:

@@ -27,7 +27,6 @@ logger = logging.getLogger("vllm.sequoia")
 
 # Seconds, after decisions and else: nothing is lost but a few trials.
 _SAVE_DECISIONS, _SAVE_EVERY = 1.0, 60.0
-_COMPARE_EVERY = 32  # steps
 _ADAPTER = "_sequoia_adapter"  # set on a scheduler
 
 
@@ -48,9 +47,9 @@ def follow(scheduler: Any, scheduler_output: Any, paths: bytes, started: float) 
 
 
 def measured_speedup(scheduler: Any) -> float | None:
-    """See `SchedulerAdapter.speedup`; None, too, of schedulers that do not adapt."""
+    """See `DraftController.speedup`; None, too, for schedulers that do not adapt."""
     adapter: SchedulerAdapter | None = getattr(scheduler, _ADAPTER, None)
-    return None if adapter is None else adapter.speedup
+    return None if adapter is None else adapter.controller.speedup
 
 
 def freeze(scheduler: Any) -> None:
@@ -78,21 +77,16 @@ class SchedulerAdapter:
         controller: Its table is the scheduler's.
         name: Name of the file that keeps what was learned, in the user's directory.
         keeps: Whether it can be written; where not, the front end has said so.
-
-    Attributes:
-        speedup: Speed against no drafts at recent batch sizes, as measured; None: not known.
     """
 
     def __init__(self, controller: DraftController, name: str, keeps: bool = True) -> None:
-        self._controller = controller
+        self.controller = controller
         directory = readable_directory()
         self._path = None if directory is None else adaptation_path(directory, name)
         self._keeps = keeps
         self._has_failed_to_keep = False
         self._sampled: set[str] = set()  # unfinished requests that are not greedy
         self._greedy: set[str] = set()
-        self.speedup: float | None = None
-        self._steps = 0
         self._drafts = -1  # of the step before
         self._before: float | None = None
         self._saved, self._saved_decisions = time.perf_counter(), 0
@@ -111,7 +105,7 @@ class SchedulerAdapter:
             contexts += scheduled.scheduled_cached_reqs.num_computed_tokens
             # Where as many were scored as are grown, the time is of this number of drafts.
             is_steady = drafts == self._drafts
-            self._controller.observe(
+            self.controller.observe(
                 Step(
                     batch_size=requests,
                     drafts=drafts if is_steady else None,
@@ -124,14 +118,11 @@ class SchedulerAdapter:
                 )
             )
             self._drafts = drafts
-            self._steps += 1
-            if self._steps % _COMPARE_EVERY == 0:
-                self.speedup = self._controller.speedup(requests, self._workload())
         self._before = now if is_busy else None
-        has_decided = self._controller.decisions != self._saved_decisions
+        has_decided = self.controller.decisions != self._saved_decisions
         if self._keeps and now - self._saved > (_SAVE_DECISIONS if has_decided else _SAVE_EVERY):
-            self._saved, self._saved_decisions = now, self._controller.decisions
-            state = self._controller.state()
+            self._saved, self._saved_decisions = now, self.controller.decisions
+            state = self.controller.state()
             threading.Thread(target=self._save, args=(state,), daemon=True).start()
 
     def _follow_requests(self, scheduled: Any) -> None:
@@ -152,7 +143,7 @@ class SchedulerAdapter:
         if self._path is None or not is_there(self._path):
             return
         try:
-            if self._controller.restore(AdaptationState.load(self._path)):
+            if self.controller.restore(AdaptationState.load(self._path)):
                 logger.info("Sequoia: going on with what was learned about drafts (%s)", self._path)
         except (StateError, ValueError, LookupError, OSError) as error:
             logger.warning("Sequoia: learning about drafts from the start: %s", error)

@@ -1,0 +1,155 @@
+"""How fast an engine is with each number of drafts, by the steps that it has taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+from operator import add
+from typing import get_args
+
+from sequoia_vllm.adaptation.acceptance import FadingAcceptance
+from sequoia_vllm.adaptation.state import Workload
+from sequoia_vllm.adaptation.step_times import SETTLED, UNSETTLED, StepTimes
+from sequoia_vllm.adaptation.trials import Step
+from sequoia_vllm.metrics.counts import TreeCounts
+from sequoia_vllm.tree import TokenTree
+
+WORKLOADS: tuple[Workload, ...] = get_args(Workload)
+
+_COUNT_EVERY = 32  # steps: counting many trees takes as long as counting those of one step
+# What is expected of so few trees is noise.
+_FEWEST_TREES = 16
+# How much one step moves the share of requests that have trees, and the mix that is served.
+_SHARE_FADES, _MIX_FADES = 0.02, 0.01
+_GAIN_HALF_LIFE = 5.0  # seconds: vLLM's log has a line every ten
+_MOST_PROMPTS = 0.9  # share of the time that prompts may take, by their prices
+
+
+class Speeds:
+    """Tokens per second of a request, from acceptance and step times.
+
+    Attributes:
+        acceptance: By workload.
+        times: Of steps, by number of drafts and batch size.
+        gain: Speed over plain decoding's, by the steps of the last seconds; None: not known.
+            For each it takes the seconds in which plain decoding would have emitted the step's
+            tokens and read its prompts.
+    """
+
+    def __init__(self, tree: TokenTree) -> None:
+        self.acceptance = {workload: FadingAcceptance(tree) for workload in WORKLOADS}
+        self.times = StepTimes()
+        self.gain: float | None = None
+        self._tree = tree
+        self._path_bytes = TreeCounts.path_bytes(tree)
+        self._took = self._plain_took = 0.0  # seconds: of late, and of plain decoding instead
+        # Steps whose trees are not counted: requests, seconds, of plain steps, and those that do
+        # not depend on what was accepted.
+        self._uncounted = [0.0] * 4
+        self._pending: dict[Workload, list[bytes]] = {workload: [] for workload in WORKLOADS}
+        self._steps = 0
+        self._with_trees = 1.0  # share of the requests that have trees where drafts are scheduled
+        self._undrafted = 0  # steps since the last one with drafts
+        self._context = 0.0  # tokens of a request
+        self._mixed = 0.0  # share of steps that read prompts
+        self._prompts, self._seconds = 0.0, 1e-9  # a step's tokens of prompts, and its time
+
+    def note(self, step: Step) -> int:
+        """Takes a step; returns how many trees it verified."""
+        trees = len(step.paths) // self._path_bytes
+        self._steps += 1
+        if step.paths:
+            self._pending[step.workload].append(step.paths)
+        if self._steps % _COUNT_EVERY == 0:
+            self.count()
+        moves = max(_MIX_FADES, 1 / self._steps)
+        self._context += (step.context / step.batch_size - self._context) * moves
+        if step.seconds is not None:
+            self._prompts += (step.prompts - self._prompts) * moves
+            self._mixed += ((step.prompts > 0) - self._mixed) * moves
+            self._seconds += (step.seconds - self._seconds) * moves
+            self._compare(step, step.seconds)
+        if step.drafts is None:
+            return trees
+        self._undrafted = 0 if step.drafts > 0 else self._undrafted + 1
+        if step.drafts > 0:
+            share = min(trees / step.batch_size, 1.0)
+            self._with_trees += (share - self._with_trees) * _SHARE_FADES
+        if step.seconds is not None:
+            drafts = UNSETTLED if 0 < self._undrafted <= SETTLED else step.drafts
+            self.times.add(drafts, step.batch_size, step.seconds, step.prompts, step.context)
+        return trees
+
+    def _compare(self, step: Step, seconds: float) -> None:
+        """Adds a step to the gain; without drafts it counts as plain decoding."""
+        plain = self.times.known(0, step.batch_size, step.context)
+        if step.drafts == 0:
+            sums = 0.0, seconds, 0.0, seconds
+        elif plain is None:
+            sums = float(step.batch_size), 0.0, 0.0, 0.0
+        else:
+            prompts = step.prompts * self.times.prompt_price(0)
+            sums = float(step.batch_size), seconds, plain, prompts
+        self._uncounted = list(map(add, self._uncounted, sums))
+
+    def count(self) -> None:
+        """Counts the trees of the latest steps."""
+        accepted = 0
+        for workload, paths in self._pending.items():
+            if paths:
+                counts = TreeCounts.from_bytes(self._tree, b"".join(paths))
+                self.acceptance[workload].add(counts)
+                accepted += counts.tokens - counts.trees
+                paths.clear()
+        requests, seconds, plain, others = self._uncounted
+        self._uncounted = [0.0] * 4
+        kept = 0.5 ** (seconds / _GAIN_HALF_LIFE)
+        tokens = 1 + accepted / max(requests, 1.0)  # of a request and step
+        self._plain_took = kept * self._plain_took + tokens * plain + others
+        self._took = kept * self._took + seconds
+        if self._took > 0:
+            self.gain = self._plain_took / self._took
+
+    def tokens(self, workload: Workload) -> list[float]:
+        """Tokens that a request is expected to gain per step with 0, 1, 2, ... drafts."""
+        expected = self.acceptance[workload].expected_tokens()
+        return (1 + self._with_trees * (expected - 1)).tolist()
+
+    def ranges(
+        self, batch_size: int, workload: Workload, sizes: Iterable[int]
+    ) -> dict[int, tuple[float, float]]:
+        """Speeds by drafts, at least and at most; equal where such steps were seen.
+
+        A pass over fewer tokens is not slower: steps that seem so were disturbed, and take as
+        long. Where too few trees were verified nothing is known.
+        """
+        if self.acceptance[workload].trees < _FEWEST_TREES:
+            self.count()
+        if self.acceptance[workload].trees < _FEWEST_TREES:
+            return {}
+        tokens, context = self.tokens(workload), self._context * batch_size
+        ranges, shortest = {}, inf
+        for drafts in sorted(sizes, reverse=True):
+            seconds = self.times.known(drafts, batch_size, context, self._mixed)
+            if seconds is None:
+                least, most = self.times.bounds(drafts, batch_size, context, self._mixed)
+            else:
+                least = most = shortest = min(seconds, shortest)
+            emitted = tokens[drafts] * self._left(drafts)
+            ranges[drafts] = emitted / most, emitted / least if least > 0 else inf
+        return ranges
+
+    def fastest(self, drafts: int, batch_size: int, workload: Workload) -> float:
+        """The most speed that steps with other numbers of drafts leave possible."""
+        context = self._context * batch_size
+        least, _ = self.times.bounds(drafts, batch_size, context, self._mixed)
+        emitted = self.tokens(workload)[drafts] * self._left(drafts)
+        return emitted / least if least > 0 else inf
+
+    def _left(self, drafts: int) -> float:
+        """Share of the time that prompts leave: they arrive at their own rate.
+
+        Where there are trees they leave less, as the draft reads them, too.
+        """
+        arriving = self._prompts / self._seconds  # tokens a second
+        return 1 - min(arriving * self.times.prompt_price(drafts), _MOST_PROMPTS)
