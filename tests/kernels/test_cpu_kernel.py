@@ -68,7 +68,7 @@ def test_long_and_short_contexts_in_one_batch(dtype, heads):
         assert error < {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
 
 
-@pytest.mark.parametrize("_threads", [1, 2], indirect=True)
+@pytest.mark.parametrize("_threads", [1], indirect=True)
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2)])
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 31, 70, 1000, 5000])
@@ -93,7 +93,10 @@ def test_windows_soft_caps_and_sinks(heads, window, soft_cap, sunk, is_block):
         unwritten = places[(places < first) | (places >= context + 6)]
         for part in keys_and_values(cache):
             part.transpose(1, 2)[row[unwritten // BLOCK], unwritten % BLOCK] = float("nan")
-    found = attend(shape, cache, table, contexts, sizes, ancestors, query, sinks)
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(attend(shape, cache, table, contexts, sizes, ancestors, query, sinks))
     keys, values = gather_context(cache, table)
     mask = tree_attention_mask(contexts, ancestors, keys.shape[2], torch.float32, window)
     in_torch = tree_attention(
@@ -105,7 +108,8 @@ def test_windows_soft_caps_and_sinks(heads, window, soft_cap, sunk, is_block):
         contexts.tolist(), range(0, 25, 6), ancestors, 0, 0.5,
         window=window, soft_cap=soft_cap, sinks=sinks,
     ).view_as(query)  # fmt: skip
-    torch.testing.assert_close(found, expected, atol=5e-6, rtol=1e-5)
+    for by_threads in found:
+        torch.testing.assert_close(by_threads, expected, atol=5e-6, rtol=1e-5)
     torch.testing.assert_close(in_torch, expected, atol=5e-6, rtol=1e-5)
 
 

@@ -421,9 +421,9 @@ def test_measured_files_add_entries(inputs, tmp_path):
 
 def test_a_measured_profile_replaces_the_roofline(inputs):
     shapes = model_classes()["7b-68m"]
-    profile = made_up_profile("NVIDIA H200", shapes.target.name, shapes.draft.name)
-    write(inputs / "profiles", "h200.json", profile)
-    entries = json.loads(generate_library(inputs, devices=["h200"])["h200.json"])["entries"]
+    profile = made_up_profile("NVIDIA L4", shapes.target.name, shapes.draft.name)
+    write(inputs / "profiles", "l4.json", profile)
+    entries = json.loads(generate_library(inputs, devices=["l4"])["l4.json"])["entries"]
     sources = {entry["model_class"]: entry["profile"]["source"] for entry in entries}
     assert sources.pop("7b-68m") == "measured"
     assert set(sources.values()) == {"roofline"}

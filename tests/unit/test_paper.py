@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from benchmarks.paper import PUBLISHED, VECTORS, PaperComparison, compare_with_paper
+from benchmarks.paper import PUBLISHED, VECTORS, PaperComparison, compare_with_paper, paper
 from sequoia_vllm.hardware.models import every_class
 from sequoia_vllm.tree import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
@@ -98,3 +100,16 @@ def test_as_json(comparisons):
     assert data["predicted"]["source"] == "predicted by the roofline, not measured"
     assert data["published"]["seconds_per_token"] == pytest.approx(24.2e-3 / 4.04)
     assert data["predicted"]["same_size"]["size"] == data["published"]["size"] == 128
+
+
+def test_prints_the_same_as_table_and_json(comparisons, monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.paper.compare_with_paper", lambda: comparisons)
+    paper(as_json=True)
+    entries = json.loads(capsys.readouterr().out)["comparisons"]
+    paper()
+    lines = capsys.readouterr().out.splitlines()
+    assert len({line.count("|") for line in lines}) == 1
+    for entry, line in zip(entries, lines[2:], strict=True):
+        chosen = entry["predicted"]["chosen"]
+        assert f"| {chosen['size']}, {chosen['depth']} | {chosen['tokens']:.2f} |" in line
+        assert f" {entry['published']['speedup']:.2f}x |" in line

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from benchmarks import optimizer
 from benchmarks.frontier import frontier
 from benchmarks.generate_trees import generate
-from benchmarks.paper import paper
 from benchmarks.predicted import Offload
 from benchmarks.roofline import roofline
 from benchmarks.scaling import scaling, scaling_rows
@@ -255,16 +254,6 @@ class TestScaling:
     )
     def test_errors(self, option, value, message):
         assert message in run(scaling, option, value, code=2).stderr
-
-
-def test_paper_prints_the_same_as_table_and_json():
-    entries = run_json(paper)["comparisons"]
-    lines = run(paper).stdout.splitlines()
-    assert len({line.count("|") for line in lines}) == 1
-    for entry, line in zip(entries, lines[2:], strict=True):
-        chosen = entry["predicted"]["chosen"]
-        assert f"| {chosen['size']}, {chosen['depth']} | {chosen['tokens']:.2f} |" in line
-        assert f" {entry['published']['speedup']:.2f}x |" in line
 
 
 class TestGenerate:
