@@ -228,7 +228,7 @@ class DraftController:
 
         if current > 0:
             return is_open(drafts)
-        sizes = sorted(ranges.keys() - {0})
+        sizes = sorted({*ranges, drafts} - {0})
         near = [size for size in sizes if seen.get(size, 0) > now * _NEARLY]
         usual = max(near, key=seen.__getitem__, default=sizes[0])
         return drafts == next((d for d in sizes if d not in seen and is_open(d)), usual)

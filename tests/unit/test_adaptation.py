@@ -230,6 +230,18 @@ def test_never_more_than_the_most():
     assert max(engine.history) == 7
 
 
+def test_numbers_that_only_some_batches_of_an_octave_have_are_no_error():
+    """One draft is scheduled at batch 8 alone, and nothing else fits."""
+    schedule = [0] * 8 + [1] + [0] * (BATCHES - 9)
+    controlled = DraftController(TREE, schedule, [1] * BATCHES, [3, 7, 15])
+    controlled._known.acceptance["greedy"].add(TreeCounts.from_bytes(TREE, nothing_accepted(100)))
+    for batch_size, steps in [(8, 200), (12, 1000)]:
+        for _ in range(steps):
+            drafts = controlled.lookup[batch_size]
+            controlled.observe(Step(batch_size, drafts, 1.0 + 0.4 * (drafts > 0), "greedy"))
+    assert controlled.lookup[12] == 0
+
+
 def test_schedules_without_drafts_are_tried_late():
     """Reading what was committed may take long where nothing was drafted yet."""
     engine = Engine(controller(drafts=0), CODE).run(390)
