@@ -1,5 +1,6 @@
-"""UniVer's verification (arXiv 2605.04543, section 4), for one tree at a time, in float64.
+"""UniVer's verification (arXiv 2605.04543), for one tree at a time, in float64.
 
+Written from formulas that a public implementation states; that it is lossless is tested.
 It composes an optimal transport plan at each node, which is scaled by the probability that the
 path until there is accepted. Nodes are then decided in post order, the children before their
 parent.
