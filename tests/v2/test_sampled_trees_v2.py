@@ -351,7 +351,11 @@ def generate_for_law(
     config = sequoia(size=4, depth=2, draft=draft, verification=method, **(tree or {}))
     if draft is None:
         config = config | {"model": None, "drafter": "mtp"}
-    options = {"model": target, "max_model_len": 64, "max_num_seqs": 8, **more}
+    options = {
+        "model": target, "max_model_len": 64, "max_num_seqs": 8,
+        # Graphs of whole passes are all that is replayed here: nothing needs to be traced.
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}, **more,
+    }  # fmt: skip
     with rehearsing(config, **options) as llm, processed_chunks() as chunks:
         return {**rehearse(llm, requests, params), "processed": chunks}
 
