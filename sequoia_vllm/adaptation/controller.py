@@ -58,6 +58,7 @@ class DraftController:
     Attributes:
         lookup: Drafts at batch sizes 0, 1, 2, ...: changed in place.
         decisions: How often it was changed, but for trials.
+        schedule: As it was to begin with.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class DraftController:
     ) -> None:
         self.lookup = list(schedule)
         self.decisions = 0
-        self._schedule = list(schedule)
+        self.schedule = list(schedule)
         self._tree = tree
         self._most, self._whole = list(most), list(most)  # the former is less after preemptions
         self._steps = self._shrunk = 0
@@ -272,7 +273,7 @@ class DraftController:
         for larger in range(self._batch_sizes(batch_size).stop, len(self.lookup)):
             if larger.bit_length() in self._octaves:
                 return
-            self.lookup[larger] = min(drafts, self._schedule[larger], self._most[larger])
+            self.lookup[larger] = min(drafts, self.schedule[larger], self._most[larger])
 
     def _say(self, octave: Octave, step: Step, ranges: dict[int, tuple[float, float]]) -> None:
         """Logs what is drafted now, unless it did so a moment ago or nothing has changed."""
@@ -305,7 +306,7 @@ class DraftController:
 
     def _sizes_of(self, batch_size: int) -> list[int]:
         """Numbers of drafts to choose among at this batch size, ascending."""
-        return sorted({0, *self._sizes, self._schedule[batch_size]})
+        return sorted({0, *self._sizes, self.schedule[batch_size]})
 
     def _batch_sizes(self, batch_size: int) -> slice:
         """The batch sizes that are decided on together with this one."""
@@ -326,7 +327,7 @@ class DraftController:
             lookup[self._batch_sizes(1 << (key - 1))] = self._chosen(key)
         return AdaptationState(
             parents=list(self._tree.parents),
-            schedule=self._schedule,
+            schedule=self.schedule,
             lookup=lookup,
             acceptance={name: fading.state() for name, fading in self._known.acceptance.items()},
             times=self._known.times.to_list(),
@@ -350,7 +351,7 @@ class DraftController:
         for workload in WORKLOADS:
             self._known.acceptance[workload].restore(state.acceptance[workload])
         self._known.times.restore(state.times)
-        same_limits = state.schedule == self._schedule
+        same_limits = state.schedule == self.schedule
         if same_limits and len(state.lookup) == len(self.lookup):
             self.lookup[:] = map(min, state.lookup, self._most)
         return True

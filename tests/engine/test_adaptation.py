@@ -42,6 +42,11 @@ def test_drafts_that_do_not_pay_end_and_stay_away(plain_outputs, tmp_path, monke
         short = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
         found = tokens_of(llm.generate(PROMPTS, short, use_tqdm=False))
         assert metric(llm, "vllm:spec_decode_num_drafts") <= 4  # of its first step
+        # Measuring tools get as many drafts as are configured, whatever was decided.
+        llm.collective_rpc("sequoia_limit_drafts", args=(3,))
+        assert tokens_of(llm.generate(PROMPTS, short, use_tqdm=False)) == found
+        assert set(scheduler_of(llm).dynamic_sd_lookup[1:]) == {3}
+        assert metric(llm, "vllm:spec_decode_num_drafts") > 4 * 15
     assert found == [tokens[:24] for tokens in plain_outputs(PROMPTS, GREEDY)]
 
 

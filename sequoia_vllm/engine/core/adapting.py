@@ -54,6 +54,9 @@ def measured_speedup(scheduler: Any) -> float | None:
 
 def freeze(scheduler: Any) -> None:
     """Ends adaptation: from now on drafts are as configured, and measuring tools limit them."""
+    adapter: SchedulerAdapter | None = getattr(scheduler, _ADAPTER, None)
+    if adapter is not None:
+        scheduler.dynamic_sd_lookup = adapter.controller.schedule
     setattr(scheduler, _ADAPTER, None)
 
 
