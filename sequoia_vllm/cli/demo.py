@@ -48,14 +48,14 @@ def demo(
     prompts: Annotated[
         Path | None, typer.Option(help='Prompts: a .jsonl file with a "prompt" per line.')
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 5,
-    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens per completion.")] = 48,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens per completion.")] = 32,
     tree: Annotated[
         str, typer.Option(help="Sequoia's tree, as bench's --trees; as it is with SmolLM2: auto.")
     ] = "",
     chain: Annotated[
         str, typer.Option(help="vLLM's chains, as bench's; bench finds the best of all.")
-    ] = "2,4",
+    ] = "4",
     dtype: Annotated[str, typer.Option(help="float32 makes identical output certain.")] = "float32",
     eager: EagerOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -178,3 +179,21 @@ def test_the_real_model():
     assert check.greedy_answers(folder, answers, lambda: None) == answers
     config = transformers.AutoConfig.from_pretrained(folder)
     assert not hasattr(config, "quantization_config")
+
+
+class TestDraft:
+    """The draft model that comes along (`examples/models/smollm2-draft`)."""
+
+    FOLDER = Path(__file__).parents[2] / "examples" / "models" / "smollm2-draft"
+
+    def test_its_card_is_of_these_weights(self):
+        card = (self.FOLDER / "README.md").read_text("utf-8")
+        weights = (self.FOLDER / "model.safetensors").read_bytes()
+        assert hashlib.sha256(weights).hexdigest() in card
+        assert len(weights) < 8_000_000
+
+    def test_its_tokens_are_the_targets(self):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.FOLDER)
+        config = transformers.AutoConfig.from_pretrained(self.FOLDER)
+        assert len(tokenizer) == config.vocab_size == 8192
+        assert tokenizer.decode(tokenizer("What is 2 + 2?").input_ids) == "What is 2 + 2?"
