@@ -200,18 +200,22 @@ def _print_answers(asked: list[str], runs: list[MethodRuns], results: list[Resul
 
 def _print(results: list[Result], identical: list[list[bool]] | None) -> None:
     """One temperature's table; only greedy outputs are compared."""
+    from sequoia_vllm.bench.methods import Kind
+
     temperature = results[0].temperature
     columns = ("tokens per step", "tokens/s", "speed", "identical to plain")
     title = f"Temperature {temperature:g}: median and range of {_ROUNDS} rounds"
     table = new_table("engine", *columns, title=title, left=["engine"])
+    has_choice = sum(one.kind is Kind.CHAIN for one in results) > 1
     for row, one in enumerate(results):
         table.add_row(
-            one.method + (" +" if one.best_chain else ""),
+            one.method + (" +" if has_choice and one.best_chain else ""),
             f"{one.tokens_per_step:.2f}",
             f"{one.tokens_per_second.median:.0f}",
             f"{one.speedup.median:.2f}x ({_range(one.speedup)})",
             f"{sum(identical[row])} of {len(identical[row])}" if identical else "",
         )
     console().print(table)
-    for remark in ["+: the fastest of these chains", *{one.note: 0 for one in results if one.note}]:
+    remarks = ["+: the fastest of these chains"] if has_choice else []
+    for remark in [*remarks, *{one.note: 0 for one in results if one.note}]:
         console().print(remark, soft_wrap=True)
