@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sequoia_vllm.bench.methods import BenchError, Kind
-from sequoia_vllm.bench.report import BenchReport, Result
+from sequoia_vllm.bench.report import BenchReport, Result, shown
 from sequoia_vllm.cli.common import friendly_errors
 from sequoia_vllm.figures import (
     GREY,
@@ -65,11 +65,6 @@ def plot_report(report: BenchReport, folder: Path) -> list[Path]:
     if any(result.predicted for result in report.results):
         drawn.append(_draw_predicted(report, folder / "predicted.png"))
     return drawn
-
-
-def shown(results: Sequence[Result]) -> list[Result]:
-    """Selects the results that pictures show: of vLLM's chains only the best one."""
-    return [result for result in results if result.kind is not Kind.CHAIN or result.best_chain]
 
 
 Draw = Callable[["Axes", Sequence[Result], Sequence[int]], None]

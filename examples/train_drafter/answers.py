@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from draft_data import Shard
 from numpy.typing import NDArray
+from training import Batches
 
 from sequoia_vllm.vocabulary.matching import Matching
 
@@ -16,7 +17,7 @@ BATCHES_TOGETHER = 8  # share their texts out by length
 _SMALLEST_REST = 1e-4  # keeps the logarithm of what is left to other tokens finite
 
 
-class Texts:
+class Texts(Batches):
     """Answers in a drafter's tokens, padded, with the target's distribution of each token.
 
     A batch is ``[texts, length, 1 + 2 × 16]`` in float32: the token that the drafter reads, the
@@ -56,13 +57,6 @@ class Texts:
             del order[: together * size]
             for place in rng.permutation(together).tolist():
                 yield self.batch(chosen[place * size : (place + 1) * size])
-
-    def evenly_spaced_batches(self, size: int, at_most: int) -> Iterator[torch.Tensor]:
-        """Each of ``at_most`` texts once, spread over all."""
-        count = min(at_most, len(self))
-        indices = np.linspace(0, len(self) - 1, count).astype(int).tolist()
-        for first in range(0, count, size):
-            yield self.batch(indices[first : first + size])
 
 
 def _rows(shard: Shard, words: Matching, length: int) -> Iterator[NDArray[np.float32]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +30,7 @@ from draft_data import DraftDataRecipe, read_shards, write_draft_data
 from draft_quality import DraftQuality, as_data, measure_draft
 from errors import PairError
 from heads import KINDS, HeadRecipe, train_head
+from pair import Listener
 from provenance import digest, provenance
 from rich.table import Table
 from training import CHECKPOINT, Schedule
@@ -91,13 +94,9 @@ def train_draft_model(
     threads: Threads = 0,
 ) -> None:
     """Train a draft model on the target's answers, and measure it on held-out ones."""
-    _check_out(out)
-    set_up_torch(threads)
     schedule = Schedule(steps, warmup, batch_size, validate_every, seed)
     recipe = DraftRecipe(shape, tokens, sequence_length, learning_rate, schedule, device)
-    with progress() as bars:
-        record = train_draft(recipe, data, out, progress_listener(bars))
-    _finish(record, data, out, device)
+    _train(partial(train_draft, recipe), data, out, device, threads)
 
 
 def train_head_of_target(
@@ -123,13 +122,9 @@ def train_head_of_target(
     threads: Threads = 0,
 ) -> None:
     """Train an EAGLE-3 or a DFlash head on the same answers, and measure it on held-out ones."""
-    _check_out(out)
-    set_up_torch(threads)
     schedule = Schedule(steps, warmup, batch_size, validate_every, seed)
     recipe = HeadRecipe(kind, mlp, tokens, sequence_length, learning_rate, muon, schedule, device)
-    with progress() as bars:
-        record = train_head(recipe, data, out, progress_listener(bars))
-    _finish(record, data, out, device)
+    _train(partial(train_head, recipe), data, out, device, threads)
 
 
 def evaluate_draft(
@@ -150,13 +145,19 @@ def evaluate_draft(
     _show(quality)
 
 
-def _check_out(out: Path) -> None:
+def _train(
+    train: Callable[[Path, Path, Listener], dict[str, Any]],
+    data: Path,
+    out: Path,
+    device: str,
+    threads: int,
+) -> None:
+    """Trains a drafter, measures it, and writes its record and its card."""
     if (out / "config.json").is_file() and not (out / CHECKPOINT).is_file():
         raise PairError(f"{out} has a trained drafter; choose a new folder")
-
-
-def _finish(record: dict[str, Any], data: Path, out: Path, device: str) -> None:
-    """Measures what was trained, and writes its record and its card."""
+    set_up_torch(threads)
+    with progress() as bars:
+        record = train(data, out, progress_listener(bars))
     quality = _measure(out, data, device)
     hashes = {
         "the weights": digest(out, "*.safetensors"),

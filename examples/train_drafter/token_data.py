@@ -11,6 +11,7 @@ import torch
 from errors import PairError
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from training import Batches
 from transformers import PreTrainedTokenizerFast
 
 # In this order, so that their ids are 0, 1 and 2.
@@ -55,7 +56,7 @@ def write_tokens(
     return np.memmap(path, dtype=np.uint16, mode="r")
 
 
-class Windows:
+class Windows(Batches):
     """Neighbouring pieces of a token array: ``length`` tokens and the one that follows."""
 
     def __init__(self, tokens: TokenArray, length: int) -> None:
@@ -79,13 +80,6 @@ class Windows:
         order = self._endless_order(seed)
         while True:
             yield self.batch(list(itertools.islice(order, size)))
-
-    def evenly_spaced_batches(self, size: int, at_most: int) -> Iterator[torch.Tensor]:
-        """Each of ``at_most`` windows once, spread over the whole array."""
-        count = min(at_most, len(self))
-        indices = np.linspace(0, len(self) - 1, count).astype(int).tolist()
-        for first in range(0, count, size):
-            yield self.batch(indices[first : first + size])
 
     def _endless_order(self, seed: int) -> Iterator[int]:
         rng = np.random.default_rng(seed)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 from errors import PairError
 from torch import nn
@@ -23,17 +25,27 @@ VALIDATION_WINDOWS = 128
 CHECKPOINT = "resume.pt"  # in the folder of what is trained
 
 
-class Batches(Protocol):
-    """What is learnt from, such as `token_data.Windows`."""
+class Batches(ABC):
+    """What is learnt from: `token_data.Windows`, or `answers.Texts`."""
 
+    @abstractmethod
     def __len__(self) -> int:
         """Sequences in all."""
 
+    @abstractmethod
+    def batch(self, indices: Sequence[int]) -> torch.Tensor:
+        """The sequences with these numbers."""
+
+    @abstractmethod
     def shuffled_batches(self, size: int, seed: int) -> Iterator[torch.Tensor]:
-        """Batches without end."""
+        """Batches without end, every pass over the sequences in a new order."""
 
     def evenly_spaced_batches(self, size: int, at_most: int) -> Iterator[torch.Tensor]:
-        """Each of ``at_most`` sequences once."""
+        """Each of ``at_most`` sequences once, spread over all."""
+        count = min(at_most, len(self))
+        indices = np.linspace(0, len(self) - 1, count).astype(int).tolist()
+        for first in range(0, count, size):
+            yield self.batch(indices[first : first + size])
 
 
 @dataclass(frozen=True)

@@ -176,3 +176,8 @@ class BenchReport(FileModel):
     provenance: dict[str, Any] = Field(
         description="Arguments, time, versions, CPU, git revision, environment."
     )
+
+
+def shown(results: Sequence[Result]) -> list[Result]:
+    """Selects the results that pictures show: of vLLM's chains only the best one."""
+    return [result for result in results if result.kind is not Kind.CHAIN or result.best_chain]

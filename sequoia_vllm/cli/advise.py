@@ -57,10 +57,10 @@ def advise(
 
 def _known_draft(target: str) -> str:
     """The draft model that an engine would take for a target."""
-    known = [known.draft for kind, known in known_for(target) if not kind.is_head]
+    known = [known for kind, known in known_for(target) if not kind.is_head]
     if not known:
         fail(f"no draft model is known for {target!r}: name one with --draft-model")
-    return known[0].format(Path(target).parent)
+    return known[0].name_for(target)
 
 
 def _read(role: str, model: str) -> tuple[ModelShape, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sequoia_vllm.bench.methods import Kind
-from sequoia_vllm.bench.report import BenchReport, Result
+from sequoia_vllm.bench.report import BenchReport, Result, shown
 from sequoia_vllm.figures import GREY, draw_grid, new_figure, save_figure, shades
 
 
@@ -19,10 +19,9 @@ def plot_speeds(report: BenchReport, path: Path) -> None:
     sizes = sorted({result.batch_size for result in report.results})
     figure, panels = new_figure(1.2 + 3.4 * len(temperatures), 3.5, len(temperatures))
     lines: dict[str, list[Result]] = {}
-    for result in report.results:
-        if result.kind is not Kind.CHAIN or result.best_chain:
-            name = "vLLM's best chain" if result.kind is Kind.CHAIN else result.method
-            lines.setdefault(name, []).append(result)
+    for result in shown(report.results):
+        name = "vLLM's best chain" if result.kind is Kind.CHAIN else result.method
+        lines.setdefault(name, []).append(result)
     chain, *trees = shades(max(3, len(lines) - 1))  # as in benchmarks/bench_pictures.py
     colours = {Kind.PLAIN: iter([GREY]), Kind.CHAIN: iter([chain]), Kind.SEQUOIA: iter(trees)}
     for number, (name, results) in enumerate(lines.items()):

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 from pkgutil import iter_modules
 from types import FunctionType, MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -61,6 +62,10 @@ class KnownDrafter:
     draft: str
     note: str
     architecture: str | None = None
+
+    def name_for(self, target: str) -> str:
+        """The drafter's name or path, for a target of this name or path."""
+        return self.draft.format(Path(target).parent)
 
 
 class Drafter:

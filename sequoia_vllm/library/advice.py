@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from sequoia_vllm.hardware.budget import drafts_by_batch
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import DeviceError, DeviceSpec, identify, known_devices
@@ -119,15 +120,14 @@ def advise_pair(
     vector, context = Acceptance.of(entry.acceptance), entry.profile.context_length
     cost = CostModel(profile, context)
     is_measured = entry.acceptance_source == "measured"
+    whole = entry.tree.tree
+    drafts = drafts_by_batch(entry.schedule, whole.num_speculative_tokens, max(batch_sizes))
     batches = []
     for batch_size in batch_sizes:
         chain = choose_tree(
             vector, profile, batch_size, _LONGEST_CHAIN + 1, max_branch=1, context_length=context
         )
-        # The last range also stands for every larger batch.
-        last = entry.schedule[-1]
-        drafts = next((rule for rule in entry.schedule if batch_size <= rule[1]), last)[2]
-        tree = entry.tree.tree.trim(drafts + 1)
+        tree = whole.trim(drafts[batch_size - 1] + 1)
         expected = cost.estimate(tree, vector, batch_size)
         batches.append(
             BatchAdvice(

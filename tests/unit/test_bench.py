@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from benchmarks.bench_pictures import main, plot_report, shown
+from benchmarks.bench_pictures import main, plot_report
 from sequoia_vllm.bench import engines, measure, run
 from sequoia_vllm.bench.decode_rate import Arrival, Steady, part_seconds, pooled, steady_part
 from sequoia_vllm.bench.engines import check_memory, engine_options
@@ -34,6 +34,7 @@ from sequoia_vllm.bench.report import (
     GreedyCheck,
     Mismatch,
     SearchedChain,
+    shown,
 )
 from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, batches
 from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, results

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.registry import Drafter, DrafterKind, KnownDrafter, drafter, known_for
@@ -192,7 +191,7 @@ def known_drafts(
     fitting = known_for(target)
     found = [
         KnownDraft(
-            known.draft.format(Path(target).parent), kind.kind,
+            known.name_for(target), kind.kind,
             _why(kind, known, fitting[:place], kinds, taken),
         )
         for place, (kind, known) in enumerate(fitting)
