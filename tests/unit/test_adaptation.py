@@ -286,7 +286,6 @@ def test_drafts_that_are_never_accepted_end_though_steps_without_them_seemed_slo
 # A device that computes much while it reads its weights, and one that computes little.
 GPU, CPU = Machine(), Machine(row=1.2e-3, context=1e-7, tree_context=3e-7, draft=0.05)
 # Two cores with a target of 800M parameters, and what is drafted there at first.
-# Two cores with a target of 800M parameters, and what is drafted there at first.
 TWO_CORES = Machine(0.08, 8e-3, 8e-7, 2.4e-6, 0.05, disturbed=0.02)
 TWO_CORES_SCHEDULE = [0] + [5] * 3 + [2] * 4 + [1] * (BATCHES - 8)
 WEAK = (0.35, 0.08, 0.04)
