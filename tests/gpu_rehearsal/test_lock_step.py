@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from tests.quick_start.quick_imports import FORK_ENGINES
 from tests.support.cores import needs_two_cores
 from tests.support.engines import running, sequoia
 from tests.support.generating import completions, counted, random_prompts
@@ -58,6 +59,7 @@ def generate_on_replica(rank: int, port: int, target: str, draft: str) -> dict[s
         "VLLM_DP_RANK": str(rank), "VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_PORT": str(port),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # an engine core that knows of lock step
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions to it
+        FORK_ENGINES: "1",
     }  # fmt: skip
     config = sequoia(6, 2, draft, num_speculative_tokens_per_batch_size=SCHEDULE)
     options = {"max_num_seqs": 2, "distributed_executor_backend": "uni"}  # no more processes

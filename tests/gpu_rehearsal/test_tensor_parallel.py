@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.quick_start.quick_imports import FORK_ENGINES
 from tests.support.cores import needs_two_cores
 from tests.support.engines import sequoia
 from tests.support.generating import VOCAB, completions, random_prompts, save_related_pair
@@ -67,6 +68,7 @@ def test_two_ranks_draft_with_a_head_as_one(
 ) -> None:
     """Whose weights are random: hardly anything is accepted."""
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    monkeypatch.setenv(FORK_ENGINES, "1")
     target, _ = save_related_pair(tmp_path, num_hidden_layers=2, **HEADS)
     head = save_eagle3(tmp_path / "head", target, list(range(2, 130)))
     found = call_on_gpu(generate_on_ranks, tmp_path, target=target, draft=head)

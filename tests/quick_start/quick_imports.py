@@ -1,5 +1,7 @@
 """What vLLM does while it is imported, starts and waits, in less time; nothing is tested by it."""
 
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -105,13 +107,41 @@ def register_kernels_once(dispatcher: ModuleType) -> None:
     dispatcher.register_kernels = register_kernels  # type: ignore[attr-defined]
 
 
+FORK_ENGINES = "TESTS_FORK_ENGINES"
+
+
+def fork_engines(system_utils: ModuleType) -> None:
+    """Engines and ranks are forked, where the environment has `FORK_ENGINES`: they import nothing.
+
+    As vLLM does on GPUs. On CPUs it spawns them.
+    """
+    choose = system_utils.get_mp_context
+
+    def get_mp_context() -> multiprocessing.context.BaseContext:
+        return multiprocessing.get_context("fork") if os.environ.get(FORK_ENGINES) else choose()
+
+    system_utils.get_mp_context = get_mp_context  # type: ignore[attr-defined]
+
+
+def inspect_models_here(registry: ModuleType) -> None:
+    """vLLM looks at each kind of model in a process of its own, which imports vLLM for it.
+
+    It spares its own process a CUDA context; there is none here.
+    """
+    registry._run_in_subprocess = lambda inspect: inspect()  # type: ignore[attr-defined]
+
+
 LOADERS: dict[str, Callable[[Loader], Loader]] = {
     # vLLM resamples audio with it: half a thousand modules.
     "scipy.signal": LazyLoader,
     # The losses of transformers' detectors import this one.
     "scipy.optimize": lambda loader: LazyLoader(loader, ("linear_sum_assignment",)),
     "transformers.utils.import_utils": lambda loader: ChangingLoader(loader, read_models_once),
+    "vllm.model_executor.models.registry": (
+        lambda loader: ChangingLoader(loader, inspect_models_here)
+    ),
     "vllm.triton_utils.dispatcher": lambda loader: ChangingLoader(loader, register_kernels_once),
+    "vllm.utils.system_utils": lambda loader: ChangingLoader(loader, fork_engines),
     "vllm.distributed.device_communicators.shm_broadcast": (
         lambda loader: ChangingLoader(loader, wait_asleep)
     ),

@@ -87,7 +87,7 @@ def servers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
     with ExitStack() as stack:
         # As the word sequoia alone, but counted trees are to go on: here they do not pay.
         config = '--speculative-config={"method": "sequoia", "adapt": false}'
-        ours = Server(folder / "sequoia.log", *common, *ending, config)
+        ours = Server(folder / "sequoia.log", *common, *ending, config, spawns=True)
         stack.callback(ours.kill)
         # Plain vLLM stops on CPUs where a seeded prompt is read in chunks.
         plain = Server(folder / "plain.log", *common, "--max-num-batched-tokens=8192")

@@ -6,11 +6,12 @@ then, and a number beside a tensor becomes the same tensor each time.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton.language import core, semantic
 
 _MOST_CONSTANTS = 5000
+_POINTER = -1
 
 
 def remember_operands() -> None:
@@ -34,6 +35,27 @@ def _unwrap_nothing_but_constants() -> None:
     core._unwrap_if_constexpr = unwrap_if_constexpr
 
 
+class _Pair(NamedTuple):
+    """What becomes of two tensors, of one combination of types and shapes.
+
+    `casts`: the type that each is cast to, or None. `shapes`: the shape that each is given, or
+    None. `known`: what the key of this pair has the identity of, so that it is not another's.
+    """
+
+    casts: tuple[Any, Any]
+    shapes: tuple[Any, Any]
+    known: tuple[Any, ...]
+
+    def apply(self, semantics: Any, place: int, value: Any) -> Any:
+        """Casts a tensor, and lets it take the shape: its data stay, and NumPy repeats them."""
+        cast, shape = self.casts[place], self.shapes[place]
+        if cast is not None:
+            value = semantics.cast(value, cast)
+        if shape is not None:
+            value = core.tensor(value.handle, core.block_type(value.dtype, shape))
+        return value
+
+
 class _Operands:
     """What is known of pairs: that they stay as they are, or which tensor a number becomes.
 
@@ -44,12 +66,14 @@ class _Operands:
         self._check = check
         self._unchanged: dict[tuple, Any] = {}
         self._constants: dict[tuple, tuple] = {}
+        self._pairs: dict[tuple, _Pair] = {}
 
     @property
     def check(self) -> Callable:
         """In place of `TritonSemantic.binary_op_type_checking_impl`."""
         tensor, numbers = core.tensor, {int, float}
-        unchanged, constants, original = self._unchanged, self._constants, self._check
+        unchanged, constants, pairs = self._unchanged, self._constants, self._pairs
+        original = self._check
 
         def check(
             semantics: Any, left: Any, right: Any, allow_lhs_ptr: bool = False,
@@ -60,6 +84,9 @@ class _Operands:
                     key = id(left.dtype), arithmetic_check, div_or_mod
                     if key in unchanged:
                         return left, right
+                pair = pairs.get(_key(left, right, arithmetic_check, div_or_mod))
+                if pair is not None:
+                    return pair.apply(semantics, 0, left), pair.apply(semantics, 1, right)
             elif left.__class__ is tensor and right.__class__ in numbers:
                 how = right.__class__, right, arithmetic_check, div_or_mod, True
                 known = constants.get((id(left.dtype), id(left.shape), how))
@@ -81,16 +108,31 @@ class _Operands:
     def _remember(
         self, left: Any, right: Any, found: tuple[Any, Any], flags: tuple[bool, bool]
     ) -> None:
-        """Unless a tensor of the pair was cast or broadcast, or is of pointers."""
+        """Unless both are pointers, or a number stands beside one."""
         kept = found[0] is left, found[1] is right
-        if any(one.dtype.is_ptr() for one in found):
-            return
-        if all(kept) and left.dtype is right.dtype and left.shape is right.shape:
+        pointers = sum(one.dtype.is_ptr() for one in found)
+        if all(kept) and left.dtype is right.dtype and left.shape is right.shape and not pointers:
             self._unchanged[id(left.dtype), *flags] = left.dtype
+        elif left.__class__ is right.__class__ is core.tensor and pointers < 2:
+            self._remember_pair(left, right, found, flags)
+        elif pointers:
+            return
         elif kept == (True, False):
             self._remember_constant(left, right, found[1], (*flags, True))
         elif kept == (False, True):
             self._remember_constant(right, left, found[0], (*flags, False))
+
+    def _remember_pair(
+        self, left: Any, right: Any, found: tuple[Any, Any], flags: tuple[bool, bool]
+    ) -> None:
+        pairs = [(left, found[0]), (right, found[1])]
+        first, second = (None if old.dtype == new.dtype else new.dtype for old, new in pairs)
+        one, other = (
+            None if not new.type.is_block() or old.shape == new.shape else new.type.shape
+            for old, new in pairs
+        )
+        known = left.dtype, left.shape, right.dtype, right.shape
+        self._pairs[_key(left, right, *flags)] = _Pair((first, second), (one, other), known)
 
     def _remember_constant(
         self, tensor: Any, number: Any, constant: Any, flags: tuple[bool, ...]
@@ -104,3 +146,12 @@ class _Operands:
         how = number.__class__, number, *flags
         known = constant, tensor.dtype, tensor.shape
         self._constants[id(tensor.dtype), id(tensor.shape), how] = known
+
+
+def _key(left: Any, right: Any, *flags: bool) -> tuple[Any, ...]:
+    """Types and shapes of two tensors. Types of pointers are made anew in each launch."""
+    types = [
+        _POINTER if one.dtype.__class__ is core.pointer_type else id(one.dtype)
+        for one in (left, right)
+    ]
+    return (*types, id(left.shape), id(right.shape), *flags)

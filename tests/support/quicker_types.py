@@ -13,6 +13,7 @@ from triton.language import core, semantic
 from triton.runtime import interpreter
 
 from tests.support.quicker_operands import remember_operands
+from tests.support.quicker_values import make_values_quickly
 
 
 def remember_types() -> None:
@@ -22,6 +23,7 @@ def remember_types() -> None:
     _pass_what_is_as_wanted()
     _call_directly()
     remember_operands()
+    make_values_quickly()
     core.dtype.is_int = _is_one_of(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
 
 
@@ -75,6 +77,7 @@ def _pass_what_is_as_wanted() -> None:
     """Operands of the type and the shape of the result are neither cast nor broadcast."""
     semantics, tensor = semantic.TritonSemantic, core.tensor
     cast, broadcast = semantics._cast_to_computation_type, semantics.broadcast_impl_value
+    cast_any, compare = semantics.cast, core.dtype.__eq__
 
     def cast_to_computation_type(self: Any, value: Any, dtype: Any) -> Any:
         if value.__class__ is tensor and value.dtype is dtype:
@@ -86,6 +89,13 @@ def _pass_what_is_as_wanted() -> None:
             return left, right
         return broadcast(self, left, right)
 
+    def cast_unless_it_is(self: Any, value: Any, dtype: Any, *rounding: Any, **named: Any) -> Any:
+        if value.dtype is dtype.scalar:
+            return value
+        return cast_any(self, value, dtype, *rounding, **named)
+
+    core.dtype.__eq__ = lambda self, other: self is other or compare(self, other)
+    semantics.cast = cast_unless_it_is
     semantics._cast_to_computation_type = cast_to_computation_type
     semantics.broadcast_impl_value = broadcast_impl_value
 

@@ -18,6 +18,8 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from tests.quick_start.quick_imports import FORK_ENGINES
+
 ROOT = Path(__file__).parents[2]
 TARGET = "examples/models/target"
 DRAFT = "examples/models/draft"
@@ -37,8 +39,11 @@ START_DEADLINE = 240.0  # seconds; an idle two-core machine needs 20
 STOP_DEADLINE = 60.0  # an idle one needs 1, or 7 to drain a request first
 
 
-def environment() -> dict[str, str]:
-    """This process's, less what the in-process engine tests, and their engines, left in it."""
+def environment(spawns: bool = False) -> dict[str, str]:
+    """This process's, less what the in-process engine tests, and their engines, left in it.
+
+    `spawns`: a server spawns its engine as users' do on CPUs; else it forks it, which is quicker.
+    """
     theirs = ("VLLM_", "TORCHINDUCTOR_")
     return {key: value for key, value in os.environ.items() if not key.startswith(theirs)} | {
         "OMP_NUM_THREADS": "1",
@@ -49,6 +54,7 @@ def environment() -> dict[str, str]:
         "VLLM_LOG_STATS_INTERVAL": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        FORK_ENGINES: "" if spawns else "1",
     }
 
 
@@ -69,22 +75,24 @@ class Server:
     """One ``vllm serve`` process, with those that it starts.
 
     `variables`: its environment, if not that of a machine without a GPU; then all
-    of its options are given.
+    of its options are given. For `spawns` see `environment`.
     """
 
     def __init__(
         self, log: Path, *options: str, model: str = TARGET,
-        variables: dict[str, str] | None = None,
+        variables: dict[str, str] | None = None, spawns: bool = False,
     ) -> None:  # fmt: skip
         port = free_port()
         common = OPTIONS if variables is None else ("--host=127.0.0.1",)
+        if variables is None:
+            variables = environment(spawns)
         self.model = model
         self.url = f"http://127.0.0.1:{port}"
         self.log_file = log
         with log.open("wb") as output:
             self.process = psutil.Popen(
                 [str(VLLM), "serve", model, f"--port={port}", *common, *options],
-                cwd=ROOT, env=variables or environment(), stdout=output, stderr=subprocess.STDOUT,
+                cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
 
