@@ -9,8 +9,8 @@ from tests.support.models import prompts
 
 pytestmark = pytest.mark.engine
 
-REQUESTS = random_requests(prompts(32), 400, seed=14, vocabulary=4096)
-OF_VERIFICATION = {"sequoia": REQUESTS[:200], "traversal": REQUESTS[200:]}
+REQUESTS = random_requests(prompts(32), 300, seed=14, vocabulary=4096)
+OF_VERIFICATION = {"sequoia": REQUESTS[:150], "traversal": REQUESTS[150:]}
 OPTIONS = {
     "kv_cache_memory_bytes": 8 << 20,  # some 50 and 100 preemptions
     "block_size": 32,

@@ -2,13 +2,17 @@
 
 import atexit
 import json
+import os
 import select
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import psutil
 
@@ -16,6 +20,15 @@ from tests.support.calling import checked_answer, kill_family
 
 # vLLM, as far as every engine needs it.
 MODULES = ("tests.support.engines",)
+_START_DEADLINE = 200.0  # seconds; importing takes seven on an idle machine
+
+
+class _Line(NamedTuple):
+    """Orders go to, and answers come from, a process that forks for each order."""
+
+    process: psutil.Process
+    orders: TextIO
+    answers: TextIO
 
 
 class Forker:
@@ -28,15 +41,24 @@ class Forker:
         environment: Variables with which vLLM is imported.
         directory: Working directory of the process and of all calls.
         modules: What is imported.
+        shared: Names the process that all workers of a run of tests have in common; None: it is
+            this object's.
     """
 
     def __init__(
-        self, environment: dict[str, str], directory: Path, modules: tuple[str, ...] = MODULES
+        self,
+        environment: dict[str, str],
+        directory: Path,
+        modules: tuple[str, ...] = MODULES,
+        shared: str | None = None,
     ) -> None:
         self._environment = environment
         self._directory = directory
         self._modules = modules
-        self._process: psutil.Popen | None = None
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+        self._shared = _socket(f"{run[:12]}-{shared}") if run and shared else None
+        self._own = _socket(f"{os.getpid()}-{id(self)}")
+        self._line: _Line | None = None
 
     def call(
         self,
@@ -54,8 +76,8 @@ class Forker:
         """
         result, log = directory / "result.json", directory / "log"
         result.unlink(missing_ok=True)
-        if self._process is None:
-            self._process = self._started(log)
+        if self._line is None:
+            self._line = self._connect()
         order = {
             "call": [function.__module__, function.__name__, arguments, str(result)],
             "environment": environment,
@@ -63,35 +85,69 @@ class Forker:
         }
         status = None
         try:
-            status = self._status(order, timeout)
+            status = self._status(self._line, order, timeout)
         finally:
             if status is None:
-                kill_family(self._process)
-                self._process = None
+                kill_family(self._line.process)
+                self._line = None
         reached = f"none after {timeout:.0f} s" if status is None else status
         return checked_answer(function, reached, result, log)
 
-    def _started(self, log: Path) -> psutil.Popen:
-        with log.open("wb") as output:
+    def _connect(self) -> _Line:
+        if self._shared is not None:
+            try:
+                Path(f"{self._shared}.lock").touch(exist_ok=False)
+            except FileExistsError:  # another worker starts it
+                with suppress(TimeoutError):
+                    return _line_to(self._shared)
+            else:
+                self._start(self._shared)
+                return _line_to(self._shared)
+        if not self._own.exists():
+            self._start(self._own)
+        return _line_to(self._own)
+
+    def _start(self, path: Path) -> None:
+        with Path(f"{path}.log").open("wb") as output:
             process = psutil.Popen(
-                [sys.executable, "-m", "tests.support.forked", *self._modules],
-                cwd=self._directory, env=self._environment, text=True, start_new_session=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output,
+                [sys.executable, "-m", "tests.support.forked", str(path), *self._modules],
+                cwd=self._directory, env=self._environment, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=output, stderr=output,
             )  # fmt: skip
-        atexit.register(_end, process)
-        return process
+        atexit.register(_end, process, path)
 
-    def _status(self, order: dict[str, Any], timeout: float) -> int | None:
+    def _status(self, line: _Line, order: dict[str, Any], timeout: float) -> int | None:
         """The exit status of the process that is forked; None if there is none in time."""
-        assert self._process is not None
-        print(json.dumps(order), file=self._process.stdin, flush=True)
-        ready, _, _ = select.select([self._process.stdout], [], [], timeout)
-        line = self._process.stdout.readline() if ready else ""
-        return int(line) if line else None
+        print(json.dumps(order), file=line.orders, flush=True)
+        ready, _, _ = select.select([line.answers], [], [], timeout)
+        answer = line.answers.readline() if ready else ""
+        return int(answer) if answer else None
 
 
-def _end(process: psutil.Popen) -> None:
-    """There are no more calls."""
+def _socket(name: str) -> Path:
+    """Short, as paths of sockets have to be."""
+    return Path(tempfile.gettempdir()) / f"forker-{name}"
+
+
+def _line_to(path: Path) -> _Line:
+    """Waits for a process that has imported what it forks with, and connects to it."""
+    deadline = time.monotonic() + _START_DEADLINE
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(str(path))
+            answers = connection.makefile("r")
+            process = psutil.Process(int(answers.readline()))
+            return _Line(process, connection.makefile("w"), answers)
+        time.sleep(0.1)
+    log = Path(f"{path}.log")
+    raise TimeoutError(log.read_text(errors="replace")[-8000:] if log.exists() else str(path))
+
+
+def _end(process: psutil.Popen, path: Path) -> None:
+    """No more calls are made from here; those of other workers go on."""
     with suppress(BrokenPipeError):  # it was killed
         process.stdin.close()
     process.wait()
+    for file in (path, f"{path}.log", f"{path}.lock"):
+        Path(file).unlink(missing_ok=True)
