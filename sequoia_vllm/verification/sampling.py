@@ -31,6 +31,9 @@ after it a little less, who find tokens that only the target's nucleus holds.
 LARGEST_NUCLEUS = 256
 """Tokens of the nucleus at most; a larger one is not looked for, and nothing lowered."""
 
+FEWEST_FOR_BLOCKS, BLOCK = 32_768, 256
+"""Entries of Q from which on it is drawn from by blocks, and the tokens of a block."""
+
 
 @dataclass(frozen=True)
 class Truncation:
@@ -93,9 +96,7 @@ def draw_without_replacement(
     left (-inf logits, underflow), uniformly from the rest. That is what Algorithm 2 assumes of
     a node's children.
 
-    Token x arrives at time E[x] / Q[x], with E exponential. The order of arrival is the order of
-    draws (the Gumbel-top-k trick without its logarithms). Tokens with Q[x] = 0 come after all
-    others, in the order of E alone.
+    Large vocabularies are drawn from by blocks, `_draw_by_blocks`, others by a race, `_race`.
 
     Args:
         draft: Q, float32 ``[R, V]``, from `draft_distribution`.
@@ -105,8 +106,66 @@ def draw_without_replacement(
     Returns:
         int64 ``[R, k]``.
     """
+    if draft.numel() < FEWEST_FOR_BLOCKS:
+        return _race(draft, k, generator)
+    drawn, left = _draw_by_blocks(draft, k, generator)
+    if (left == 0).any():  # some rows had fewer tokens than were asked for
+        return torch.where(left > 0, drawn, _race(draft, k, generator))
+    return drawn
+
+
+def _race(draft: Tensor, k: int, generator: torch.Generator | None) -> Tensor:
+    """Draws by times of arrival.
+
+    Token x arrives at time E[x] / Q[x], with E exponential. The order of arrival is the order of
+    draws (the Gumbel-top-k trick without its logarithms). Tokens with Q[x] = 0 come after all
+    others, in the order of E alone.
+    """
     arrival = _exponential(draft, generator)
     return torch.where(draft > 0, draft / arrival, -arrival).topk(k, dim=1).indices
+
+
+def _draw_by_blocks(
+    draft: Tensor, k: int, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Draws a block of tokens by its weight, then a token of the block, k times.
+
+    Noise for all of a vocabulary would take longer than the draft's pass.
+
+    Returns:
+        int64 ``[R, k]``, and float64 ``[R, 1]``: the weight before the last draw. Where it is 0
+        the row means nothing.
+    """
+    rows, vocabulary = draft.shape
+    count = vocabulary // BLOCK
+    whole, rest = draft[:, : count * BLOCK], draft[:, count * BLOCK :]
+    parts = whole.unflatten(1, (count, BLOCK)).sum(dim=2), rest.sum(dim=1, keepdim=True)
+    weights = torch.cat(parts, dim=1).double()
+    places = torch.arange(BLOCK, device=draft.device)
+    uniforms = torch.rand(
+        k, 2, rows, 1, dtype=torch.float64, device=draft.device, generator=generator
+    )
+    drawn = torch.full((rows, k), -1, dtype=torch.int64, device=draft.device)
+    left = torch.ones_like(weights[:, :1])
+    for draw, (of_block, of_token) in enumerate(uniforms):
+        left = weights.sum(dim=1, keepdim=True)
+        block = _inverse(weights, of_block)
+        tokens = block * BLOCK + places
+        inside = draft.gather(1, tokens.clamp(max=vocabulary - 1)).double()
+        is_gone = (tokens[:, :, None] == drawn[:, None]).any(dim=2)
+        inside.masked_fill_(is_gone | (tokens >= vocabulary), 0.0)
+        place = _inverse(inside, of_token)
+        drawn[:, draw] = (block * BLOCK + place)[:, 0].clamp(max=vocabulary - 1)
+        # Summed anew: what is left may be much smaller than what was drawn.
+        weights.scatter_(1, block, inside.scatter(1, place, 0.0).sum(dim=1, keepdim=True))
+    return drawn, left
+
+
+def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """int64 ``[R, 1]``: entries of ``[R, n]``, each with the chance of its weight."""
+    ends = weights.cumsum(dim=1)
+    found = torch.searchsorted(ends, uniforms * ends[:, -1:], right=True)
+    return found.clamp_(max=weights.shape[1] - 1)
 
 
 def _exponential(like: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -12,11 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import kstest
 
+from sequoia_vllm.verification import sampling
 from sequoia_vllm.verification.sampling import _exponential
 from tests.oracles.laws import assert_same_law, plackett_luce
 from tests.support.tree_problems import drawn_from, generator, rows_at
 
 SAMPLES = 100_000
+
+
+@pytest.fixture(scope="module", autouse=True, params=["race", "blocks"])
+def _ways_to_draw(request):
+    """Small vocabularies are drawn from by a race, and here also as large ones are."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "blocks":
+            patch.setattr(sampling, "FEWEST_FOR_BLOCKS", 0)
+            patch.setattr(sampling, "BLOCK", 2)
+        yield
 
 
 def logits_of(weights: list[float]) -> torch.Tensor:
