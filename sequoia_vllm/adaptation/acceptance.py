@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from sequoia_vllm.adaptation.state import FadedCounts
 from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.tree import Acceptance, TokenTree
+from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
 # Verified trees after which a count weighs half. So a change of workload is followed within a few
 # hundred trees, and the noise of an expected number of tokens is about 2 %.
@@ -22,6 +23,7 @@ class FadingAcceptance:
     Args:
         tree: The engine's tree; engines may draft a prefix of it.
         prior: Acceptance of positions that were never offered: an earlier, wider tree's, say.
+            None: what trees are made for where nothing is known.
         prior_trees: Weight of the verified trees that it was counted from.
 
     Attributes:
@@ -32,7 +34,7 @@ class FadingAcceptance:
         self, tree: TokenTree, prior: Acceptance | None = None, prior_trees: float = 0.0
     ) -> None:
         self._tree = tree
-        self._prior = prior or Acceptance.of([0.0])
+        self._prior = prior or REFERENCE_ACCEPTANCE
         self.trees = 0.0
         self._vector_trees = prior_trees
         self._expected: NDArray[np.float64] | None = None  # of the counts as they are
@@ -57,7 +59,8 @@ class FadingAcceptance:
     def estimate(self) -> Acceptance:
         """The vector ``[depth][child]``; positions that were seldom offered lean on other depths.
 
-        A child that was never offered at any depth has the prior's acceptance.
+        A child that was never offered at any depth has the prior's acceptance, as far as its
+        siblings leave room.
         """
         prior = self._prior.table
         shape = np.maximum(self._offered.shape, prior.shape)
@@ -67,6 +70,9 @@ class FadingAcceptance:
         seen = offered.sum(axis=0) > 0
         elsewhere[:, seen] = accepted.sum(axis=0)[seen] / offered.sum(axis=0)[seen]
         table = (accepted + _POOLED * elsewhere) / (offered + _POOLED)
+        assumed = table[:, ~seen].sum(axis=1, keepdims=True)
+        room = 1 - table[:, seen].sum(axis=1, keepdims=True)
+        table[:, ~seen] *= np.clip(room / np.maximum(assumed, 1e-9), 0, 1)
         return Acceptance.of(table / np.maximum(table.sum(axis=1, keepdims=True), 1.0))
 
     def expected_tokens(self) -> NDArray[np.float64]:

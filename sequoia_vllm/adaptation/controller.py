@@ -28,7 +28,7 @@ _NEAR = 0.08
 # Steps between decisions, and before a new choice was measured.
 _DECIDE_EVERY, _DECIDE_SOON = 64, 1
 _COMPARE_EVERY = 4  # steps of a trial
-_AT_ONCE, _FIRST_TRIAL, _BETWEEN_FIRST_TRIALS = 2, 16, 40  # steps; none first
+_AT_ONCE, _FIRST_TRIAL, _BETWEEN_FIRST_TRIALS = 2, 16, 16  # steps; none first
 # Steps from one trial of a size to its next; doubled by every trial that is lost.
 _SHORTEST_WAIT, _LONGEST_WAIT = 400, 6400
 # Share of the time that lost trials of a size may take; the next waits until they do not.
@@ -85,7 +85,7 @@ class DraftController:
         self._follow_preemptions(step)
         if step.drafts is None:
             return
-        octave = self._octave(step.batch_size)
+        octave = self._octave(step)
         octave.steps += 1
         if octave.trial is not None:
             self._go_on(octave, octave.trial, step, trees)
@@ -122,23 +122,40 @@ class DraftController:
         elif step.preempted and since > _BETWEEN_SHRINKING and is_less:
             self._most[:], self._shrunk = self._whole, self._steps + _LONGEST_WAIT
 
+    def begin_with(self, rows: int) -> None:
+        """Begins with trees of so many nodes in all, or the fewest drafts, not with the schedule.
+
+        For schedules that nothing was measured for.
+        """
+        for batch_size in range(1, len(self.lookup)):
+            sizes = [size for size in self._sizes_of(batch_size) if size > 0]
+            fewest = min(sizes, default=0)
+            fitting = max((n for n in sizes if batch_size * (1 + n) <= rows), default=fewest)
+            self.lookup[batch_size] = min(self.lookup[batch_size], fitting)
+
     # -- trials ------------------------------------------------------------------------------
 
-    def _octave(self, batch_size: int) -> Octave:
+    def _octave(self, step: Step) -> Octave:
+        batch_size = step.batch_size
         key = batch_size.bit_length()
         if key not in self._octaves:
             # What an earlier engine measured can wait; but not whether to draft at all.
             drafts = self.lookup[batch_size]
             first = _AT_ONCE if drafts > 0 else _SHORTEST_WAIT
-            self._octaves[key] = Octave({})
-            self._plan_trials(self._octaves[key], batch_size, first)
-            self._octaves[key].due[0] = first
+            self._octaves[key] = Octave({0: first})
+            if drafts == 0:
+                self._plan_trials(self._octaves[key], step, first)
         return self._octaves[key]
 
-    def _plan_trials(self, octave: Octave, batch_size: int, first: int) -> None:
-        """Tries sizes that are not known after ``first`` steps, and others later."""
+    def _plan_trials(self, octave: Octave, step: Step, first: int) -> None:
+        """Tries sizes that are not known after ``first`` steps, and others later.
+
+        What is likely fastest comes first.
+        """
+        batch_size = step.batch_size
         others = [size for size in self._sizes_of(batch_size) if size != self.lookup[batch_size]]
-        for place, drafts in enumerate(others):  # few drafts first: their times rule more out
+        others.sort(key=lambda size: -self._known.likely(size, batch_size, step.workload))
+        for place, drafts in enumerate(others):
             is_known = self._known.times.known(drafts, batch_size) is not None
             wait = octave.wait.get(drafts, _SHORTEST_WAIT) if is_known else 0
             octave.due[drafts] = octave.steps + first + wait + place * _BETWEEN_FIRST_TRIALS
@@ -244,13 +261,19 @@ class DraftController:
         slow, fast = ranges.get(current, (0.0, inf))
         if fast == inf:
             return
+        if len(octave.due) == 1:  # what to try besides no drafts is known now
+            plain = dict(octave.due)
+            self._plan_trials(octave, step, _AT_ONCE)
+            octave.due.update(plain)
         if slow == fast:
             octave.decide_at = octave.steps + _DECIDE_EVERY
         speeds = {current: fast}
         for drafts, (least, most) in ranges.items():
             # Where the present speed is known, what is likely faster is tried at once; where it
             # is not, only what is faster at any rate.
-            likely = _likely(least, most) if slow == fast else least
+            likely = least
+            if slow == fast and least < most:
+                likely = self._known.likely(drafts, step.batch_size, step.workload)
             if least == most or likely > fast * (1 + GAIN):
                 speeds.setdefault(drafts, likely)
         enough = max(speeds.values()) / (1 + _WORTH_KEEPING)
@@ -266,7 +289,7 @@ class DraftController:
         octave.wait.clear()
         octave.decide_at = octave.steps + 2 * FEWEST
         first = _FIRST_TRIAL if best > 0 else SETTLED + _FIRST_TRIAL
-        self._plan_trials(octave, step.batch_size, first)
+        self._plan_trials(octave, step, first)
 
     def _begin_larger(self, batch_size: int, drafts: int) -> None:
         """Larger batches that were not seen yet begin with no more: there drafts cost more."""
@@ -355,8 +378,3 @@ class DraftController:
         if same_limits and len(state.lookup) == len(self.lookup):
             self.lookup[:] = map(min, state.lookup, self._most)
         return True
-
-
-def _likely(least: float, most: float) -> float:
-    """A speed between these bounds."""
-    return least if most == inf else (least * most) ** 0.5

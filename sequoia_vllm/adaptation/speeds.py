@@ -146,6 +146,12 @@ class Speeds:
         emitted = self.tokens(workload)[drafts] * self._left(drafts)
         return emitted / least if least > 0 else inf
 
+    def likely(self, drafts: int, batch_size: int, workload: Workload) -> float:
+        """The speed that is to be expected where such steps were not seen."""
+        context = self._context * batch_size
+        seconds = self.times.likely(drafts, batch_size, context, self._mixed)
+        return self.tokens(workload)[drafts] * self._left(drafts) / seconds
+
     def _left(self, drafts: int) -> float:
         """Share of the time that prompts leave: they arrive at their own rate.
 

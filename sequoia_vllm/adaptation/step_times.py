@@ -143,6 +143,29 @@ class StepTimes:
                 least = max(least, seconds * min(ratio, 1.0))
         return min(least, most), max(least, most)
 
+    def likely(
+        self, drafts: int, batch_size: int, context: float = 0.0, mixed: float = 0.0
+    ) -> float:
+        """Seconds of such a step on a line through the nearest kinds, within its `bounds`.
+
+        Beyond the most drafts seen, half as steep: rows are free while weights are read.
+        """
+        least, most = self.bounds(drafts, batch_size, context, mixed)
+        seen = {
+            max(number, 0): self._seconds(kind, kind.level, batch_size, context, mixed)
+            for (number, octave), kind in sorted(self._kinds.items())  # UNSETTLED before 0
+            if octave == batch_size.bit_length() and number != drafts
+            if kind.level is not None and kind.evidence >= FEWEST
+        }
+        fewer = sorted(number for number in seen if number < drafts)
+        more = [number for number in seen if number > drafts]
+        if not fewer or (len(fewer) == 1 and not more):
+            return most if least == 0 or most == inf else (least * most) ** 0.5
+        near = fewer[-1]
+        other = min(more) if more else fewer[-2]
+        slope = (seen[other] - seen[near]) / (other - near) * (1.0 if more else 0.5)
+        return min(max(seen[near] + slope * (drafts - near), least), most)
+
     def prompt_price(self, drafts: int) -> float:
         """Seconds that a prompt's token adds; where there are trees the draft reads it, too."""
         return self._prices[0] + self._prices[1] * (drafts > 0)

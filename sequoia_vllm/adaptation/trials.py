@@ -8,11 +8,11 @@ from math import inf
 from sequoia_vllm.adaptation.state import Workload
 from sequoia_vllm.adaptation.step_times import FEWEST
 
-# A trial has so many trees, or steps; and is given up after so many steps of other kinds.
+# After steps without drafts a trial has so many trees, to count what is accepted. One whose speed
+# is near has so many steps. Any is given up after so many steps of other kinds.
 _TREES, _STEPS, _GIVE_UP = 24, 24, 96
 _MORE = 0.2  # share of the requests
-# A trial whose speed is near goes on for so many steps: it costs little, and steps without
-# drafts are `SETTLED` by then.
+# A trial of no drafts goes on for so many where its speed is near: steps are `SETTLED` by then.
 _NEAR_STEPS = 88
 
 
@@ -67,9 +67,10 @@ class Trial:
 
     def is_over(self, is_near: bool) -> bool:
         """Whether enough was seen; ``is_near``: it is about as fast as what it is compared with."""
-        enough = self.drafts == 0 or self.trees >= _TREES or self.seen >= _STEPS
-        enough = enough and self.seen > FEWEST
-        return (enough and not is_near) or self.seen >= _NEAR_STEPS or self.steps >= _GIVE_UP
+        enough = self.before[0] > 0 or self.trees >= _TREES or self.seen >= _STEPS
+        enough = enough and self.seen >= FEWEST
+        longest = _NEAR_STEPS if self.drafts == 0 else _STEPS
+        return (enough and not is_near) or self.seen >= longest or self.steps >= _GIVE_UP
 
 
 @dataclass

@@ -58,7 +58,7 @@ def test_same_tokens_from_a_compiled_engine_in_other_processes(plain_outputs, tm
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
     }
-    # What is greedy is matched. Nothing is said of adapting: first trials come after 24 steps.
+    # What is greedy is matched. Nothing is said of adapting: four requests begin with one draft.
     config = sequoia(draft=draft, verification="traversal")
     del config["adapt"]
     done = subprocess.run(
@@ -71,7 +71,7 @@ def test_same_tokens_from_a_compiled_engine_in_other_processes(plain_outputs, tm
     assert result["tokens"] == expected
     assert result["core"] == "SyncMPClient"
     assert result["mode"] != "NONE"  # it was compiled
-    assert result["stats"]["tokens"] > 1.5 * result["stats"]["tree_steps"] > 0
+    assert result["stats"]["tokens"] > 1.2 * result["stats"]["tree_steps"] > 0
     assert result["verification"] == "traversal"
     assert result["sampled"] == [32] * len(requests)
     assert 0 < result["sampled trees"] < 32 * len(requests)

@@ -17,6 +17,7 @@ from sequoia_vllm.adaptation.trials import Step
 from sequoia_vllm.hardware.budget import drafts_by_batch, fit_to_budget
 from sequoia_vllm.metrics.counts import TreeCounts, paths_of
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
+from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 from tests.support.open_loop import Machine, Request, Seen, Server, poisson, walks_of
 
 PROSE, CODE, NONE = (0.55, 0.1, 0.05), (0.85, 0.08, 0.03), (0.05, 0.01, 0.0)
@@ -125,7 +126,7 @@ def test_what_is_fastest_is_found_and_kept(acceptance, batch_size, sizes):
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_the_speedup_is_known_once_no_drafts_were_seen(batch_size):
-    engine = Engine(controller(), CODE, batch_size).run(10)
+    engine = Engine(controller(), CODE, batch_size).run(4)
     assert engine.controlled.speedup is None
     engine.run(1000)
     assert engine.controlled.speedup == pytest.approx(engine.speed_of(15), rel=0.2)
@@ -407,6 +408,86 @@ def test_where_load_grows_tokens_come_as_fast_as_with_the_best_choice():
     assert tokens_per_second(server, traces) >= 0.98 * best
 
 
+# -- engines that know nothing -------------------------------------------------------------------
+
+CHAT_MODEL = Machine(0.045, 3.4e-3, 1e-7, 2e-7, draft=0.03, disturbed=0.02)  # on two cores
+
+
+def untuned_server(machine: Machine, seed: int, most_running: int = 1) -> Server:
+    """A server as an engine for CPUs begins, whose schedule is the whole tree."""
+    controlled = controller(sizes=FINER)
+    controlled.begin_with(6)
+
+    def observe(*, drafts: int, is_steady: bool, **seen) -> None:
+        controlled.observe(Step(drafts=drafts if is_steady else None, workload="greedy", **seen))
+
+    rng = np.random.default_rng(seed)
+    return Server(TREE, machine, controlled.lookup, observe, most_running=most_running, rng=rng)
+
+
+@pytest.mark.parametrize("machine", [CHAT_MODEL, TWO_CORES])
+def test_the_first_requests_lose_little(machine):
+    """Two answers of 48 tokens, one after the other, and any acceptance."""
+
+    def seconds(server: Server, acceptance: tuple) -> float:
+        return server.serve([Request(0.0, 40, 48, acceptance, n) for n in range(2)])[-1].last
+
+    relative = []
+    for acceptance in (NONE, WEAK, PROSE, CODE):
+        fixed = fixed_servers(machine, most_running=1).values()
+        best = min(seconds(server, acceptance) for server in fixed)
+        for seed in range(4):
+            relative.append(best / seconds(untuned_server(machine, seed), acceptance))
+    assert np.mean(relative) > 0.93
+
+
+def test_a_start_under_load_loses_little():
+    """Two requests a second come at once, on a device that has no room for whole trees."""
+
+    def tokens_per_second(server: Server, seed: int) -> float:
+        rng = np.random.default_rng(seed)
+        return Seen.of(
+            server.serve(poisson(rng, 2, 160, lambda _: PROSE, lambda _: 32, 64))
+        ).tokens_per_second
+
+    relative = []
+    for seed in range(4):
+        fixed = fixed_servers(TWO_CORES, most_running=16).values()
+        best = max(tokens_per_second(server, seed) for server in fixed)
+        relative.append(tokens_per_second(untuned_server(TWO_CORES, seed, 16), seed) / best)
+    assert np.mean(relative) > 0.97
+
+
+def test_batches_begin_with_as_many_nodes_in_all():
+    controlled = controller(sizes=FINER)
+    controlled.begin_with(6)
+    assert controlled.lookup[1:8] == [5, 2, 1, 1, 1, 1, 1]
+    scheduled = DraftController(TREE, [0, 3, 0, 3], [15] * 4, FINER)
+    scheduled.begin_with(6)
+    assert scheduled.lookup[1:] == [3, 0, 1]
+
+
+def test_children_that_were_never_offered_are_assumed():
+    """A chain says nothing of second children: as many as leave room beside the first."""
+    for share, assumed in [(0.5, REFERENCE_ACCEPTANCE.probability(1)), (1.0, 0.0)]:
+        fading = FadingAcceptance(TREE)
+        counts = TreeCounts.zeros(TREE)
+        counts.values[0] = 1000
+        counts.offered[:, 0], counts.accepted[:, 0] = 1000, round(1000 * share)
+        fading.add(counts)
+        assert fading.estimate().probability(0) == pytest.approx(share, abs=0.01)
+        assert fading.estimate().probability(1) == pytest.approx(assumed, abs=0.01)
+
+
+def test_times_that_were_not_seen_lie_on_a_line():
+    times = StepTimes()
+    for drafts, seconds in [(UNSETTLED, 1.0), (5, 1.5)]:
+        for _ in range(6):
+            times.add(drafts, 1, seconds)
+    assert times.likely(2, 1) == pytest.approx(1.2, rel=0.01)
+    assert times.likely(15, 1) == pytest.approx(2.0, rel=0.01)  # half as steep
+
+
 def test_a_pessimistic_schedule_is_exceeded():
     server = controlled_server(GPU, drafts=1)
     server.serve(steady(4, CODE, 100)())
@@ -496,6 +577,14 @@ def test_an_engine_goes_on_where_the_last_one_ended(tmp_path):
     assert second.lookup == first.controlled.lookup
     assert second.lookup[1] == 0
     assert set(Engine(second, NONE).run(300).history) == {0}  # nothing is tried anew at once
+
+
+def test_whether_to_draft_at_all_is_tried_soon_after_a_restart():
+    state = Engine(controller(), PROSE).run(500).controlled.state()
+    assert state.lookup[1] > 0
+    second = controller()
+    second.restore(state.model_copy(update={"times": [*state.times, (0, 1, 1.0)]}))
+    assert 0 in Engine(second, PROSE).run(200).history
 
 
 def test_what_a_slow_machine_measured_does_not_keep_drafts_that_do_not_pay():

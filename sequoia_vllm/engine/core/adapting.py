@@ -13,7 +13,7 @@ from typing import Any
 from sequoia_vllm.adaptation.controller import DraftController
 from sequoia_vllm.adaptation.state import AdaptationState, StateError, Workload
 from sequoia_vllm.adaptation.trials import Step
-from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts
+from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, is_offloaded, most_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.library.user_files import (
     USER_DIRECTORY_VARIABLE,
@@ -27,6 +27,9 @@ logger = logging.getLogger("vllm.sequoia")
 
 # Seconds, after decisions and else: nothing is lost but a few trials.
 _SAVE_DECISIONS, _SAVE_EVERY = 1.0, 60.0
+# On two cores a pass over so many tokens takes hardly longer than over one. GPUs, and weights that
+# come from a disk, have room for whole trees.
+_FREE_ROWS = 6
 _ADAPTER = "_sequoia_adapter"  # set on a scheduler
 
 
@@ -67,8 +70,11 @@ def _adapter_of(scheduler: Any) -> SchedulerAdapter | None:
     settings = SequoiaSettings.of(config)
     if settings.adapts_as is None:
         return None
-    schedule, sizes = scheduler.dynamic_sd_lookup, fewer_drafts(config)
-    controller = DraftController(settings.tree, schedule, [0, *most_drafts(config)], sizes)
+    schedule, most = scheduler.dynamic_sd_lookup, [0, *most_drafts(config)]
+    controller = DraftController(settings.tree, schedule, most, fewer_drafts(config))
+    knows_nothing = settings.chosen_for is None and schedule[1:] == most[1:]
+    if knows_nothing and not (config.use_v2_model_runner or is_offloaded(config)):
+        controller.begin_with(_FREE_ROWS)
     scheduler.dynamic_sd_lookup = controller.lookup  # changed in place
     return SchedulerAdapter(controller, settings.adapts_as, keeps=settings.keeps)
 
