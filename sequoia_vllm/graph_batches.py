@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def powers_of_two(last: int) -> list[int]:
+    """1, 2, 4, 8, ..., ``last``."""
+    return sorted({*(1 << power for power in range(last.bit_length())), last} - {0})
+
+
 def half_octaves(last: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12, ..., ``last``: batches are padded by at most half of their size."""
-    powers = [1 << power for power in range(last.bit_length())]
-    sizes = {*powers, *(power + power // 2 for power in powers), last}
-    return sorted(size for size in sizes if 0 < size <= last)
+    powers = powers_of_two(last)
+    sizes = {*powers, *(power + power // 2 for power in powers)}
+    return sorted(size for size in sizes if size <= last)
 
 
 def last_with(number: int, by_batch: Sequence[int]) -> int:

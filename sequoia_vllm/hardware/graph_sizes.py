@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from sequoia_vllm.graph_batches import half_octaves, last_with
+from sequoia_vllm.graph_batches import half_octaves, last_with, powers_of_two
 
 MOST_TOKENS = 1024
 """Tokens of the largest step that is captured.
@@ -19,6 +19,10 @@ MOST_TOKENS = 1024
 Larger ones take longer on the device than their launches take on the host: 4 ms and more by the
 roofline, for a model of 1B parameters on an H200.
 """
+
+# By datasheets of the library's GPUs, arithmetic takes as long as reading weights in steps of 117
+# to 419 tokens. So far padding costs little.
+_FEW_TOKENS = 128
 
 # vLLM's own limit: for steps with prompts, too, which run in piecewise graphs.
 _MIXED_TOKENS = 512
@@ -32,7 +36,8 @@ def decode_shapes(
 ) -> list[tuple[int, int]]:
     """Full graphs for decode steps: (tokens of each request, requests).
 
-    Padding is less than an eighth of the requests above 8, and none up to there. Where the
+    Up to 8 requests there is no padding. Above it is less than an eighth of the requests, or up to
+    half of them in steps of few tokens, whose weights take longer than their arithmetic. Where the
     schedule drafts nothing the grid is vLLM's own: decoding is to be what it is without
     speculation. A few more are for one token of each request, for batches in which nobody can
     draft. Others are for other tokens than the schedule's: an engine that adapts may change over
@@ -46,14 +51,12 @@ def decode_shapes(
         most_by_batch: At most so many at batch sizes 1, 2, ...; none: as ``tokens_by_batch``.
     """
     most_requests = min(len(tokens_by_batch), most_tokens)
-    shapes = {
-        (1, min(1 << power, most_requests)) for power in range(most_requests.bit_length() + 1)
-    }
+    shapes = {(1, requests) for requests in powers_of_two(most_requests)}
     first = 1
     for tokens, group in groupby(tokens_by_batch):
         last = first + len(list(group)) - 1
         most = min(last, most_tokens // tokens)
-        grid = _plain_grid(most) if tokens == 1 else _grid(most)
+        grid = _plain_grid(most) if tokens == 1 else _tree_grid(most, tokens)
         shapes |= {(tokens, requests) for requests in grid if requests >= (first + 1) // 2}
         first = last + 1
     for tokens in others:
@@ -99,6 +102,13 @@ def _grid(last: int) -> Iterator[int]:
         number += 1 << max(number.bit_length() - 4, 0)
     if last > 0:
         yield last
+
+
+def _tree_grid(last: int, tokens: int) -> Iterator[int]:
+    """`_grid` of steps with so many tokens of each request, but `half_octaves` where few do."""
+    few = _FEW_TOKENS // tokens
+    coarse = {*range(1, 9), *half_octaves(few), last}
+    yield from (number for number in _grid(last) if number > few or number in coarse)
 
 
 def _plain_grid(last: int) -> Iterator[int]:

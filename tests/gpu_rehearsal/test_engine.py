@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -53,6 +54,8 @@ def start_and_generate(models: str) -> dict[str, Any]:
         rehearsing(sequoia(size=8, depth=3, draft=draft), as_users_start=True, model=target) as llm,
     ):
         answers["start"] = since(before)
+        answers["held"] = [len(held.graphs) for held in draft_graphs(llm)]
+        answers["untried"] = untried(llm)
         started = set(kernels)
         answers["settings"] = settings(llm)
         for batch in (3, 2, 1):
@@ -81,6 +84,23 @@ def start_and_generate(models: str) -> dict[str, Any]:
         answers["in time by traversal"] = sorted(started)
     answers["flash"]["over contexts"] = flash_attention.attended[False]
     return answers
+
+
+def draft_graphs(llm: Any) -> list[Any]:
+    """Graphs that the draft reads with, and grows trees with."""
+    speculator = runner_of(llm).speculator
+    return [speculator._read_graphs, speculator._growth_graphs]
+
+
+def untried(llm: Any) -> int:
+    """Bytes of all graphs that grow trees but the two on trial, of which the second took 3 MiB."""
+    _, growth = draft_graphs(llm)
+    tried = dict(list(growth.graphs.items())[:2])
+    with (
+        patch.object(growth, "graphs", tried),
+        patch.object(growth, "_capture_mem_samples", [9 << 20, 3 << 20]),
+    ):
+        return growth.untried_bytes
 
 
 def settings(llm: Any) -> dict[str, Any]:
@@ -147,6 +167,13 @@ def test_start_captures_all_of_them(generated):
         generated["start"]["captured"][kind] > 0
         for kind in ("DraftGraphs", "TreeGraphManager", PIECE)
     )
+
+
+def test_few_of_the_drafts_graphs_are_captured_on_trial(generated):
+    """Two of those that read, and two of those that grow: vLLM profiles their memory."""
+    assert min(generated["held"]) > 2
+    assert generated["start"]["captured"]["DraftGraphs"] == sum(generated["held"]) + 2 * 2
+    assert generated["untried"] == (generated["held"][1] - 2) * (3 << 20)
 
 
 def test_no_request_is_the_first_to_need_a_kernel(generated):

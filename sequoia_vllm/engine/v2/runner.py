@@ -128,6 +128,12 @@ class TreeRunner(GPUModelRunner):
         most = most_masked(scored, self.max_num_reqs, self.max_num_tokens)
         return MasksOfNodes(most, self.max_num_tokens, **options)
 
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        """Calls vLLM's; on trial few of the draft's graphs are captured, and tell of the others."""
+        self.speculator.on_trial, self.speculator.untried_bytes = profile_only, 0
+        taken: int = super().capture_model(profile_only=profile_only)
+        return taken + self.speculator.untried_bytes
+
     def forget_steps(self) -> None:
         """Counts nothing of the steps so far: they were nobody's. Those that follow are users'."""
         self.speculator.begin_to_serve()

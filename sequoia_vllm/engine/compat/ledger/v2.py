@@ -81,6 +81,8 @@ V2 = table({
         "capture(self, create_forward_fn, progress_bar_desc)",
         "dispatch(self, num_reqs, num_tokens, uniform_token_count, num_active_loras, ...)",
         "run_fullgraph(self, desc, ...)",
+        instance("_max_full_descs_to_capture", _DRAFT_GRAPHS, "few are captured on trial"),
+        instance("_capture_mem_samples", _DRAFT_GRAPHS, "tells what they took"),
         instance("_capture_descs",
             "vLLM captures draft models' steps, and for each range of a schedule its own batches",
             "ours are for what a draft reads and for growth, and only for batches that draft; for "
@@ -133,6 +135,8 @@ V2 = table({
         subclass("load_model(self, load_dummy_weights, args, model, kwargs)",
             "a backend can be chosen by the speculative method",
             "sets our attention backends while layers look theirs up; says how much is offloaded"),
+        subclass("capture_model(self, profile_only)", _DRAFT_GRAPHS,
+            "vLLM captures few of the target's graphs to profile memory, and all of a draft's"),
         subclass("add_requests(self, scheduler_output)", _SPECULATOR_CLASS,
             "notes what the draft has read of new requests, and how they sample"),
         subclass("prepare_inputs", _ADAPTERS,

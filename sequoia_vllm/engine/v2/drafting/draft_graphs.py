@@ -9,6 +9,9 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
+# As vLLM's profile of the target's graphs: so many are captured, and no graph takes less.
+_TRIED, _LEAST_BYTES = 2, 1 << 20
+
 
 class DraftGraphs(CudaGraphManager):
     """vLLM's graph manager (memory pool, capture, replay) for one of the draft's passes.
@@ -44,8 +47,15 @@ class DraftGraphs(CudaGraphManager):
         ]
         self._capture_descs = {CUDAGraphMode.FULL: shapes} if shapes else {}
 
-    def capture_all(self, run: Callable[[int, int], None], title: str) -> None:
-        """Captures ``run(requests, tokens)`` for every shape, under this title in the log."""
+    def capture_all(
+        self, run: Callable[[int, int], None], title: str, on_trial: bool = False
+    ) -> None:
+        """Captures ``run(requests, tokens)`` for every shape, under this title in the log.
+
+        On trial only few are captured, the largest ones; then `untried_bytes` is known.
+        """
+        if on_trial:
+            self._max_full_descs_to_capture, self._capture_mem_samples = _TRIED, []
 
         def forward_of(
             shape: BatchExecutionDescriptor, warmup: bool
@@ -54,6 +64,13 @@ class DraftGraphs(CudaGraphManager):
             return lambda _: run(requests, tokens)
 
         self.capture(forward_of, title)
+
+    @property
+    def untried_bytes(self) -> int:
+        """Memory of the graphs that were not captured on trial: as of the last one that was."""
+        untried = sum(map(len, self._shapes.values())) - len(self.graphs)
+        *_, taken = self._capture_mem_samples or [0]
+        return untried * max(taken, _LEAST_BYTES)
 
     def tokens_for(self, num_reqs: int) -> list[int]:
         """Numbers of tokens per request that so many requests have a graph for, ascending."""

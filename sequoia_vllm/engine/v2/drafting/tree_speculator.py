@@ -5,8 +5,10 @@ All that surrounds the passes of a step, which are in `proposer`.
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -41,6 +43,8 @@ from sequoia_vllm.engine.v2.drafting.tree_memory import (
     take_logits_memory,
 )
 
+logger = logging.getLogger("vllm.sequoia")
+
 
 class TreeSpeculator(DraftModelSpeculator, DraftModel):
     """vLLM's speculator of a draft (loading, KV cache, buffers), and the draft that growth runs.
@@ -52,10 +56,14 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         state_offset: See `kernels.begin_drafting`.
         most_scored: Rows of logits of the target that a step has at most, warm-up included.
         has_failed: Whether the draft has; then it is not asked again.
+        on_trial: Graphs are captured to learn what memory they take, and thrown away.
+        untried_bytes: Memory of the graphs that were not captured on trial.
     """
 
     state_offset: ClassVar[int] = 0
     has_failed = False
+    on_trial = False
+    untried_bytes = 0
     _serves = False
 
     def __init__(
@@ -215,21 +223,38 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
 
     def capture(self) -> None:
         """Replaces vLLM's: the reading of a few tokens is one graph, a tree's growth another."""
-        if self._read_graphs is None or self._growth_graphs is None:
+        captures = list(self._captures())
+        if not captures:
             return
         self.batch.slots.fill_(-1)
-        self._read_graphs.capture_all(
-            lambda requests, width: self._growth.read_committed(
-                requests, width, self.max_model_len
-            ),
-            "Capturing what the draft reads",
-        )
-        self._growth_graphs.capture_all(
-            lambda requests, drafts: self._growth.grow(
-                requests, self.tables.levels_of(drafts), self.max_model_len
-            ),
-            "Capturing tree growth",
-        )
+        free, started = torch.accelerator.get_memory_info()[0], time.perf_counter()
+        for graphs, run, title in captures:
+            graphs.capture_all(run, title, self.on_trial)
+        self.untried_bytes = sum(graphs.untried_bytes for graphs, _, _ in captures)
+        if not self.on_trial:
+            taken = free - torch.accelerator.get_memory_info()[0]
+            logger.info(
+                "Sequoia: %d CUDA graphs of the draft took %.1f s and %.2f GiB",
+                sum(len(graphs.graphs) for graphs, _, _ in captures),
+                time.perf_counter() - started, taken / (1 << 30),
+            )  # fmt: skip
+
+    def _captures(self) -> Iterator[tuple[DraftGraphs, Callable[[int, int], None], str]]:
+        """Graphs of the draft, see `DraftGraphs.capture_all`."""
+        longest = self.max_model_len
+        if self._read_graphs is not None and self._growth_graphs is not None:
+            yield (
+                self._read_graphs,
+                lambda requests, width: self._growth.read_committed(requests, width, longest),
+                "Capturing what the draft reads",
+            )
+            yield (
+                self._growth_graphs,
+                lambda requests, drafts: self._growth.grow(
+                    requests, self.tables.levels_of(drafts), longest
+                ),
+                "Capturing tree growth",
+            )
 
     # -- requests ----------------------------------------------------------------------
 
