@@ -10,7 +10,7 @@ from math import inf, nan
 from sequoia_vllm.adaptation.acceptance import FadingAcceptance
 from sequoia_vllm.adaptation.speeds import WORKLOADS, Speeds
 from sequoia_vllm.adaptation.state import AdaptationState, Workload
-from sequoia_vllm.adaptation.step_times import FEWEST, SETTLED
+from sequoia_vllm.adaptation.step_times import FEWEST
 from sequoia_vllm.adaptation.trials import Octave, Step, Trial
 from sequoia_vllm.tree import Acceptance, TokenTree
 
@@ -288,8 +288,7 @@ class DraftController:
         octave.has_news = True
         octave.wait.clear()
         octave.decide_at = octave.steps + 2 * FEWEST
-        first = _FIRST_TRIAL if best > 0 else SETTLED + _FIRST_TRIAL
-        self._plan_trials(octave, step, first)
+        self._plan_trials(octave, step, _FIRST_TRIAL)
 
     def _begin_larger(self, batch_size: int, drafts: int) -> None:
         """Larger batches that were not seen yet begin with no more: there drafts cost more."""

@@ -9,7 +9,7 @@ from typing import get_args
 
 from sequoia_vllm.adaptation.acceptance import FadingAcceptance
 from sequoia_vllm.adaptation.state import Workload
-from sequoia_vllm.adaptation.step_times import SETTLED, UNSETTLED, StepTimes
+from sequoia_vllm.adaptation.step_times import StepTimes
 from sequoia_vllm.adaptation.trials import Step
 from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.tree import TokenTree
@@ -49,7 +49,6 @@ class Speeds:
         self._pending: dict[Workload, list[bytes]] = {workload: [] for workload in WORKLOADS}
         self._steps = 0
         self._with_trees = 1.0  # share of the requests that have trees where drafts are scheduled
-        self._undrafted = 0  # steps since the last one with drafts
         self._context = 0.0  # tokens of a request
         self._mixed = 0.0  # share of steps that read prompts
         self._prompts, self._seconds = 0.0, 1e-9  # a step's tokens of prompts, and its time
@@ -71,13 +70,11 @@ class Speeds:
             self._compare(step, step.seconds)
         if step.drafts is None:
             return trees
-        self._undrafted = 0 if step.drafts > 0 else self._undrafted + 1
         if step.drafts > 0:
             share = min(trees / step.batch_size, 1.0)
             self._with_trees += (share - self._with_trees) * _SHARE_FADES
         if step.seconds is not None:
-            drafts = UNSETTLED if 0 < self._undrafted <= SETTLED else step.drafts
-            self.times.add(drafts, step.batch_size, step.seconds, step.prompts, step.context)
+            self.times.add(step.drafts, step.batch_size, step.seconds, step.prompts, step.context)
         return trees
 
     def _compare(self, step: Step, seconds: float) -> None:

@@ -13,11 +13,6 @@ from numpy.typing import NDArray
 _KEPT = 64  # steps of each kind; older ones are forgotten
 FEWEST = 4
 """Steps of one kind before their time counts as known."""
-SETTLED, UNSETTLED = 64, -1
-"""Steps without drafts after which the draft reads no more, and the number that those before get.
-
-Some heads read on for a while. From then on such a step is as fast as plain decoding.
-"""
 # Steps from one fit of the prices to the next: as many as were seen, within these bounds.
 _SOONEST_FIT, _LATEST_FIT = 24, 256
 _ROUNDS = 6  # of reweighting: steps far from the fit count less each time
@@ -37,7 +32,7 @@ class _Kind:
     """Steps with as many drafts, in one octave of batch sizes.
 
     Attributes:
-        drafts: Per request; `UNSETTLED` counts as none.
+        drafts: Per request.
         samples: The latest.
         level: Their seconds but for what prices account for; None: not known.
         evidence: How many this engine took; those that read prompts count less.
@@ -75,14 +70,14 @@ class StepTimes:
         """Notes one step.
 
         Args:
-            drafts: Per request; or `UNSETTLED`.
+            drafts: Per request.
             batch_size: Requests.
             seconds: Its time.
             prompts: Tokens of prompts that it read.
             context: Tokens of context of all its requests.
         """
         key = drafts, batch_size.bit_length()
-        kind = self._kinds.get(key) or self._kinds.setdefault(key, _Kind(max(drafts, 0)))
+        kind = self._kinds.get(key) or self._kinds.setdefault(key, _Kind(drafts))
         kind.samples.append((batch_size, prompts, context, seconds))
         kind.evidence += 1.0 if prompts == 0 else _MIXED_EVIDENCE
         known = len(kind.samples)
@@ -100,8 +95,7 @@ class StepTimes:
 
     def forget(self, drafts: int, batch_size: int) -> None:
         """Drops steps of batches like this, that are to be measured anew."""
-        for number in (drafts, UNSETTLED) if drafts == 0 else (drafts,):
-            self._kinds.pop((number, batch_size.bit_length()), None)
+        self._kinds.pop((drafts, batch_size.bit_length()), None)
 
     def known(
         self, drafts: int, batch_size: int, context: float = 0.0, mixed: float = 0.0
@@ -112,10 +106,7 @@ class StepTimes:
             drafts, batch_size, context: See `add`.
             mixed: Share of such steps that read prompts beside it.
         """
-        octave = batch_size.bit_length()
-        kind = self._kinds.get((drafts, octave))
-        if drafts == 0 and (kind is None or kind.level is None):
-            kind = self._kinds.get((UNSETTLED, octave))
+        kind = self._kinds.get((drafts, batch_size.bit_length()))
         if kind is None or kind.level is None:
             return None
         return self._seconds(kind, kind.level, batch_size, context, mixed)
@@ -139,8 +130,7 @@ class StepTimes:
                 most = min(most, seconds * max(ratio, 1.0))
             if kind.drafts > drafts:  # its draft took a share that is not known
                 ratio = (1 + drafts) / (1 + kind.drafts) * min(batch_size / kind.batch_size, 1.0)
-            if number != UNSETTLED:
-                least = max(least, seconds * min(ratio, 1.0))
+            least = max(least, seconds * min(ratio, 1.0))
         return min(least, most), max(least, most)
 
     def likely(
@@ -152,8 +142,8 @@ class StepTimes:
         """
         least, most = self.bounds(drafts, batch_size, context, mixed)
         seen = {
-            max(number, 0): self._seconds(kind, kind.level, batch_size, context, mixed)
-            for (number, octave), kind in sorted(self._kinds.items())  # UNSETTLED before 0
+            number: self._seconds(kind, kind.level, batch_size, context, mixed)
+            for (number, octave), kind in self._kinds.items()
             if octave == batch_size.bit_length() and number != drafts
             if kind.level is not None and kind.evidence >= FEWEST
         }
@@ -234,7 +224,7 @@ class StepTimes:
         """(drafts, batch size, seconds without prompts and context) of all that is known."""
         found = []
         for (drafts, _), kind in self._kinds.items():
-            if kind.level is not None and drafts != UNSETTLED:
+            if kind.level is not None:
                 batch_size = round(kind.batch_size)
                 seconds = self._seconds(kind, kind.level, batch_size, 0.0, 0.0)
                 found.append((drafts, batch_size, seconds))

@@ -12,7 +12,7 @@ from sequoia_vllm.adaptation.step_times import FEWEST
 # is near has so many steps. Any is given up after so many steps of other kinds.
 _TREES, _STEPS, _GIVE_UP = 24, 24, 96
 _MORE = 0.2  # share of the requests
-# A trial of no drafts goes on for so many where its speed is near: steps are `SETTLED` by then.
+# A trial of no drafts goes on for so many where its speed is near.
 _NEAR_STEPS = 88
 
 

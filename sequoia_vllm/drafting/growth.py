@@ -174,6 +174,10 @@ class TreeGrowth:
         states = self._read_rows(num_reqs, width, max_keys)
         self.keep_roots(states, self._inputs.last_rows[:num_reqs])
 
+    def store_keys(self, num_reqs: int, max_keys: int) -> None:
+        """Reads a committed token of each of R requests for its keys and values: nothing grows."""
+        self._read_rows(num_reqs, 1, max_keys)
+
     def keep_roots(self, states: DraftStates, rows: Tensor) -> None:
         """Keeps the states of R roots for `grow`.
 

@@ -39,8 +39,6 @@ class Machine:
         weights, row: Seconds to read the target's weights, and to compute one token.
         context, tree_context: Seconds to read one token of context; more for 16 nodes of a tree.
         draft: The draft's share of ``weights`` and ``row``.
-        reading, reads: Without drafts the draft reads on, in so many steps after the last one
-            with drafts. Each takes longer than plain decoding by this share.
         noise: Standard deviation of a step's logarithm.
         disturbed: Share of the steps that take three times as long.
     """
@@ -50,8 +48,6 @@ class Machine:
     context: float = 3e-8
     tree_context: float = 3e-8
     draft: float = 0.08
-    reading: float = 0.0
-    reads: int = 64
     noise: float = 0.06
     disturbed: float = 0.01
 
@@ -132,7 +128,6 @@ class Server:
         machine: How long its steps take.
         lookup: Drafts by batch size.
         observe: Is told of each step; None: a server whose table stays.
-        is_plain: It has no draft that reads.
         most_running, budget, slots: Requests at once, tokens of a step, and of the KV cache.
     """
 
@@ -140,7 +135,6 @@ class Server:
     machine: Machine
     lookup: Sequence[int]
     observe: Callable[..., None] | None = None
-    is_plain: bool = False
     most_running: int = 32
     budget: int = 512
     slots: int = 1 << 40
@@ -155,7 +149,7 @@ class Server:
         waiting, running = deque(trace), list[Request]()
         for request in waiting:
             request.unread = request.prompt
-        before, undrafted = -1, 0
+        before = -1
         while waiting or running:
             if not running:
                 self.clock = max(self.clock, waiting[0].arrival)
@@ -176,9 +170,6 @@ class Server:
             seconds = self.machine.seconds(
                 self._depths[drafts], drafts, len(decoding), rows, prompts, context
             )
-            undrafted = 0 if drafts > 0 else undrafted + 1
-            if not self.is_plain and 0 < undrafted <= self.machine.reads:
-                seconds *= 1 + self.machine.reading
             self.clock += seconds
             seconds *= self.rng.lognormal(0, self.machine.noise)
             seconds *= 3 if self.rng.random() < self.machine.disturbed else 1

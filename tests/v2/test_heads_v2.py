@@ -4,7 +4,9 @@ The embedded target with its embedded heads, in one process.
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -76,15 +78,23 @@ def generate_twice(head: str, texts: list[str], params: list[Any]) -> list[dict[
         return [generate_on(llm, texts, params) for _ in range(2)]
 
 
-def generate_in_tiers(head: str, texts: list[str]) -> dict[str, Any]:
-    """Whole trees of one request, small ones of two, none of three: the head reads all the same."""
+def generate_in_tiers(head: str, texts: list[str]) -> list[dict[str, Any]]:
+    """Whole trees of one request, small ones of two, none of three: the head reads all the same.
+
+    First it ends with keys and values where nothing is drafted, then it computes its whole layer.
+    """
+    from sequoia_vllm.engine.v2.drafting.state_proposer import StateTreeProposer
+
     lengths = greedy(3)
     lengths = [param.clone() for param in lengths]
     for index, param in enumerate(lengths):
         param.max_tokens = TOKENS - 8 * index
     steps = {"num_speculative_tokens_per_batch_size": [[1, 1, 11], [2, 2, 3], [3, 8, 0]]}
     with running(sequoia(size=12, depth=DEPTH, draft=head, **steps)) as llm:
-        return generate_on(llm, texts, lengths)
+        ending_early = generate_on(llm, texts, lengths)
+        llm.reset_prefix_cache()
+        with patch.object(StateTreeProposer, "_reading_for_keys", lambda _: nullcontext()):
+            return [ending_early, generate_on(llm, texts, lengths)]
 
 
 def generate_all() -> dict[str, Any]:
@@ -153,10 +163,12 @@ def test_what_the_prefix_cache_keeps_the_head_has_read(kind, answers):
 
 @of_both
 def test_the_head_reads_while_nothing_is_drafted(kind, answers):
-    tiers = answers[kind]["tiers"]
+    tiers, whole = answers[kind]["tiers"]
     for [tokens], [found] in zip(answers["plain"]["tokens"], tiers["tokens"], strict=True):
         assert found == tokens[: len(found)]
     assert tiers["counts"]["tokens_per_tree"] > 1.3
+    for what in ("tree_steps", "tokens_per_tree"):
+        assert tiers["counts"][what] == whole["counts"][what]
 
 
 @of_both

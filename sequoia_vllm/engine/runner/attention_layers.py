@@ -14,6 +14,13 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
+KEYS_ONLY = object()
+"""A layer's attention metadata that ends the pass there: `KeysAreWritten`."""
+
+
+class KeysAreWritten(Exception):  # noqa: N818 (no error)
+    """Raised in a pass that is for keys and values alone; nothing behind the layer is computed."""
+
 
 class TreeForward(ABC):
     """Comes before one of vLLM's attention implementations among a class's bases."""
@@ -35,7 +42,12 @@ class TreeForward(ABC):
         vLLM's kernels take no mask and treat every request as a chain. What they write for tree
         rows is replaced by attention over context and ancestors, in one softmax. Keys and values
         of this step are in the cache by now.
+
+        Raises:
+            KeysAreWritten: Where the metadata is `KEYS_ONLY`.
         """
+        if attn_metadata is KEYS_ONLY:
+            raise KeysAreWritten
         tree = getattr(attn_metadata, "tree", None)
         if tree is None or not tree.only_trees:
             chains = self._chains(tree, query, attn_metadata, output)

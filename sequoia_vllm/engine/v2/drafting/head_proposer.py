@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
 from sequoia_vllm.drafting.growth import DraftStates
+from sequoia_vllm.engine.runner.attention_layers import KEYS_ONLY, KeysAreWritten
 from sequoia_vllm.engine.v2.drafting.state_proposer import StateTreeProposer
 
 
@@ -19,6 +20,9 @@ class _LevelTreeProposer(StateTreeProposer):
     A row of such a head is a committed token with the target's states at the token before it. The
     row has that earlier token's position and slot, and predicts the token after the committed
     one. Drafted tokens come with the recurrent states of the head itself at their parents.
+
+    Where nothing is drafted, a head of one layer ends at its attention. Keys and values of a row
+    depend on nothing behind it: neither on the context, nor on the layer's MLP.
     """
 
     @torch.inference_mode()
@@ -30,10 +34,15 @@ class _LevelTreeProposer(StateTreeProposer):
         slots: dict[str, Tensor] | None,
         recurrent_states: Tensor | None,
     ) -> DraftStates:
-        """See `TreeSpeculator.run_draft`."""
-        states = self._run_head(
-            token_ids, positions, metadata, slots, hidden_states=recurrent_states
-        )
+        """See `TreeSpeculator.run_draft`; whatever states where only keys are read for."""
+        if self._only_keys and metadata is not None and len(metadata) == 1:
+            metadata = dict.fromkeys(metadata, KEYS_ONLY)
+        try:
+            states = self._run_head(
+                token_ids, positions, metadata, slots, hidden_states=recurrent_states
+            )
+        except KeysAreWritten:
+            return DraftStates(token_ids)
         hidden, recurrent = states if isinstance(states, tuple) else (states, states)
         return DraftStates(hidden, recurrent)
 

@@ -113,6 +113,8 @@ class TreeProposerV2(TreeSpeculator):
         if self.has_failed:
             drafts = 0
         tokens = self.drafted.tokens[: input_batch.num_reqs, 1:]
+        if num_speculative_tokens == 0:
+            return torch.empty_like(tokens)
         # What vLLM did not ask for it overwrites with -1, in place. A request that gets no
         # tree later is scored with what is in its row: ids that the target can embed.
         return tokens.clone() if drafts < self.num_speculative_steps else tokens
@@ -143,7 +145,7 @@ class TreeProposerV2(TreeSpeculator):
         self._last_grown = levels
         self._read(batch, bounds, num_trees, width)
         if not (self._growth_graphs and self._growth_graphs.replay(num_trees, drafts)):
-            self._growth.grow(num_trees, levels, _max_keys(batch))
+            self._growth.grow(num_trees, levels, max_keys(batch))
 
     def _width_read(self, batch: InputBatch, num_trees: int, levels: DraftLevels) -> int | None:
         """Rows in which each request that gets a tree is read, from a graph if there is one.
@@ -161,11 +163,9 @@ class TreeProposerV2(TreeSpeculator):
 
     def _only_read(self, batch: InputBatch, begin: Begin) -> None:
         """Reads what requests have, and grows nothing."""
-        levels, num_reqs = self.tables.levels_of(1), batch.num_reqs
-        width = self._width_read(batch, num_reqs, levels)
-        bounds = begin(levels, num_reqs, 0)
+        bounds = begin(self.tables.levels_of(1), batch.num_reqs, 0)
         if bounds.any():
-            self._read(batch, bounds, num_reqs, width)
+            self._read_ragged(batch, bounds)
 
     def _read(
         self, batch: InputBatch, bounds: NDArray[np.int32], num_trees: int, width: int | None
@@ -177,7 +177,7 @@ class TreeProposerV2(TreeSpeculator):
             return
         self._before_reading(num_trees, width)
         if not (self._read_graphs and self._read_graphs.replay(num_trees, width)):
-            self._growth.read_committed(num_trees, width, _max_keys(batch))
+            self._growth.read_committed(num_trees, width, max_keys(batch))
 
     def _begin(
         self,
@@ -264,6 +264,6 @@ class TreeProposerV2(TreeSpeculator):
         return [chain_width(self._last_grown), *(level.width for level in deeper)]
 
 
-def _max_keys(batch: InputBatch) -> int:
+def max_keys(batch: InputBatch) -> int:
     """No request of this batch has more committed tokens."""
     return int(batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs].max()) + 1

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 
 from sequoia_vllm.drafting.draft_plan import depths_by_drafts
+from sequoia_vllm.engine.v2.drafting.draft_graphs import DraftGraphs
 from sequoia_vllm.engine.v2.drafting.draft_progress import DraftProgress
-from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
+from sequoia_vllm.engine.v2.drafting.proposer import Begin, TreeProposerV2, max_keys
 from sequoia_vllm.engine.v2.drafting.ragged_rows import RaggedRows
+from sequoia_vllm.graph_batches import powers_of_two
 from sequoia_vllm.kernels.target_states import gather_target_states
 
 
@@ -27,16 +32,18 @@ class StateTreeProposer(TreeProposerV2):
     """
 
     state_offset = 1
+    _only_keys = False  # nothing grows from what is read
+    _key_graphs: DraftGraphs | None = None
 
     def _new_progress(self, steps_ahead: int) -> DraftProgress:
         return DraftProgress(self.max_num_reqs, depths_by_drafts(self.tree), self.device)
 
     def allocate(self, target_model: torch.nn.Module) -> None:
-        """See `TreeSpeculator.allocate`; room for the target's states of the largest pass that is
-        captured."""
+        """See `TreeSpeculator.allocate`; room for the target's states of the largest captured
+        pass."""
         super().allocate(target_model)
         width = self._layers_read(target_model) * self.vllm_config.model_config.get_hidden_size()
-        rows = self.plan.most_rows_read
+        rows = max(self.plan.most_rows_read, self.max_num_reqs)
         self._gathered = torch.zeros(rows, width, dtype=self.dtype, device=self.device)
         self._rows_of: dict[int, tuple[Tensor, Tensor]] = {}
         self._layers: list[Tensor] = []
@@ -95,6 +102,51 @@ class StateTreeProposer(TreeProposerV2):
                 input_ids=token_ids, positions=positions, inputs_embeds=None, **inputs
             )
 
+    # -- where nothing is drafted ----------------------------------------------------------
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """See `TreeSpeculator`; graphs for one token of each request of any batch."""
+        super().init_cudagraph_manager(cudagraph_mode)
+        sizes = {1: powers_of_two(self.max_num_reqs)}
+        self._key_graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, sizes)
+
+    def _captures(self) -> Iterator[tuple[DraftGraphs, Callable[[int, int], None], str]]:
+        """See `TreeSpeculator`."""
+        yield from super()._captures()
+        if self._key_graphs is not None:
+            yield (
+                self._key_graphs,
+                lambda requests, _: self._store_keys(requests, self.max_model_len),
+                "Capturing what the draft reads for later",
+            )
+
+    def _store_keys(self, num_reqs: int, most_keys: int) -> None:
+        with self._reading_for_keys():
+            self._growth.store_keys(num_reqs, most_keys)
+
+    def _reads_without_drafting(self, batch: InputBatch) -> bool:
+        """The states of this step are gone with it."""
+        return True
+
+    def _only_read(self, batch: InputBatch, begin: Begin) -> None:
+        """Reads for keys and values alone, from a graph where each request has one token."""
+        if self.progress.most_unread(batch.idx_mapping_np) > 1:
+            with self._reading_for_keys():
+                super()._only_read(batch, begin)
+            return
+        begin(self.tables.levels_of(1), batch.num_reqs, 0)
+        self._before_reading(batch.num_reqs, 1)
+        if not (self._key_graphs and self._key_graphs.replay(batch.num_reqs, 1)):
+            self._store_keys(batch.num_reqs, max_keys(batch))
+
+    @contextmanager
+    def _reading_for_keys(self) -> Iterator[None]:
+        self._only_keys = True
+        try:
+            yield
+        finally:
+            self._only_keys = False
+
     # -- one drafting pass -----------------------------------------------------------------
 
     def propose(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -109,10 +161,6 @@ class StateTreeProposer(TreeProposerV2):
     ) -> None:
         self._layers = self._states_read(last, auxiliary)
         self._first_rows = batch.query_start_loc[: batch.num_reqs + 1]
-
-    def _reads_without_drafting(self, batch: InputBatch) -> bool:
-        """The states of this step are gone with it."""
-        return True
 
     def _fits_growth(self, num_trees: int, num_reqs: int, width: int) -> bool:
         """Every request must be read, and their states must fit."""
