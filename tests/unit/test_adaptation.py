@@ -477,7 +477,7 @@ def test_children_that_were_never_offered_are_assumed():
 
 def test_times_that_were_not_seen_lie_on_a_line():
     times = StepTimes()
-    for drafts, seconds in [(UNSETTLED, 1.0), (5, 1.5)]:
+    for drafts, seconds in [(0, 1.0), (5, 1.5)]:
         for _ in range(6):
             times.add(drafts, 1, seconds)
     assert times.likely(2, 1) == pytest.approx(1.2, rel=0.01)
