@@ -55,7 +55,8 @@ class DraftGraphs(CudaGraphManager):
         On trial only few are captured, the largest ones; then `untried_bytes` is known.
         """
         if on_trial:
-            self._max_full_descs_to_capture, self._capture_mem_samples = _TRIED, []
+            self._max_full_descs_to_capture = _TRIED
+            self._capture_mem_samples: list[int] = []
 
         def forward_of(
             shape: BatchExecutionDescriptor, warmup: bool
