@@ -205,7 +205,7 @@ def open_engines(
     engines = {}
     with ExitStack() as stack:
         for number, method in enumerate(order):
-            progress(f"starting {method.name}", number, len(order))
+            progress(f"starting engine {number + 1} of {len(order)}, {method.name}", 0, 1)
             config = speculative_config(method, engine)
             llm = stack.enter_context(open_engine(engine, speculative_config=config, **options))
             engines[method.name] = BenchEngine(method, llm)

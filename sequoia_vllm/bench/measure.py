@@ -63,6 +63,19 @@ class BenchRuns:
     greedy: GreedyCheck | None = None
 
 
+@dataclass
+class Turns:
+    """Counts the turns of all cases together, so that what is left never grows with a new case."""
+
+    progress: Progress
+    total: int
+    done: int = 0
+
+    def report(self, what: str) -> None:
+        """Says what begins; warming up is no turn, and its time counts with the turns'."""
+        self.progress(what, self.done, self.total)
+
+
 def measure(settings: BenchSettings, progress: Progress | None = None) -> BenchRuns:
     """Measures every method in every case.
 
@@ -90,10 +103,14 @@ def measure(settings: BenchSettings, progress: Progress | None = None) -> BenchR
             found.search = search_chains(settings, plain, room, one_opened, report)
             chains = found.search.methods(settings.engine.draft)
             engines |= stack.enter_context(opened(chains))
+        chosen = found.search
+        methods = {
+            case: [first, *(chosen.methods(settings.engine.draft, case) if chosen else ()), *others]
+            for case in settings.cases
+        }
+        turns = Turns(report, settings.rounds * sum(map(len, methods.values())))
         for case in settings.cases:
-            chosen = found.search.methods(settings.engine.draft, case) if found.search else []
-            methods = [first, *chosen, *others]
-            found.runs[case] = _measure_case(settings, case, methods, engines, report)
+            found.runs[case] = _measure_case(settings, case, methods[case], engines, turns)
             if case.temperature == 0:
                 _check_outputs(settings, case, found, plain)
     return found
@@ -123,24 +140,21 @@ def _measure_case(
     case: EngineCase,
     methods: Sequence[Method],
     engines: Mapping[str, BenchEngine],
-    report: Progress,
+    turns: Turns,
 ) -> list[MethodRuns]:
     where = f"T={case.temperature:g}, batch {case.batch_size}"
     runs: dict[str, MethodRuns] = {}
-    for number, method in enumerate(methods):
-        report(f"{where}: warming up {method.name}", number, len(methods))
+    for method in methods:
+        turns.report(f"{where}: warming up {method.name}")
         engine = engines[method.name]
         warm_up(engine, settings.prompts, case, settings.max_tokens)
         runs[method.name] = MethodRuns(method, engine.tree, engine.drafts(case.batch_size), [])
     for number in range(settings.rounds):
-        for turn, method in enumerate(rotated(methods, number)):
-            report(
-                f"{where}: round {number + 1}, {method.name}",
-                number * len(methods) + turn,
-                settings.rounds * len(methods),
-            )
+        for method in rotated(methods, number):
+            turns.report(f"{where}: round {number + 1}, {method.name}")
             one = run_round(engines[method.name], settings.prompts, case, settings.max_tokens)
             runs[method.name].rounds.append(one)
+            turns.done += 1
     return list(runs.values())
 
 

@@ -55,7 +55,7 @@ def run_bench(
         settings: What to compare.
         basis: Measurements to predict from; None: what was tuned for this pair, if it was.
         described: Settings as the report shall show them.
-        progress: Called with (what is done, turns done, turns of this case).
+        progress: Called with (what is done, turns done, turns of all cases).
 
     Raises:
         BenchError, CalibrationError, ProfileError, AcceptanceError: If something

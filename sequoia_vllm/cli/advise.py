@@ -34,7 +34,7 @@ def advise(
     device: Annotated[
         str | None, typer.Option(help="Device: h100, or the driver's name for it; none: this one.")
     ] = None,
-    batch: Annotated[str, typer.Option(help="Requests at once.")] = "1,8,32",
+    batch_sizes: Annotated[str, typer.Option(help="Requests at once.")] = "1,8,32",
     as_json: JsonOption = False,
 ) -> None:
     """Does drafting pay? Predict plain decoding, the best chain and the engine's tree.
@@ -43,7 +43,7 @@ def advise(
     computed from the device's datasheet. To measure instead: `sequoia-vllm tune`, then `bench`.
     """
     with friendly_errors():
-        sizes = check_batch_sizes(list(numbers("--batch", batch)))
+        sizes = check_batch_sizes(list(numbers("--batch-sizes", batch_sizes)))
         target, dtype = _read("target", model)
         draft = draft_model or _known_draft(model)
         pair = PairKey(device or this_device_name(), model, draft, dtype)

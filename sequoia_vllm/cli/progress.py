@@ -29,15 +29,15 @@ def progress_bar(description: str) -> Iterator[Report]:
 class ProgressLines:
     """Says in a line what is done and what is left; may be called from any thread.
 
-    Time left is judged by the steps since the last phase began. A phase begins where the
-    count of steps done starts anew, or where another number of steps is announced before
-    any was done.
+    Time left is judged by the steps that ended since the last phase began, so it does not grow
+    while one lasts. A phase begins where the count of steps done starts anew, or where another
+    number of steps is announced before any was done.
     """
 
     def __init__(self, description: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._description = description
         self._clock = clock
-        self._start = self._phase_start = clock()
+        self._start = self._phase_start = self._last = clock()
         self._state = ("starting", 0, 0)
 
     def report(self, what: str, done: int, total: int) -> None:
@@ -45,6 +45,8 @@ class ProgressLines:
         _, before, announced = self._state
         if done < before or (done == 0 and total != announced):
             self._phase_start = self._clock()
+        if done != before:
+            self._last = self._clock()
         self._state = (what, done, total)
 
     def line(self) -> str:
@@ -53,7 +55,8 @@ class ProgressLines:
         now = self._clock()
         parts = [f"{self._description} {what}; {minutes(now - self._start)} so far"]
         if 0 < done <= total:
-            left = (now - self._phase_start) / done * (total - done)
+            step = (self._last - self._phase_start) / done
+            left = step * (total - done) - min(now - self._last, step)
             parts += [f"{done} of {total} done", f"about {minutes(left)} left"]
         elif total > 1:
             parts.append(f"{done} of {total} done")

@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 from typer.core import TyperCommand
 
-ALIASES = {"--target": "--model", "--draft": "--draft-model", "--batch-sizes": "--batch"}
+ALIASES = {"--target": "--model", "--draft": "--draft-model", "--batch": "--batch-sizes"}
 """Other spellings of options, accepted and not shown."""
 
 
@@ -16,14 +16,17 @@ class AliasedCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses as typer does, with aliases put in their options' place."""
-        options = {name for param in self.params for name in param.opts}
-        return super().parse_args(ctx, [_option(argument, options) for argument in args])
+        names = {name for param in self.params for name in param.opts}
+        return super().parse_args(ctx, [own for one in args for own in _option(one, names)])
 
 
-def _option(argument: str, options: set[str]) -> str:
-    name, equals, value = argument.partition("=")
-    own = ALIASES.get(name)
-    return own + equals + value if own in options and name not in options else argument
+def _option(given: str, names: set[str]) -> list[str]:
+    """An argument of the command line, spelled as the command with these names spells it."""
+    name, equals, value = given.partition("=")
+    own = name if name in names else ALIASES.get(name, name)
+    if own == "--model" and "model" in names:  # advise MODEL
+        return [value] if equals else []
+    return [own + equals + value] if own in names else [given]
 
 
 def shown_as_written(command: Any) -> Any:

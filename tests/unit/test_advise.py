@@ -38,7 +38,7 @@ def advice(*arguments: str):
 
 
 def test_a_published_pair_is_predicted_from_the_datasheet():
-    found = advice(LLAMA, "--device", "h100", "--batch", "32,1")
+    found = advice(LLAMA, "--device", "h100", "--batch-sizes", "32,1")
     assert found["pair"]["draft"] == DRAFT
     assert [row["batch_size"] for row in found["batches"]] == [1, 32]
     one, many = found["batches"]
@@ -82,7 +82,7 @@ def test_a_measured_pair_is_marked():
 
 
 def test_measured_times_without_acceptance_are_predictions():
-    found = advice("meta-llama/Llama-2-7b-hf", "--device", "h100", "--batch-sizes", "1")
+    found = advice("meta-llama/Llama-2-7b-hf", "--device", "h100", "--batch", "1")
     assert found["times"].startswith("measured: NVIDIA H100")
     assert found["acceptance"].startswith("assumed")
     assert not found["batches"][0]["measured"]

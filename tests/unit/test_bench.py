@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,6 +167,25 @@ def test_every_method_takes_every_place():
     names = {method.name for method in everyone}
     for place in range(4):
         assert {turn[place].name for turn in turns} == names
+
+
+def test_progress_counts_the_turns_of_all_cases_forward(monkeypatch):
+    three = (plain(), chain("d", 2), sequoia("d", "auto"))
+    settings = BenchSettings(
+        EngineSpec("t", "d"), methods=three, prompts=([7],), temperatures=(0.0, 0.7), rounds=2
+    )
+    engine = SimpleNamespace(dtype="float32", tree=None, drafts=lambda batch: 0)
+    monkeypatch.setattr(
+        measure, "open_engines", lambda *_: nullcontext({one.name: engine for one in three})
+    )
+    for name in ("warm_up", "run_round", "_check_outputs"):
+        monkeypatch.setattr(measure, name, lambda *_: None)
+    reports = []
+    measure.measure(settings, lambda *report: reports.append(report))
+    done, total = [report[1] for report in reports], {report[2] for report in reports}
+    assert total == {12}
+    assert done == sorted(done)
+    assert [done.count(number) for number in (0, 5, 6, 11)] == [4, 1, 4, 1]  # with warming up
 
 
 # -- parts of a step ---------------------------------------------------------------

@@ -44,6 +44,11 @@ def test_bounds_are_shown():
     assert re.search(r"--kv-cache-gib +<float> \[x>=0", help_of(["tune"]))
 
 
+@pytest.mark.parametrize("command", [["tree", "build"], ["tune"], ["bench"], ["gpu-check"]])
+def test_files_to_write_have_one_option(command):
+    assert re.search(r"--output +-o ", help_of(command))
+
+
 def test_shells_can_complete():
     assert "--install-completion" in help_of([])
 
@@ -64,6 +69,12 @@ def test_models_are_named_alike_in_all_commands(given):
 
     assert CliRunner().invoke(own, given).stdout == "t d\n"
     assert "--target" not in CliRunner().invoke(own, ["--help"]).output
+
+
+def test_advise_takes_its_model_as_other_commands_do():
+    for given in (["nosuch"], ["--model", "nosuch"], ["--target=nosuch", "--batch", "2"]):
+        done = CliRunner().invoke(app, ["advise", *given, "--draft", "d"])
+        assert "'nosuch' is no folder here" in done.output
 
 
 @pytest.mark.parametrize("command", ["tune", "bench", "demo"])

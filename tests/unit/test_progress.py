@@ -44,8 +44,12 @@ def test_a_line_says_what_is_done_and_what_is_left(lines):
     assert lines.line() == (
         "profile: batch 4, 8 tokens; 1:25 so far, 5 of 24 done, about 1:35 left"
     )
-    clock.after(15)  # a long step: what is left is judged by the time until now
-    assert lines.line().endswith("about 2:32 left")
+    clock.after(3)
+    assert lines.line().endswith("about 1:32 left")
+    clock.after(12)  # a long step: it counts when it ends
+    assert lines.line().endswith("about 1:30 left")
+    lines.report("batch 4, 16 tokens", 6, 24)
+    assert lines.line().endswith("about 2:00 left")
 
 
 def test_time_left_when_fewer_steps_are_needed_after_all(lines):

@@ -62,7 +62,9 @@ def build(
         int | None, typer.Option(help="Most edges from the root to a leaf.")
     ] = None,
     max_branch: Annotated[int | None, typer.Option(help="Most children of a node.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the tree to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the tree to this file.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Build the tree of a size with the most expected tokens.
