@@ -17,7 +17,7 @@ ADAPTS = "drafts as much of it as measurements show to pay"
 
 def line(gain, size=16, adapts=True, on_cpu=False):
     level, text = gain_line(gain, "d", size, 4, adapts=adapts, on_cpu=on_cpu)
-    assert text.startswith(f"Sequoia: draft model d; tree of {size} nodes, depth 4: ")
+    assert text.startswith(f"draft model d; tree of {size} nodes, depth 4: ")
     assert len(text) < 240
     return level, text.split("depth 4: ")[1]
 

@@ -168,7 +168,7 @@ def create_speculative_config(
         resolved.choice.gain, draft.name, tree.size, tree.depth, drafter=draft.kind,
         adapts=config.adapts, on_cpu=current_platform.is_cpu(),
     )  # fmt: skip
-    logger.log(level, "%s", line)
+    logger.log(level, "Sequoia: %s", line)
     logger.debug("Sequoia: the tree was chosen so: %s", tree_source)
     target_parallel_config.worker_cls = _worker_class(target_parallel_config.worker_cls)
     translated = copy(self)

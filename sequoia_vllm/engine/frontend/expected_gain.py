@@ -69,7 +69,7 @@ def gain_line(
     else:
         words = "what it brings is not known before it runs"
     name = DRAFTERS[drafter].short_name
-    line = f"Sequoia: {name} {draft}; tree of {size} nodes, depth {depth}: {words}"
+    line = f"{name} {draft}; tree of {size} nodes, depth {depth}: {words}"
     if adapts:
         return logging.INFO, f"{line}; drafts as much of it as measurements show to pay"
     if doubt is None:
