@@ -238,6 +238,10 @@ def test_the_comparison_with_the_paper_is_the_tools(printed):
     assert f"and {plain['Llama-2-70B', 'overlapping']:.1f} s in the model" in said
 
 
+def test_the_readme_is_short():
+    assert len(TEXTS[Path("README.md")].splitlines()) <= 150
+
+
 def anchors(text: str) -> set[str]:
     """What links may name: a document's headings, as GitHub spells them."""
     headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)

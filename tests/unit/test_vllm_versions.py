@@ -56,6 +56,17 @@ def test_the_readme_names_what_we_support():
     assert set(named) == set(MINORS)
 
 
+def test_badges_say_what_the_project_does():
+    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+    pythons = [one.split()[-1] for one in project["classifiers"] if ":: Python ::" in one]
+    for name, said in (
+        ("licence", f"licence: {project['license']}"), ("python", f"python: {' | '.join(pythons)}"),
+        ("vllm", f"vLLM: {' | '.join(MINORS)}"),
+    ):  # fmt: skip
+        assert f"<title>{said}</title>" in text_of(f"docs/badges/{name}.svg")
+        assert f"(docs/badges/{name}.svg)" in text_of("README.md")
+
+
 def test_the_makefile_checks_what_we_support():
     makefile = text_of("Makefile")
     assert f"\nCONTRACT_VERSIONS ?= {' '.join(GPU)}\n" in makefile
