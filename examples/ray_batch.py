@@ -166,7 +166,7 @@ def check_settings(output: Path, settings: dict[str, Any]) -> None:
 
 
 def answers(replicas: list[Any], lines: list[Line], size: int) -> Iterator[list[dict[str, Any]]]:
-    """Those of ``size`` lines at a time, as replicas finish them."""
+    """Yields chunks of ``size`` lines as replicas finish them."""
     chunks = [lines[first : first + size] for first in range(0, len(lines), size)]
     pool = ActorPool(replicas)
     yield from pool.map_unordered(lambda replica, chunk: replica.answer.remote(chunk), chunks)

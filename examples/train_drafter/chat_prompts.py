@@ -63,7 +63,7 @@ KINDS = {
 
 
 def prompts(held_out: bool, count: int, seed: int) -> list[Prompt]:
-    """As many prompts, the kinds in turn; the same for the same arguments."""
+    """Returns ``count`` prompts, the kinds in turn; the same for the same arguments."""
     source = random.Random(f"{seed} {held_out}")
 
     def word(name: str) -> str:

@@ -48,7 +48,7 @@ ValidateEvery = Annotated[int, typer.Option(help="Steps between losses.", min=1)
 
 
 def set_up_torch(threads: int) -> None:
-    """As many threads as asked for, and no bars of transformers."""
+    """Sets the number of threads, and turns bars of transformers off."""
     transformers_logging.disable_progress_bar()
     if threads:
         torch.set_num_threads(threads)
