@@ -1,4 +1,4 @@
-"""What the roofline needs and no datasheet says."""
+"""Figures that the roofline needs and no datasheet has."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from sequoia_vllm.json_file import FileModel
 
 
 class Assumptions(FileModel):
-    """What a datasheet does not say. Chosen, not measured by us.
+    """Figures that no datasheet has. We chose them and did not measure them.
 
-    Those on reductions follow published measurements, see
-    `sequoia_vllm.hardware.interconnect`.
+    Figures of reductions follow published measurements, see `sequoia_vllm.hardware.interconnect`.
     """
 
     bandwidth_efficiency: float = Field(

@@ -20,16 +20,16 @@ TREE_SHARE = 0.5
 MOST_TREE_TOKENS = 1024
 """Tokens of all trees in a step, whatever the budget, where weights lie on the device.
 
-Scoring 1,024 tokens is bound by arithmetic on every device of the library; that begins at about
-200 tokens. From there more drafts cost what more requests would. Where a step waits for weights
-from the host, arithmetic begins to count much later.
+Scoring 1,024 tokens is bound by arithmetic on every device of the library. Arithmetic begins to
+count at about 200 tokens. From there more drafts cost what more requests would. Where a step waits
+for weights from the host, it begins to count much later.
 """
 
 # Trees whose numbers of nodes differ by less than this factor need not both be chosen among.
 _ALIKE = 1.3
 
 SMALLEST_TREE = 4
-"""Nodes, the root included: where not even that fits, nothing is drafted."""
+"""Fewest nodes of a tree, root included. Where even so few do not fit, nothing is drafted."""
 
 
 def fit_to_budget(
@@ -78,11 +78,12 @@ def _fitting(drafts: int, batch: int, most: int) -> int:
 def rungs(scheduled: Iterable[int], between: bool = False) -> list[int]:
     """Numbers of drafts to choose among: the largest, then each with about half as many nodes.
 
-    Those of the schedule where it has one of nearly this size: they need nothing of their own.
+    Where the schedule has a number of nearly this size, that is taken: it needs no graph of its
+    own.
 
     Args:
         scheduled: Numbers of drafts that the schedule has, in any order.
-        between: Also one between each and the next, where no number needs CUDA graphs of its own.
+        between: Also put one between each and the next. For engines without CUDA graphs.
 
     Returns:
         From the largest down; without 0.
@@ -127,7 +128,7 @@ def beyond_budget(
 ) -> tuple[int, int] | None:
     """The smallest batch that does not fit in one step, and its tokens; None: all fit.
 
-    Counted is the slot, too, that vLLM keeps free for the draft model of each request.
+    The count has one more slot for each request: vLLM keeps it free for the draft model.
     """
     for batch, count in enumerate(drafts_by_batch(schedule, drafts, max_num_seqs), start=1):
         tokens = batch * (count + 2)

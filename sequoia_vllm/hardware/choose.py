@@ -29,8 +29,8 @@ _SAME = 1e-9
 TOLERANCE = 0.01
 # Trees made in one search; a few are enough unless wide draft levels are slow.
 _MOST_TREES = 256
-# Up to the first number each size is looked at, and above it only multiples of the second. Around
-# the best tree of hundreds of nodes, a few more or less are worth nothing.
+# Every size up to the first number is tried, and above it only multiples of the second. A few nodes
+# more or less are worth nothing in a tree of hundreds.
 _EACH_SIZE_TO, _SIZE_STEP = 128, 8
 _frontier = lru_cache(maxsize=4)(Frontier.of)  # one vector is used for many profiles
 
@@ -84,8 +84,8 @@ def choose_tree(
     """The tree with the most expected tokens per second at this batch size.
 
     The optimal trees of every depth and size are searched (`Frontier`); above 128 nodes, of every
-    eighth size. The best bound comes first, which finds the best of them all while making at most
-    256.
+    eighth size. The tree with the best bound is made first. So the best of all is found after
+    making 256 at most.
 
     Args:
         acceptance: p[k] or p[d][k].
@@ -212,7 +212,7 @@ class TreeSearch:
         return found or TokenTree((-1,))
 
     def best_of_size(self, size: int, batch_size: int) -> Estimate:
-        """What the fastest tree of exactly this size does, faster than plain or not."""
+        """Estimates the fastest tree of exactly this size, even if plain decoding is faster."""
         tree = self._fastest(np.array([size]), batch_size, 0.0)
         return self.cost.estimate(tree or TokenTree((-1,)), self.frontier.acceptance, batch_size)
 
@@ -274,7 +274,7 @@ class _SpeedTable:
         prefixes = Prefixes.of(tree, acceptance)
         rows = [_speedups(prefixes, cost, batch_size) for batch_size in batch_sizes]
         for row, batch_size in zip(rows, batch_sizes, strict=True):
-            # What was not timed at this batch size is not used at it.
+            # Sizes that were not timed at this batch size are not used at it.
             row[cost.max_tokens(batch_size) :] = 0.0
         return cls(tree, batch_sizes, np.array(rows), prefixes.expected_tokens)
 
@@ -303,7 +303,7 @@ def _ranges(table: _SpeedTable, tolerance: float) -> Ranges:
 
 
 def _without_gaps(ranges: Ranges) -> Ranges:
-    """Batch sizes nobody asked for belong to the range before them."""
+    """Gives batch sizes that nobody asked for to the range before them."""
     lasts = [following[0] - 1 for following in ranges[1:]] + [ranges[-1][1]]
     merged: Ranges = []
     for (first, _, drafts), last in zip(ranges, lasts, strict=True):
@@ -328,7 +328,7 @@ def _estimate(
         num_speculative_tokens=drafts,
         expected_tokens=round(float(table.expected_tokens[drafts]), 4),
         speedup=round(speedup, 4),
-        # A prefix may have narrower levels than the tree of most tokens, and be a bit faster.
+        # A prefix may have narrower levels than the tree with the most tokens, and be a bit faster.
         optimum=round(max(float(optimum), speedup), 4),
         extrapolated=cost.extrapolates(drafts + 1, batch_size),
     )

@@ -57,12 +57,11 @@ class Estimate:
 class CostModel:
     """The times of a profile at any number of tokens and any batch size.
 
-    Between measured points times are interpolated linearly, first over tokens
-    and then over batch sizes; they never fall when tokens are added, so noise in
-    a measurement cannot make a larger tree look faster. Outside the measured
-    range they are extrapolated, and `extrapolates` says so: above the largest
-    token count with the last slope, outside the batch sizes by the tokens of
-    the whole batch.
+    Between measured points times are interpolated linearly, first over tokens and then over batch
+    sizes. They never fall when tokens are added. So noise in a measurement cannot make a larger
+    tree look faster. Outside the measured range times are extrapolated, and `extrapolates` says so.
+    Above the largest token count the last slope goes on. Outside the batch sizes the tokens of the
+    whole batch count.
     """
 
     def __init__(self, profile: Profile, context_length: int | None = None) -> None:
@@ -82,7 +81,7 @@ class CostModel:
         self._overhead_batches = [entry.batch_size for entry in overhead]
         self._plain_overhead = [entry.plain_seconds for entry in overhead]
         self._tree_overhead = [entry.tree_seconds for entry in overhead]
-        self._plain_seconds: dict[int, float] = {}  # choosing asks for few, many times
+        self._plain_seconds: dict[int, float] = {}  # the same few are asked for often
 
     def max_tokens(self, batch_size: int) -> int:
         """Largest tree size (root included) timed at this batch size."""
@@ -99,8 +98,8 @@ class CostModel:
         return self._target.seconds(tokens, batch_size)
 
     def draft_seconds(self, tokens: ArrayLike, batch_size: int) -> Floats:
-        """One level of ``tokens`` nodes of each request; any shape. Of heads that draft in one
-        pass it is drawing alone.
+        """One level of ``tokens`` nodes of each request; any shape. Heads that draft in one pass
+        only draw here.
         """
         return self._draft.seconds(tokens, batch_size)
 
@@ -201,7 +200,7 @@ class Prefixes:
     @classmethod
     @lru_cache(maxsize=1024)
     def of(cls, tree: TokenTree, acceptance: Acceptance) -> Prefixes:
-        """The prefixes of this tree; remembered, since choosing looks at few trees many times."""
+        """The prefixes of this tree; cached, as the search looks at few trees often."""
         # Nodes are added one by one, in stored order.
         widths = np.zeros((tree.size, max(1, tree.depth)), dtype=np.int64)
         for node, children in enumerate(tree.children):

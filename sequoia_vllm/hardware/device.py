@@ -177,10 +177,10 @@ def current_cpu_name() -> str:
 def nearest(spec: DeviceSpec | None, candidates: Mapping[str, DeviceSpec]) -> tuple[str, str]:
     """The candidate most like the device, and why.
 
-    The best tree depends on operations per byte: they say from which size on scoring more tokens
-    costs more time. It also depends on bandwidth: how large the launch overhead of a draft level
-    looks beside the target. Both are compared as ratios. A device that is not known gets the
-    candidate with the fewest operations per byte: the smallest, safest trees.
+    The best tree depends on operations per byte: from some size on scoring more tokens costs more
+    time. It also depends on bandwidth: the faster the target is, the more the launches of a draft
+    level count. Both are compared as ratios. A device that is not known gets the candidate with the
+    fewest operations per byte: the smallest, safest trees.
 
     Args:
         spec: The device's datasheet; None: nothing is known of it.

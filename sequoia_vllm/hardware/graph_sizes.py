@@ -1,9 +1,9 @@
 """Which steps to capture CUDA graphs for, so that decode steps of every batch size find one.
 
-A full graph is for batches of so many requests with so many tokens each; smaller
-batches are padded to it. What a schedule can reach is captured, and no more:
-that is the batches of each of its ranges, and some smaller ones. While requests
-finish, the drafts of the step before are still those of more requests.
+A full graph is for a number of requests with a number of tokens each. Smaller batches are padded to
+it. Only steps that a schedule can reach are captured: the batches of each of its ranges, and some
+smaller ones. The smaller ones occur while requests finish, as drafts are then still those of a
+larger batch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from sequoia_vllm.graph_batches import half_octaves, last_with, powers_of_two
 MOST_TOKENS = 1024
 """Tokens of the largest step that is captured.
 
-Larger ones take longer on the device than their launches take on the host: 4 ms and more by the
-roofline, for a model of 1B parameters on an H200.
+Larger steps take longer on the device than their launches take on the host. By the roofline that is
+4 ms and more for a model of 1B parameters on an H200.
 """
 
 # By datasheets of the library's GPUs, arithmetic takes as long as reading weights in steps of 117
@@ -36,12 +36,11 @@ def decode_shapes(
 ) -> list[tuple[int, int]]:
     """Full graphs for decode steps: (tokens of each request, requests).
 
-    Up to 8 requests there is no padding. Above it is less than an eighth of the requests, or up to
-    half of them in steps of few tokens, whose weights take longer than their arithmetic. Where the
-    schedule drafts nothing the grid is vLLM's own: decoding is to be what it is without
-    speculation. A few more are for one token of each request, for batches in which nobody can
-    draft. Others are for other tokens than the schedule's: an engine that adapts may change over
-    to these.
+    Up to 8 requests nothing is padded. Above, padding is less than an eighth of the requests, or
+    up to half of them in steps of few tokens, whose weights take longer than their arithmetic.
+    Where the schedule drafts nothing the sizes are vLLM's own, so that decoding is as fast as
+    without speculation. Some graphs are for one token of each request: batches in which no request
+    can draft. Others are for numbers of drafts that an adapting engine may change to.
 
     Args:
         tokens_by_batch: Tokens of each request at batch sizes 1, 2, ...: its
@@ -69,7 +68,8 @@ def decode_shapes(
 def capture_sizes(tokens_by_batch: Sequence[int], budget: int) -> list[int]:
     """Sizes of graphs for steps of any kind, in tokens, ascending; the last is the ceiling of all.
 
-    As far as `decode_shapes` needs, at most to `MOST_TOKENS`, and as far as vLLM goes itself.
+    They reach as far as `decode_shapes` needs, up to `MOST_TOKENS`, and at least as far as vLLM's
+    own.
 
     Args:
         tokens_by_batch: See `decode_shapes`.
@@ -84,7 +84,7 @@ def capture_sizes(tokens_by_batch: Sequence[int], budget: int) -> list[int]:
 
 
 def first_beyond(tokens_by_batch: Sequence[int], most_tokens: int) -> int | None:
-    """The smallest batch whose trees take more tokens than are captured; None: all are captured.
+    """The smallest batch whose trees have more tokens than any graph; None: there is none.
 
     Args:
         tokens_by_batch: See `decode_shapes`.

@@ -1,4 +1,4 @@
-"""How long devices take to add up, and to collect, what each holds a part of.
+"""Times in which devices add up, or collect, a tensor that each has a part of.
 
 A tensor of S bytes is added up over p devices in one of three ways. A device's
 link carries its rate B in each direction at once, so the busier direction counts:
@@ -9,11 +9,10 @@ link carries its rate B in each direction at once, so the busier direction count
 | two-shot: each adds up its p-th part, then reads the others' | 2 (p - 1) / p S | two |
 | ring: 2 (p - 1) steps of S / p to the neighbour | 2 (p - 1) / p S | 2 (p - 1) steps |
 
-One-shot and two-shot are vLLM's own kernels, for two devices that can read each
-other's memory, and for more where each has a direct link to every other. All the rest
-gets the ring of NCCL or RCCL ("Custom allreduce is disabled because it's not supported
-on more than two PCIe-only GPUs"). The cheapest of those allowed is taken, which is what
-vLLM's thresholds by size aim at.
+One-shot and two-shot are vLLM's own kernels, for two devices that can read each other's memory, and
+for more where each has a direct link to every other. All the rest gets the ring of NCCL or RCCL
+("Custom allreduce is disabled because it's not supported on more than two PCIe-only GPUs"). The
+model takes the cheapest way that is allowed. vLLM's thresholds by size aim at the same.
 
 Where the assumed figures come from (none was measured by us):
 
@@ -66,9 +65,10 @@ class Interconnect:
         return min(start + moved / self._bytes_per_second for start, moved in ways)
 
     def all_gather(self, size: float) -> float:
-        """Seconds until every device has all ``size`` bytes, each a p-th before; 0 for one device.
+        """Seconds until every device has all ``size`` bytes, of which each had a p-th; 0 for one
+        device.
 
-        A ring of p - 1 steps: vLLM leaves this to the library.
+        It is a ring of p - 1 steps: vLLM leaves this to the library.
         """
         if self.devices == 1:
             return 0.0

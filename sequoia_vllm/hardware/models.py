@@ -47,7 +47,7 @@ class ModelShape(FileModel):
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of all layers, but the norms'."""
+        """Parameters of all layers, without norms."""
         attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
         mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
         own = self.head.input_parameters(self) if self.head is not None else 0
@@ -61,7 +61,7 @@ class ModelShape(FileModel):
 
     @property
     def output_parameters(self) -> int:
-        """Parameters of the output matrix, whosever it is."""
+        """Parameters of the output matrix, which may be the target's."""
         return self.hidden * self.output_vocab
 
     @property
@@ -76,12 +76,12 @@ class ModelShape(FileModel):
 
     @property
     def parameters(self) -> int:
-        """All parameters but the norms', and but those that a head shares with its target."""
+        """All parameters, without norms and without those that a head shares with its target."""
         return self.layer_parameters + self.reading_parameters + self._vocabulary_parameters
 
     @property
     def _vocabulary_parameters(self) -> int:
-        """Parameters of embedding and output matrix, as far as they are its own."""
+        """Parameters of the embedding and output matrix that are the model's own."""
         if self.head is None:
             return (1 if self.tied else 2) * self.hidden * self.vocab
         return 0 if self.head.output_vocab is None else self.output_parameters
@@ -141,14 +141,14 @@ class ModelShape(FileModel):
 
 @dataclass(frozen=True)
 class PairShapes:
-    """What the configurations of two models say of their sizes, and where the target lies.
+    """Sizes of two models by their configurations, and where the target's weights lie.
 
     Attributes:
         target, draft: None: not to be had.
         problem: Why one of them is None, or ``streamed`` is not known.
-        head: What the draft is, if it reads the target's hidden states; None: a model.
-        streamed: Weights of the target that are not in the devices' memory; None: all are, or
-            how many are not is not known (`PairKey.offloading` tells which).
+        head: The kind of head that the draft is; None: it is a model.
+        streamed: Weights of the target outside the devices' memory. None: there are none, or their
+            number is not known (`PairKey.offloading` tells which).
     """
 
     target: ModelShape | None

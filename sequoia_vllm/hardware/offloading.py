@@ -28,7 +28,7 @@ OffloadBackend = Literal["prefetch", "uva"]
 # cuBLAS and CUTLASS have tiles of 64 to 256 rows; 128 is the usual one where rows are many.
 # Assumed: nobody measured which of them vLLM's products take through UVA.
 UVA_TILE_ROWS = 128
-# Buffers that it takes to copy one layer while another computes.
+# Buffers that are needed to copy one layer while another computes.
 OVERLAPPING_BUFFERS = 2
 # Taken for a device whose link is not known. The faster link leads to the smaller trees.
 _CAUTIOUS_LINK: LinkName = "pcie5"
@@ -79,7 +79,7 @@ def host_link(device: str) -> tuple[LinkName, str]:
     """The link between a device (its id, or the driver's name for it) and the host's memory.
 
     Returns:
-        The link's name, and it in words, which say if it is a guess.
+        The link's name, and a description that says if the link is a guess.
     """
     known = known_devices().get(identify(device).id or "")
     name = known.host_link if known else None

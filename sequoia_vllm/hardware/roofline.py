@@ -1,25 +1,25 @@
-"""A profile for a device nobody measured, from its datasheet (paper, section 4.1).
+"""Computes a profile of a device that nobody measured, from its datasheet (paper, section 4.1).
 
-Each forward pass is the sum of its matrix products, its attention, its kernel launches, its
-logits and, on several devices, its reductions. Products and attention take the root of the summed
-squares of moving their bytes and doing their arithmetic. That is the longer of the two where one
-outweighs the other. Where both take as long it is 1.41 times that, as neither hides all of the
-other (`_Forward._roofline`). Decoding is bound by bytes. So scoring a tree costs little more than
-one token until the device's operations per byte are half used up. Sequoia lives on that.
+Each forward pass is the sum of its matrix products, its attention, its kernel launches, its logits
+and, on several devices, its reductions. Products and attention take the root of the summed squares
+of moving their bytes and doing their arithmetic. That is the longer of the two where one outweighs
+the other. Where both take as long it is 1.41 times that, as neither hides all of the other
+(`_Forward._roofline`). Decoding is bound by bytes. So scoring a tree costs little more than one
+token until the device's operations per byte are half used up. This is why speculation pays.
 
 A head (`HeadShape`) reads more in a step's first pass than in those over levels.
 One that drafts all levels in its first pass draws below it: the logits are there.
 
 More devices divide products and attention. They do not divide launches and logits, and add
 reductions, whose bytes grow with the tokens and whose number with the layers. The draft is split
-like the target, as vLLM requires. Its products shrink too, its launches and reductions do not. So
-a draft level becomes dearer beside the target, and the best trees become shallower.
+like the target, as vLLM requires. Its products shrink too, but its launches and reductions do not.
+So a draft level becomes dearer relative to the target, and the best trees become shallower.
 
 Weights that do not fit the memory may be streamed (`sequoia_vllm.hardware.streaming`): the
 target's pass then takes the longer of this and reading them, or both.
 
-What no datasheet says is in `Assumptions` and is copied into the profile.
-Whether the models fit the memory is another question.
+Figures that no datasheet has are in `Assumptions`, and are copied into the profile. Nothing here
+checks that the models fit the memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # The paper's largest tree on one GPU: larger ones rest on a measured profile.
 ROOFLINE_MAX_SIZE = 128
-# Its largest tree where weights are streamed, and tokens to time up to there.
+# The paper's largest tree where weights are streamed, and the tokens to time up to it.
 STREAMED_MAX_SIZE = 768
 STREAMED_TOKENS = (*TOKENS, 160, 192, 256, 320, 384, 512, 640, STREAMED_MAX_SIZE)
 # Batches whose trees have more steps of tiles than this are timed without them: a step is then
@@ -162,7 +162,7 @@ def bytes_per_value(dtype: str) -> float:
 
 
 def _tokens_to_time(streamed: StreamedWeights | None, batch: int) -> list[int]:
-    """Up to the largest tree; where products read weights, both sides of each step in rows."""
+    """Tokens up to the largest tree; where products read weights, around each step in rows."""
     if streamed is None:
         return list(TOKENS)
     counts = set(STREAMED_TOKENS)
@@ -236,7 +236,7 @@ class _Forward:
         return computing if streamed is None else streamed.pass_seconds(rows, computing)
 
     def reading(self, shape: ModelShape, rows: int) -> float:
-        """Time of what a head multiplies the target's hidden states with, on each device alike."""
+        """Time of a head's products with the target's hidden states, on each device alike."""
         moved = shape.reading_bytes(self._value_bytes)
         return self._devices * self._roofline(moved, 2 * shape.reading_parameters * rows)
 
@@ -255,10 +255,10 @@ class _Forward:
     def _roofline(self, moved: float, operations: float) -> float:
         """Seconds of work that is split over all devices.
 
-        The longer of reading and computing has a corner: nodes look free until both take as
-        long, and the best trees end just there. An H100 has none (``benchmarks/gpu/h100.json``,
-        Llama-2-7B's shape, contexts of 1,024, batch sizes of 1 to 32). What a pass over so many
-        rows takes beyond one over a token of each request, in ms:
+        The longer of reading and computing has a corner: nodes look free until both take as long,
+        and the best trees end just there. An H100 has none (``benchmarks/gpu/h100.json``,
+        Llama-2-7B's shape, contexts of 1,024, batch sizes of 1 to 32). Time of a pass over so many
+        rows beyond that of a pass over one token of each request, in ms:
 
         ======  =============  ===========  ===========
         rows    measured       the longer   hypot
@@ -285,8 +285,8 @@ class _Forward:
     def _logits(self, shape: ModelShape, rows: int) -> float:
         """Collecting the vocabulary's parts, then what each device does with all of it.
 
-        vLLM gathers in the model's type and samples on every device, so that more
-        devices make nothing of this cheaper.
+        vLLM gathers in the model's type, and samples on every device. So more devices do not make
+        this cheaper.
         """
         gathered = rows * shape.output_vocab * self._activation_bytes
         return self._links.all_gather(gathered) + self.logits_passes(shape, rows)
@@ -299,5 +299,5 @@ class _Forward:
 
 
 def _rounded(seconds: float) -> float:
-    """Six digits: the same on every platform, and more than a model deserves."""
+    """Rounds to six digits: the same on every platform, and more than a model deserves."""
     return float(f"{seconds:.6g}")

@@ -1,4 +1,4 @@
-"""From the recorded times of engine steps to the curves of a profile.
+"""Makes the curves of a profile from recorded times of engine steps.
 
 A step is timed from its start to the start of the next one, so that scheduling,
 sampling and output are in it. The cost model adds up a step as
@@ -6,13 +6,13 @@ sampling and output are in it. The cost model adds up a step as
     target_forward(n) + verification(n) + draft_level(committed) + draft_level(width) ...
         + tree_seconds
 
-and the curves made here add up to exactly the measured step for every tree size
-that was measured: what neither the draft's levels nor verification explain is
-the target's part, and of it `tree_seconds` is what does not grow with the tree.
+The curves made here add up to exactly the measured step, for every tree size that was measured. The
+target's part is the time that neither the draft's levels nor verification explain. Its share that
+does not grow with the tree is `tree_seconds`.
 
-Machines are shared and times are noisy, so everything is measured in rounds and
-a value is the median of its middle round: the quietest would flatter whichever
-size was lucky once. Its spread is the interquartile range of all rounds.
+Machines are shared and times are noisy, so everything is measured in rounds. A value is the median
+of its middle round: the quietest round would flatter a size that was lucky once. Its spread is the
+interquartile range of all rounds.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class StepRecord:
     def levels(self) -> list[tuple[float, float]]:
         """Each pass as (tokens per request, seconds), drawing children included.
 
-        What drafting spends outside its forward passes is shared among them.
+        Time of drafting outside the forward passes is divided among them.
         """
         outside = self.drafting - sum(seconds for _, seconds in self.passes)
         share = outside / max(1, len(self.passes))
@@ -175,8 +175,8 @@ def batch_curves(times: BatchTimes, first_pass: int = 1) -> BatchCurves:
 
     Args:
         times: What was measured.
-        first_pass: Which of a step's draft passes is the first that counts as a level; 0: also
-            that over what the last step committed, for trees that have no other.
+        first_pass: Which of a step's draft passes is the first that counts as a level. 0: the pass
+            over what the last step committed counts, too, for trees that have no other.
 
     Raises:
         ProfileError: If steps of some kind are missing.
@@ -279,7 +279,7 @@ def _medians(
 
 
 def _commit_seconds(by_size: Mapping[int, list[TimedStep]]) -> float:
-    """Median seconds of commits that move something; what chains accept is in place."""
+    """Median seconds of commits that move something; chains need no move."""
     commits = [timed.step.commit for steps in by_size.values() for timed in steps]
     return _median([seconds for seconds in commits if seconds > 0] or [0.0])
 

@@ -29,7 +29,7 @@ HOW_TIMED: dict[ProfileSource, str] = {
     "roofline": "roofline, not measured",
     "scaled": "scaled from measurements of other models",
 }
-"""What to say of times by their source."""
+"""Words for times, by their source."""
 
 
 class ProfileError(SequoiaError, ValueError):

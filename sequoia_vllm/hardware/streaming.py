@@ -1,11 +1,11 @@
 """Targets whose weights do not fit: read from outside the device's memory in every pass.
 
-A pass then takes what moving the weights takes, tens of times what the device's own memory
-would need, and hardly more for hundreds of tokens than for one: this is where the paper's
-largest trees are (768 nodes for a 70B target on one L40).
+A pass then takes as long as moving the weights: tens of times as long as from the device's own
+memory, and hardly longer for hundreds of tokens than for one. The paper's largest trees are for
+such targets (768 nodes for a 70B target on one L40).
 
-Anything with a number of bytes and a rate can be told here: the host's memory over a link, or a
-disk. How vLLM offloads, and what of it comes out, is in `sequoia_vllm.hardware.offloading`.
+Any source with a number of bytes and a rate can be described: the host's memory over a link, or a
+disk. How vLLM offloads is in `sequoia_vllm.hardware.offloading`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Link:
 
     Attributes:
         name: For people.
-        achieved_gb_s: What copies from pinned memory were measured to get, 10^9 bytes/s.
+        achieved_gb_s: Measured rate of copies from pinned memory, 10^9 bytes/s.
     """
 
     name: str
@@ -77,16 +77,16 @@ class StreamedWeights(FileModel):
     )
 
     def read_seconds(self, rows: float) -> float:
-        """Reading them for one pass over so many rows (tokens of all requests)."""
+        """Seconds to read them for one pass over so many rows (tokens of all requests)."""
         reads = 1 if self.tile_rows is None else math.ceil(rows / self.tile_rows)
         return reads * self.bytes_per_pass / self.bytes_per_second
 
     def pass_seconds(self, rows: float, computing: float) -> float:
-        """A pass over so many rows, which takes ``computing`` seconds without reading."""
+        """Seconds of a pass over so many rows that takes ``computing`` seconds without reading."""
         reading = self.read_seconds(rows)
         return max(reading, computing) if self.overlaps else reading + computing
 
     @property
     def from_device_bytes(self) -> float:
-        """Bytes of the target that the device's own memory is read for: none that stay outside."""
+        """Bytes of the target that lie in the device's own memory."""
         return 0.0 if self.tile_rows is not None else self.bytes_per_pass

@@ -21,7 +21,7 @@ from sequoia_vllm.tree.acceptance import Acceptance
 
 _LONGEST_CHAIN = 8  # drafts, as in `bench`
 _DEVICES = (1, 2, 4, 8)
-# Share of the devices' memory that the weights of both models may take. KV cache takes the rest.
+# Share of the devices' memory for the weights of both models. The KV cache gets the rest.
 _MOST_WEIGHTS = 0.8
 
 
@@ -168,7 +168,7 @@ def _devices_needed(spec: DeviceSpec, models: Sequence[ModelShape], dtype: str) 
 
 
 def _measured_times(library: TreeLibrary, entry: TreeEntry, pair: PairKey) -> Profile | None:
-    """The measured times that a tree was chosen with; None: none were, or they are gone."""
+    """The measured times that a tree was chosen with; None: none, or they are gone."""
     tuned = tuned_measurements(pair)
     if entry.name.startswith("user/") and tuned is not None:
         return Profile.load(tuned.profile)

@@ -28,7 +28,7 @@ class LibraryError(SequoiaError, ValueError):
 
 
 class CalibrationState(FileModel):
-    """How far a calibration got, and what its next run needs to go on from there."""
+    """Progress of a calibration, and what its next run needs to go on."""
 
     complete: bool = Field(description="Whether it came to its end; false: it was interrupted.")
     stopped_by: Literal["precision", "tokens", "prompts", "interrupt"] = Field(
@@ -165,7 +165,7 @@ class ProfileReference(FileModel):
 
 
 class TreeEntry(FileModel):
-    """One tree with its schedule, and everything it was made from."""
+    """A tree with its schedule, and everything that it was made from."""
 
     name: str = Field(min_length=1, description="<device>/<model class>/<draft strength class>.")
     model_class: str = Field(min_length=1)

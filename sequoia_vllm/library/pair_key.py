@@ -1,4 +1,4 @@
-"""What a tree is chosen and tuned for, and whether it is a pair that the library knows."""
+"""The key that trees are chosen and tuned for, and whether the library knows its pair."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from sequoia_vllm.hardware.step_profile import Profile
 
-# The one file of a model directory whose hash says which weights it has. An index of several
-# files only names them, and is the same for every fine-tune.
+# The hash of this one file says which weights a model directory has. An index of several files only
+# names them, and is the same for every fine-tune.
 _WEIGHTS = "model.safetensors"
 
 
@@ -26,9 +26,9 @@ class PairKey:
         target, draft: Model names or paths.
         dtype: vLLM's, resolved: never "auto".
         tensor_parallel_size: Devices the target is split over.
-        offloading: How much of the target lies outside the devices' memory, and how it is
-            read, in a word; None: nothing does. Trees, times and what was learned with weights
-            read so are of no use without, nor the other way round.
+        offloading: One word for how much of the target lies outside the devices' memory, and how it
+            is read; None: nothing does. Trees, times and learned acceptance with such weights are
+            kept apart from those without.
     """
 
     device: str
@@ -57,12 +57,12 @@ class PairKey:
 
 
 def model_key(model: str) -> str:
-    """One writing of a model's name or directory."""
+    """Writes a model's name or directory in one form."""
     return str(Path(model).resolve()) if Path(model).is_dir() else model.rstrip("/")
 
 
 def is_local(model: str) -> bool:
-    """Whether this is a path: its spelling then says nothing of the model."""
+    """Whether this is a path. How a path is spelled says nothing about the model."""
     return Path(model).is_dir() or model.startswith(("/", "./", "../", "~"))
 
 
@@ -96,8 +96,7 @@ class KnownModels:
     def same(self, stored: str | None, given: str) -> bool:
         """Whether an engine's model is the one that the library calls ``stored``.
 
-        A name is a name. A directory is told by its files, wherever it lies and whatever
-        the path to it contains.
+        Names must be equal. Directories are compared by their files, not by their paths.
         """
         if not stored:
             return False

@@ -70,9 +70,9 @@ def read_alike(entries: list[TreeEntry], pair: PairKey) -> list[TreeEntry]:
 def runs_as_here(
     entry: TreeEntry, file: LibraryFile, device: Device, pair: PairKey, shapes: PairShapes
 ) -> bool:
-    """Whether an entry is for models running as here; else a computed tree is better.
+    """Whether an entry is for models that run as here.
 
-    Nothing can be computed without a datasheet.
+    Else a computed tree is better, if there is a datasheet to compute from.
     """
     if file.datasheet is None:
         return True
@@ -102,7 +102,7 @@ def choose_vector(vectors: Sequence[AcceptanceFile], is_pair: IsPair) -> tuple[A
 def best_entry(
     entries: list[TreeEntry], pair: PairKey, vector: AcceptanceFile
 ) -> tuple[TreeEntry, list[str]]:
-    """The entry made for this vector, and what of its run is not as here, in words."""
+    """The entry made for this vector, and in words how its run differs from this one."""
     alike = [entry for entry in entries if entry.acceptance_class == vector.name]
     entry = min(alike, key=lambda e: abs(e.tensor_parallel_size - pair.tensor_parallel_size))
     compared = (
@@ -142,9 +142,9 @@ def nearest_in_size(
 
 
 def parameters_of(pair: PairKey, shapes: PairShapes | None) -> tuple[float | None, float | None]:
-    """Parameters of target and draft: of the shape, or as a name on the Hub says; None: unknown.
+    """Parameters of target and draft, by the shape or the name on the Hub; None: unknown.
 
-    The name of a head says how many its target has.
+    The name of a head has its target's number.
     """
 
     def named(model: str) -> float | None:
@@ -162,10 +162,10 @@ def parameters_of(pair: PairKey, shapes: PairShapes | None) -> tuple[float | Non
 def computed_entry(
     device: str, spec: DeviceSpec, shapes: PairShapes, pair: PairKey, vector: AcceptanceFile
 ) -> tuple[TreeEntry, str]:
-    """The entry that the library would have for models of these shapes, by the roofline.
+    """Computes the entry that the library would have for models of these shapes, by the roofline.
 
     Args:
-        device: Id of the device; or of the one whose datasheet is used for it.
+        device: Id of the device, or of the device whose datasheet is used.
         spec: The datasheet.
         shapes: Shapes of the pair.
         pair: How the pair runs.

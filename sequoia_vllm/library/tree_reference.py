@@ -1,4 +1,4 @@
-"""A tree as users point at one: a file, or a name in the library."""
+"""Reads a tree that a user names: a file, or a name in the library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sequoia_vllm.tree.token_tree import TokenTree, TreeError
 
 @dataclass(frozen=True)
 class NamedTree:
-    """A tree a user pointed at."""
+    """A tree that a user named."""
 
     title: str
     tree: TokenTree
@@ -33,7 +33,7 @@ class NamedTree:
 
 
 def is_tree_file(reference: str) -> bool:
-    """Whether this is meant as a file's path: it looks like one, or there is such a file."""
+    """Whether the user means a file: the text looks like a path, or there is such a file."""
     if reference.endswith(".json") or reference.startswith(("/", "~", "./", "../")):
         return True
     return os.path.isfile(reference)  # noqa: PTH113 (false for what no file can be called)
@@ -82,7 +82,7 @@ def find_vector(reference: str) -> Acceptance:
 
 
 def _tree_in_file(path: Path) -> NamedTree:
-    """A tree file's, or that of a file that the tune command wrote."""
+    """Reads the tree of a tree file, or of a file that the tune command wrote."""
     data = read_json(path, "tree", TreeError)
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema == LIBRARY_SCHEMA:

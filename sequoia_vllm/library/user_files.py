@@ -46,7 +46,7 @@ def user_directory() -> Path:
 
 
 def readable_directory() -> Path | None:
-    """`user_directory`; None where this user has none. What is in it: see `is_there`."""
+    """`user_directory`; None: this user has none. Whether files are in it: see `is_there`."""
     try:
         return user_directory()
     except LibraryError:
@@ -75,7 +75,7 @@ def files_in(directory: Path | None) -> list[Path]:
 
 
 def learned_acceptance(path: Path, pair: PairKey) -> AcceptanceFile | None:
-    """What the file of a pair says; None: it is not there, or too little was counted."""
+    """Reads the file of a pair; None: there is no file, or too little was counted."""
     try:
         found = AdaptationState.load(path).usual_acceptance() if is_there(path) else None
     except (StateError, ValueError, LookupError, OSError) as error:
@@ -122,7 +122,7 @@ class TunedFiles:
 
 
 def reason_not_to_keep() -> str | None:
-    """Why nothing can be kept in the user's directory, and the fix; None: it can be."""
+    """Why nothing can be kept in the user's directory, and the fix; None: files can be kept."""
     try:
         check_writable(user_directory())
     except LibraryError as error:
