@@ -47,7 +47,7 @@ class _TreeBatch(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class AttentionShape:
-    """What the kernel must know of the layers it serves; layers that agree share one object.
+    """The facts about layers that the kernel needs; layers that agree share one object.
 
     Attributes:
         heads, key_heads: Query heads, and key heads that they share.

@@ -1,8 +1,8 @@
 """Tree attention: every node sees the committed context and its own ancestors.
 
-A request with ``c`` committed tokens in the cache keeps node i's key and value
-in slot ``c + i`` while the tree is scored. So one mask over the slots says it
-all: slots below c are context, slot c + j belongs to node j.
+A request with ``c`` committed tokens in the cache keeps node i's key and value in slot ``c + i``
+while the tree is scored. So one mask over the slots is enough: slots below c are context, slot c +
+j belongs to node j.
 
 Where a layer has a sliding window, it counts positions: node i's is ``c + depth(i)``.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def within_window(ancestors: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """How deep query nodes are, and which of the nodes that they see a window leaves them.
+    """Depths of query nodes, and the nodes that each still sees within a window.
 
     Args:
         ancestors: bool ``[Q, M]``: ``ancestors[q, j]`` says that node j is query q itself or
@@ -117,7 +117,9 @@ def _attend_by_scores(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`tree_attention`, step by step in float32: what torch's own function has no word for."""
+    """`tree_attention`, step by step in float32: soft caps and sinks, which torch's own function
+    lacks.
+    """
     group = query.shape[2] // key.shape[1]
     queries = query.transpose(1, 2).float()
     keys, values = (part.float().repeat_interleave(group, dim=1) for part in (key, value))

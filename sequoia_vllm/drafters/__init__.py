@@ -1,6 +1,6 @@
 """Kinds of drafters: models of their own, heads of a target, layers of its checkpoint.
 
-Nothing here imports vLLM. A module of `kinds` has all that is known of a kind: names, how its
+Nothing here imports vLLM. A module of `kinds` has everything about one kind: names, how its
 configuration is recognised, its shape, published checkpoints, and which class drafts with it.
 """
 

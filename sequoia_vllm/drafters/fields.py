@@ -9,7 +9,9 @@ from sequoia_vllm.errors import SequoiaError
 
 
 class ShapeError(SequoiaError, ValueError):
-    """A configuration that says too little, or something that the cost model has no place for."""
+    """A configuration that says too little, or describes something that the cost model does not
+    cover.
+    """
 
 
 class Fields:

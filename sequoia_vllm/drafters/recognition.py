@@ -1,4 +1,4 @@
-"""What kind of drafter a checkpoint is, by its configuration."""
+"""Recognises the kind of a drafter by its checkpoint's configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Recognised:
     Attributes:
         kind: None: trees do not draft with it.
         name: The drafter in words, with an article.
-        sign: What says so; None: nothing says that it is more than a model.
+        sign: The sign of it; None: no sign that it is more than a model.
         method: vLLM's own method for it, if trees do not draft with it; None: not every vLLM
             that we support has one.
     """
@@ -71,7 +71,7 @@ def _recognised(kind: Drafter, sign: Sign, said: str, config: Fields) -> Recogni
 
 
 def target_differences(head: Fields, target: Fields) -> list[str]:
-    """What a head's configuration says of its target that is not so of this one.
+    """Lists how a head's configuration describes its target differently from this target.
 
     Args:
         head: The head's configuration.

@@ -114,11 +114,11 @@ class Drafter:
         return None
 
     def problem(self, config: Fields) -> str | None:
-        """What neither trees nor vLLM's chains run of such a drafter; None: nothing."""
+        """A part of it that neither trees nor vLLM's chains run; None: there is none."""
         return None
 
     def target_problem(self, target: Any, layers: Any) -> str | None:
-        """Why a target's own layers do not draft trees; None: they do.
+        """The reason why a target's own layers do not draft trees; None: they do.
 
         Args:
             target: vLLM's configuration of the target model.
@@ -131,7 +131,7 @@ class Drafter:
         return None
 
     def head_shape(self, config: Fields) -> HeadShape | None:
-        """What it has besides its layers; None for a model of its own.
+        """The parts of a head besides its layers; None for a draft model.
 
         Raises:
             ShapeError: The configuration says too little.
@@ -239,7 +239,7 @@ def register_own_kinds() -> None:
 
 
 def _problems(found: type[Drafter]) -> list[str]:
-    """What of a class is not as the engine asks for."""
+    """Lists what a class lacks, or has in another form than the engine needs."""
     surface = {name for name in (*vars(Drafter), *Drafter.__annotations__) if name[0] != "_"}
     problems = []
     for name in {name for cls in found.__mro__[:-1] for name in vars(cls) if name[0] != "_"}:

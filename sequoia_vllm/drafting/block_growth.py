@@ -17,7 +17,7 @@ from sequoia_vllm.drafting.tree_tables import DraftLevels
 
 
 class BlockLogits(ABC):
-    """Draft logits at the nodes of R requests' trees, by what one pass left of each level."""
+    """Draft logits at the nodes of R requests' trees, computed from one pass over all levels."""
 
     @abstractmethod
     def at(self, depth: int, tokens: Tensor) -> Tensor:
@@ -46,11 +46,13 @@ class IndependentLogits(BlockLogits):
 
 
 class BlockModel(DraftModel):
-    """What growth needs of such a drafter; its forward gives nothing back to later passes."""
+    """The interface that growth needs of such a drafter. Its forward leaves nothing for later
+    passes.
+    """
 
     @abstractmethod
     def store_context(self, states: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Keeps keys and values of committed tokens, made from states of the target.
+        """Makes keys and values of committed tokens from the target's states, and keeps them.
 
         Args:
             states: ``[rows, F]``: `combine_hidden_states` of the target's states.
@@ -73,12 +75,12 @@ class BlockModel(DraftModel):
 class BlockGrowth(TreeGrowth):
     """Grows trees from one forward over a block of each request: its root, then masks.
 
-    Q at a node is what the level's position predicts. Some drafters also take the node's own
-    token into account (`BlockLogits`). The children of each node are drawn on their own, since
-    verification takes Q at a node for independent of what was drawn at others.
+    Q at a node is what the level's position predicts. Some drafters also take the node's own token
+    into account (`BlockLogits`). The children of each node are drawn independently: verification
+    assumes that Q at a node does not depend on what was drawn at others.
 
     Args:
-        mask_token: What stands at positions that are predicted.
+        mask_token: The token at positions that are predicted.
         root_predicts: The root's own position predicts the first level; else the first mask's.
         levels: Every block's, of trees that are less deep, too; None: each tree's own.
         shared: See `TreeGrowth`; its model is a `BlockModel`.

@@ -81,7 +81,7 @@ class DraftBatch:
     ) -> None:
         """Takes one batch of R requests, and notes which request slots will have trees.
 
-        Waits for nothing on the device. `begin_drafting_kernel` says which requests get trees.
+        It does not wait for the device. `begin_drafting_kernel` says which requests get trees.
 
         Args:
             requests, num_sampled, bounds: int32 ``[R]``.

@@ -18,9 +18,8 @@ from sequoia_vllm.tree import TokenTree
 class DraftPlan:
     """The batches that an engine drafts for.
 
-    A pass of the draft takes at most as many rows as a batch of the target has
-    tokens: more, its compiled model does not accept. Of a batch that would take more,
-    the first requests are drafted for, and the others get no tree in this step.
+    A pass of the draft has at most as many rows as a batch of the target has tokens: its compiled
+    model accepts no more. In a larger batch only the first requests get trees in this step.
 
     Args:
         tree: The engine's tree.
@@ -68,9 +67,8 @@ class DraftPlan:
         )
 
     def most_requests(self, drafts: int) -> int:
-        """Requests that get trees of ``drafts`` drafts in one step, of a batch of any size.
-
-        Also for numbers that the schedule does not have: tools that measure limit drafts.
+        """Most requests that get trees of ``drafts`` drafts in one step. ``drafts`` need not be in
+        the schedule: tools that measure limit drafts.
         """
         if drafts not in self._most_requests:
             keepable = self.logits_rows // self._rows_per_tree(drafts)
@@ -79,7 +77,7 @@ class DraftPlan:
 
     @property
     def widest_level(self) -> int:
-        """Nodes of all requests whose logits are computed at once, at most; at least 1."""
+        """Most nodes whose logits are computed at once, over all requests; at least 1."""
         return max(
             (
                 self.most_requests(drafts) * max(level_widths(self._trimmed(drafts)))
@@ -90,7 +88,7 @@ class DraftPlan:
 
     @property
     def most_rows_read(self) -> int:
-        """Rows in which the trees' requests read what was committed, at most; at least 1."""
+        """Most rows in which requests with trees read committed tokens; at least 1."""
         return max(
             (
                 self.most_requests(drafts) * (self._trimmed(drafts).depth + 1)
@@ -107,7 +105,7 @@ class DraftPlan:
     def graph_sizes(self, drafts: int) -> list[int]:
         """Requests of the CUDA graphs that grow trees of this number of drafts, ascending.
 
-        Every batch that has it has one that is at most half larger.
+        Each batch with this number finds a graph for at most half as many requests more.
         """
         smallest, _ = self._batches[drafts]
         most = self.most_requests(drafts)
@@ -159,10 +157,10 @@ def inner_rows(tree: TokenTree) -> list[int]:
 
 
 def rows_per_tree(prefix: TokenTree, rows: Sequence[int]) -> int:
-    """Rows of draft logits that a request needs which drafts a prefix of the engine's tree.
+    """Rows of draft logits that a request needs to draft a prefix of the engine's tree.
 
-    As many as end with that of the prefix's last node with children. Some of them may be for
-    nodes before it that have lost theirs: no request may begin there.
+    The last row is that of the prefix's last node with children. Rows before it may belong to nodes
+    that have no children in the prefix. The next request must not begin in them.
 
     Args:
         prefix: The prefix.

@@ -1,4 +1,4 @@
-"""What drafting leaves for the verifier: drafted tokens, and the Q that they were drawn from."""
+"""Drafted tokens, and the Q that they were drawn from: what the verifier reads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class DraftedTrees:
     Attributes:
         nodes: int32 ``[slots]``: nodes drafted, root included; 0: none.
         rows: int32 ``[slots]``: the request's first row of the two tensors below.
-        logits: ``[rows, I, V]``: draft logits of the nodes with children. Row r has its
-            node i where row r + i has its first: trees of a batch follow one another,
-            each with `DraftLevels.rows_per_tree` rows.
+        logits: ``[rows, I, V]``: draft logits of the nodes with children. Node i of row r lies
+            where row r + i has its first node: trees of a batch follow one another, each with
+            `DraftLevels.rows_per_tree` rows.
         stats: float32 ``[rows, I, 2]``: maximum and sum that make them Q, likewise.
         tokens: int64 ``[max_num_reqs, N]``: drafted tokens of the batch's requests, in
             stored order; column 0 is the root's, and is not written here.
@@ -39,7 +39,7 @@ class DraftedTrees:
         cls, slots: int, rows: int, inner: int, size: int, vocab_size: int, dtype: torch.dtype,
         device: torch.device,
     ) -> DraftedTrees:  # fmt: skip
-        """No drafts yet.
+        """Starts without drafts.
 
         Args:
             slots: Request slots of the engine; no batch has more requests.

@@ -1,7 +1,7 @@
 """The device's work of a drafting pass: read what was committed, then grow level by level.
 
-Everything is read from `DraftBatch` and other buffers that stay in place, and
-nothing depends on values that only the device knows: a CUDA graph may hold it.
+Everything is read from `DraftBatch` and other buffers that stay in place. Nothing depends on values
+that only the device knows. So a CUDA graph may hold all of it.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ class DraftQueries:
 
 @dataclass(frozen=True)
 class DraftStates:
-    """What a forward pass leaves at its rows.
+    """The states that a forward pass leaves at its rows.
 
     Attributes:
-        hidden: ``[rows, H]``: what logits are computed from.
-        recurrent_states: ``[rows, F]``: what tokens below a row's are read with; None: nothing.
+        hidden: ``[rows, H]``: logits are computed from them.
+        recurrent_states: ``[rows, F]``: read together with the tokens below a row's; None: nothing
+            is.
     """
 
     hidden: Tensor
@@ -90,7 +91,7 @@ class DraftStates:
 
 
 class DraftModel(ABC):
-    """What growth needs of a draft: its forward, over its own part of a paged KV cache."""
+    """Interface that growth needs of a draft: a forward over its own part of a paged KV cache."""
 
     @abstractmethod
     def forward(
@@ -114,7 +115,9 @@ class DraftModel(ABC):
         """
 
     def combine_hidden_states(self, target_states: Tensor) -> Tensor:
-        """``[rows, F]``: what tokens are read with that come with such states of the target."""
+        """``[rows, F]``: the vectors that a draft reads beside tokens, made from the target's
+        states.
+        """
         raise NotImplementedError(f"{type(self).__name__} reads nothing of the target")
 
     @abstractmethod
@@ -125,8 +128,8 @@ class DraftModel(ABC):
 class TreeGrowth:
     """Grows the trees of a batch, in two passes that may be CUDA graphs of their own.
 
-    The first reads committed tokens and keeps the draft's states at the roots: `read_committed`,
-    or whatever else reads and calls `keep_roots`. The second is `grow`.
+    The first reads committed tokens and keeps the draft's states at the roots: `read_committed`, or
+    another function that reads and calls `keep_roots`. The second is `grow`.
 
     Args:
         batch: The requests.
@@ -136,8 +139,8 @@ class TreeGrowth:
         token_ids: int32 ``[slots, max_model_len]``: tokens of each request.
         max_lens: Longest request of the engine, and of the draft.
         depth: Depth of the engine's tree.
-        target_states: ``[rows, A]``: a buffer that holds, whenever committed tokens are read,
-            the target's states that they come with; None: the draft reads tokens alone.
+        target_states: ``[rows, A]``: a buffer with the target's states of the committed tokens that
+            are read; None: the draft reads tokens alone.
     """
 
     def __init__(
@@ -262,8 +265,8 @@ class TreeGrowth:
             States of these nodes, R * m rows.
         """
         contexts = self._batch.contexts[:num_reqs]
-        # A node past the model's length is always trimmed by the scheduler; it only
-        # must not write outside the request's blocks.
+        # The scheduler always trims a node past the model's length. Here it must only not write
+        # outside the request's blocks.
         self._inputs.read_level(
             requests=self._batch.slots[:num_reqs],
             contexts=contexts,

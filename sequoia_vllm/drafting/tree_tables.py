@@ -1,4 +1,4 @@
-"""A tree as a device needs it to draft, score and verify: index tables, made once per tree."""
+"""Index tables of a tree, with which a device drafts, scores and verifies; made once per tree."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Level:
 
 
 class DraftLevels:
-    """A tree as the draft model grows it.
+    """The levels of a tree, in the form in which the draft grows them.
 
     Attributes:
         tree: The tree.

@@ -1,13 +1,13 @@
 """Verification of trees in which tokens that the target cannot give were replaced before scoring.
 
-A grammar that forbids a drafted token x makes its probability 0: scored as it is, x is rejected.
-So another token y may be scored in its place, if what is decided about x stays as it would be.
-Here x is rejected like any child (R and D lose it), and nothing below it is looked at. The walk
-ends at some node with a token t of the right law. If t is the y of one of the node's replaced
-children, the walk goes on there. The subtree below was drawn from a known Q, and is verified as a
-tree of its own, whose root is y. That y stands there changes no probability.
+A grammar that forbids a drafted token x makes its probability 0, so x would be rejected. Another
+token y may be scored in its place, if the decision about x stays the same. Here x is rejected like
+any child (R and D lose it), and nothing below it is looked at. The walk ends at some node with a
+token t of the right law. If t is the y of one of the node's replaced children, the walk goes on
+there. The subtree below was drawn from a known Q, and is verified as a tree of its own, whose root
+is y. Scoring y there changes no probability.
 
-Targets whose token is given need none of this: `match_tree` and `match_nodes` take any
+Where the target's token is given, none of this is needed: `match_tree` and `match_nodes` take any
 different children.
 """
 
@@ -48,8 +48,7 @@ def verify_replaced(
     Args:
         verify: The host function of a method (`methods`).
         target_at: P, as of `walk_tree`: after the path of scored tokens.
-        draft_at: Q, as of `walk_tree`: what a node's children were drawn from, after whatever
-            tokens.
+        draft_at: Q, as of `walk_tree`: what a node's children were drawn from.
         drawn: int64 ``[B, N+1]``: tokens as they were drawn.
         scored: int64 ``[B, N+1]``: tokens as the target scored them. Where they differ a node
             was replaced.
@@ -91,14 +90,14 @@ def verify_replaced(
 
 
 def _seeded_from(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """A stream of its own, by one number of the other."""
+    """A random stream that is seeded by one number of another."""
     seed = torch.randint(2**62, (1,), generator=generator, device=device)
     return torch.Generator(device).manual_seed(int(seed))
 
 
 @dataclass(frozen=True)
 class _Subtrees:
-    """What is verified at once of A trees: below a root down to replaced nodes.
+    """The parts of A trees that are verified at once: from a root down to replaced nodes.
 
     Attributes:
         nodes: int64 ``[A, M]``: each column's node in the whole tree; in padding anything.
@@ -143,7 +142,7 @@ class _Subtrees:
 
 @dataclass
 class _Paths:
-    """A `VerifyResult` in the making."""
+    """Collects a `VerifyResult`."""
 
     accepted_nodes: Tensor
     output_tokens: Tensor
@@ -151,7 +150,7 @@ class _Paths:
 
     @classmethod
     def none(cls, tokens: Tensor, depth: int) -> _Paths:
-        """Paths on which nothing is accepted yet."""
+        """Starts paths on which nothing is accepted yet."""
         batch = len(tokens)
         return cls(
             tokens.new_full((batch, depth), -1),

@@ -25,11 +25,11 @@ GREEDY_BELOW = 1e-5
 LOWERED_BY = 4.0
 """Scaled logits outside the nucleus are lowered by this: to 1/55 of their weight.
 
-With 2 a tenth of what the first child gains is lost. With 8 it gains no more, and children
-after it a little less, who find tokens that only the target's nucleus holds.
+With 2 a tenth of what the first child gains is lost. With 8 the first child gains no more. Later
+children gain a little less: they find tokens that only the target's nucleus holds.
 """
 LARGEST_NUCLEUS = 256
-"""Tokens of the nucleus at most; a larger one is not looked for, and nothing lowered."""
+"""Most tokens of a nucleus. Larger ones are not looked for, and nothing is lowered."""
 
 FEWEST_FOR_BLOCKS, BLOCK = 32_768, 256
 """Entries of Q from which on it is drawn from by blocks, and the tokens of a block."""
@@ -71,9 +71,8 @@ def draft_distribution(
     """Q: the distribution that a node's children are drawn from.
 
     Args:
-        logits: ``[R, V]``, any floating type. A row needs one finite entry, and
-            has neither NaN nor +inf: not checked, since looking would make the
-            host wait for the device; such a row's Q is NaN.
+        logits: ``[R, V]``, any floating type. A row needs one finite entry, and has neither NaN nor
+            +inf: this is not checked, as the host would wait for the device. Such a row's Q is NaN.
         temperature: float32 ``[R]``, above 0.
         truncation: The R rows' own; what lies outside is lowered.
 

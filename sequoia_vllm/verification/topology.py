@@ -1,4 +1,4 @@
-"""Trees as a verifier looks them up, and what it answers."""
+"""Look-up tables of trees for verifiers, and the form of their answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 ROOT = -1
 """The root's entry in ``parents``."""
 PADDING = -2
-"""The entry of a node that is not there: the tree is smaller than the batch's largest."""
+"""The entry of padding, where a tree is smaller than the batch's largest."""
 
 DistributionAt = Callable[[Tensor, Tensor], Tensor]
 """``(requests[A], nodes[A]) -> float32 [A, V]``, a fresh tensor: the caller writes in it."""
@@ -48,9 +48,10 @@ class Topology:
 
     @cached_property
     def ancestors_up(self) -> tuple[Tensor, ...]:
-        """int64 ``[B, N+1]`` each: the ancestor 1, 2, 4, ... edges up; above a root that root.
+        """int64 ``[B, N+1]`` each: the ancestor 1, 2, 4, ... edges up, or the root where there is
+        none.
 
-        As many as reach the root from the deepest node; at least the parent.
+        There are as many as reach the root from the deepest node, and at least one.
         """
         up = [self.parents.clamp(min=0)]
         while 1 << len(up) <= self.max_depth:
@@ -111,7 +112,7 @@ def topology_of(parents: Tensor | Topology, tokens: Tensor) -> Topology:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What verification decided, for B requests whose deepest tree has depth D.
+    """The decisions of verification, for B requests whose deepest tree has depth D.
 
     Attributes:
         accepted_nodes: int64 ``[B, D]``: the accepted path below the root, then -1.

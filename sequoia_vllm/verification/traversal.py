@@ -20,7 +20,7 @@ from sequoia_vllm.verification.walk import node_uniforms, sample_rows, true_indi
 _SOURCE = Path(__file__).with_name("traversal.cpp")
 # Threads cost more than they save below this many probabilities.
 _SERIAL_WORK = 1 << 20
-# Distributions that compiled code has at hand at once, twice: P and Q.
+# Most distributions that compiled code gets at once, of P and of Q each.
 _MOST_ROWS = 256
 
 Traverse = Callable[[ctypes.Structure], None]
@@ -167,8 +167,8 @@ def traverse_rows(
         uniforms: float64 ``[B, N+1]``, of `node_uniforms`.
 
     Returns:
-        The accepted nodes, int64 ``[B]``, the root (0) where no other is; and what is left of
-        P at those with children, but for a factor, ``[B, V]``; of others anything.
+        The accepted nodes, int64 ``[B]``, the root (0) where no other is; and what is left of P at
+        those with children, up to a factor, ``[B, V]``. At others the values mean nothing.
     """
     (batch, nodes, branches), vocabulary = children.shape, target.shape[1]
     accepted, rest = tokens.new_empty(batch), target.new_empty(batch, vocabulary)

@@ -69,7 +69,7 @@ def walk_tree(
             draft = draft_at(requests[inner], nodes[inner])
             accepted[inner] = _accept_child(residual, draft, inner, siblings)
         moving, stopped = _partition(accepted >= 0)
-        emitted = tokens[requests, accepted]  # of no meaning yet for those that stopped
+        emitted = tokens[requests, accepted]  # has no meaning for those that stopped
         if stopped.numel():
             emitted[stopped] = sample_rows(residual[stopped], uniforms[requests[stopped], 0])
         return accepted, emitted, moving
@@ -80,7 +80,7 @@ def walk_tree(
 def match_tree(
     target_token_at: TokenAt, tokens: Tensor, parents: Tensor | Topology
 ) -> VerifyResult:
-    """Verification against a target whose next token is a function of the node.
+    """Verifies against a target whose next token is a function of the node.
 
     The target's token is emitted, and the walk goes on where a child carries it
     (the first, should two).
@@ -135,7 +135,7 @@ def match_nodes(target_tokens: Tensor, tokens: Tensor, parents: Tensor | Topolog
 
 
 def _walk(choose: Choice, topology: Topology, tokens: Tensor) -> VerifyResult:
-    """From each root downwards, all requests a level at a time.
+    """Walks from each root downwards, all requests one level at a time.
 
     ``choose(requests, nodes, depth)`` gives, for the requests that stand at
     ``nodes``: the accepted child (-1: the walk ends), the emitted token, and the
@@ -213,7 +213,7 @@ def _accept_child(residual: Tensor, draft: Tensor, rows: Tensor, siblings: _Sibl
 
 
 def _subtract(target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
-    """norm(max(R - D, 0)), or R itself where nothing is left; and where that is."""
+    """norm(max(R - D, 0)), or R itself where nothing is left; and the rows in which that is so."""
     left = (target - draft).clamp_(min=0)
     mass = left.sum(dim=1, keepdim=True)
     vanished = mass == 0
@@ -221,7 +221,7 @@ def _subtract(target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def node_uniforms(tokens: Tensor, generator: torch.Generator | None) -> Tensor:
-    """The numbers that verifiers decide by: float64 in [0, 1), one per node of ``tokens``.
+    """Random numbers by which verifiers decide: float64 in [0, 1), one per node of ``tokens``.
 
     Args:
         tokens: ``[B, N+1]``.
@@ -232,7 +232,7 @@ def node_uniforms(tokens: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def _partition(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices where ``mask`` holds and where not; waits for the device only once."""
+    """Indices where ``mask`` is true, and where it is false; waits for the device only once."""
     order = mask.byte().argsort(descending=True, stable=True)  # not every device sorts bool
     split = int(mask.sum())
     return order[:split], order[split:]

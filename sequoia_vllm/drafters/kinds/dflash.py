@@ -30,13 +30,13 @@ class BlockHead(Drafter):
     in_one_pass = True
 
     def levels(self, config: Fields) -> int | None:
-        """See `Drafter.levels`; the root's own position is none, unless it predicts, too."""
+        """See `Drafter.levels`; the root's own position counts only if it predicts, too."""
         block = self._block_size(config)
         before = 0 if self._root_predicts(config) else 1
         return None if block is None else max(int(block) - before, 1)
 
     def head_shape(self, config: Fields) -> HeadShape:
-        """See `Drafter.head_shape`; matrices for the tokens drafted meanwhile are not counted."""
+        """See `Drafter.head_shape`; matrices that correct by drafted tokens are not counted."""
         width = config.count("target_hidden_size", config.count("hidden_size"))
         own = config.value("draft_vocab_size")
         layers = len(config.hidden_state_layers()) or config.count("num_hidden_layers")
@@ -99,7 +99,7 @@ class DFlash(BlockHead):
     })  # fmt: skip
 
     def look_alike(self, config: Fields) -> tuple[Sign, str] | None:
-        """See `Drafter.look_alike`: drafters made of a DFlash head, which draft otherwise."""
+        """See `Drafter.look_alike`: drafters with a DFlash head that draft in another way."""
         others = {
             "selector_rank": "a DFlash2 head under the name of another architecture",
             "projector_type": "a Domino drafter, which vLLM does not run",

@@ -12,8 +12,9 @@ MODEL_TYPES = r".*mtp"
 """Model types that vLLM reads such layers as."""
 DENSE = frozenset({"MiMoMTPModel"})
 """Architectures of such layers that take one state of the target and give one back. They attend
-with keys and values, and are dense, as their targets are. vLLM's registry has others, whose
-targets are not so, or are multimodal."""
+with keys and values and are dense, and so are their targets. vLLM's registry has other
+architectures, whose targets are not, or are multimodal.
+"""
 
 
 @register
