@@ -1,4 +1,4 @@
-"""How tree attention is divided: the tile of one program, and the splits of a context."""
+"""Divides tree attention: the tile of one program, and the splits of a context."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALL_REGISTERS = 255
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program holds, and how it is compiled.
+    """The tile of one program, and how the program is compiled.
 
     Attributes:
         rows: Pairs of node and query head.
@@ -70,7 +70,7 @@ def choose_tile(
     if in_registers and padded_head_size > 128:
         rows = min(rows, 32)
     elif windowed and padded_head_size > (64 if in_registers else 128):
-        rows = min(rows, 64)  # where each row's window begins takes registers, too
+        rows = min(rows, 64)  # the beginnings of the rows' windows take registers, too
     output_size = rows * padded_head_size
     wide = rows > 64 or output_size > 64 * 128
     wide |= windowed and (rows, padded_head_size) == (64, 128)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The start of a drafting pass, in one launch: what a batch reads, and who will have drafts.
+"""Starts a drafting pass, in one launch: what a batch reads, and which requests get drafts.
 
 `sequoia_vllm.drafting.draft_batch.DraftBatch.begin` launches it.
 """
@@ -34,10 +34,10 @@ def begin_drafting_kernel(
 ):  # fmt: skip
     """Takes R requests from tables of S request slots into a batch of M >= R rows, one per lane.
 
-    A request reads what is committed beyond what it has read, up to its bound, and that counts as
-    read from now on. It gets a tree if nothing is left to read then and a token was sampled after
-    which to draft. Its mode, length and row must allow it, too. Rows from R on are padding: slot
-    -1, mode SKIP, lengths 0.
+    A request reads its committed tokens that it has not read yet, up to its bound. These count as
+    read from now on. It gets a tree if nothing is left to read, and if a token was sampled to draft
+    after. Its mode, length and row must allow a tree, too. Rows from R on are padding: slot -1,
+    mode SKIP, lengths 0.
 
     Args:
         requests: int32 or int64 ``[R]``: slot of each, all different.

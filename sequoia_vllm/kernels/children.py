@@ -1,6 +1,6 @@
 """Drafting in Triton: the children of all nodes of a level, drawn in five launches.
 
-What they are drawn from, and how, is said in `sequoia_vllm.kernels.children_kernels`.
+The law and the method of drawing are in `sequoia_vllm.kernels.children_kernels`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _MAX_CANDIDATES = 8192
 class DrawWorkspace:
     """Memory between the launches; one for all levels drawn on a stream.
 
-    It grows when asked for more. What it gave away stays allocated, since a CUDA
-    graph may hold its address: draw the largest level first to take it only once.
+    It grows when more is needed. Memory that was handed out stays allocated, since a CUDA graph may
+    hold its address. Draw the largest level first, so that memory is taken only once.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class DrawWorkspace:
         """int64 ``[size]`` on ``device``; the same memory every time."""
         held = self._buffers[-1] if self._buffers else None
         if held is None or len(held) < size or held.device != device:
-            # Doubled, so that all that it outgrew is together less than it holds.
+            # Doubled: so all earlier pieces together are smaller than the present one.
             grown = max(size, 2 * len(held) if held is not None else 0)
             held = torch.empty(grown, dtype=torch.int64, device=device)
             self._buffers.append(held)
@@ -72,11 +72,10 @@ def draw_children(
 ) -> None:
     """Draws the children of the m nodes of one level, for R requests.
 
-    By mode (`sequoia_vllm.kernels.modes`): GREEDY, the largest logits in order;
-    SAMPLED, draws from Q without replacement; SEEDED, the largest logits over
-    temperature under the noise with which vLLM draws the target's token after the
-    node; SKIP, token 0. Equal scores: the lower token first. A request's tokens
-    depend on nothing of the other requests. Waits for nothing on the device.
+    By mode (`sequoia_vllm.kernels.modes`): GREEDY, the largest logits in order; SAMPLED, draws from
+    Q without replacement; SEEDED, the largest logits over temperature under the noise with which
+    vLLM draws the target's token after the node; SKIP, token 0. Equal scores: the lower token
+    first. A request's tokens do not depend on other requests. Nothing waits for the device.
 
     Args:
         logits: ``[R * m, V]``, float32, bfloat16 or float16, contiguous in its

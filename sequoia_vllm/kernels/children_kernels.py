@@ -4,8 +4,8 @@
 `draft_probability` is the one definition of Q: it serves the draws and, from the statistics kept
 here, the verifier. A draw is a race: every token of a row gets a score, and the highest are its
 children (arXiv 2402.12374, section 3.2.2). Logits below the row's ``lowest`` are lowered first
-(`sequoia_vllm.kernels.truncation`). The first kernel takes what Q needs of each row. The second
-scores blocks of the vocabulary and keeps each block's best. The third merges them.
+(`sequoia_vllm.kernels.truncation`). The first kernel computes the statistics that Q needs of each
+row. The second scores blocks of the vocabulary and keeps each block's best. The third merges them.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def _merge_statistics(partials, num_blocks, BLOCKS: tl.constexpr):
     return maximum, tl.sum(totals * tl.exp(maxima - maximum))
 
 
-# Where these begin in memory depends on batch and level, and so may these numbers:
-# neither is anything to compile another version for.
+# Where these begin in memory depends on batch and level, and so do these numbers. Neither needs
+# another compiled version.
 _ANYWHERE = [
     "lowest", "temperature", "seeds", "modes", "positions", "nodes", "counts", "columns",
     "candidates", "tokens", "draft_stats", "state_rows", "inner_rows",

@@ -5,9 +5,9 @@ Node j of a request with c committed tokens before the root has its keys and val
 in cache position c + j. The accepted node of depth d belongs in position c + d.
 One launch moves all of them in all layers, byte by byte whatever the dtype.
 
-Indices rise along a path faster than depths do, so a move's source is never a
-position that an earlier move wrote. A later move may write where an earlier one
-read: therefore one program makes all moves of a piece, in the path's order.
+Indices rise along a path faster than depths do, so a move's source is never a position that an
+earlier move wrote. A later move may write where an earlier one read. So one program makes all moves
+of a piece, in the path's order.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _token_address(base, table, position, block_stride, slot_stride, SLOTS: tl.c
     return base + block * block_stride + (position % SLOTS).to(tl.int64) * slot_stride
 
 
-# Trees differ in depth, and views begin anywhere: no reason to compile again.
+# Trees differ in depth, and views begin anywhere: neither needs another compiled version.
 @triton.jit(
     do_not_specialize=["table_stride", "accepted_stride", "depth"],
     do_not_specialize_on_alignment=["addresses", "block_table", "context_lens", "accepted"],

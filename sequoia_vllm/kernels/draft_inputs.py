@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""What the draft model reads, in one launch per forward: token ids, positions and cache slots.
+"""Inputs of the draft model, in one launch per forward: token ids, positions and cache slots.
 
 A forward of the draft reads the same number of rows of every request. They are committed tokens
 that it has not read yet, or the nodes of one level of its tree. The rows of a request follow one

@@ -1,4 +1,4 @@
-"""How a request's drafts are drawn and verified, as kernels are told it."""
+"""Modes by which kernels draw and verify a request's drafts."""
 
 SKIP = -1
 """No drafts: nothing is drawn, nothing accepted."""

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """Penalties and bad words at tree nodes: each node by the tokens of its own path.
 
-vLLM's kernels for these take the drafts before a row as its history, as in a chain; the
-rest of what they read and write is the same.
+vLLM's kernels for these take the drafts before a row as its history, as in a chain. They read and
+write the same otherwise.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def exclude_bad_words(
     prompt_lens: Tensor,
     total_lens: Tensor,
 ) -> None:
-    """Sets to -inf, in place, whatever would complete a bad word on a node's path.
+    """Sets tokens to -inf, in place, that would complete a bad word on a node's path.
 
     Waits for nothing on the device.
 

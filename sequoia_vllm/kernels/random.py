@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Random numbers that kernels compute from what they are for, instead of from a state.
+"""Random numbers that kernels compute from their purpose, instead of from a state.
 
 A number is a function of the request's seed and a key: token, position, node and purpose. So a
 request's numbers do not depend on its neighbours in the batch. Nor do they depend on how the work
@@ -55,8 +55,8 @@ def uniform32(seed, token, position, node, purpose):
     in `random_words`.
     """
     high, low, _, _ = random_words(seed, token, position, node, purpose)
-    # By halves, which float32 holds exactly; what a plain conversion would drop
-    # are the bits that set small numbers apart.
+    # By halves, which float32 holds exactly. A plain conversion would drop the bits in which small
+    # numbers differ.
     upper = (high >> 16).to(tl.int32).to(tl.float32)
     lower = (high & 0xFFFF).to(tl.int32).to(tl.float32)
     fraction = ((low >> 8).to(tl.int32).to(tl.float32) + 0.5) * 5.9604644775390625e-08

@@ -1,16 +1,15 @@
 # mypy: allow-untyped-defs
-"""What rejected children leave of a target's distribution, and draws from it.
+"""The target's distribution after rejected children, and draws from it.
 
 **Residuals in closed form.** R starts as P, D as Q. After j rejected children
 
     R = (P - a*Q - k)+ / c   and   D = Q / s   on the tokens not rejected,
 
-where c is the sum of the numerator, s what Q has left there, and a = k = 0,
-c = s = 1 at first. Rejecting another child takes R - D, which adds c/s to a:
-``(P - a*Q - k)+ - (c/s)*Q`` has the same positive part as ``P - (a + c/s)*Q - k``.
-Once s is exactly 0, D is uniform over the m tokens not rejected; Q is 0 on all of
-them, and c/m is added to k instead. Rejected tokens have R = 0, by D > R there or
-D = R = 0. So two numbers and the rejected tokens say all about R.
+where c is the sum of the numerator, s what Q has left there, and a = k = 0, c = s = 1 at first.
+Rejecting another child takes R - D, which adds c/s to a: ``(P - a*Q - k)+ - (c/s)*Q`` has the same
+positive part as ``P - (a + c/s)*Q - k``. Once s is exactly 0, D is uniform over the m tokens not
+rejected; Q is 0 on all of them, and c/m is added to k instead. Rejected tokens have R = 0, by D > R
+there or D = R = 0. So two numbers and the rejected tokens describe R completely.
 
 **Lanes.** Token x belongs to lane ``x % LANES``. Sums go by lanes first, so that rounding grows
 with V / LANES. Sampling by inversion then needs no pass of its own: the lanes' sums of the last
@@ -42,7 +41,7 @@ def draw_residual(
     bits = tl.sum(tl.where(lane == chosen, rejected, 0), axis=0)
     kept = (lane_token < vocabulary) & (((bits >> step.to(tl.int64)) & 1) == 0)
     p = load_target(target_row, lane_token, kept, inverse, target_maximum, target_scale)
-    # At a leaf there is no Q, and nowhere is it needed while a is 0.
+    # A leaf has no Q, and no node needs it while a is 0.
     drafted = kept & (lane_token.to(tl.float32) * 0.0 + a > 0)
     q = load_draft(draft_row, lane_token, drafted, temperature, draft_maximum, draft_total)
     chosen_step, _ = invert(residual(p, q, a, k), uniform, STEPS)
@@ -103,23 +102,23 @@ def load_draft(draft_row, token, mask, temperature, maximum, total):
 
 @triton.jit
 def target_probability(logit, inverse, maximum, scale):
-    """P. One expression for all who ask, so that they agree to the bit.
+    """P.
 
-    The difference first: rounding it is nothing beside rounding a logit that a low
-    temperature has made large.
+    All callers use this one expression, so that they agree to the bit. It takes the difference
+    first: its rounding is much smaller than that of a logit that a low temperature has made large.
     """
     return tl.exp((logit.to(tl.float32) - maximum) * inverse) * scale
 
 
 @triton.jit
 def residual(p, q, a, k):
-    """c * R: what rejections have left of P."""
+    """c * R: the part of P that rejections have left."""
     return tl.maximum(p - a * q - k, 0.0)
 
 
 @triton.jit
 def next_subtraction(target_mass, draft_mass, tokens_left):
-    """What another rejection adds to a and to k: c/s and 0; 0 and c/m once Q is exhausted."""
+    """Terms that another rejection adds to a and k: c/s and 0; once Q is exhausted 0 and c/m."""
     exhausted = draft_mass == 0
     more_a = target_mass / tl.where(exhausted, 1.0, draft_mass)
     more_k = target_mass / tl.maximum(tokens_left, 1)
@@ -131,7 +130,7 @@ def next_subtraction(target_mass, draft_mass, tokens_left):
 
 @triton.jit
 def sum_of_lanes(lanes):
-    """In float64: there are as many terms here as a lane has at most, and many more."""
+    """Sums in float64: there are many more terms here than in a lane."""
     return tl.sum(lanes.to(tl.float64), axis=0)
 
 
@@ -149,7 +148,7 @@ def invert(weights, uniform, SIZE: tl.constexpr):
     threshold = uniform * tl.max(cumulative, axis=0)
     possible = weights > 0
     chosen = tl.min(tl.where(possible & (cumulative > threshold), index, SIZE), axis=0)
-    # Rounding may leave none above: then the last that is possible at all.
+    # Rounding may leave no index above. Then it is the last one with a weight.
     chosen = tl.minimum(chosen, tl.max(tl.where(possible, index, 0), axis=0))
     weight = tl.sum(tl.where(index == chosen, weights, 0.0), axis=0).to(tl.float64)
     above = tl.sum(tl.where(index == chosen, cumulative, 0.0), axis=0) - threshold

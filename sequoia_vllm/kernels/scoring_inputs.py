@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""What the target's pass and the verifier need of a batch, in one launch each."""
+"""Inputs of the target's pass and of the verifier, in one launch each."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def place_nodes_kernel(
 
 @dataclass(frozen=True)
 class VerifierInputs:
-    """What `gather_for_verification` collects.
+    """Tensors that `gather_for_verification` writes.
 
     Attributes:
         tokens: int64 ``[T]``: the drafted token of each row; -1: none to accept.
@@ -134,7 +134,7 @@ def gather_for_verification(
     seeds: Tensor,
     scored: Tensor,
 ) -> VerifierInputs:
-    """Collects, for T rows of R requests, what lies about by row and by request slot.
+    """Collects values of T rows of R requests, which lie elsewhere by row and by request slot.
 
     Waits for nothing on the device.
 

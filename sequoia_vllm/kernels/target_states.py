@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
 """The target's states along accepted paths, put side by side in one launch.
 
-Trained heads read a committed token together with the target's hidden states at the
-token before it. The target's forward has them at all nodes of a tree: those of the
-accepted path lie scattered.
+Trained heads read a committed token together with the target's hidden states at the token before
+it. The target's forward has states of all nodes of a tree: those of the accepted path lie
+scattered.
 """
 
 from __future__ import annotations

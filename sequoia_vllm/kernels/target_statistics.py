@@ -22,8 +22,9 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 """In the place of -inf, which minus itself is NaN."""
 _BLOCK = tl.constexpr(4096)
 _NUM_WARPS = 4
-# An estimate by bytes, measured on no GPU: a walk reads some rows at one multiprocessor's speed,
-# this all rows at the memory's. For 8 trees of 64 nodes that is 0.1 ms, not 0.4 (128k tokens).
+# An estimate by bytes, measured on no GPU. A walk reads some rows at one multiprocessor's speed.
+# This reads all rows at the memory's speed: 0.1 ms instead of 0.4 for 8 trees of 64 nodes (128k
+# tokens).
 _ROWS_PER_MULTIPROCESSOR = 16
 # Triton's interpreter has no multiprocessors: as many as make tests meet both ways.
 _INTERPRETED_MULTIPROCESSORS = 2
@@ -39,15 +40,14 @@ def target_statistics(
 ) -> Tensor:
     """Maximum of logits and sum of exp((logit - maximum) / temperature), by blocks.
 
-    Only of requests in mode SAMPLED; elsewhere there is anything. No argument is read
-    on the host.
+    Only rows of requests in mode SAMPLED are written. No argument is read on the host.
 
     Args:
         logits: ``[rows, V]``, float32, bfloat16 or float16; rows are contiguous.
         temperatures: float32 ``[R]``, positive in mode SAMPLED.
         modes: int32 ``[R]``, of `sequoia_vllm.kernels.modes`.
         cu_num_logits: int32 ``[R + 1]``: rows of each request.
-        most_nodes: What no request has more rows than.
+        most_nodes: No request has more rows.
 
     Returns:
         float32 ``[rows, blocks, 2]``, for `merge_statistics`.

@@ -118,7 +118,7 @@ def traverse_trees(
 
 
 def _traverse(trees: TreesToVerify, order: TraversalOrder, most_nodes: int) -> None:
-    """The waves of nodes, then the paths; nothing of requests in other modes is touched."""
+    """Launches the waves of nodes, then the paths. Requests in other modes are not touched."""
     requests, vocabulary, device = len(trees.num_sampled), trees.vocabulary, trees.logits.device
     lanes = lane_constants(vocabulary, trees.sampled_tokens.shape[1])
     nodes, num_parts = len(order.nodes), triton.cdiv(vocabulary, _PART)

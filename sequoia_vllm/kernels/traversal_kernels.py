@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs
 """Traversal verification on the GPU (arXiv 2505.12398), in Triton: waves of nodes.
 
-In the plain form, `tests.oracles.verification.traversal`, nodes are visited one after
-another, and each rejection costs a pass over the vocabulary. But what a rejection leaves at a
-node does not depend on the subtree of the rejected child, nor on other nodes than those above.
-So a child's turn at its node comes in a wave in which others have theirs elsewhere in the tree,
-as if nothing were accepted; of those that may be, the first in the plain form's order is.
+In the plain form, `tests.oracles.verification.traversal`, nodes are visited one after another, and
+each rejection costs a pass over the vocabulary. But what a rejection leaves at a node does not
+depend on the subtree of the rejected child, nor on other nodes than those above. So one wave visits
+children in many parts of the tree, as if nothing were accepted. Of the nodes that may be accepted,
+the first in the plain form's order wins.
 
 A launch is a wave, and its programs are (request, visit, part of the vocabulary). A wave leaves
 two things for the next ones: a node's *state* before each of its children's turns, in the place
@@ -39,7 +39,7 @@ from sequoia_vllm.kernels.target_statistics import merge_statistics
 
 _SAMPLED = tl.constexpr(draft_modes.SAMPLED)
 NEVER = tl.constexpr(2147483647)
-"""The place in the order of what is not accepted."""
+"""The place in the order that stands for "not accepted"."""
 NUM_STATES = tl.constexpr(6)
 """State of a child's turn, float64: chance, a, k, c, s, and its own chance (-1: no child)."""
 _CHILD = tl.constexpr(5)
@@ -327,7 +327,7 @@ def _after_rejection(
             # 1 - chance first: a certain path stays certain to the bit.
             chance = mass / (mass + (1.0 - chance))
         else:
-            # Impossible from here on; or still certain, but for rounding.
+            # Impossible from here on; or still certain, except for rounding.
             chance = tl.where(chance < 1.0, 0.0, chance)
         s = tl.sum(drafts.to(tl.float64), axis=0)
     return chance, a, k, c, s

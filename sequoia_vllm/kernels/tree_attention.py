@@ -43,8 +43,8 @@ _ROWS_OF_NODES = 16
 class TreeAttentionWorkspace:
     """Memory for the results of splits; one for all layers and trees of a stream.
 
-    It takes `size_in_bytes`, whatever the batch and the tree: contexts are only
-    split where there are few programs.
+    It takes `size_in_bytes` for any batch and tree: contexts are only split where there are few
+    programs.
 
     Args:
         head_size: Largest of the layers that use it.
@@ -117,7 +117,7 @@ def _pack(ancestors: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NodeMask:
-    """Which nodes of a tree see which, as `tree_attention` takes it.
+    """The mask of a tree: which nodes see which. `tree_attention` takes it.
 
     Attributes:
         words: int32 ``[N, ceil(N / 32)]``, from `pack_ancestors`.

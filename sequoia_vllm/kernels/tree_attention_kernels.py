@@ -7,9 +7,9 @@ taken in blocks of ``KEYS``; runs of equally many blocks are the splits. A block
 that lies wholly in the context needs no mask; in the others each row has one bit
 per position, and those of the context are 1.
 
-A layer may have a window: a row then sees no position before that of its node's depth,
-less the window. What lies before the window of a request's root is nobody's, and blocks are
-counted from there. Those that some row of a tile sees in part are masked, too.
+A layer may have a window: a row then sees no position before that of its node's depth, less the
+window. No row sees positions before the window of a request's root: blocks are counted from there.
+Those that some row of a tile sees in part are masked, too.
 
 Maxima and log-sum-exps are in base 2, of scores times ``scale`` (which therefore
 holds log2(e) too), capped softly or not.
@@ -82,7 +82,7 @@ def _attend_block(
     position = start + tl.arange(0, KEYS)
     channel = tl.arange(0, PADDED_HEAD_SIZE)
     is_channel = channel < HEAD_SIZE
-    # What lies past the end may be anything, and 0 times NaN is NaN: not read.
+    # Past the end there may be NaN, and 0 times NaN is NaN. So nothing there is read.
     exists = position < end if MASKED else position >= 0
     if WINDOWED:
         exists &= position >= lowest
@@ -127,8 +127,8 @@ def _attend_block(
     return accumulator, new_maximum, total
 
 
-# Numbers that depend on the batch or the tree, and where small tensors lie in memory,
-# are nothing to compile another version for.
+# Numbers that depend on the batch or the tree, and addresses of small tensors, need no other
+# compiled version.
 @triton.jit(
     do_not_specialize=[
         "first_node", "splits", "row_tiles", "max_positions", "table_stride", "ancestors_stride",

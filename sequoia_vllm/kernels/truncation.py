@@ -1,12 +1,11 @@
 # mypy: allow-untyped-defs
 """A request's min-p, top-k and top-p on the draft's side: Q leans into the nucleus.
 
-Why, and why tokens outside are lowered instead of excluded, is said in
-`sequoia_vllm.verification.sampling`. Here two launches per level find where each row's
-nucleus ends, without sorting: by counting, in blocks of the vocabulary, how many tokens are
-how far from the best one. The kernels that draw children lower what is below that end. It is
-known to a `RESOLUTION`, with all tokens of one bin weighed alike, and is `RANGE` below the
-best token at the latest: any Q is lossless.
+The reasons are in `sequoia_vllm.verification.sampling`, also why tokens outside are lowered and not
+excluded. Here two launches per level find where each row's nucleus ends, without sorting: in blocks
+of the vocabulary they count tokens by their distance from the best one. The kernels that draw
+children lower the tokens below that end. It is known to a `RESOLUTION`, with all tokens of one bin
+weighed alike, and is `RANGE` below the best token at the latest: any Q is lossless.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _FURTHEST_BIN = tl.constexpr(1.0e9)
 
 
 def workspace_size(rows: int, vocabulary: int) -> int:
-    """int32 that `lowest_inside` works in: of each block, its highest bin and its counts."""
+    """Number of int32 that `lowest_inside` needs: for each block its highest bin and its counts."""
     return rows * triton.cdiv(vocabulary, _BLOCK) * (1 + _BINS)
 
 
@@ -100,7 +99,7 @@ def count_bins_kernel(
         highest = tl.max(bin, axis=0)
         highest = tl.minimum(tl.maximum(highest, -_FURTHEST_BIN), _FURTHEST_BIN)
         below = highest - bin
-        # What is too far down, and infinite, goes to a bin that is not kept.
+        # Tokens too far down, and infinite ones, go to a bin that is not kept.
         counted = (below >= 0.0) & (below < BINS)
         below = tl.where(counted, below, BINS).to(tl.int32)
         own = counts + (row.to(tl.int64) * tl.num_programs(1) + block) * (1 + BINS)
@@ -167,7 +166,7 @@ def _cuts(top_k, top_p, min_p, modes, request, vocabulary):
 def lower_outside(logits, lowest, temperature):
     """Raw logits, of the same type, with those below ``lowest`` lowered.
 
-    One expression for all who ask, so that they agree to the bit.
+    All callers use this one expression, so that they agree to the bit.
     """
     raw = logits.to(tl.float32)
     return tl.where(raw < lowest, raw - _LOWERED_BY * temperature, raw).to(logits.dtype)

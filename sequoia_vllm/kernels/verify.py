@@ -12,10 +12,10 @@ from sequoia_vllm.kernels.verify_kernels import verify_kernel
 
 # A lane's rejected tokens are bits of an int64.
 _TOKENS_PER_LANE = 64
-# What one program reads a row with. On an H100 we timed 4, 8 and 16 warps, 2048 and 4096 lanes,
-# and 1 to 4 stages, for vocabularies of 32,000 and 128,256 tokens. These are the quickest
-# (docs/notebook/2026-11-22-h100.md). More lanes, which only vocabularies above 131,072 tokens
-# get, need twice the registers, and stages are slower with them.
+# How one program reads a row. On an H100 we timed 4, 8 and 16 warps, 2048 and 4096 lanes, and 1 to
+# 4 stages, for vocabularies of 32,000 and 128,256 tokens. These are the quickest
+# (docs/notebook/2026-11-22-h100.md). More lanes, which only vocabularies above 131,072 tokens get,
+# need twice the registers, and stages are slower with them.
 _FEWEST_LANES = 2048
 NUM_WARPS = 16
 _STAGES, _STAGES_OF_MORE_LANES = 3, 1
@@ -99,7 +99,7 @@ class TreesToVerify:
         )  # fmt: skip
 
     def most_nodes(self, most: int | None) -> int:
-        """Rows that no request has more of: ``most`` and the tree's nodes are bounds."""
+        """Bound on the rows of a request: the smaller of ``most`` and the tree's nodes."""
         all_nodes = len(self.children)
         return min(most or all_nodes, all_nodes)
 
@@ -146,9 +146,9 @@ def verify_trees(
     A child whose token is -1 was not drawn, and is not accepted. In mode SAMPLED it ends its
     node's children, as later ones were drawn knowing what is missing.
 
-    No argument is read on the host, so a CUDA graph may hold the launches. A request's
-    result does not depend on its neighbours, but for the last bits of its rows' sums,
-    which are taken otherwise where rows are many.
+    No argument is read on the host, so a CUDA graph may hold the launches. A request's result does
+    not depend on its neighbours, except for the last bits of its rows' sums: large batches add them
+    up in another order.
 
     Args:
         trees: What to verify.

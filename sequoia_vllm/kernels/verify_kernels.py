@@ -35,8 +35,8 @@ _SAMPLED = tl.constexpr(draft_modes.SAMPLED)
 _SKIP = tl.constexpr(draft_modes.SKIP)
 
 
-# A batch is verified in chunks, so most tensors begin anywhere in a larger one; and
-# trees differ in shape. Neither is anything to compile another version for.
+# A batch is verified in chunks, so most tensors begin anywhere in a larger one. Trees differ in
+# shape. Neither needs another compiled version.
 @triton.jit(
     do_not_specialize=[
         "has_statistics", "walks_sampled", "num_states", "branches", "children_stride",
@@ -78,7 +78,7 @@ def verify_kernel(
     seed = tl.load(seeds + request)
     target_temperature = tl.load(target_temperatures + request)
     temperature = tl.load(draft_temperatures + request)
-    # Without drafts the row may be anything, and none of it decides anything.
+    # Without drafts the row may hold anything: it decides nothing.
     state = tl.load(state_rows + request).to(tl.int64)
     state = tl.minimum(tl.maximum(state, 0), num_states - 1)
     sampled_row = sampled_tokens + request * sampled_stride

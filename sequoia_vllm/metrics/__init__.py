@@ -1,4 +1,4 @@
-"""What is shown of a serving engine's trees: counters, Prometheus metrics, a log line.
+"""Shows how a serving engine's trees do: counters, Prometheus metrics, a log line.
 
 The worker counts (`engine.runner.step_stats`), `engine.core.tree_reports` carries the counts to
 vLLM's front end, and this package, which does not import vLLM, shows them.

@@ -18,7 +18,7 @@ _PATH_DTYPE = np.dtype("<i4")  # little-endian: paths also go between machines
 def paths_of(
     tree: TokenTree, accepted_nodes: NDArray[np.int64], num_nodes: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """What verification did to each tree, in one small array; the counting is left for later.
+    """The outcome of verification for each tree, in one small array that is counted later.
 
     Args:
         tree: The engine's tree.
@@ -36,7 +36,7 @@ def paths_of(
 
 @dataclass(frozen=True, eq=False)
 class TreeCounts:
-    """What verification did over some steps with one tree.
+    """Outcomes of verification over some steps with one tree.
 
     Attributes:
         depth, branch: The tree's edges to its deepest node, and its most children.
@@ -145,11 +145,11 @@ def _children_of(tree: TokenTree) -> NDArray[np.int64]:
 def interval_line(
     tree: TokenTree, counts: TreeCounts, drafts: int | None, speedup: float | None = None
 ) -> str | None:
-    """What the trees of an interval brought; None if none was verified.
+    """Describes the trees of an interval; None if none was verified.
 
-    The shares "by depth" are of the paths that got to a node with children,
-    how many went on; those "by child" are the acceptance vector p[k] that trees
-    are optimised for: of the nodes with a k-th child, at how many it was taken.
+    Shares "by depth": of the paths that reached a node with children, how many went on. Shares "by
+    child" are the acceptance vector p[k] that trees are optimised for: of the nodes with a k-th
+    child, at how many it was taken.
 
     Args:
         tree: The engine's tree.
@@ -172,6 +172,6 @@ def interval_line(
 
 
 def _shares(accepted: NDArray[np.int64], offered: NDArray[np.int64]) -> str:
-    """Shares up to the last entry with trials, which later ones cannot have either."""
+    """Shares up to the last entry with trials; later entries have none."""
     tried = offered > 0
     return ", ".join(f"{share:.2f}" for share in accepted[tried] / offered[tried])

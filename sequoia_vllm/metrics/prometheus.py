@@ -44,7 +44,7 @@ class PrometheusKinds:
         return made
 
     def collect(self) -> list[Metric]:
-        """All that were made, for who reads metrics in this process."""
+        """All metrics that were made, for readers in this process."""
         return [family for made in self._made for family in made.collect()]
 
     def unregister(self) -> None:
@@ -70,7 +70,7 @@ HELP = {
     "one request.",
     "measured_speedup": "Speed with drafts over plain decoding, measured over the last seconds.",
 }
-"""What each metric is, by its name after ``sequoia:``; ``docs/metrics.md`` says more."""
+"""The text of each metric, by its name after ``sequoia:``; ``docs/metrics.md`` says more."""
 
 
 class TreeMetrics:
@@ -90,7 +90,7 @@ class TreeMetrics:
         source: Where it came from, for the log; the label is its first clause.
         model_name: Label, as served.
         engines: Their indexes.
-        kinds: What makes counters and gauges, of name, documentation and labels.
+        kinds: Makers of counters and gauges, from name, documentation and labels.
         expected_speedup: Over plain decoding, for one request; None: not known.
     """
 

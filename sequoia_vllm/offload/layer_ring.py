@@ -26,9 +26,9 @@ _NEVER = -1
 class LayerRing:
     """Reads layers in the order in which they are computed, over and over.
 
-    Layer i always lies in buffer ``i % buffers``, so that a weight's address never changes.
-    Threads read as far ahead as buffers are free: while one layer is computed, the next ones
-    come. Used by one computing thread.
+    Layer i always lies in buffer ``i % buffers``, so that a weight's address never changes. Threads
+    read as far ahead as buffers are free: while one layer is computed, the next ones are read. Used
+    by one computing thread.
 
     Args:
         file: Holds the layers.
@@ -176,7 +176,7 @@ class LayerRing:
         layer = number % len(self._regions)
         region, buffer = self._regions[layer], memoryview(self._memory[self._buffer(layer)])
         self._file.read(region, chunk, buffer)
-        # Once, of each: a pass over the weights costs the core more than reading them does.
+        # Each is checked once: a pass over the weights costs the core more than reading them.
         if (layer, chunk) in self._unchecked:
             self._file.check(region, chunk, buffer)
         with self._state:
