@@ -1,10 +1,10 @@
-"""What must be alike wherever one engine runs: versions, what is drafted, devices in a TP group.
+"""Checks of an engine's nodes and ranks: alike must be versions, trees, and devices of a TP group.
 
-The front end writes down its own versions, and the device that it chose a tree
-for; each worker compares at start-up, before any weight is loaded. Where one command
-starts all of an engine they agree on the rest, too. But each node of ``--nnodes``, and of
-data parallelism with ``--headless``, has a command of its own, which chooses by the files
-that lie there: unequal trees would be scored as one.
+The front end writes down its own versions, and the device that it chose a tree for; each worker
+compares at start-up, before any weight is loaded. Where one command starts a whole engine, its
+processes agree on the rest, too. But each node of ``--nnodes``, and of data parallelism with
+``--headless``, has a command of its own. That command chooses a tree by the files of its node.
+Unequal trees would be scored as if they were one.
 """
 
 from __future__ import annotations
@@ -73,9 +73,8 @@ def check_devices(group: Sequence[str], chosen_for: str | None) -> None:
 
 
 def decisions(vllm_config: Any) -> dict[str, str]:
-    """What was decided where this rank was started, and all ranks must have alike, in words.
-
-    Of an engine that does not speculate there is only its tree: none.
+    """Decisions that all ranks must have alike, as made where this rank was started, in words. An
+    engine that does not speculate has one: no tree.
     """
     if not SequoiaSettings.enabled(vllm_config):
         return {"tree": "none"}
@@ -103,14 +102,14 @@ def _in_ranges(drafts: Sequence[int]) -> str:
 
 
 def check_decisions(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> None:
-    """Raises unless the same was decided for all ranks, each on its node, that run steps together.
+    """Raises unless all ranks that run steps together were started with the same decisions.
 
     Raises:
         ConfigError: Naming each difference, and the fix.
     """
     differing = []
     for name in set.intersection(*(set(decided) for _, decided in ranks)):
-        first: dict[str, str] = {}  # where something was decided so
+        first: dict[str, str] = {}  # first rank by decision
         for rank, (node, decided) in enumerate(ranks):
             first.setdefault(decided[name], f"rank {rank} on {node}")
         if len(first) > 1:

@@ -60,9 +60,9 @@ def tagged_settings(speculative_config: Any) -> dict[str, Any]:
 class _Tag:
     """Patches vLLM in each process that unpickles the configuration.
 
-    Ray Serve configures engines in another process than the one that talks to
-    them, where no plugins are loaded: without the patches that one would refuse
-    requests that Sequoia serves, and would count no trees.
+    Ray Serve configures engines in one process and talks to them in another, where no plugins are
+    loaded. Without the patches that process would refuse requests that Sequoia serves, and would
+    count no trees.
     """
 
     def __init__(self, depth: int, settings: dict[str, Any]) -> None:
@@ -82,8 +82,9 @@ def _received_tag(depth: int, settings: dict[str, Any]) -> _Tag:
 def _load_plugin() -> None:
     """Calls the plugin's entry point, once per process.
 
-    vLLM's ``load_general_plugins`` would not do: it loads nothing where ``VLLM_PLUGINS`` leaves
-    out ours, and nothing a second time. An engine with this configuration needs the patches.
+    vLLM's ``load_general_plugins`` does not suffice: it does not load us where ``VLLM_PLUGINS``
+    leaves us out, and loads nothing a second time. An engine with this configuration needs the
+    patches.
     """
     for found in entry_points(group="vllm.general_plugins", name="sequoia"):
         found.load()()

@@ -61,9 +61,9 @@ def fewer_drafts(vllm_config: Any) -> list[int]:
 def most_drafts(vllm_config: Any) -> list[int]:
     """Drafts per request that an engine may ever have, for batches of 1, 2, ... requests.
 
-    Engines that adapt may exceed their schedule, which may be too pessimistic: on V1 up to what
-    the token budget has room for, on V2, which captures graphs, up to twice the requests that
-    the schedule has so many drafts for. Others have the schedule.
+    Engines that adapt may exceed their schedule, which may be too pessimistic. On V1 the token
+    budget is the limit. On V2, which captures graphs, it is twice the requests for which the
+    schedule has so many drafts. Other engines keep to the schedule.
     """
     schedule = scheduled_drafts(vllm_config)
     if SequoiaSettings.of(vllm_config).adapts_as is None:
@@ -97,9 +97,10 @@ def planning_schedule(keep_schedule: bool) -> Iterator[None]:
 def check_schedule(original: Callable[..., None], self: Any) -> None:
     """Keeps schedules of trees with data parallelism, where vLLM's own check takes them away.
 
-    With unequal numbers of drafts vLLM's replicas would have unequal numbers of drafting passes,
-    in each of which they meet. Ours meet in none. vLLM checks again where a configuration is
-    copied for a draft, and at the end of an engine core's start. All is planned by then.
+    With unequal numbers of drafts vLLM's replicas would have unequal numbers of drafting passes, in
+    each of which they meet. Ours meet in none. vLLM repeats the check where it copies a
+    configuration for a draft, and at the end of an engine core's start. The schedule is fitted by
+    then.
     """
     if not SequoiaSettings.enabled(self):
         original(self)
@@ -110,15 +111,15 @@ def check_schedule(original: Callable[..., None], self: Any) -> None:
 
 
 def is_fitting(record: logging.LogRecord) -> bool:
-    """Whether a line of vLLM's about configurations with drafts is none of `MISLEADING`."""
+    """Whether a log line of vLLM's about drafts may be shown: it is none of `MISLEADING`."""
     return not record.getMessage().startswith(MISLEADING)
 
 
 def plan_schedule(vllm_config: Any, keep_schedule: bool) -> None:
     """Fits the schedule of a Sequoia engine to its token budget, and CUDA graphs to the schedule.
 
-    Called while vLLM checks its configuration: limits are known then, and
-    nothing has been derived from the schedule yet.
+    Called while vLLM checks its configuration: limits are known then, and nothing was derived from
+    the schedule yet.
 
     Args:
         vllm_config: vLLM's of a Sequoia engine, changed in place.

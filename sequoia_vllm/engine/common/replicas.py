@@ -29,9 +29,9 @@ def are_started_apart(parallel_config: Any, is_moe: bool) -> bool:
 def fault_of_lock_step(vllm_config: Any) -> str | None:
     """Why the engine's replicas must not run in lock step; None: they do not, or may.
 
-    They exchange rows of the target's layers, and before each of its passes how many rows they
-    have and which graph they want: all take the largest, and no graph where one has none. A
-    replica without requests runs a pass of padding. Drafting is each one's own (`as_alone`).
+    They exchange rows of the target's layers. Before each of its passes they exchange numbers of
+    rows, and which graph they want. All take the largest number, and no graph if one replica has
+    none. A replica without requests runs a pass of padding. Each replica drafts alone (`as_alone`).
     """
     if not in_lock_step(vllm_config):
         return None

@@ -1,4 +1,4 @@
-"""What a request asks of speculation: in ``extra_args``, which HTTP clients call ``vllm_xargs``."""
+"""Options of a request for speculation: ``extra_args``, which HTTP clients call ``vllm_xargs``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PREFIX = "sequoia"  # of names that can only be meant for us
 
 
 def most_drafts(sampling_params: Any) -> int | None:
-    """Most nodes, besides the root, that are drafted for a request; None: as the engine likes.
+    """Most nodes, besides the root, that are drafted for a request; None: the engine decides.
 
     Args:
         sampling_params: vLLM's `SamplingParams`, checked by `check_options`.

@@ -1,7 +1,7 @@
-"""What the front end decides and the workers read: carried by the tag of `config_tag`.
+"""Settings that the front end decides and the workers read; the tag of `config_tag` carries them.
 
-They are not in vLLM's ``additional_config``: vLLM keys its compiled code by all of that. The tree
-and what is known of it differ from start to start, and nothing compiled depends on them.
+They are not in vLLM's ``additional_config``, as vLLM keys its compiled code by all of it. The tree
+and its expected speed differ from start to start, and no compiled code depends on them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SequoiaSettings:
 
     @staticmethod
     def declined(vllm_config: Any) -> bool:
-        """Whether "auto" found that this engine had better not speculate."""
+        """Whether "auto" found that plain decoding is faster on this engine."""
         additional = vllm_config.additional_config
         return isinstance(additional, dict) and DECLINED in additional
 

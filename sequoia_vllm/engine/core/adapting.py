@@ -1,4 +1,4 @@
-"""Between vLLM's scheduler and `DraftController`: what a step was, and how much to draft next.
+"""Connects vLLM's scheduler and `DraftController`: outcomes of steps, and how much to draft next.
 
 In the engine core, which learns of every step's trees and schedules the drafts of the next.
 """
@@ -25,7 +25,7 @@ from sequoia_vllm.verification.sampling import GREEDY_BELOW
 
 logger = logging.getLogger("vllm.sequoia")
 
-# Seconds, after decisions and else: nothing is lost but a few trials.
+# Seconds between writes, after decisions and otherwise. At worst a few trials are lost.
 _SAVE_DECISIONS, _SAVE_EVERY = 1.0, 60.0
 # On two cores a step that scores so many tokens took 1.0 to 1.3 times as long as a plain one. GPUs,
 # and weights that come from a disk, have room for whole trees.
@@ -34,7 +34,7 @@ _ADAPTER = "_sequoia_adapter"  # set on a scheduler
 
 
 def follow(scheduler: Any, scheduler_output: Any, paths: bytes, started: float) -> None:
-    """Takes a step that a scheduler is told the outcome of, and sets its drafts by batch size.
+    """Takes a step whose outcome a scheduler is told, and sets its drafts by batch size.
 
     Args:
         scheduler: vLLM's.
@@ -50,7 +50,7 @@ def follow(scheduler: Any, scheduler_output: Any, paths: bytes, started: float) 
 
 
 def measured_speedup(scheduler: Any) -> float | None:
-    """See `DraftController.speedup`; None, too, for schedulers that do not adapt."""
+    """See `DraftController.speedup`; also None for schedulers that do not adapt."""
     adapter: SchedulerAdapter | None = getattr(scheduler, _ADAPTER, None)
     return None if adapter is None else adapter.controller.speedup
 
@@ -85,7 +85,7 @@ class SchedulerAdapter:
     Args:
         controller: Its table is the scheduler's.
         name: Name of the file that keeps what was learned, in the user's directory.
-        keeps: Whether it can be written; where not, the front end has said so.
+        keeps: Whether the file can be written. If not, the front end has logged it.
     """
 
     def __init__(self, controller: DraftController, name: str, keeps: bool = True) -> None:
@@ -112,7 +112,8 @@ class SchedulerAdapter:
             scored = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
             contexts = [new.num_computed_tokens for new in scheduled.scheduled_new_reqs]
             contexts += scheduled.scheduled_cached_reqs.num_computed_tokens
-            # Where as many were scored as are grown, the time is of this number of drafts.
+            # Only where as many drafts are scored as grown is the time that of one number of
+            # drafts.
             is_steady = drafts == self._drafts
             self.controller.observe(
                 Step(

@@ -1,10 +1,11 @@
-"""Fewer messages between the engine core and its workers, where it takes one step at a time.
+"""Saves messages between the engine core and its workers, where it takes one step at a time.
 
 vLLM's engine core then sends three per step, and waits for each answer: run the target, sample,
 and say which tokens were drafted. Here the first message also samples, unless the engine core
 must add masks of grammars. The drafts come with the sampled tokens.
 
-Where it works a step ahead ("asynchronous scheduling") nobody waits, and nothing is changed.
+Where the engine core works a step ahead ("asynchronous scheduling") nothing waits, and nothing is
+changed.
 """
 
 from __future__ import annotations

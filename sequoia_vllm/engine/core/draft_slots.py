@@ -1,9 +1,9 @@
-"""How many slots of the KV cache requests hold: for drafts a step's, not the largest tree's.
+"""Bounds KV cache slots of requests: for the drafts of a step, not of the largest tree.
 
-A step's allocation covers the two trees that it writes. It scores one, which is counted among the
-step's tokens, and grows the next one, in look-ahead slots behind. How many drafts the next tree
-has is looked up after the allocation: vLLM must know how many requests it could schedule. So ours
-bounds the number before, by the requests that run.
+A step's allocation covers the two trees that it writes. It scores one, which counts among the
+step's tokens. It grows the next one in look-ahead slots behind. vLLM looks up the drafts of the
+next tree after the allocation, when it knows how many requests it could schedule. So we bound the
+number before, by the requests that run.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class DraftsAtMost:
 def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Schedules like vLLM, with slots for the drafts of this batch and no more drafts than those.
 
-    The batch may come out smaller than expected, as where a request's last token is under way;
-    in that step it drafts no more than the batch of those that run.
+    The batch may be smaller than expected, for example while a request's last token is under way.
+    In that step it drafts no more than a batch of all running requests.
     """
     if self.dynamic_sd_lookup is None or not SequoiaSettings.enabled(self.vllm_config):
         return original(self, *args, **kwargs)
@@ -65,8 +65,8 @@ def handle_stopped_request(original: Callable[..., bool], self: Any, request: An
 def _most_drafts(scheduler: Any) -> int:
     """Most drafts of a batch of all running requests and any number of the waiting ones.
 
-    Where few run and many wait, each that joins holds what the few need. It takes that for
-    tokens of its own later on.
+    Where few run and many wait, each request that joins holds as many slots as the few need. It
+    uses them for its own tokens later.
     """
     running, waiting = scheduler.get_request_counts()
     largest = min(running + waiting, scheduler.max_num_running_reqs)

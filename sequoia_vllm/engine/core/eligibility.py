@@ -16,8 +16,8 @@ from sequoia_vllm.metrics.prometheus import Reason
 def reason_without_drafts(sampling_params: Any, thinks_first: bool) -> Reason | None:
     """Why this request gets no drafts, or None if it gets trees.
 
-    Penalties, bad words and whatever else edits logits by the tokens so far is applied at each
-    node by its own path. What is left here keeps a state of its own per request.
+    Penalties, bad words and other edits of logits by earlier tokens are applied at each node by its
+    own path. The features that are left here keep a state per request.
 
     Args:
         sampling_params: vLLM's `SamplingParams`, as the front end completed it.
@@ -62,10 +62,9 @@ def never_drafts(sampling_params: Any, thinks_first: bool) -> bool:
 def may_carry_placeholders(sampling_params: Any) -> bool:
     """Whether a request that never drafts may be scored like those that do, on Model Runner V2.
 
-    Its first row has the logits of decoding without drafts, with penalties and
-    edits applied, and no other row of it is looked at. Not so where vLLM keeps
-    something for each scored row: a grammar's state, a thinking budget, or
-    logprobs of chosen tokens.
+    Its first row has the logits of decoding without drafts, with penalties and edits applied, and
+    no other row of it is looked at. This does not hold where vLLM keeps something for each scored
+    row: a grammar's state, a thinking budget, or logprobs of chosen tokens.
     """
     p = sampling_params
     if p is None or p.structured_outputs is not None:

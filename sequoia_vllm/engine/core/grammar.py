@@ -1,8 +1,8 @@
 """Structured output on trees: what the grammar allows after each node, along the node's own path.
 
-vLLM's manager takes a request's drafts for a chain: it drops those after the first that the
-grammar forbids, and fills one mask after another. With trees all drafts are scored, with a mask
-for each node. What is forbidden has probability 0 then, and is rejected.
+vLLM's manager takes a request's drafts for a chain: it drops those after the first that the grammar
+forbids, and fills one mask after another. With trees all drafts are scored, with a mask for each
+node. Forbidden tokens then have probability 0, and are rejected.
 
 On Model Runner V1 the scheduler has the drafts before the target sees them. There a forbidden
 draft is replaced where little is allowed (`stand_ins`), and the drafts below it are checked after
@@ -27,7 +27,7 @@ from sequoia_vllm.engine.core.stand_ins import StandIns, allows
 from sequoia_vllm.tree import TokenTree
 
 BACKENDS = ("xgrammar", "guidance")
-"""Whose state goes back as many tokens as it went forward."""
+"""Backends whose grammars can go back as many tokens as they went forward."""
 
 _TREES = "_sequoia_trees"  # set on a manager
 _WALKED = "_sequoia_walked"  # set on a structured output request
@@ -111,8 +111,8 @@ def grammar_bitmask(
 ) -> NDArray[np.int32] | None:
     """The manager's masks of the roots; then those of the other nodes.
 
-    The manager is asked for one request after another. How it lays out several requests' masks
-    differs by version, and for several it takes the room of ``max_num_seqs`` largest trees.
+    The manager is asked for one request after another. Its layout of several requests' masks
+    differs by version, and takes the room of ``max_num_seqs`` largest trees.
 
     Returns:
         int32 ``[rows, V / 32]``: of each of these requests its root's, then its drafts'.
@@ -138,7 +138,9 @@ def grammar_bitmask(
 
 
 def _take_walked(structured: Any, tokens: Sequence[int]) -> NDArray[np.int32] | None:
-    """The masks that were filled before these tokens were scheduled, which may be fewer by now."""
+    """The masks that were filled before these tokens were scheduled. The tokens may be fewer by
+    now.
+    """
     walked: _Walked | None = getattr(structured, _WALKED, None)
     setattr(structured, _WALKED, None)
     if walked is None or not tokens or walked.tokens[: len(tokens)] != list(tokens):

@@ -1,4 +1,4 @@
-"""What is scored in place of drafts that a grammar forbids, where it allows little else."""
+"""Chooses tokens to score in place of drafts that a grammar forbids, where it allows few tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 MOST_ALLOWED = 8
 """Drafts are replaced where the grammar allows this many tokens or fewer. Where it allows more, a
-choice without any model is hardly ever right, and the grammar would be asked about all that is
-below it. A forced string allows few: those tokens of the vocabulary that it begins with."""
+choice without a model is hardly ever right, and the grammar would have to check everything below. A
+forced string allows few: the tokens that are a beginning of it.
+"""
 
 
 def allows(mask: NDArray[np.int32], token: int) -> bool:
@@ -48,14 +49,15 @@ class StandIns:
     def __call__(self, mask: NDArray[np.int32], drafts: Sequence[int]) -> list[int]:
         """A token for each child: its draft if it is allowed, else one that no sibling has.
 
-        The longest are first: of a forced string a tokenizer mostly takes as much as it can.
+        The longest come first: a tokenizer mostly takes as much of a forced string as it can.
 
         Args:
             mask: int32 ``[V / 32]``: what the grammar allows after the node.
             drafts: Its children's drafts, all different.
 
         Returns:
-            Different tokens; what is forbidden stays where nothing is left, or too much is.
+            Different tokens. A forbidden draft stays where no token is left, or too many are
+            allowed.
         """
         if all(allows(mask, token) for token in drafts):
             return list(drafts)

@@ -1,9 +1,9 @@
 """Brings the worker's counts of trees to vLLM's metrics and log, in the front end.
 
-The worker puts what became of a step's trees on the model runner's output (`attach_outcome`), which
-the executor pickles as a whole. The scheduler also knows how many drafts the batch size allows.
-If somebody asked for statistics, it puts both on those that vLLM sends to the front end with each
-step. There, off the engine's path, a stat logger counts and reports them.
+The worker puts the outcome of a step's trees on the model runner's output (`attach_outcome`), which
+the executor pickles as a whole. The scheduler also knows how many drafts the batch size allows. If
+statistics are on, it puts both on those that vLLM sends to the front end with each step. There, off
+the engine's path, a stat logger counts and reports them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _shown: TreeMetrics | None = None  # in vLLM's registry, which has one engine's 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step tells the front end.
+    """The report of a step to the front end.
 
     Attributes:
         drafts: Nodes drafted per request at its batch size; None: no request was scheduled.
@@ -202,7 +202,7 @@ def init_stat_logger_manager(
     _shown = TreeMetrics(
         settings.tree, settings.tree_source, model_name, engines, kinds, settings.expected_speedup
     )
-    # Where vLLM writes no interval lines, as each front end knows its share only, nor do we.
+    # Where vLLM writes no interval lines, we write none: each front end knows only its share.
     logs = given.arguments["enable_default_loggers"] and given.arguments["client_count"] == 1
     aggregate = given.arguments["aggregate_engine_logging"]
     self.stat_loggers.append(TreeStatLogger(settings.tree, engines, _shown, logs, aggregate))
@@ -220,7 +220,7 @@ def _own_kinds(stat_loggers: Sequence[Any] | None) -> LoggerKinds | None:
 class LoggerKinds(PrometheusKinds):
     """Makes metrics as a logger makes vLLM's: for Ray's ``ray_sequoia_...``, by replica.
 
-    This process does not export them and nothing need free their names.
+    This process does not export them, so their names need not be freed.
     """
 
     def __init__(self, logger_class: type[PrometheusStatLogger]) -> None:
@@ -316,8 +316,8 @@ class TreeStatLogger(AggregateStatLoggerBase):
     def _counts_of(self, report: StepReport, engine: int) -> TreeCounts | None:
         """Counts of a report's paths; None if another tree than this front end's was drafted.
 
-        Data-parallel engines on other nodes have configurations of their own (``--headless``).
-        What is raised here would end all requests.
+        Data-parallel engines on other nodes have configurations of their own (``--headless``). An
+        error raised here would end all requests.
         """
         if report.tree == self._tree.checksum:
             return TreeCounts.from_bytes(self._tree, report.paths)
@@ -361,4 +361,4 @@ class TreeStatLogger(AggregateStatLoggerBase):
                 logger.info("Sequoia: %s: %s", engines, line)
 
     def log_engine_initialized(self) -> None:
-        """Nothing: the tree was logged when it was chosen."""
+        """Does nothing: the tree was logged when it was chosen."""

@@ -1,4 +1,4 @@
-"""How many requests run at once: as many as users ask for.
+"""Lets as many requests run at once as users ask for.
 
 For a pass over blocks vLLM sets a row aside for each draft of every request. Trees' passes have a
 row for each level, and `DraftPlan` says how many requests take part.

@@ -1,4 +1,4 @@
-"""Drafts as vLLM will read them: of what kind they are, and whether they fit the target."""
+"""Reads drafts as vLLM will: of what kind they are, and whether they fit the target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, PairShapes
 
 _GIVE = "give the path of a model's folder, or its name on the Hub"
-# In the order in which they are looked for in what vLLM says.
+# In the order in which they are looked for in vLLM's message.
 _FIXES = (
     ("quantization", 'mend or leave out "quantization"'),
     ("tensor_parallel", "leave draft_tensor_parallel_size out: it is the target's"),
@@ -92,7 +92,8 @@ class DraftReader:
             overrides if callable(overrides) else None,
         )
         if isinstance(found, SpeculatorsConfig):
-            # vLLM keeps what it needs, which of a DFlash head's is not how far it drafts.
+            # vLLM keeps the fields that it needs. A DFlash head's number of levels is not among
+            # them.
             stated, _ = SpeculatorsConfig.get_config_dict(draft, revision=keys.get("revision"))
             found.block_size = stated.get("block_size")
         return found
@@ -128,7 +129,7 @@ class DraftReader:
             return None
 
     def shapes(self, draft: str, kind: DrafterKind = "model") -> PairShapes:
-        """Shapes of the target and of this draft, with what could not be found out."""
+        """Shapes of the target and of this draft, and which of them are not known."""
         problems: list[str] = []
         target, quantization = self.target, self.config.draft_keys().get("quantization")
         head = kind if drafter(kind).is_head else None
@@ -158,7 +159,7 @@ class DraftReader:
 
 
 def recognise(config: Any) -> Recognised:
-    """What a configuration says of its checkpoint, read like vLLM."""
+    """Recognises a checkpoint by its configuration, read like vLLM."""
 
     def read_as() -> str | None:
         if not getattr(config, "architectures", None):
@@ -194,7 +195,7 @@ def kinds_here() -> list[DrafterKind]:
 
 
 def check_method(kind: DrafterKind, draft: str, method: str) -> None:
-    """Whether vLLM takes a draft for what it is; it also goes by names and paths.
+    """Checks that vLLM recognises a draft as its kind: vLLM also looks at names and paths.
 
     Raises:
         ConfigError: It does not.
@@ -213,7 +214,7 @@ def check_method(kind: DrafterKind, draft: str, method: str) -> None:
 
 
 def check_folder(role: str, model: str) -> None:
-    """Whether a model that is given as a path is there; names on the Hub are not looked up.
+    """Checks that a model that is given as a path is there; names on the Hub are not looked up.
 
     Raises:
         ConfigError: There is no such folder, or no model's configuration in it.
@@ -229,7 +230,7 @@ def check_folder(role: str, model: str) -> None:
 
 
 def draft_problem(draft: str, error: Exception) -> str:
-    """What vLLM says of a draft that it cannot use, as one line that names draft and fix."""
+    """Turns vLLM's error about a draft into one line that names the draft and the fix."""
     said = str(error)
     if isinstance(error, ValidationError):
         said = error.errors()[0]["msg"].removeprefix("Value error, ")
@@ -242,7 +243,7 @@ def draft_problem(draft: str, error: Exception) -> str:
 
 
 def _check_own_layers(kind: Drafter, target: Any) -> None:
-    """Whether layers of the target's own checkpoint draft trees.
+    """Checks that layers of the target's own checkpoint draft trees.
 
     Raises:
         ConfigError: They do not, or there are none; names the fix.
@@ -256,7 +257,7 @@ def _check_own_layers(kind: Drafter, target: Any) -> None:
 
 
 def _agreed(found: Recognised, draft: str, given: DrafterKind | None) -> Drafter:
-    """What checkpoint and user say, if they agree."""
+    """The kind that checkpoint and user name, if they agree."""
     sign = f" ({found.sign})" if found.sign else ""
     chains = f", or use vLLM's own method {found.method!r} for chains" if found.method else ""
     if found.kind is None:
@@ -275,7 +276,7 @@ def _agreed(found: Recognised, draft: str, given: DrafterKind | None) -> Drafter
 
 
 def _check_head(kind: Drafter, head: Fields, draft: str, target: Any) -> None:
-    """Whether a head was made for this target, and drafts like others of its kind.
+    """Checks that a head was made for this target, and drafts like others of its kind.
 
     Raises:
         ConfigError: If not; names what differs, and the fix.

@@ -1,4 +1,4 @@
-"""From vLLM's engine arguments to its configuration of a Sequoia engine."""
+"""Turns vLLM's engine arguments into its configuration of a Sequoia engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger("vllm.sequoia")
 
 CPU_WORKER = "sequoia_vllm.engine.worker.worker_cpu.SequoiaCPUWorker"
 GPU_WORKER = "sequoia_vllm.engine.worker.worker_gpu.SequoiaGPUWorker"
-# For an engine that had better not speculate, while its other nodes may find otherwise.
+# For an engine that is faster without drafts, while its other nodes may find otherwise.
 PLAIN_CPU_WORKER = "sequoia_vllm.engine.worker.worker_cpu.PlainCPUWorker"
 PLAIN_GPU_WORKER = "sequoia_vllm.engine.worker.worker_gpu.PlainGPUWorker"
 TREE_SCHEDULER = "sequoia_vllm.engine.v2.scheduler.TreeScheduler"
@@ -92,7 +92,7 @@ def _sequoia_engine_config(
 def limit_length(original: Callable[..., None], self: VllmConfig) -> None:
     """Keeps ``max_model_len``, which vLLM cuts to the draft's, also as an engine core starts.
 
-    vLLM's own V2 drafts cannot be skipped beyond it; ours are. Other engines are cut.
+    Beyond it vLLM's own V2 drafts cannot be skipped; ours are skipped. Other engines stay cut.
     """
     if not SequoiaSettings.enabled(self):
         original(self)
@@ -109,9 +109,8 @@ def _choose_scheduler(vllm_config: Any) -> None:
 def _keep_draft_in_one_group(vllm_config: Any) -> None:
     """Gives layers with a window and others one KV cache group on the V1 runner.
 
-    vLLM's V1 proposer takes drafts of one group only, and apart, layers of one model come to
-    lie in several. It costs memory where a model has both kinds: what lies before a window
-    is kept.
+    vLLM's V1 proposer takes drafts whose layers lie in one group. Without this they lie in several.
+    It costs memory where a model has both kinds: tokens before a window are kept.
     """
     if not vllm_config.use_v2_model_runner:
         vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
@@ -219,7 +218,7 @@ def _as_chain(config: SequoiaConfig, resolved: Resolved) -> dict[str, Any]:
 def _with_vocabulary(
     settings: SequoiaSettings, config: SequoiaConfig, target: Any, draft: Any
 ) -> SequoiaSettings:
-    """Whether the draft's tokens must be mapped, and which it drafts; says so."""
+    """Finds out, and logs, whether the draft's tokens must be mapped, and which it drafts."""
     tokens = TokensOf.target(target)
     found = compare_vocabularies(tokens, TokensOf.draft(draft))
     if found.in_words:

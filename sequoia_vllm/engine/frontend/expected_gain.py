@@ -1,4 +1,4 @@
-"""What the log says of the tree that an engine starts with: which it is, and whether it pays."""
+"""The log line on the tree that an engine starts with: which it is, and whether it pays."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _parallel_reasons(vllm_config: Any) -> list[str]:
 
 
 def _model_reasons(model: Any, role: str) -> list[str]:
-    """What tree attention cannot do; layers are checked again when the model is loaded."""
+    """Reasons why trees cannot serve a model; its layers are checked again at loading."""
     kinds = {
         "uses multi-head latent attention (MLA)": model.use_mla,
         "uses chunked local attention (past a chunk's end a tree's nodes have other contexts)": (
@@ -204,7 +204,7 @@ def _plain_cache(model: Any) -> str:
 def _asks_for_quantized_cache(model: Any) -> bool:
     """Whether vLLM quantizes the cache unasked, as it finds when it makes the layers.
 
-    For compressed-tensors; what other formats ask for is in the cache's dtype already.
+    This is about compressed-tensors. Other formats have set the cache's dtype already.
     """
     config = getattr(model.hf_config, "quantization_config", None) or {}
     return isinstance(config, dict) and config.get("kv_cache_scheme") is not None

@@ -1,4 +1,4 @@
-"""What the user asks for: on the command line, and in vLLM's engine arguments."""
+"""Reads what the user asks for: on the command line, and in vLLM's engine arguments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _json_or_shorthand(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _not_a_config(value: str, error: Exception) -> str:
-    """What to write instead of this ``--speculative-config``."""
+    """Says what to write instead of this ``--speculative-config``."""
     example = f"""'{{"method": "{METHOD}", "model": "DRAFT"}}'"""
     if value.lstrip().startswith("{"):
         # vLLM's own message shows the address of json.loads; its cause says what is wrong.

@@ -1,4 +1,4 @@
-"""From what the user asked for to a draft, a tree and the settings of one engine."""
+"""Chooses the draft, the tree and the settings of one engine from what the user asked for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class KnownDraft:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a configuration comes to for one target on one device."""
+    """The draft, tree and settings of a configuration, for one target on one device."""
 
     draft: ResolvedDraft
     choice: TreeChoice
@@ -135,7 +135,7 @@ def resolve(
 
 
 def _can_keep(config: SequoiaConfig) -> bool:
-    """Whether anything can be kept for the next start; says so where not, if it would be."""
+    """Whether anything can be kept for the next start; logs it if not, where something would be."""
     reason = reason_not_to_keep()
     if reason is not None and (config.adapts or config.is_tree_chosen):
         logger.warning(
@@ -147,7 +147,7 @@ def _can_keep(config: SequoiaConfig) -> bool:
 
 
 def _check_depth(tree: TokenTree, draft: ResolvedDraft) -> None:
-    """Whether a draft goes as deep as a tree.
+    """Checks that a draft goes as deep as a tree.
 
     Raises:
         ConfigError: It does not; names the fix.

@@ -1,4 +1,4 @@
-"""From the ``tree`` setting to the tree that an engine drafts, and how much of it when."""
+"""Resolves the ``tree`` setting: the tree that an engine drafts, and how much of it when."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 from sequoia_vllm.verification.methods import DEFAULT_METHOD
 
-USER = "user"  # what names of trees begin with that were tuned here
+USER = "user"  # names of trees that were tuned here begin so
 DEFAULT_TREE = TreeSpec(size=16, depth=4)
 # Where a pass waits for weights, scoring more nodes costs little.
 DEFAULT_TREE_OFFLOADED = TreeSpec(size=64, depth=8)
-# Requests draft less where they near their longest length: trees must be small beside it.
+# Requests near their longest length draft less, so trees must be small compared with it.
 _LENGTH_PER_NODE = 4
 
 
@@ -133,7 +133,7 @@ def _gain_of(found: NamedTree, pair: PairKey) -> ExpectedGain:
     """The gain of a tree that the user named, known if it was made for this device."""
     entry = found.entry
     if entry is None or (pair.offloading is not None and entry.streamed is None):
-        # A tree for weights in memory pays where they are streamed: how much, it does not say.
+        # A tree for weights in memory also pays where they are streamed, but nobody knows how much.
         vector = found.acceptance
         return ExpectedGain(tokens=None if vector is None else found.tree.expected_tokens(vector))
     if pair.offloading is None and entry.streamed is not None:

@@ -80,8 +80,8 @@ class DiskOffloader(BaseOffloader):
     """Keeps the target's decoder layers on a disk, and reads them ahead of their computation.
 
     A layer's weights are mapped to a file as soon as vLLM has built the layer. So a checkpoint of
-    any size is loaded into the file. What vLLM packs for its kernels goes back there module by
-    module; `post_init` then gives each weight its place in a ring of buffers. Layers wait for
+    any size is loaded into the file. Weights that vLLM packs for its kernels go back there, module
+    by module. `post_init` then gives each weight its place in a ring of buffers. Layers wait for
     their weights with the operations that vLLM's own prefetching uses, which compiled models keep
     in order.
 

@@ -1,4 +1,4 @@
-"""vLLM's own weight offloading: which is asked for, and what came of it once weights are loaded."""
+"""vLLM's own weight offloading: the backend that is asked for, and bytes that were offloaded."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class OffloadedWeights:
 
     @classmethod
     def of(cls, model: nn.Module, offloader: Any, device: torch.device) -> OffloadedWeights:
-        """Counts what is there, whatever was asked for."""
+        """Counts the bytes that are there, whatever was asked for."""
         parameters = list(model.parameters())
         total = sum(parameter.nbytes for parameter in parameters)
         # With the prefetch backend the model's parameters are the buffers on the device.

@@ -1,7 +1,7 @@
 """What vLLM's options say of weights outside the devices' memory: its offloading of layers.
 
 Trees are chosen while vLLM makes the speculative configuration, before there is an
-``OffloadConfig``; so that what it is made from is read, the engine's arguments.
+``OffloadConfig``. So the engine's arguments are read, from which it is made.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class OffloadedLayers:
 def with_streamed(
     shapes: PairShapes, source: OffloadedLayers, dtype: str, device: str, devices: int
 ) -> PairShapes:
-    """Shapes that say what of the target is streamed, or why that is not known.
+    """Adds to shapes how much of the target is streamed, or why that is not known.
 
     Arguments as of `OffloadedLayers.streamed`.
     """

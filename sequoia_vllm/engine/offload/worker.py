@@ -32,7 +32,7 @@ class OffloadingCPUWorker(CPUWorker):
         super().load_model(load_dummy_weights=load_dummy_weights)
         if self._offloader is not None:
             self._offloader.post_init()
-            # What loading freed is given back; from here on it is activations that are freed.
+            # Memory that loading freed is given back. From here on only activations are freed.
             keep_freed_memory()
 
     def shutdown(self) -> Any:

@@ -39,9 +39,9 @@ class TreeForward(ABC):
     ) -> Tensor:
         """Runs attention like vLLM's implementation, but masks each tree node to its ancestors.
 
-        vLLM's kernels take no mask and treat every request as a chain. What they write for tree
-        rows is replaced by attention over context and ancestors, in one softmax. Keys and values
-        of this step are in the cache by now.
+        vLLM's kernels take no mask and treat every request as a chain. Their output for tree rows
+        is replaced by attention over context and ancestors, in one softmax. Keys and values of this
+        step are in the cache by now.
 
         Raises:
             KeysAreWritten: Where the metadata is `KEYS_ONLY`.
@@ -62,7 +62,7 @@ class TreeForward(ABC):
     def _chains(
         self, tree: Any, query: Tensor, attn_metadata: Any, output: Tensor
     ) -> tuple[Tensor, Any, Tensor]:
-        """Queries, metadata and output of the rows that vLLM's kernels are given; here of all."""
+        """Queries, metadata and output of the rows for vLLM's kernels; here all rows."""
         return query, attn_metadata, output
 
     @abstractmethod
@@ -91,7 +91,7 @@ def replaced_backends(classes: Mapping[AttentionBackendEnum, str]) -> Iterator[N
 
 
 def unmaskable_features(impl: Any) -> dict[str, bool]:
-    """What trees cannot do with, on any device, and whether this implementation uses it."""
+    """Features that trees cannot serve on any device, and whether this implementation uses them."""
     return {
         "chunked local attention": getattr(impl, "chunk_lookback", -1) not in (-1, None),
         "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
@@ -103,7 +103,7 @@ def unmaskable_features(impl: Any) -> dict[str, bool]:
 def window_of(impl: Any) -> int | None:
     """Tokens that a query of this layer sees, itself included; None: all before it.
 
-    vLLM's GPU backends keep how far it looks back and ahead; the one for CPUs the tokens.
+    vLLM's GPU backends keep how far it looks back and ahead. The one for CPUs keeps the tokens.
     """
     window = impl.sliding_window
     if isinstance(window, tuple):

@@ -1,4 +1,4 @@
-"""Which blocks of the KV cache the draft model has filled: vLLM's prefix cache does not know."""
+"""Tracks blocks of the KV cache that the draft has filled: vLLM's prefix cache does not know."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class DraftBlocks:
     """Follows the blocks of requests from when they are given out until the draft has read them.
 
     vLLM shares a block of a prompt once the target computes it. The draft may be behind, or read
-    nothing at all where a schedule says 0 drafts. Whoever finds the block in the prefix cache
-    would then start on keys that were never written. So a block that a request gets anew holds
-    nothing of the draft's. It is *filled* when the draft has read the tokens of all of it. Blocks
-    are known by their ids, which vLLM takes from one pool for all cache groups.
+    nothing at all where a schedule says 0 drafts. A request that finds the block in the prefix
+    cache would then start on keys that were never written. So a new block of a request counts as
+    holding nothing of the draft's. It is *filled* when the draft has read the tokens of all of it.
+    Blocks are known by their ids, which vLLM takes from one pool for all cache groups.
 
     A filled block that is not known as such costs the draft a second reading; one
     that is wrongly taken for filled would cost accepted drafts.

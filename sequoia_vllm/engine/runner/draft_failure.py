@@ -1,4 +1,4 @@
-"""A draft that fails while requests run: they do not need it."""
+"""Goes on without a draft that fails while requests run."""
 
 from __future__ import annotations
 

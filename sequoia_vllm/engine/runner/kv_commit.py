@@ -45,7 +45,7 @@ def layers_by_cache(kv_caches: dict[str, Tensor], metadata: dict[str, Any]) -> l
 
 
 class TargetCaches:
-    """The target's caches, grouped by who shares a slot mapping.
+    """The target's caches, grouped by their slot mapping.
 
     Made in the first step that has trees; `move` is called once in each such step, after
     verification.

@@ -1,4 +1,4 @@
-"""Counters of what speculation does: time per part, acceptance by depth and by child."""
+"""Counters of speculation: time per part, acceptance by depth and by child."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class StepStats:
     def to_dict(self) -> dict[str, Any]:
         """The counters as plain data.
 
-        "tree_steps" is how often a request's tree was verified, "tokens" what
-        those emitted; for the others see `TreeCounts`.
+        "tree_steps" counts verified trees, and "tokens" the tokens that they emitted. For the
+        others see `TreeCounts`.
         """
         counts = self.counts
         return {

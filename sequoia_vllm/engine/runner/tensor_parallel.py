@@ -10,9 +10,9 @@ from vllm.distributed.parallel_state import get_tp_group
 def broadcast_from_rank0(*decided: Tensor) -> tuple[Tensor, ...]:
     """What rank 0 decided: the tokens that a step emits, and the nodes that it accepts.
 
-    Every rank gathers the same logits and draws the same noise, so all decide
-    alike; but ranks whose floats differ once would keep different KV caches from
-    then on, without anyone noticing. One small broadcast rules it out.
+    Every rank gathers the same logits and draws the same noise, so all decide alike. But ranks
+    whose floats differ once would keep different KV caches from then on, and nobody would notice.
+    One small broadcast rules that out.
 
     Args:
         decided: Integer tensors ``[R]`` or ``[R, columns]`` of one device.

@@ -25,7 +25,7 @@ def trim_output(model: torch.nn.Module, rows: Tensor, config: Any) -> None:
 
     Args:
         model: The draft, as vLLM loaded it.
-        rows: int64 ``[n]``: what logits ``[rows, n]`` are of, in this order.
+        rows: int64 ``[n]``: the rows that logits ``[rows, n]`` are for, in this order.
         config: vLLM's configuration of the draft.
 
     Raises:

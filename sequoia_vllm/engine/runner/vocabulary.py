@@ -1,4 +1,4 @@
-"""Do target and draft mean the same by a token's number, and if not, what do they share?"""
+"""Compares tokens of target and draft: do equal numbers mean the same, and what is shared?"""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TokensOf:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found out about two vocabularies.
+    """The result of comparing two vocabularies.
 
     Attributes:
         matching: Which tokens mean the same; None: numbers mean the same in both.
@@ -109,7 +109,8 @@ def compare_vocabularies(target: TokensOf, draft: TokensOf) -> Comparison:
 def draft_vocabulary(
     vllm_config: Any, model: torch.nn.Module, device: torch.device
 ) -> SharedVocabulary:
-    """How the draft of an engine reads the target's tokens, and what its logits mean.
+    """Makes the mapping by which an engine's draft reads the target's tokens and gives logits of
+    them.
 
     Args:
         vllm_config: The engine's.
@@ -228,7 +229,7 @@ def _shared_in_words(matching: Matching, draft: TokensOf, tokenizer: Any) -> str
 
 
 def _share_of_text(is_drafted: NDArray[np.bool_], tokenizer: Any) -> float:
-    """How much of the built-in prompts, as the target reads them, is made of tokens ``[Vt]``."""
+    """Share of the built-in prompts, as the target reads them, that tokens ``[Vt]`` make up."""
     texts = [prompt.prompt or "" for prompt in load_prompts(None, None)]
     numbers = [
         number for text in texts for number in tokenizer.encode(text, add_special_tokens=False)

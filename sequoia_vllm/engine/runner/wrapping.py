@@ -78,7 +78,7 @@ class Recording:
         return [step for step in steps if step["decoding"] and step["requests"] == decoding]
 
     def end(self) -> None:
-        """Records no more: the runner is as it was."""
+        """Ends the recording: the runner is as before."""
         while self._ends:
             self._ends.pop()()
 

@@ -1,4 +1,4 @@
-"""What Sequoia's workers have in common, on every device and runner."""
+"""Base of Sequoia's workers, on every device and runner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sequoia_vllm.engine.core.tree_reports import attach_outcome
 
 
 class AgreeingWorker(Worker):
-    """A worker that starts only where the same was decided for all ranks that run with it."""
+    """A worker that starts only if all ranks that run with it have the same decisions."""
 
     def init_device(self) -> None:
         """Calls vLLM's, then compares.
@@ -50,10 +50,10 @@ class SequoiaWorker(AgreeingWorker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Calls vLLM's, then makes all that trees need on the device besides weights.
 
-        It does so after the model is loaded. What is made meanwhile counts as weights, which the
-        second level of sleep throws away and only a loader makes again. This memory is of the
-        kind that vLLM keeps asleep, like its own from `initialize_from_config` on. It is there
-        before memory is profiled.
+        It does so after the model is loaded. Memory taken during loading counts as weights: the
+        second level of sleep throws it away, and only a loader makes it again. Our memory is of the
+        kind that vLLM keeps through sleep, like its own from `initialize_from_config` on. It is
+        there before memory is profiled.
         """
         super().load_model(load_dummy_weights=load_dummy_weights)
         if self.use_v2_model_runner:

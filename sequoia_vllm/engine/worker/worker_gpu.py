@@ -30,7 +30,7 @@ class SequoiaGPUWorker(SequoiaWorker):
     def compile_or_warm_up_model(self) -> Any:
         """Warms up what vLLM's requests do not reach (`TreeVerifierV2.warm_up`), then calls vLLM's.
 
-        Before it, as at its end vLLM begins to warn of kernels that are compiled late.
+        Ours comes first: at the end of vLLM's it begins to warn of kernels that are compiled late.
         """
         self.model_runner.rejection_sampler.warm_up(self.model_config.dtype)
         fewer_requests = partial(warm_up, gpu_worker.warmup_kernels)
