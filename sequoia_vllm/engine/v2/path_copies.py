@@ -1,4 +1,4 @@
-"""Brings what became of trees to the host, for statistics, without waiting for the device."""
+"""Brings outcomes of trees to the host, for statistics, without waiting for the device."""
 
 from __future__ import annotations
 

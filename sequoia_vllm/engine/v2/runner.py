@@ -135,7 +135,7 @@ class TreeRunner(GPUModelRunner):
         return taken + self.speculator.untried_bytes
 
     def forget_steps(self) -> None:
-        """Counts nothing of the steps so far: they were nobody's. Those that follow are users'."""
+        """Forgets the steps so far, which served no user. The next ones do."""
         self.speculator.begin_to_serve()
         self._paths.drop()
         self.stats.take_paths()

@@ -21,14 +21,14 @@ _MOST_PADDED = 1 / 8
 class TreeScheduler(AsyncScheduler):
     """vLLM's asynchronous scheduler, which assumes as many drafts for every request.
 
-    It runs in the engine core, a step ahead of the worker. `_update_after_schedule` is
-    called once a step is scheduled: vLLM's gives every decoding request of the step
-    placeholders for the drafts that the step will grow, to be scheduled with the next one;
-    ours takes them away from requests that never draft.
+    It runs in the engine core, a step ahead of the worker. `_update_after_schedule` is called once
+    a step is scheduled. vLLM's gives every decoding request of the step placeholders for the drafts
+    that the step will grow. They are scheduled with the next step. Ours takes them away from
+    requests that never draft.
 
-    A full CUDA graph is for batches with equal numbers of drafts. So that one
-    request without drafts does not cost all others theirs, it keeps vLLM's
-    placeholders where it is one of few: the worker scores these and rejects them.
+    A full CUDA graph is for batches with equal numbers of drafts. One request without drafts would
+    take that graph from all others. So it keeps vLLM's placeholders where few requests are like it:
+    the worker scores them and rejects them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

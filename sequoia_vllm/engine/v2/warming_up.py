@@ -23,8 +23,9 @@ class _RunnerWith:
 def warm_up(original: Callable[..., None], runner: Any, *steps: Any) -> None:
     """Calls the worker's `warmup_kernels` once for each size in `warmed_sizes`.
 
-    vLLM's gives every request the whole tree, after the KV cache has taken what profiling
-    left: logits of more nodes than a schedule ever scores may not fit. Fewer requests run.
+    vLLM's gives every request the whole tree, after the KV cache has taken the memory that
+    profiling left. Logits of more nodes than a schedule ever scores may not fit, so fewer requests
+    run.
     """
     limited = copy(runner.scheduler_config)
     fitting = max(1, runner.speculator.most_scored // runner.tree.size)

@@ -36,7 +36,7 @@ from sequoia_vllm.kernels.tree_attention import (
 
 @dataclass(frozen=True)
 class OtherChains:
-    """Rows that are no tree nodes, after all that are: chains of tokens, as vLLM knows them.
+    """Rows that are no tree nodes: chains of tokens, as vLLM knows them. They come after all nodes.
 
     Attributes:
         first: The first of them.
@@ -48,10 +48,10 @@ class OtherChains:
 
 
 def other_chains(trees: ScoringTreesV2, metadata: Any) -> OtherChains | None:
-    """The rest of vLLM's metadata of the batch, without these trees; None: nothing is left.
+    """vLLM's metadata of the batch without these trees; None: nothing is left.
 
-    What begins in the middle of a buffer is copied. vLLM's Triton kernel is compiled for how
-    pointers are aligned, and would be compiled once more while requests wait.
+    Tensors that begin in the middle of a buffer are copied: vLLM's Triton kernel is compiled for
+    the alignment of pointers, and would be compiled again while requests wait.
     """
     if (rows := trees.others) is None:
         return None
@@ -78,7 +78,7 @@ class GPUTreeQueries:
         context_lens: int32 ``[R]``: tokens in the cache before node 0.
         block_table: int32 ``[R, max_blocks]``: the cache blocks of each request.
         ancestors: bool ``[N, N]``: which nodes each node sees; always the same tensor of a tree.
-        masks: What the kernel takes of it, made once for each window.
+        masks: The kernel's form of ``ancestors``, made once for each window.
         first_node: The node that the first row of each request is.
         max_queries: The most nodes of any request.
         workspace: The buffers that the kernel works in.
@@ -167,7 +167,9 @@ class GPUTreeForward(TreeForward):
         )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """No, whatever vLLM's own kernels can: trees' rows are written in the queries' dtype."""
+        """Always false, even if vLLM's own kernels can: trees' rows are written in the queries'
+        dtype.
+        """
         return False
 
     def _attend_to_contexts(
@@ -186,7 +188,7 @@ class FlashTreeImpl(GPUTreeForward, FlashAttentionImpl):
 
     @property
     def attends_to_contexts(self) -> bool:
-        """Whether it does so for trees; version 4 compiles for every shape that it meets."""
+        """Whether it reads trees' contexts; version 4 would compile for each shape it meets."""
         return self.vllm_flash_attn_version in (2, 3)
 
     def _attend_to_contexts(
@@ -194,7 +196,7 @@ class FlashTreeImpl(GPUTreeForward, FlashAttentionImpl):
     ) -> Tensor | None:
         """Writes it by FlashAttention, if the configuration says so."""
         if tree.flash_max_context is None or window_of(self) is not None:
-            return None  # how far a node sees, is its own: no kernel for chains can tell
+            return None  # each node has its own window: no kernel for chains knows it
         if self.logits_soft_cap or self.sinks is not None:
             return None
         return attend_to_contexts(

@@ -1,4 +1,4 @@
-"""What differs between devices: attention metadata, and moving keys and values."""
+"""The parts that differ between devices: attention metadata, and moving keys and values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TreeBackend(ABC):
 
     @abstractmethod
     def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> Any:
-        """What the target's attention needs of these trees, as its metadata's ``tree``."""
+        """Makes ``tree`` of the target's attention metadata from these trees."""
 
     def attach(self, trees: ScoringTreesV2, metadata: dict[str, Any], layers: list[str]) -> None:
         """Hands ``trees`` to the attention of these layers.

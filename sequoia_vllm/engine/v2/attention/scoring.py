@@ -1,4 +1,4 @@
-"""The target's side of a step on Model Runner V2: where tree nodes are, and what they see."""
+"""The target's part of a step on Model Runner V2: tree nodes' positions, and the keys they see."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class OtherRows:
 class ScoringTreesV2:
     """The trees of a batch, whose requests come first in it (vLLM sorts them so).
 
-    Made before the target's forward. The backend makes the attention's queries of it, and
-    reads it again to commit the accepted paths.
+    Made before the target's forward. The backend makes the attention's queries from it, and reads
+    it again to commit the accepted paths.
 
     Attributes:
         num_requests: Requests with trees, R.

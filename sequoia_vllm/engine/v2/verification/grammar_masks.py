@@ -1,4 +1,4 @@
-"""A grammar's masks on Model Runner V2: one for each node that is scored, and room for so many."""
+"""A grammar's masks on Model Runner V2: one for each scored node, and memory for them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MasksOfNodes(StructuredOutputsWorker):
 
     @cached_property
     def _rows(self) -> _Rows:
-        # Not before it is needed: what is made while models are loaded does not survive sleep.
+        # Made when first needed: memory taken while models are loaded does not survive sleep.
         return _Rows.of(self._most_rows, self.device)
 
     def apply_grammar_bitmask(
@@ -87,7 +87,7 @@ def place_masks(
         largest: Nodes of the largest tree.
 
     Raises:
-        ValueError: There are neither so many nor so many.
+        ValueError: The number of masks is neither.
     """
     first, counts = cu_rows[requests], np.diff(cu_rows)[requests]
     ends = np.cumsum(counts)

@@ -1,4 +1,4 @@
-"""Which requests' logits need more than to be divided by a temperature."""
+"""Tracks requests whose logits need more than a division by the temperature."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 
 class LogitsNeeds:
-    """What each request slot needs done to its logits: nothing, a temperature, or more.
+    """The edits that each request slot needs to its logits: none, a temperature, or more.
 
     vLLM's sampler calls `add_request` when a request begins or resumes, and in it
     `add_to_states`. In each step the verifier calls `any_more` and `nothing` for the requests
@@ -20,8 +20,8 @@ class LogitsNeeds:
 
     vLLM's sampler keeps one flag per slot, raised by a temperature as by anything else that
     `Sampler.apply_sampling_params` does. `add_request` takes the place of the sampler's, and
-    `add_to_states` that of its states'. In between, the flag says what it would say of a request
-    of temperature 1. So whatever else vLLM comes to do counts as more.
+    `add_to_states` that of its states'. In between, the flag is that of a request with temperature
+    1. So any edit that vLLM adds later counts as more.
     """
 
     def __init__(self, sampler: Sampler) -> None:

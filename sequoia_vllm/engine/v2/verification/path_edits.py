@@ -17,7 +17,7 @@ from sequoia_vllm.tree import TokenTree
 def along_paths(processors: list[Any], tree: TokenTree, device: torch.device) -> list[Any]:
     """vLLM's logits processors, with penalties and bad words by each node's own path.
 
-    A request without a tree has one node, the root, and what it gets stays the same. Logit
+    A request without a tree has one node, the root, and its logits stay the same as vLLM's. Logit
     bias, allowed tokens and ``min_tokens`` go by positions, which are those of a node's depth.
     """
     parents = torch.from_numpy(tree.parents_array.copy()).to(device, torch.int32)

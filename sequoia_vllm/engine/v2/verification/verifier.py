@@ -37,7 +37,7 @@ from sequoia_vllm.verification.methods import method_of
 
 @dataclass(frozen=True)
 class Verified:
-    """What became of a batch's trees.
+    """The outcome of a batch's trees.
 
     Attributes:
         tokens: int64 ``[R, D + 1]``: emitted tokens.
@@ -140,9 +140,9 @@ class TreeVerifierV2(RejectionSampler):
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compiles what vLLM's warm-up does not reach, so that no request waits for it.
 
-        Its requests are greedy, or have every parameter there is. Others that are sampled have
-        the target's statistics taken of logits in the model's dtype, where they need only
-        their temperatures.
+        Its requests are greedy, or have every parameter there is. Other sampled requests may need
+        only their temperatures. Then the target's statistics are taken from logits in the model's
+        dtype.
         """
         device = self._speculator.device
         inputs = VerifierInputs.empty(1, 1, device)
@@ -183,7 +183,7 @@ class TreeVerifierV2(RejectionSampler):
         )
 
     def _inputs(self, batch: InputBatch, invalid: Tensor | None, scored: Tensor) -> VerifierInputs:
-        """What is known of the batch's rows and requests, put side by side."""
+        """Facts of the batch's rows and requests, put side by side."""
         states, drafted = self.sampler.sampling_states, self._speculator.drafted
         return gather_for_verification(
             rows=batch.logits_indices,
@@ -283,16 +283,15 @@ class TreeVerifierV2(RejectionSampler):
 
     @cached_property
     def _tables_of_method(self) -> Any:
-        # Made in the first step: what is made while models are loaded does not survive sleep.
+        # Made in the first step: memory taken while models are loaded does not survive sleep.
         speculator = self._speculator
         return self._method.tree_tables(speculator.tree.parents, speculator.device)
 
     def _leaves_temperatures(self, slots: NDArray[np.intp], sampled: NDArray[np.bool_]) -> bool:
-        """Whether what these requests' logits need is left to the walk: temperatures alone.
+        """Whether the walk applies the temperatures of these requests, which need nothing else.
 
-        It reads few of the rows, and the sampler would copy and divide all. But the
-        target's own tokens are chosen from all, by logits that vLLM divided: to the
-        bit, for the tokens of a seed.
+        The walk reads few rows, where the sampler would copy and divide all. But the target's own
+        tokens are chosen from all rows. Tokens of a seed need logits divided by vLLM, to the bit.
         """
         needs = self._needs
         return not needs.any_more(slots) and bool((sampled | needs.nothing(slots)).all())
