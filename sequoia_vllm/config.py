@@ -268,10 +268,10 @@ def _checked_schedule(schedule: Schedule) -> Schedule:
         if drafts < 0:
             raise ValueError(f"{entry} has {drafts} drafts: give 0 to turn speculation off")
         if first < batch:
-            raise ValueError(f"{entry} says again what batch size {first} drafts: give it once")
+            raise ValueError(f"{entry} repeats batch size {first}: give each batch size once")
         if first > batch:
             missing = str(batch) if first == batch + 1 else f"{batch} to {first - 1}"
-            raise ValueError(f"nothing is said of batch size {missing}, before {entry}")
+            raise ValueError(f"no range has batch size {missing}, before {entry}")
         batch = last + 1
     return sorted(schedule)
 

@@ -73,6 +73,6 @@ def test_nodes_that_choose_unlike_do_not_start(tmp_path):
             except psutil.TimeoutExpired:
                 node.fail("the node neither serves nor ends")
         for node in nodes:
-            assert "the commands that started this engine's ranks did not decide alike" in node.log
+            assert "the commands that started this engine's ranks chose differently" in node.log
             assert "tree: none (rank 0 on" in node.log
             assert "later start will be refused" not in node.log  # there is one directory

@@ -68,9 +68,9 @@ REFUSED = [
           ([[-2, 4, 3]], "[-2, 4, 3] begins at batch size -2"),
           ([[1, 4, -3]], "[1, 4, -3] has -3 drafts: give 0 to turn speculation off"),
           ([[4, 1, 3]], "[4, 1, 3] ends before it begins"),
-          ([[1, 4, 3], [4, 8, 2]], "[4, 8, 2] says again what batch size 4 drafts: give it once"),
-          ([[1, 4, 3], [6, 8, 2]], "nothing is said of batch size 5, before [6, 8, 2]"),
-          ([[3, 8, 2]], "nothing is said of batch size 1 to 2, before [3, 8, 2]"),
+          ([[1, 4, 3], [4, 8, 2]], "[4, 8, 2] repeats batch size 4: give each batch size once"),
+          ([[1, 4, 3], [6, 8, 2]], "no range has batch size 5, before [6, 8, 2]"),
+          ([[3, 8, 2]], "no range has batch size 1 to 2, before [3, 8, 2]"),
       ]),
 ]  # fmt: skip
 

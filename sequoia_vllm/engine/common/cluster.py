@@ -117,7 +117,7 @@ def check_decisions(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> None:
             differing.append(f"{name}: {found}")
     if differing:
         raise ConfigError(
-            "the commands that started this engine's ranks did not decide alike, and its steps "
+            "the commands that started this engine's ranks chose differently, and its steps "
             f"would hang or give wrong tokens. {'. '.join(sorted(differing))}. Each chooses by "
             'what lies on its own node: give all of them the same tree ("tree": the name of one of '
             'the library, or {"parents": [...]}; and the same schedule, if any), or one directory '

@@ -150,7 +150,7 @@ def create_speculative_config(
     is_apart = are_started_apart(target_parallel_config, target_model_config.is_moe)
     if is_apart and config.is_tree_chosen and USER_DIRECTORY_VARIABLE not in os.environ:
         logger.warning(
-            "Sequoia: each node of this engine chooses a tree by what lies in a directory of its "
+            "Sequoia: each node of this engine chooses a tree by the files in a directory of its "
             "own, and only the first node keeps anything there. So nodes will choose different "
             'trees, and a later start will be refused: give all of them the same "tree", or one '
             "directory (%s)",
