@@ -44,8 +44,10 @@ class Selection:
 def selection(entry: TreeEntry, reasons: list[str]) -> Selection:
     """The selection of this entry, logged once."""
     estimate = entry.to_schedule().estimate(1)
+    size, depth = entry.tree.size, entry.tree.depth
+    shape = f"{size} nodes, depth {depth}" if size > 1 else "no drafts"
     reason = (
-        f"tree {entry.name}: {entry.tree.size} nodes, depth {entry.tree.depth}, expected "
+        f"tree {entry.name}: {shape}, expected "
         f"{estimate.speedup:.2f}x plain decoding at batch size {estimate.batch_size} "
         f"({HOW_TIMED[entry.profile.source]}); " + "; ".join(reasons)
     )

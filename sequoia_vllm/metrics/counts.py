@@ -161,7 +161,8 @@ def interval_line(
         return None
     shape = f"tree {tree.size} nodes, depth {tree.depth}"
     if drafts is not None and drafts < tree.num_speculative_tokens:
-        shape += f" ({drafts + 1} nodes at this load)"
+        present = f"{drafts + 1} nodes" if drafts > 0 else "off"
+        shape += f" ({present} at this load)"
     by_depth = _shares(counts.accepted.sum(axis=1), counts.offered[:, 0])
     by_child = _shares(counts.accepted.sum(axis=0), counts.offered.sum(axis=0))
     gain = "" if speedup is None else f"; {speedup:.2f}x plain"

@@ -150,6 +150,18 @@ def test_commands_for_gpus_are_understood(command):
     assert SequoiaConfig.parse(given)
 
 
+def test_commands_of_the_load_generator_are_understood():
+    """By vLLM's parser; nothing is sent."""
+    from vllm.benchmarks.serve import add_cli_args
+
+    lines = [line for block in blocks("text") for line in block.splitlines()]
+    sent = [shlex.split(line)[3:] for line in lines if line.startswith("vllm bench serve")]
+    assert sent
+    for options in sent:
+        add_cli_args(parser := FlexibleArgumentParser())
+        assert parser.parse_args(options).request_rate > 0
+
+
 def run_tool(words: list[str], monkeypatch) -> None:
     """Runs `python -m WORDS` in this process, which has loaded torch."""
     monkeypatch.setattr(sys, "argv", words)

@@ -21,6 +21,7 @@ from sequoia_vllm.library import tree_library as library_module
 from sequoia_vllm.library.entries import OFFLOADED, make_entry, profile_reference
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
 from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.selection import selection as selection_of
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree
 from tests.support.reference_trees import drafts_at
@@ -261,6 +262,11 @@ def test_unknown_devices_get_the_nearest_with_one_log_line(library, caplog):
     assert "operations per byte" in selection.reason
     assert len(caplog.records) == 1
     assert caplog.records[0].getMessage() == f"Sequoia: {selection.reason}"
+
+
+def test_entries_without_drafts_say_so(library):
+    entry = library.entry("x86-cpu/4.16m-1.67m/shipped")
+    assert ": no drafts, expected 1.00x plain decoding" in selection_of(entry, []).reason
 
 
 def test_devices_with_a_datasheet_but_no_trees(library):

@@ -115,6 +115,7 @@ def test_interval_line_of_a_trimmed_tree_and_of_none():
         "tree 8 nodes, depth 3 (3 nodes at this load); 2.00 tokens per step; "
         "accepted by depth 1.00; by child 0.00, 1.00"
     )
+    assert "depth 3 (off at this load); " in interval_line(TREE, stats.counts, drafts=0)
     assert interval_line(TREE, TreeCounts.zeros(TREE), drafts=7) is None
 
 
