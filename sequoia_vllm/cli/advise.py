@@ -37,7 +37,7 @@ def advise(
     batch_sizes: Annotated[str, typer.Option(help="Requests at once.")] = "1,8,32",
     as_json: JsonOption = False,
 ) -> None:
-    """Does drafting pay? Predict plain decoding, the best chain and the engine's tree.
+    """Predict whether drafting pays: plain decoding, the best chain and the engine's tree.
 
     Only configurations are read, no weights. What was measured of the pair counts; the rest is
     computed from the device's datasheet. To measure instead: `sequoia-vllm tune`, then `bench`.

@@ -30,6 +30,16 @@ def test_help_is_short_too(command):
     assert help_of(command, "-h") == help_of(command)
 
 
+def test_summaries_say_what_to_do():
+    """Each begins with a verb."""
+    shown = help_of([]).split("Commands")[1] + help_of(["tree"]).split("Commands")[1]
+    firsts = re.findall(r"^│ [a-z-]+ +(\w+)", shown, flags=re.MULTILINE)
+    assert firsts == [
+        "Predict", "Build", "Measure", "Compare", "Check", "Answer", "Check", "Mend",
+        "Build", "Draw", "Draw", "List",
+    ]  # fmt: skip
+
+
 def test_square_brackets_are_shown():
     assert "a bare list p[k] / p[d][k]" in help_of(["tree", "build"])
 
