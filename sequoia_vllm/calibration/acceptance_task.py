@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sequoia_vllm.calibration.counts import TAIL, probing_tree
+from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.library.files import CalibrationState
 from sequoia_vllm.measuring.engines import EngineSpec, load_config, longest_context
-from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.measuring.provenance import model_hashes
 from sequoia_vllm.prompts import (
     encode_prompts,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sequoia_vllm.measuring.errors import CalibrationError
+from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.tree.acceptance import Acceptance
 from sequoia_vllm.tree.token_tree import TokenTree
 

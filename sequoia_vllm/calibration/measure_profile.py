@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.choose import MAX_DEPTH
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.hardware.models import ModelShape
@@ -38,7 +39,6 @@ from sequoia_vllm.measuring.engines import (
     token_windows,
     wait_for_quiet,
 )
-from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.measuring.provenance import (
     model_hashes,
     provenance,

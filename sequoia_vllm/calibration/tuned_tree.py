@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sequoia_vllm.calibration.counts import FEWEST_TRIALS, tokens_margin
+from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.choose import MAX_DEPTH, TreeSearch, choose_schedule
 from sequoia_vllm.hardware.cost import Estimate
 from sequoia_vllm.hardware.step_profile import Profile
@@ -17,7 +18,6 @@ from sequoia_vllm.library.files import AcceptanceFile, TreeEntry
 from sequoia_vllm.library.pair_key import PairKey, model_key
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.measuring.engines import EngineSpec, count_parameters
-from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.tree.optimize import Frontier
 from sequoia_vllm.tree.token_tree import TokenTree
 

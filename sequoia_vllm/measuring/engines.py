@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from sequoia_vllm.config import OffloadSpec
 from sequoia_vllm.engine.offload.settings import with_offload
+from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.measuring.engine_processes import interrupts_get_through
-from sequoia_vllm.measuring.errors import CalibrationError
 
 if TYPE_CHECKING:
     from sequoia_vllm.engine.runner.vocabulary import Comparison

@@ -30,9 +30,9 @@ from sequoia_vllm.calibration.counts import (
 )
 from sequoia_vllm.calibration.measure_acceptance import Workload, measure_acceptance
 from sequoia_vllm.cli import app
+from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.measuring.engines import EngineSpec
-from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.measuring.provenance import model_hashes
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from tests.support.models import DRAFT, TARGET

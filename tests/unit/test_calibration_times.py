@@ -13,6 +13,7 @@ from sequoia_vllm.calibration import measure_profile
 from sequoia_vllm.calibration.measure_profile import Ladder, ProfileSettings, Rounds
 from sequoia_vllm.cli import app
 from sequoia_vllm.cli.tune_view import plot_profile, print_profile
+from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.figures import FigureFormatError
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.step_curves import (
@@ -25,7 +26,6 @@ from sequoia_vllm.hardware.step_curves import (
 )
 from sequoia_vllm.hardware.step_profile import Profile, ProfileError
 from sequoia_vllm.measuring.engines import EngineSpec, token_windows
-from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.tree import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
 from tests.support.models import DRAFT

@@ -13,6 +13,7 @@ from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.frontend.drafts import ResolvedDraft
 from sequoia_vllm.engine.frontend.resolve import resolve
 from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
+from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.models import PairShapes, every_class
 from sequoia_vllm.hardware.offloading import streamed_layers
@@ -22,7 +23,6 @@ from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary
 from sequoia_vllm.library.user_files import adaptation_path
-from sequoia_vllm.measuring.errors import CalibrationError
 from tests.unit.test_computed_trees import learned
 
 L40, CPU = "NVIDIA L40", "AMD EPYC"

@@ -23,6 +23,7 @@ from sequoia_vllm.calibration.tuned_tree import (
 from sequoia_vllm.cli import app, tune_steps
 from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
+from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.choose import choose_schedule
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import current_cpu_name
@@ -31,7 +32,6 @@ from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
 from sequoia_vllm.measuring.engines import EngineSpec
-from sequoia_vllm.measuring.errors import CalibrationError
 from sequoia_vllm.measuring.provenance import synthetic_models
 from tests.support.models import DRAFT, TARGET
 
