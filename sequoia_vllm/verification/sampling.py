@@ -31,8 +31,8 @@ children gain a little less: they find tokens that only the target's nucleus hol
 LARGEST_NUCLEUS = 256
 """Most tokens of a nucleus. Larger ones are not looked for, and nothing is lowered."""
 
-FEWEST_FOR_BLOCKS, BLOCK = 32_768, 256
-"""Entries of Q from which on it is drawn from by blocks, and the tokens of a block."""
+FEWEST_TOKENS, FEWEST_ENTRIES, BLOCK = 4_096, 32_768, 256
+"""Vocabulary and entries of Q from which on it is drawn from by blocks, and a block's tokens."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def draw_without_replacement(
     Returns:
         int64 ``[R, k]``.
     """
-    if draft.numel() < FEWEST_FOR_BLOCKS:
+    if draft.shape[1] < FEWEST_TOKENS or draft.numel() < FEWEST_ENTRIES:
         return _race(draft, k, generator)
     drawn, left = _draw_by_blocks(draft, k, generator)
     if (left == 0).any():  # some rows had fewer tokens than were asked for

@@ -25,8 +25,8 @@ def _ways_to_draw(request):
     """Small vocabularies are drawn from by a race, and here also as large ones are."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "blocks":
-            patch.setattr(sampling, "FEWEST_FOR_BLOCKS", 0)
-            patch.setattr(sampling, "BLOCK", 2)
+            for name, value in (("FEWEST_TOKENS", 0), ("FEWEST_ENTRIES", 0), ("BLOCK", 2)):
+                patch.setattr(sampling, name, value)
         yield
 
 
