@@ -130,7 +130,7 @@ class TreeRunner(GPUModelRunner):
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         """Calls vLLM's; on trial few of the draft's graphs are captured, and tell of the others."""
-        self.speculator.on_trial, self.speculator.untried_bytes = profile_only, 0
+        self.speculator.capture_next(on_trial=profile_only)
         taken: int = super().capture_model(profile_only=profile_only)
         return taken + self.speculator.untried_bytes
 

@@ -221,6 +221,10 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
             for sizes in (self.plan.read_sizes, growth_sizes)
         )
 
+    def capture_next(self, on_trial: bool) -> None:
+        """Says whether graphs are captured on trial next."""
+        self.on_trial, self.untried_bytes = on_trial, 0
+
     def capture(self) -> None:
         """Replaces vLLM's: the reading of a few tokens is one graph, a tree's growth another."""
         captures = list(self._captures())
