@@ -28,7 +28,7 @@ PARTS = ("training", "validation")
 VALIDATION_SHARE = 16  # one answer for validation to so many for training
 LEAST_VALIDATION = 15  # answers: five kinds at three temperatures
 TEXTS_OF_A_SHARD = 64
-ANSWERED_AT_ONCE = 32
+ANSWERED_AT_ONCE = TEXTS_OF_A_SHARD  # in float32, 120 tokens/s, and 105 with 32 at once
 
 
 @dataclass(frozen=True)
@@ -192,6 +192,7 @@ def _engine(recipe: DraftDataRecipe) -> Iterator[Any]:
         recipe.target, dtype=recipe.dtype, enforce_eager=True, max_num_seqs=ANSWERED_AT_ONCE,
         max_logprobs=LIKELIEST, max_model_len=min(2048, _positions(recipe)),
         kv_cache_memory_bytes=1 << 30,
+        enable_chunked_prefill=False,  # on CPUs vLLM cannot read a seeded prompt in chunks
     )  # fmt: skip
     try:
         yield llm

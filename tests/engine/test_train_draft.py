@@ -1,5 +1,7 @@
 """Drafters from the target's answers to the engine that drafts with them."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -46,6 +48,18 @@ def test_what_is_there_is_not_answered_again(data):
     done = run_here("draft-data", "--target", TARGET, "--out", data, *options)
     assert done.returncode == 0, done.stderr
     assert {path: path.stat().st_mtime_ns for path in data.rglob("*.npz")} == shards
+
+
+def test_more_prompts_than_a_pass_reads(tmp_path):
+    """vLLM reads 4,096 tokens a pass; on CPUs it fails if a seeded prompt is cut there."""
+    lines = [json.dumps({"prompt": f"{place} " + "x = x + 1\n" * 60}) for place in range(20)]
+    (tmp_path / "long.jsonl").write_text("\n".join(lines))
+    options = ["--prompts", tmp_path / "long.jsonl", "--answer", "8", "--texts", "20"]
+    done = run_here("draft-data", "--target", TARGET, "--out", tmp_path / "answers", *options)
+    assert done.returncode == 0, done.stderr
+    with script_modules("draft_data") as scripts:
+        [found] = scripts.draft_data.read_shards(tmp_path / "answers", "training")
+    assert found.prompt_lengths.sum() > 4096
 
 
 def test_a_trained_draft_serves(data, shard, tmp_path):
