@@ -18,9 +18,8 @@ def prompts_for(model: str, count: int = 100) -> list[str]:
         return [prompt.prompt for prompt in loaded if prompt.prompt is not None]
     with script_modules("chat_prompts") as scripts:
         asked = scripts.chat_prompts.prompts(True, count, seed=3)
+    chats = [[{"role": "user", "content": one.text}] for one in asked]
     return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": one.text}], add_generation_prompt=True, tokenize=False
-        )
-        for one in asked
+        str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+        for chat in chats
     ]
