@@ -34,7 +34,7 @@ def test_a_server_replays_graphs_and_gives_plain_tokens(drafter, tmp_path):
     else:
         target, draft, requests = TARGET, EAGLE3, tokens_of_texts()
     report = tmp_path / "graphs.json"
-    variables = {**environment(spawns=True), **gpu_environment(multiprocessing=True)}
+    variables = {**environment(), **gpu_environment(multiprocessing=True)}
     server = Server(
         tmp_path / "server.log",
         f"--speculative-config={json.dumps({'method': 'sequoia', 'model': draft})}",

@@ -7,9 +7,7 @@ from tests.support.serving import environment
 
 def ray_environment() -> dict[str, str]:
     """Variables of a cluster that nobody else can join, from the daemons to the drivers."""
-    inherited = {
-        name: value for name, value in environment(spawns=True).items() if name[:4] != "RAY_"
-    }
+    inherited = {name: value for name, value in environment().items() if name[:4] != "RAY_"}
     return inherited | {
         # Of this cluster: without it Ray keeps one for all in the home directory.
         "RAY_AUTH_MODE": "token",

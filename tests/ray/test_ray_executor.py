@@ -93,7 +93,7 @@ def test_server_with_ray_answers_as_plain_vllm_and_ends_cleanly(
         server = Server(
             tmp_path / "server.log", "--distributed-executor-backend=ray",
             "--tensor-parallel-size=2", f"--speculative-config={json.dumps(config)}",
-            model=TARGET, spawns=True,
+            model=TARGET,
         )  # fmt: skip
     try:
         server.wait_until_healthy()

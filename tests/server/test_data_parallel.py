@@ -30,6 +30,7 @@ def test_two_replicas_answer_as_plain_vllm(tmp_path):
         "--distributed-executor-backend=uni",  # a process less for each
         "--speculative-config",
         config,
+        forks=True,
     )
     try:
         server.wait_until_healthy()

@@ -39,7 +39,7 @@ def two_nodes(folder: Path, *configs: dict) -> Iterator[list[Server]]:
                 f"--speculative-config={json.dumps(config)}",
             ]
             log = folder / f"node-{rank}.log"
-            nodes.append(Server(log, *options, *["--headless"] * (rank > 0)))
+            nodes.append(Server(log, *options, *["--headless"] * (rank > 0), forks=True))
         yield nodes
     finally:
         for node in nodes:

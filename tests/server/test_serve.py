@@ -87,10 +87,10 @@ def servers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
     with ExitStack() as stack:
         # As the word sequoia alone, but counted trees are to go on: here they do not pay.
         config = '--speculative-config={"method": "sequoia", "adapt": false}'
-        ours = Server(folder / "sequoia.log", *common, *ending, config, spawns=True)
+        ours = Server(folder / "sequoia.log", *common, *ending, config)
         stack.callback(ours.kill)
         # Plain vLLM stops on CPUs where a seeded prompt is read in chunks.
-        plain = Server(folder / "plain.log", *common, "--max-num-batched-tokens=8192")
+        plain = Server(folder / "plain.log", *common, "--max-num-batched-tokens=8192", forks=True)
         stack.callback(plain.kill)
         ours.wait_until_healthy()
         plain.wait_until_healthy()

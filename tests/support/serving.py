@@ -39,10 +39,10 @@ START_DEADLINE = 240.0  # seconds; an idle two-core machine needs 20
 STOP_DEADLINE = 60.0  # an idle one needs 1, or 7 to drain a request first
 
 
-def environment(spawns: bool = False) -> dict[str, str]:
+def environment(forks: bool = False) -> dict[str, str]:
     """This process's, less what the in-process engine tests, and their engines, left in it.
 
-    `spawns`: a server spawns its engine as users' do on CPUs; else it forks it, which is quicker.
+    `forks`: a server forks its engine, which is quicker; else it spawns it, as users' do on CPUs.
     """
     theirs = ("VLLM_", "TORCHINDUCTOR_")
     return {key: value for key, value in os.environ.items() if not key.startswith(theirs)} | {
@@ -54,7 +54,7 @@ def environment(spawns: bool = False) -> dict[str, str]:
         "VLLM_LOG_STATS_INTERVAL": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        FORK_ENGINES: "" if spawns else "1",
+        FORK_ENGINES: "1" if forks else "",
     }
 
 
@@ -75,17 +75,17 @@ class Server:
     """One ``vllm serve`` process, with those that it starts.
 
     `variables`: its environment, if not that of a machine without a GPU; then all
-    of its options are given. For `spawns` see `environment`.
+    of its options are given. For `forks` see `environment`.
     """
 
     def __init__(
         self, log: Path, *options: str, model: str = TARGET,
-        variables: dict[str, str] | None = None, spawns: bool = False,
+        variables: dict[str, str] | None = None, forks: bool = False,
     ) -> None:  # fmt: skip
         port = free_port()
         common = OPTIONS if variables is None else ("--host=127.0.0.1",)
         if variables is None:
-            variables = environment(spawns)
+            variables = environment(forks)
         self.model = model
         self.url = f"http://127.0.0.1:{port}"
         self.log_file = log
