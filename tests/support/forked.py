@@ -47,8 +47,14 @@ def follow(orders: TextIO, answers: TextIO) -> None:
 
 
 def main() -> None:
-    """Imports, then has a fork follow the orders of whoever connects, until its input ends."""
+    """Imports, then has a fork follow the orders of whoever connects, until its input ends.
+
+    In an orphan: commands under test end what is started by their process meanwhile, which may
+    serve other workers.
+    """
     path, *modules = sys.argv[1:]
+    if os.fork():
+        return None
     for name in modules:
         importlib.import_module(name)
     gc.collect()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import IO, Any, NamedTuple, TextIO
 
 import psutil
 
@@ -109,12 +109,14 @@ class Forker:
 
     def _start(self, path: Path) -> None:
         with Path(f"{path}.log").open("wb") as output:
-            process = psutil.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.forked", str(path), *self._modules],
                 cwd=self._directory, env=self._environment, start_new_session=True,
                 stdin=subprocess.PIPE, stdout=output, stderr=output,
             )  # fmt: skip
-        atexit.register(_end, process, path)
+        process.wait()  # the one that imports goes on as an orphan
+        assert process.stdin is not None
+        atexit.register(_end, process.stdin, path)
 
     def _status(self, line: _Line, order: dict[str, Any], timeout: float) -> int | None:
         """The exit status of the process that is forked; None if there is none in time."""
@@ -144,10 +146,9 @@ def _line_to(path: Path) -> _Line:
     raise TimeoutError(log.read_text(errors="replace")[-8000:] if log.exists() else str(path))
 
 
-def _end(process: psutil.Popen, path: Path) -> None:
+def _end(until: IO[bytes], path: Path) -> None:
     """No more calls are made from here; those of other workers go on."""
     with suppress(BrokenPipeError):  # it was killed
-        process.stdin.close()
-    process.wait()
+        until.close()
     for file in (path, f"{path}.log", f"{path}.lock"):
         Path(file).unlink(missing_ok=True)
