@@ -11,7 +11,7 @@ import sys
 import pytest
 from vllm import SamplingParams
 
-from tests.support.engines import sequoia
+from tests.support.engines import whole_trees
 from tests.support.generating import random_prompts, save_related_pair
 
 pytestmark = pytest.mark.engine
@@ -58,9 +58,8 @@ def test_same_tokens_from_a_compiled_engine_in_other_processes(plain_outputs, tm
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
     }
-    # What is greedy is matched. Nothing is said of adapting: four requests begin with one draft.
-    config = sequoia(draft=draft, verification="traversal")
-    del config["adapt"]
+    # What is greedy is matched. Adapting would end drafting at once where cores are busy.
+    config = whole_trees(draft=draft, verification="traversal")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *map(json.dumps, (target, requests, config))],
         env=environment, capture_output=True, text=True, timeout=500, check=False,
@@ -71,7 +70,7 @@ def test_same_tokens_from_a_compiled_engine_in_other_processes(plain_outputs, tm
     assert result["tokens"] == expected
     assert result["core"] == "SyncMPClient"
     assert result["mode"] != "NONE"  # it was compiled
-    assert result["stats"]["tokens"] > 1.2 * result["stats"]["tree_steps"] > 0
+    assert result["stats"]["tokens"] > 1.5 * result["stats"]["tree_steps"] > 0
     assert result["verification"] == "traversal"
     assert result["sampled"] == [32] * len(requests)
-    assert 0 < result["sampled trees"] < 32 * len(requests)
+    assert 0 < result["sampled trees"] < 31 * len(requests)
