@@ -1,7 +1,7 @@
-"""How much of the tree to draft, by what a serving engine measures; imports no vLLM.
+"""Decides how much of the tree to draft from what a serving engine measures; imports no vLLM.
 
-`DraftController` follows an engine's steps: what became of the trees (`FadingAcceptance`), and
-how long steps take (`StepTimes`). Now and then it tries other numbers of drafts for a few steps,
-none among them, and goes over to what is clearly faster. `AdaptationState` keeps what it learned
+`DraftController` follows an engine's steps: which drafts were accepted (`FadingAcceptance`), and
+how long steps take (`StepTimes`). From time to time it tries another number of drafts, or none,
+for a few steps. It switches to what is clearly faster. `AdaptationState` saves what it learned
 for the engine's next start.
 """

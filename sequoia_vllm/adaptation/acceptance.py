@@ -1,4 +1,4 @@
-"""Acceptance as a serving engine counts it, of which the latest weighs most."""
+"""Counts acceptance while an engine serves; the latest trees weigh most."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.tree import Acceptance, TokenTree
 from sequoia_vllm.tree.published import REFERENCE_ACCEPTANCE
 
-# Verified trees after which a count weighs half. So a change of workload is followed within a few
-# hundred trees, and the noise of an expected number of tokens is about 2 %.
+# Verified trees after which a count weighs half. Estimates then follow a change of workload within
+# a few hundred trees, and expected tokens have about 2 % noise.
 HALF_LIFE = 1000.0
-# A position that was offered so often is known as well as all depths together are.
+# After this many offers, a position's own count weighs as much as the mean over all depths.
 _POOLED = 8.0
 
 
@@ -22,9 +22,9 @@ class FadingAcceptance:
 
     Args:
         tree: The engine's tree; engines may draft a prefix of it.
-        prior: Acceptance of positions that were never offered: an earlier, wider tree's, say.
-            None: what trees are made for where nothing is known.
-        prior_trees: Weight of the verified trees that it was counted from.
+        prior: Acceptance of positions that were never offered, for example an earlier, wider
+            tree's. None: the published vector.
+        prior_trees: Weight of the verified trees behind ``prior``.
 
     Attributes:
         trees: Weight of the verified trees that are remembered.
@@ -37,7 +37,7 @@ class FadingAcceptance:
         self._prior = prior or REFERENCE_ACCEPTANCE
         self.trees = 0.0
         self._vector_trees = prior_trees
-        self._expected: NDArray[np.float64] | None = None  # of the counts as they are
+        self._expected: NDArray[np.float64] | None = None  # cached until counts change
         self._offered, self._accepted = np.zeros((2, tree.depth, tree.max_branch))
 
     def add(self, counts: TreeCounts) -> None:
@@ -50,17 +50,17 @@ class FadingAcceptance:
         self._accepted = kept * self._accepted + counts.accepted
 
     def fade(self, trees: float) -> None:
-        """Lets what was counted so far weigh as so many trees at most: it may be out of date."""
+        """Lowers the weight of all counts to at most so many trees: they may be out of date."""
         self._expected = None
         kept = min(1.0, trees / max(self.trees, 1.0))
         self.trees *= kept
         self._offered, self._accepted = kept * self._offered, kept * self._accepted
 
     def estimate(self) -> Acceptance:
-        """The vector ``[depth][child]``; positions that were seldom offered lean on other depths.
+        """The vector ``[depth][child]``; rarely offered positions borrow from other depths.
 
-        A child that was never offered at any depth has the prior's acceptance, as far as its
-        siblings leave room.
+        A child never offered at any depth gets the prior's acceptance. It is scaled down where a
+        row would sum to more than 1.
         """
         prior = self._prior.table
         shape = np.maximum(self._offered.shape, prior.shape)
@@ -76,13 +76,13 @@ class FadingAcceptance:
         return Acceptance.of(table / np.maximum(table.sum(axis=1, keepdims=True), 1.0))
 
     def expected_tokens(self) -> NDArray[np.float64]:
-        """Tokens per step of each prefix of the tree, ``[size]``; entry m: with m drafts."""
+        """Tokens per step of each prefix of the tree, ``[size]``; entry m has m drafts."""
         if self._expected is None:
             self._expected = np.cumsum(self._tree.values(self.estimate()))
         return self._expected
 
     def state(self) -> FadedCounts:
-        """What `restore` takes."""
+        """The counts in the form that `restore` takes."""
         return FadedCounts(
             trees=round(self.trees, 3),
             vector_trees=round(self._vector_trees, 3),
@@ -92,21 +92,21 @@ class FadingAcceptance:
         )
 
     def restore(self, state: FadedCounts) -> None:
-        """Starts from what an earlier engine counted, at the weight of a few hundred trees.
+        """Starts from an earlier engine's counts, at the weight of a few hundred trees.
 
         Raises:
-            ValueError: If it was of a tree of another shape.
+            ValueError: If their tree had another shape.
         """
         counts = np.array([state.offered, state.accepted])
         if counts.shape[1:] != self._offered.shape:
-            raise ValueError(f"counts of shape {counts.shape[1:]} are of a tree of another shape")
+            raise ValueError(f"counts of shape {counts.shape[1:]} belong to another tree")
         self.trees = state.trees
         self._offered, self._accepted = counts
         self.fade(HALF_LIFE / 4)
 
 
 def _padded(table: NDArray[np.float64], shape: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The table, and zeros up to this shape."""
+    """Pads the table with zeros to this shape."""
     wider = np.zeros(shape)
     wider[: table.shape[0], : table.shape[1]] = table
     return wider

@@ -1,4 +1,4 @@
-"""Decides how much of the tree an engine drafts, by what it measures while it serves."""
+"""Decides how much of the tree an engine drafts, from what it measures while it serves."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from sequoia_vllm.tree import Acceptance, TokenTree
 
 logger = logging.getLogger("vllm.sequoia.adaptation")  # shown by vLLM's own handler
 
-# Times of a few dozen steps are known to about a percent: less is not clearly faster.
+# A few dozen steps give times to about 1 %: a smaller gain may be noise.
 GAIN = 0.02
 # Drafts that gain less than this are not worth their memory: fewer are as fast.
 _WORTH_KEEPING = 0.01
-# A trial must promise so much of the present speed, as bounds are optimistic. What lies beyond a
-# number of drafts that came to less than so much of it is not tried.
+# A trial's best possible speed must exceed the present one by this factor: bounds are optimistic.
+# We try nothing beyond a number of drafts that reached less than `_NEARLY` of the present speed.
 _HOPE, _NEARLY = 1.05, 0.85
-# Trials whose speed differs by less go on for a while: they cost little.
+# Trials within this relative distance of the present speed go on: they cost little.
 _NEAR = 0.08
-# Steps between decisions, and before a new choice was measured.
+# Steps between decisions: usually, and until a new choice has been measured.
 _DECIDE_EVERY, _DECIDE_SOON = 64, 1
 _COMPARE_EVERY = 4  # steps of a trial
-_AT_ONCE, _FIRST_TRIAL, _BETWEEN_FIRST_TRIALS = 2, 16, 16  # steps; none first
-# Steps from one trial of a size to its next; doubled by every trial that is lost.
+_AT_ONCE, _FIRST_TRIAL, _BETWEEN_FIRST_TRIALS = 2, 16, 16  # steps
+# Steps from one trial of a size to its next; every lost trial doubles them.
 _SHORTEST_WAIT, _LONGEST_WAIT = 400, 6400
-# Share of the time that lost trials of a size may take; the next waits until they do not.
+# Share of the time that lost trials of a size may cost; the next trial waits until it is less.
 _MOST_LOST = 0.005
-# So many weigh as much as two trials: after a pause these find it out if drafts are accepted.
+# Weight of old trees after a pause: two trials outweigh it if acceptance has changed.
 _OLD_TREES = 48
-# After preemptions: steps until trees may shrink again, and until they may grow.
+# Steps after preemptions until trees may shrink again, and until they may grow.
 _BETWEEN_SHRINKING, _CALM = 16, 1000
-_SAY_EVERY = 60.0  # seconds, of one octave's decisions
+_SAY_EVERY = 60.0  # seconds between log lines about one octave
 
 
 class DraftController:
     """Follows an engine's steps, and keeps its table of drafts by batch size.
 
-    Tokens per step are predicted for every prefix of the tree from acceptance by depth and child,
-    for greedy and sampled requests apart. Seconds per step come from `StepTimes`, at the contexts
-    and with the prompts that are served of late. Other numbers of drafts, and none, are seen in
-    short trials. So speculation that does not pay is off within 200 steps of steady load.
+    Acceptance by depth and child predicts tokens per step of every prefix of the tree, separately
+    for each workload. `StepTimes` gives seconds per step at the recent contexts and prompts.
+    Short trials measure other numbers of drafts, and none. Under steady load, speculation that
+    does not pay is off within 200 steps.
 
     Args:
         tree: The engine's tree.
-        schedule: Drafts at batch sizes 0 (not used), 1, 2, ...: to begin with.
+        schedule: Initial drafts at batch sizes 0 (not used), 1, 2, ...
         most: The most drafts at these batch sizes.
-        sizes: Numbers of drafts to choose among, besides the schedule's at a batch size and
-            none; more than ``most`` is not chosen.
+        sizes: Numbers of drafts to choose among, besides 0 and the schedule's; limited by
+            ``most``.
 
     Attributes:
-        lookup: Drafts at batch sizes 0, 1, 2, ...: changed in place.
-        decisions: How often it was changed, but for trials.
-        schedule: As it was to begin with.
+        lookup: Drafts at batch sizes 0, 1, 2, ...; changed in place.
+        decisions: How often ``lookup`` changed, trials not counted.
+        schedule: The initial drafts.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class DraftController:
         self._octaves: dict[int, Octave] = {}
 
     def observe(self, step: Step) -> None:
-        """Takes one step, and changes `lookup` where that is clearly faster, or for a trial."""
+        """Takes one step; changes `lookup` for a trial, or where that is clearly faster."""
         trees = self._known.note(step)
         self._steps += 1
         known = self._octaves.get(step.batch_size.bit_length())
@@ -99,13 +99,13 @@ class DraftController:
 
     @property
     def speedup(self) -> float | None:
-        """Speed over plain decoding's in the last seconds, see `Speeds`; None: not known."""
+        """Speed relative to plain decoding in the last seconds, see `Speeds`; None: not known."""
         return self._known.gain
 
     def _follow_preemptions(self, step: Step) -> None:
-        """Takes drafts to the next smaller size where requests lost their cache, for a while.
+        """Goes to the next smaller size for a while after requests were preempted.
 
-        Where they lose it without drafts, too, drafts are not the cause.
+        Preemptions without drafts end this: then drafts are not the cause.
         """
         since, drafts = self._steps - self._shrunk, self.lookup[step.batch_size]
         is_less = self._most != self._whole
@@ -123,9 +123,9 @@ class DraftController:
             self._most[:], self._shrunk = self._whole, self._steps + _LONGEST_WAIT
 
     def begin_with(self, rows: int) -> None:
-        """Begins with trees of so many nodes in all, or the fewest drafts, not with the schedule.
+        """Lowers the initial drafts until a batch's trees have at most ``rows`` nodes in all.
 
-        For schedules that nothing was measured for.
+        Where none fit, the fewest drafts remain. Call it if no measurement supports the schedule.
         """
         for batch_size in range(1, len(self.lookup)):
             sizes = [size for size in self._sizes_of(batch_size) if size > 0]
@@ -139,7 +139,7 @@ class DraftController:
         batch_size = step.batch_size
         key = batch_size.bit_length()
         if key not in self._octaves:
-            # What an earlier engine measured can wait; but not whether to draft at all.
+            # Whether to draft at all is tried at once; what an earlier engine measured can wait.
             drafts = self.lookup[batch_size]
             first = _AT_ONCE if drafts > 0 else _SHORTEST_WAIT
             self._octaves[key] = Octave({0: first})
@@ -148,9 +148,9 @@ class DraftController:
         return self._octaves[key]
 
     def _plan_trials(self, octave: Octave, step: Step, first: int) -> None:
-        """Tries sizes that are not known after ``first`` steps, and others later.
+        """Plans trials: sizes not yet known after ``first`` steps, others later.
 
-        What is likely fastest comes first.
+        The size that is likely fastest comes first.
         """
         batch_size = step.batch_size
         others = [size for size in self._sizes_of(batch_size) if size != self.lookup[batch_size]]
@@ -161,7 +161,7 @@ class DraftController:
             octave.due[drafts] = octave.steps + first + wait + place * _BETWEEN_FIRST_TRIALS
 
     def _chosen(self, key: int) -> list[int]:
-        """Drafts of an octave's batch sizes, but for a trial."""
+        """Drafts of an octave's batch sizes, as before its trial if there is one."""
         trial = self._octaves[key].trial
         return self.lookup[self._batch_sizes(1 << (key - 1))] if trial is None else trial.before
 
@@ -206,7 +206,7 @@ class DraftController:
             octave.due[trial.drafts] = octave.steps + wait
 
     def _is_near(self, trial: Trial, step: Step) -> bool:
-        """Whether a trial is about as fast as what was drafted before it, or its time not known."""
+        """Whether a trial is about as fast as the drafts before it, or its time not yet known."""
         if self._known.times.known(trial.drafts, step.batch_size) is None:
             return True
         self._known.count()
@@ -216,7 +216,7 @@ class DraftController:
         return abs(speeds[trial.drafts] / speeds[trial.before[0]] - 1) < _NEAR
 
     def _steps_to_make_up(self, trial: Trial, step: Step) -> int:
-        """After so many steps what the trial lost is no more than `_MOST_LOST` of their time."""
+        """Steps until the time lost in the trial is at most `_MOST_LOST` of the time since."""
         speeds, drafts = self._speeds(step.batch_size, step.workload), self.lookup[step.batch_size]
         if not {trial.drafts, drafts} <= speeds.keys():
             return 0
@@ -226,11 +226,11 @@ class DraftController:
         return int(lost / (_MOST_LOST * gained[drafts] / speeds[drafts]))
 
     def _could_pay(self, drafts: int, step: Step) -> bool:
-        """Whether so many drafts would be faster in the least time that other steps leave open.
+        """Whether so many drafts could be faster, given the times of other steps.
 
-        Where nothing pays, one number is tried: the first that could pay and was not seen, or
-        else the best that nearly pays or the smallest, which tell what is accepted now at the
-        least cost.
+        While speculation is off, this is true of one number only. That is the smallest unseen
+        one that could pay, else the best that nearly pays, else the smallest.
+        These show current acceptance at the least cost.
         """
         batch_size, current = step.batch_size, self.lookup[step.batch_size]
         ranges = self._ranges(batch_size, step.workload)
@@ -254,14 +254,14 @@ class DraftController:
     # -- decisions ---------------------------------------------------------------------------
 
     def _decide(self, octave: Octave, step: Step) -> None:
-        """Goes over to more drafts that are clearly faster, or to fewer that are as fast."""
+        """Switches to more drafts if clearly faster, or to fewer if as fast."""
         octave.decided_for, octave.decide_at = step.workload, octave.steps + _DECIDE_SOON
         current = self.lookup[step.batch_size]
         ranges = self._ranges(step.batch_size, step.workload)
         slow, fast = ranges.get(current, (0.0, inf))
         if fast == inf:
             return
-        if len(octave.due) == 1:  # what to try besides no drafts is known now
+        if len(octave.due) == 1:  # only the trial of no drafts is planned so far
             plain = dict(octave.due)
             self._plan_trials(octave, step, _AT_ONCE)
             octave.due.update(plain)
@@ -269,8 +269,7 @@ class DraftController:
             octave.decide_at = octave.steps + _DECIDE_EVERY
         speeds = {current: fast}
         for drafts, (least, most) in ranges.items():
-            # Where the present speed is known, what is likely faster is tried at once; where it
-            # is not, only what is faster at any rate.
+            # While the present speed is not known, only a certain gain counts.
             likely = least
             if slow == fast and least < most:
                 likely = self._known.likely(drafts, step.batch_size, step.workload)
@@ -291,14 +290,14 @@ class DraftController:
         self._plan_trials(octave, step, _FIRST_TRIAL)
 
     def _begin_larger(self, batch_size: int, drafts: int) -> None:
-        """Larger batches that were not seen yet begin with no more: there drafts cost more."""
+        """Caps the drafts of larger batches not yet seen: drafts cost more there."""
         for larger in range(self._batch_sizes(batch_size).stop, len(self.lookup)):
             if larger.bit_length() in self._octaves:
                 return
             self.lookup[larger] = min(drafts, self.schedule[larger], self._most[larger])
 
     def _say(self, octave: Octave, step: Step, ranges: dict[int, tuple[float, float]]) -> None:
-        """Logs what is drafted now, unless it did so a moment ago or nothing has changed."""
+        """Logs the present number of drafts if it changed, at most once in `_SAY_EVERY`."""
         now, drafts = time.monotonic(), self.lookup[step.batch_size]
         seen = {size: slow for size, (slow, fast) in ranges.items() if slow == fast}
         if now - octave.said_at < _SAY_EVERY or 0 not in seen:
@@ -316,13 +315,13 @@ class DraftController:
         )  # fmt: skip
 
     def _ranges(self, batch_size: int, workload: Workload) -> dict[int, tuple[float, float]]:
-        """See `Speeds.ranges`, for the numbers that may be drafted."""
+        """`Speeds.ranges` of the numbers that may be drafted."""
         sizes = {*self._sizes_of(batch_size), self.lookup[batch_size]}
         sizes = {size for size in sizes if size <= self._most[batch_size]}
         return self._known.ranges(batch_size, workload, sizes)
 
     def _speeds(self, batch_size: int, workload: Workload) -> dict[int, float]:
-        """Returns the speeds of numbers whose steps were seen."""
+        """Speeds of the numbers of drafts that were measured."""
         ranges = self._ranges(batch_size, workload)
         return {drafts: slow for drafts, (slow, fast) in ranges.items() if slow == fast}
 
@@ -359,8 +358,7 @@ class DraftController:
         """Goes on from what an earlier engine learned.
 
         Returns:
-            Whether it was of this tree; of another one only acceptance is taken over, where
-            this one has no such children.
+            Whether it had this tree. From another tree only acceptance is taken, as the prior.
         """
         for workload in WORKLOADS:
             known = state.acceptance[workload]

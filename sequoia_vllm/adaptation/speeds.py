@@ -1,4 +1,4 @@
-"""How fast an engine is with each number of drafts, by the steps that it has taken."""
+"""Estimates an engine's speed with each number of drafts from its past steps."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from sequoia_vllm.tree import TokenTree
 WORKLOADS: tuple[Workload, ...] = get_args(Workload)
 
 _COUNT_EVERY = 32  # steps: counting many trees takes as long as counting those of one step
-# What is expected of so few trees is noise.
+# With fewer trees, expected tokens are noise.
 _FEWEST_TREES = 16
-# How much one step moves the share of requests that have trees, and the mix that is served.
+# Weight of one step in the share of requests with trees, and in the mix that is served.
 _SHARE_FADES, _MIX_FADES = 0.02, 0.01
 _GAIN_HALF_LIFE = 5.0  # seconds: vLLM's log has a line every ten
-_MOST_PROMPTS = 0.9  # share of the time that prompts may take, by their prices
+_MOST_PROMPTS = 0.9  # cap on the share of the time that prompts are estimated to take
 
 
 class Speeds:
     """Tokens per second of a request, from acceptance and step times.
 
     Attributes:
-        acceptance: By workload.
-        times: Of steps, by number of drafts and batch size.
-        gain: Speed over plain decoding's, by the steps of the last seconds; None: not known.
-            For each it takes the seconds in which plain decoding would have emitted the step's
-            tokens and read its prompts.
+        acceptance: Acceptance by workload.
+        times: Step times by number of drafts and batch size.
+        gain: Speed relative to plain decoding in the last seconds; None: not known. It compares
+            each step with plain decoding's time for the same tokens and prompts.
     """
 
     def __init__(self, tree: TokenTree) -> None:
@@ -42,16 +41,16 @@ class Speeds:
         self.gain: float | None = None
         self._tree = tree
         self._path_bytes = TreeCounts.path_bytes(tree)
-        self._took = self._plain_took = 0.0  # seconds: of late, and of plain decoding instead
-        # Steps whose trees are not counted: requests, seconds, of plain steps, and those that do
-        # not depend on what was accepted.
+        self._took = self._plain_took = 0.0  # recent seconds, and plain decoding's for the same
+        # Sums over steps whose trees are not counted yet: requests, seconds, plain seconds per
+        # token, plain seconds whatever was accepted.
         self._uncounted = [0.0] * 4
         self._pending: dict[Workload, list[bytes]] = {workload: [] for workload in WORKLOADS}
         self._steps = 0
         self._with_trees = 1.0  # share of the requests that have trees where drafts are scheduled
         self._context = 0.0  # tokens of a request
         self._mixed = 0.0  # share of steps that read prompts
-        self._prompts, self._seconds = 0.0, 1e-9  # a step's tokens of prompts, and its time
+        self._prompts, self._seconds = 0.0, 1e-9  # a step's prompt tokens, and its time
 
     def note(self, step: Step) -> int:
         """Takes a step; returns how many trees it verified."""
@@ -78,7 +77,7 @@ class Speeds:
         return trees
 
     def _compare(self, step: Step, seconds: float) -> None:
-        """Adds a step to the gain; without drafts it counts as plain decoding."""
+        """Adds a step to the gain; a step without drafts counts as plain decoding."""
         plain = self.times.known(0, step.batch_size, step.context)
         if step.drafts == 0:
             sums = 0.0, seconds, 0.0, seconds
@@ -101,24 +100,24 @@ class Speeds:
         requests, seconds, plain, others = self._uncounted
         self._uncounted = [0.0] * 4
         kept = 0.5 ** (seconds / _GAIN_HALF_LIFE)
-        tokens = 1 + accepted / max(requests, 1.0)  # of a request and step
+        tokens = 1 + accepted / max(requests, 1.0)  # per request and step
         self._plain_took = kept * self._plain_took + tokens * plain + others
         self._took = kept * self._took + seconds
         if self._took > 0:
             self.gain = self._plain_took / self._took
 
     def tokens(self, workload: Workload) -> list[float]:
-        """Tokens that a request is expected to gain per step with 0, 1, 2, ... drafts."""
+        """Expected tokens per request and step with 0, 1, 2, ... drafts."""
         expected = self.acceptance[workload].expected_tokens()
         return (1 + self._with_trees * (expected - 1)).tolist()
 
     def ranges(
         self, batch_size: int, workload: Workload, sizes: Iterable[int]
     ) -> dict[int, tuple[float, float]]:
-        """Speeds by drafts, at least and at most; equal where such steps were seen.
+        """Lowest and highest speed by number of drafts; equal where such steps were measured.
 
-        A pass over fewer tokens is not slower: steps that seem so were disturbed, and take as
-        long. Where too few trees were verified nothing is known.
+        Fewer drafts never count as slower steps: such measurements were disturbed. The result is
+        empty while too few trees were verified.
         """
         if self.acceptance[workload].trees < _FEWEST_TREES:
             self.count()
@@ -137,22 +136,19 @@ class Speeds:
         return ranges
 
     def fastest(self, drafts: int, batch_size: int, workload: Workload) -> float:
-        """The most speed that steps with other numbers of drafts leave possible."""
+        """Highest speed that is possible, given steps with other numbers of drafts."""
         context = self._context * batch_size
         least, _ = self.times.bounds(drafts, batch_size, context, self._mixed)
         emitted = self.tokens(workload)[drafts] * self._left(drafts)
         return emitted / least if least > 0 else inf
 
     def likely(self, drafts: int, batch_size: int, workload: Workload) -> float:
-        """The speed that is to be expected where such steps were not seen."""
+        """Expected speed where such steps were not measured."""
         context = self._context * batch_size
         seconds = self.times.likely(drafts, batch_size, context, self._mixed)
         return self.tokens(workload)[drafts] * self._left(drafts) / seconds
 
     def _left(self, drafts: int) -> float:
-        """Share of the time that prompts leave: they arrive at their own rate.
-
-        Where there are trees they leave less, as the draft reads them, too.
-        """
+        """Share of the time left after prompts; less with trees, as the draft reads them too."""
         arriving = self._prompts / self._seconds  # tokens a second
         return 1 - min(arriving * self.times.prompt_price(drafts), _MOST_PROMPTS)

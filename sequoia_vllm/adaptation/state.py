@@ -1,4 +1,4 @@
-"""What an engine learned of its drafts, as a file for its next start."""
+"""The file in which an engine keeps what it learned about its drafts for its next start."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _FEWEST_TREES = 500.0
 
 
 class StateError(SequoiaError, ValueError):
-    """A file that holds no state, or one of another version."""
+    """The file holds no state, or the state of another version."""
 
 
 class FadedCounts(FileModel):
-    """Counts of one workload, see `FadingAcceptance`."""
+    """Counts of one workload (`FadingAcceptance`)."""
 
     trees: float = Field(ge=0, description="Weight of its verified trees.")
     offered: list[list[float]] = Field(description="[depth][child], at their weight.")
     accepted: list[list[float]] = Field(description="[depth][child], at their weight.")
     vector: list[list[float]] = Field(
-        description="p[depth][child] by these counts, and where there are none by earlier ones."
+        description="p[depth][child] by these counts; where they are missing, by earlier ones."
     )
     vector_trees: float = Field(
-        default=0.0, ge=0, description="As trees, with those that restarts and pauses made lighter."
+        default=0.0, ge=0, description="Like trees, but not reduced by restarts and pauses."
     )
 
 
 class AdaptationState(FileModel):
-    """See `DraftController`."""
+    """What a `DraftController` learned."""
 
     described = "adaptation"
     refused = StateError

@@ -1,4 +1,4 @@
-"""How long an engine's steps take, fitted to the steps themselves while it serves."""
+"""Fits a model of step times to an engine's steps while it serves."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ROUNDS = 6  # of reweighting: steps far from the fit count less each time
 # Residuals beyond so many standard deviations weigh less (Huber).
 _OUTLYING = 1.5
 _LEAST_NOISE = 0.01
-# So much of its level one step may differ from it, between fits.
+# Between fits, a step's difference from its expected time counts up to this share of it.
 _CLIPPED = 0.06
-# Steps that read prompts tell less of the rest: tokens are not equally dear in small steps.
+# Steps that read prompts weigh less: a prompt token's price varies in small steps.
 _MIXED, _MIXED_EVIDENCE = 8.0, 0.25
 
 _Sample = tuple[int, int, int, float]  # batch size, prompt tokens, context tokens, seconds
@@ -29,15 +29,15 @@ _Sample = tuple[int, int, int, float]  # batch size, prompt tokens, context toke
 
 @dataclass
 class _Kind:
-    """Steps with as many drafts, in one octave of batch sizes.
+    """Steps with one number of drafts, in one octave of batch sizes.
 
     Attributes:
-        drafts: Per request.
-        samples: The latest.
-        level: Their seconds but for what prices account for; None: not known.
-        evidence: How many this engine took; those that read prompts count less.
-        batch_size: Their mean.
-        least: A quarter of the fastest one's seconds.
+        drafts: Drafts per request.
+        samples: The latest steps.
+        level: Seconds of a step without what the prices explain; None: not known.
+        evidence: Steps that this engine took; those that read prompts count less.
+        batch_size: Mean batch size.
+        least: A quarter of the fastest step's seconds.
     """
 
     drafts: int
@@ -49,14 +49,13 @@ class _Kind:
 
 
 class StepTimes:
-    """Times of steps in which every decoding request was offered so many drafts.
+    """Step times by number of drafts, of steps in which every decoding request has that many.
 
-    The model of a step's seconds is a sum. One part depends on the number of drafts and on the
-    octave of the batch size. The others are linear, with prices that all steps share: of tokens
-    of prompts and of context (both higher where there are trees), of requests, and of drafts
-    (higher beside prompts: a pass that computes much has no room left that costs nothing).
-    Robust least squares fit all of it to the latest steps of each kind, now and then. Between
-    fits each step moves the level of its kind.
+    A step's seconds are modelled as a sum. The level depends on the number of drafts and on the
+    octave of the batch size. The rest is linear, with prices that all steps share: per prompt
+    token and context token (both higher with trees), per request, and per draft. Drafts cost more
+    beside prompts, as a busy pass has no free rows. Robust least squares refit the model to the
+    latest steps of each kind. Between fits each step moves the level of its kind.
     """
 
     def __init__(self) -> None:
@@ -70,11 +69,11 @@ class StepTimes:
         """Notes one step.
 
         Args:
-            drafts: Per request.
+            drafts: Drafts per request.
             batch_size: Requests.
-            seconds: Its time.
-            prompts: Tokens of prompts that it read.
-            context: Tokens of context of all its requests.
+            seconds: The step's time.
+            prompts: Prompt tokens that it read.
+            context: Context tokens of all its requests.
         """
         key = drafts, batch_size.bit_length()
         kind = self._kinds.get(key) or self._kinds.setdefault(key, _Kind(drafts))
@@ -94,17 +93,17 @@ class StepTimes:
             kind.level += min(max(seconds - expected, -most), most) / known
 
     def forget(self, drafts: int, batch_size: int) -> None:
-        """Drops steps of batches like this, that are to be measured anew."""
+        """Drops the steps of this kind, so that they are measured anew."""
         self._kinds.pop((drafts, batch_size.bit_length()), None)
 
     def known(
         self, drafts: int, batch_size: int, context: float = 0.0, mixed: float = 0.0
     ) -> float | None:
-        """Seconds of such a step but for prompts; None: not known.
+        """Seconds of such a step without its prompts; None: not known.
 
         Args:
             drafts, batch_size, context: See `add`.
-            mixed: Share of such steps that read prompts beside it.
+            mixed: Share of steps that also read prompts.
         """
         kind = self._kinds.get((drafts, batch_size.bit_length()))
         if kind is None or kind.level is None:
@@ -114,10 +113,10 @@ class StepTimes:
     def bounds(
         self, drafts: int, batch_size: int, context: float = 0.0, mixed: float = 0.0
     ) -> tuple[float, float]:
-        """Least and most seconds of such a step, by what other kinds took.
+        """Least and most seconds of such a step, given the times of other kinds.
 
         A pass over fewer tokens is not slower, and time grows no faster than tokens. Steps of
-        earlier engines say nothing here.
+        earlier engines do not count here.
         """
         tokens, least, most = batch_size * (1 + drafts), 0.0, inf
         octave = batch_size.bit_length()
@@ -128,7 +127,7 @@ class StepTimes:
             ratio = tokens / (kind.batch_size * (1 + kind.drafts))
             if kind.drafts >= drafts:
                 most = min(most, seconds * max(ratio, 1.0))
-            if kind.drafts > drafts:  # its draft took a share that is not known
+            if kind.drafts > drafts:  # an unknown share of its time was drafting
                 ratio = (1 + drafts) / (1 + kind.drafts) * min(batch_size / kind.batch_size, 1.0)
             least = max(least, seconds * min(ratio, 1.0))
         return min(least, most), max(least, most)
@@ -138,7 +137,7 @@ class StepTimes:
     ) -> float:
         """Seconds of such a step on a line through the nearest kinds, within its `bounds`.
 
-        Beyond the most drafts seen, half as steep: rows are free while weights are read.
+        Beyond the most drafts seen, the line is half as steep: there some rows cost nothing.
         """
         least, most = self.bounds(drafts, batch_size, context, mixed)
         seen = {
@@ -157,17 +156,17 @@ class StepTimes:
         return min(max(seen[near] + slope * (drafts - near), least), most)
 
     def prompt_price(self, drafts: int) -> float:
-        """Seconds that a prompt's token adds; where there are trees the draft reads it, too."""
+        """Seconds per prompt token; higher with trees, as the draft reads the prompt too."""
         return self._prices[0] + self._prices[1] * (drafts > 0)
 
     def _seconds(
         self, kind: _Kind, level: float, batch_size: float, context: float, mixed: float
     ) -> float:
-        # Prices that were fitted to other batches must not make it nothing.
+        # Prices fitted to other batches must not push the time below a plausible one.
         return max(level + self._priced(kind.drafts, batch_size, context, mixed), kind.least)
 
     def _priced(self, drafts: int, batch_size: float, context: float, mixed: float) -> float:
-        """Seconds that prices account for, but for prompts."""
+        """Seconds that the prices explain, without prompts."""
         _, _, of_context, beside_trees, of_request, of_draft, beside_prompts = self._prices
         seconds = context * (of_context + beside_trees * (drafts > 0))
         return seconds + batch_size * (of_request + drafts * (of_draft + mixed * beside_prompts))
@@ -205,7 +204,7 @@ class StepTimes:
             mean_inputs = np.add.reduceat(weights[:, None] * inputs, starts) / totals[:, None]
             centred = inputs - mean_inputs[kinds]
             weighted = weights[:, None] * centred
-            # Without evidence a price is 0: no more than a step's usual time may be its effect.
+            # Ridge: without evidence a price is 0; its effect is presumed below a usual step.
             ridge = (noise / usual) ** 2 * np.eye(len(scales))
             prices = _not_negative(
                 centred.T @ weighted + ridge, weighted.T @ (seconds - mean_seconds[kinds])
@@ -221,7 +220,7 @@ class StepTimes:
                 kind.least = min(sample[3] for sample in kind.samples) / 4
 
     def to_list(self) -> list[tuple[int, int, float]]:
-        """(drafts, batch size, seconds without prompts and context) of all that is known."""
+        """(drafts, batch size, seconds without prompts and context) of every known kind."""
         found = []
         for (drafts, _), kind in self._kinds.items():
             if kind.level is not None:
@@ -231,7 +230,7 @@ class StepTimes:
         return found
 
     def restore(self, times: list[tuple[int, int, float]]) -> None:
-        """Starts from what an earlier engine measured; a few new steps outweigh it."""
+        """Starts from an earlier engine's times; a few new steps outweigh them."""
         for drafts, batch_size, seconds in times:
             for _ in range(FEWEST):
                 self.add(drafts, batch_size, seconds)
@@ -240,7 +239,7 @@ class StepTimes:
 
 
 def _median(values: NDArray[np.float64]) -> float:
-    """One of them: faster than numpy's median."""
+    """The upper median: one of the values, found faster than by ``np.median``."""
     middle = len(values) // 2
     return float(np.partition(values, middle)[middle])
 
@@ -248,7 +247,7 @@ def _median(values: NDArray[np.float64]) -> float:
 def _not_negative(
     products: NDArray[np.float64], target: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Solution of normal equations ``[n, n]``, ``[n]`` by prices of which none is negative."""
+    """Solves normal equations ``[n, n]``, ``[n]`` without negative prices: drops those below 0."""
     kept = np.arange(len(target))
     while len(kept):
         found = np.linalg.solve(products[np.ix_(kept, kept)], target[kept])

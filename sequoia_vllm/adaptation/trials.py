@@ -1,4 +1,4 @@
-"""What a controller keeps of each octave of batch sizes: its trials, and what they found."""
+"""What a controller keeps for each octave of batch sizes: its trials, and what they found."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from math import inf
 from sequoia_vllm.adaptation.state import Workload
 from sequoia_vllm.adaptation.step_times import FEWEST
 
-# After steps without drafts a trial has so many trees, to count what is accepted. One whose speed
-# is near has so many steps. Any is given up after so many steps of other kinds.
+# Trees of a trial while speculation is off, to count acceptance; steps of a trial whose speed is
+# near; and steps of any kind after which a trial is given up.
 _TREES, _STEPS, _GIVE_UP = 24, 24, 96
 _MORE = 0.2  # share of the requests
-# A trial of no drafts goes on for so many where its speed is near.
+# Steps of a trial of no drafts whose speed is near.
 _NEAR_STEPS = 88
 
 
@@ -22,14 +22,14 @@ class Step:
 
     Attributes:
         batch_size: Requests in it.
-        drafts: Per request, as scheduled for this step and for the one before it; None: the
-            number has just changed.
-        seconds: Since the step before it; None: the engine was idle, or it is not known.
+        drafts: Drafts per request, in this step and the one before; None: the number has just
+            changed.
+        seconds: Time since the step before; None: not known, or the engine was idle.
         workload: Whether its requests are greedy.
         paths: Its verified trees, as bytes (`TreeCounts.from_bytes`).
-        prompts: Tokens of prompts that it read.
-        context: Tokens of context of all its requests.
-        preempted: Requests that lost their cache before it.
+        prompts: Prompt tokens that it read.
+        context: Context tokens of all its requests.
+        preempted: Requests that lost their KV cache before it.
     """
 
     batch_size: int
@@ -44,10 +44,10 @@ class Step:
 
 @dataclass
 class Trial:
-    """A few steps with another number of drafts; ``before``: those of the octave.
+    """A few steps with another number of drafts; ``before`` are the octave's own.
 
-    Where nothing was drafted before, the draft first reads the requests' tokens, perhaps for
-    some steps. ``all_steps`` and ``seconds`` count these, too.
+    If nothing was drafted before, the draft first reads the requests' tokens, which may take
+    several steps. ``all_steps`` and ``seconds`` include them.
     """
 
     drafts: int
@@ -60,13 +60,13 @@ class Trial:
     seconds: float = 0.0
 
     def has_more_trees(self, share: float) -> bool:
-        """Whether many more requests draft than in any step before: some had still to be read."""
+        """Whether clearly more requests have trees than in any step of the trial so far."""
         more = share > self.share + _MORE
         self.share = max(share, self.share)
         return more
 
     def is_over(self, is_near: bool) -> bool:
-        """Whether enough was seen; ``is_near``: it is about as fast as what it is compared with."""
+        """Whether enough was seen; ``is_near``: it is about as fast as the drafts before it."""
         enough = self.before[0] > 0 or self.trees >= _TREES or self.seen >= _STEPS
         enough = enough and self.seen >= FEWEST
         longest = _NEAR_STEPS if self.drafts == 0 else _STEPS
@@ -75,13 +75,13 @@ class Trial:
 
 @dataclass
 class Octave:
-    """Batch sizes from a power of two up to the next: they are decided on together.
+    """Batch sizes from a power of two up to the next, which share one decision.
 
     Attributes:
-        due: By number of drafts, the step in which it is tried.
+        due: By number of drafts, the step of the next trial.
         wait: By number of drafts, steps from a lost trial to the next.
         decided_for, decide_at: The workload of the last decision, and the step of the next.
-        has_news: Whether its drafts were changed, and nothing was logged about it.
+        has_news: Whether its drafts changed since the last log line.
         said, said_at: Drafts that were logged, and when.
     """
 
