@@ -1,8 +1,8 @@
 """The trees of a batch: as the proposer grew them, and as the scheduler sends them back.
 
 A step grows trees (`DraftedTreesV1`) and returns their tokens to vLLM's scheduler. The scheduler
-may cut them, and replaces those that a grammar forbids (`engine.core.grammar`). The next step
-lays out what comes back (`ScoringTreesV1`), scores and verifies it.
+may cut them, and replaces tokens that a grammar forbids (`engine.core.grammar`). The next step
+lays out the returned tokens (`ScoringTreesV1`), scores and verifies them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sequoia_vllm.tree import TokenTree
 
 @dataclass(frozen=True)
 class DraftedTreesV1:
-    """What one drafting pass grew, for the B requests that it drew drafts for.
+    """Trees of B requests from one drafting pass.
 
     `TreeProposerV1.grow` returns it at the end of a step, and the runner keeps it for
     each of the requests (`Draft`). In the next step `schedule_trees` compares its tokens
@@ -32,9 +32,8 @@ class DraftedTreesV1:
     Attributes:
         tokens: int64 ``[B, N]``: the tree's N nodes in stored order; column 0 is the root.
         probs: float32 ``[P, V]``: draft distributions Q, exactly as sampled.
-            Greedy and seeded requests are verified without them and store none.
-        probs_rows: int64 ``[B, N]``: the row of ``probs`` that holds Q
-            at each node; -1 where there is none.
+            Greedy and seeded requests store none: their verification does not need Q.
+        probs_rows: int64 ``[B, N]``: each node's row in ``probs``; -1: none.
     """
 
     tokens: Tensor
@@ -57,13 +56,12 @@ class Draft:
 
 @dataclass(frozen=True)
 class ScoringTreesV1:
-    """The trees of one step's batch: which of its rows they are, and what was drafted.
+    """The trees of one step's batch: their rows in it, and their drafts.
 
     `schedule_trees` makes it before the target's forward. The attention metadata, the
-    verifier and the commit read it, and it is dropped when the step has sampled.
+    verifier and the commit read it. The runner drops it after sampling.
 
-    B is the number of requests with drafts, N that of the nodes of their largest tree,
-    root included.
+    B is the number of requests with drafts, and N the size of their largest tree.
 
     Attributes:
         requests: int64 ``[B]``: index of each request in the batch.
@@ -71,14 +69,13 @@ class ScoringTreesV1:
         context_lens: int64 ``[B]``: committed tokens before the root.
         first_row: int64 ``[B]``: row of the root in the batch's flat tokens.
         first_logits_row: int64 ``[B]``: row of the root in the step's logits.
-        tokens: int64 ``[B, N]``.
-        drawn: int64 ``[B, N]``: where they were replaced, the tokens as they were drawn.
+        tokens: int64 ``[B, N]``: the tokens to score.
+        drawn: int64 ``[B, N]``: the tokens as drawn, before a grammar replaced any.
         parents: int64 ``[B, N]``; -1 for the root, -2 for padding.
         is_node: bool ``[B, N]``: not padding.
         drafts: Each request's draft, or None where the scheduled tokens are
             not ours (then no node is ever accepted).
-        is_all: The step's logits are the rows of these trees in order, and
-            no padding and no other request's.
+        is_all: True if the step's logits are exactly these trees' rows in order, without padding.
     """
 
     requests: Tensor
@@ -105,7 +102,7 @@ class ScoringTreesV1:
         return self.rows + (self.first_logits_row - self.first_row)[:, None]
 
     def queries(self, metadata: Any, ancestors: Tensor) -> TreeQueries:
-        """These trees as tree attention takes them.
+        """These trees in the form that tree attention takes.
 
         Args:
             metadata: vLLM's attention metadata of the layers that score them.
@@ -134,12 +131,12 @@ def schedule_trees(
     seq_lens: np.ndarray,
     device: torch.device,
 ) -> ScoringTreesV1 | None:
-    """Matches the drafts that the scheduler sent back with what was grown.
+    """Matches the drafts that the scheduler sent back with the trees that were grown.
 
     Args:
         tree: The engine's tree; every request drafts a prefix of it.
         scheduled_drafts: Draft tokens to score, by request id, perhaps trimmed.
-        drafts: What was grown, by request id.
+        drafts: The grown trees, by request id.
         request_index: Row of each request id in the batch.
         follows_grammar: Whether the drafts of a request may have been replaced.
         query_ends: int ``[requests]``: end of each request's rows in the batch.
@@ -205,7 +202,7 @@ def schedule_trees(
 def logits_rows(
     num_draft_tokens: np.ndarray, query_ends: np.ndarray, device: torch.device
 ) -> SpecDecodeMetadata:
-    """Which rows of a batch the target computes logits of: each request's last ones.
+    """Selects the rows whose logits the target computes: each request's root and drafts.
 
     Args:
         num_draft_tokens: int ``[requests]``: drafts that are scored.
@@ -213,7 +210,7 @@ def logits_rows(
         device: Where the rows go.
 
     Returns:
-        vLLM's metadata with nothing else in it: no more is read where Sequoia verifies.
+        vLLM's metadata with these rows only: the Sequoia verifier reads no more.
     """
     counts = num_draft_tokens + 1
     skipped = query_ends - counts.cumsum()  # rows without logits, up to each request's

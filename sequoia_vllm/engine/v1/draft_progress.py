@@ -18,14 +18,14 @@ from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 
 @dataclass(frozen=True)
 class CommittedTokens:
-    """The committed tokens that the draft model reads in one step, in arrays on the host.
+    """The committed tokens that the draft model reads in one step, as arrays on the host.
 
     Attributes:
         requests: int64 ``[R]``: the indices in the batch of the R requests that have any.
         tokens: int64 ``[T]``: the tokens, request after request.
         positions: int64 ``[T]``: the position of each token in its request.
         counts: int64 ``[R]``: how many of the tokens belong to each request, at least 1.
-        complete: bool ``[R]``: whether the request has no other tokens left to read.
+        complete: bool ``[R]``: whether these are the request's last unread tokens.
     """
 
     requests: NDArray[np.int64]
@@ -43,15 +43,13 @@ class CommittedTokens:
 class DraftProgressV1:
     """Follows how many tokens of each request the draft model has read.
 
-    Before the target's forward, the runner calls `forget` for requests that have finished. It
-    calls `start` for those that begin or resume, and `extend` for those that get more cache
-    blocks. After the step has sampled, and only if drafts are due, it calls `take` once. That
-    returns the tokens to read and counts them as read; `TreeProposerV1.advance` reads them at
-    once.
+    Before the target's forward, the runner calls `forget` for finished requests and `start` for
+    those that begin or resume. It calls `extend` for those that get more cache blocks. After
+    sampling, and only if drafts are due, it calls `take` once. That returns the tokens to read
+    and counts them as read; `TreeProposerV1.advance` reads them at once.
 
-    While a schedule asks for no drafts at this batch size, the draft reads nothing; when
-    it asks for some again, the requests catch up. Of the tokens that a request has from
-    the prefix cache, the draft reads those that it has not read for another request.
+    While the schedule asks for no drafts, the draft reads nothing; later the requests catch up.
+    The draft skips tokens from the prefix cache that it has read for another request.
 
     Args:
         max_len: Tokens of the longest request that the draft model can read.
@@ -69,12 +67,11 @@ class DraftProgressV1:
     def start(
         self, request_id: str, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """A request begins, or resumes after preemption.
+        """Notes a request that begins, or resumes after preemption.
 
         Args:
             request_id: The request.
-            num_computed_tokens: How many of its first tokens are in the prefix cache, so
-                that the target does not compute them.
+            num_computed_tokens: How many of its first tokens are in the prefix cache.
             block_ids: The ids of its blocks, for each cache group.
         """
         self.forget(request_id)
@@ -82,11 +79,11 @@ class DraftProgressV1:
         self._blocks.start(request_id, block_ids, num_computed_tokens)
 
     def extend(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
-        """The request gets more blocks, whose ids are given for each cache group."""
+        """Notes the request's new blocks, by their ids for each cache group."""
         self._blocks.extend(request_id, block_ids)
 
     def forget(self, request_id: str) -> None:
-        """The request has finished."""
+        """Drops a finished request."""
         self._read.pop(request_id, None)
         self._cached.pop(request_id, None)
         self._blocks.forget(request_id)
@@ -140,17 +137,16 @@ class DraftProgressV1:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """How much each request reads, int64 ``[requests]`` each.
 
-        Requests that begin to read come last, in the order in which they started. The prefix
-        cache may give a request blocks that an earlier one fills in this very step, and one pass
-        of the draft reads both.
+        Requests that begin to read come last, in the order in which they started: the prefix
+        cache may share blocks that an earlier request fills in this same pass.
 
         Args:
             request_ids: See `take`.
             ends: int64 ``[requests]``: how many committed tokens each request has.
 
         Returns:
-            The position of the first token to read, the number of tokens that are unread,
-            and the number of those that the budget allows to read now.
+            The position of the first token to read, the number of unread tokens, and the
+            number that the budget allows to read now.
         """
         starts, counts, taken = np.zeros((3, len(ends)), dtype=np.int64)
         rows = {request_id: row for row, request_id in enumerate(request_ids)}

@@ -1,4 +1,4 @@
-"""How each request of a batch draws a node's children from the draft distribution."""
+"""Draws each node's children from the draft's distribution, as the request's sampling asks."""
 
 from __future__ import annotations
 
@@ -36,11 +36,8 @@ def _say_that_it_is_broken() -> None:
 
 
 def _mend_broken(draft: Tensor) -> None:
-    """Makes Q uniform, in place, where it is NaN.
-
-    A NaN anywhere in a row's logits makes all of its Q NaN.
-    """
-    broken = draft[:, 0].isnan()
+    """Makes Q uniform, in place, where it is NaN."""
+    broken = draft[:, 0].isnan()  # softmax spreads one NaN over its row
     if broken.any():
         draft[broken] = 1.0 / draft.shape[1]
         _say_that_it_is_broken()
@@ -50,19 +47,18 @@ class DraftSampling:
     """Draws children without replacement, and keeps Q where the verifier will need it.
 
     The runner makes one for each drafting pass. `TreeProposerV1.grow` calls `start`, then
-    `children` for each level from the root down, and `finish`, which hands over the
-    tree's tokens with the stored Q.
+    `children` for each level from the root down, and `finish` at the end.
 
-    Greedy requests take the draft's top-k. Sampled ones draw by Gumbel-top-k
-    at their temperature, and their Q is stored. Seeded ones take the top-k
-    under the noise that will decide the target's token (see `seeded`). Sampled
-    and seeded ones lower what their top-k, top-p and min-p exclude (see `truncation`).
+    Greedy requests take the draft's top-k. Sampled requests draw by Gumbel-top-k at their
+    temperature, and their Q is stored. Seeded requests take the top-k under the noise that
+    will decide the target's token (see `seeded`). Sampled and seeded requests lower the logits
+    of tokens that their top-k, top-p and min-p exclude (see `Truncation`).
 
     Args:
         temperature: float32 ``[B]``; 0 is greedy.
         seeds: int64 ``[B, depth]``: the noise seeds of seeded requests.
-        is_seeded: bool ``[B]``.
-        truncation: The B requests' own.
+        is_seeded: bool ``[B]``: which requests have a seed.
+        truncation: What each of the B requests excludes.
     """
 
     def __init__(
@@ -78,7 +74,7 @@ class DraftSampling:
 
     @classmethod
     def greedy(cls, batch: int) -> DraftSampling:
-        """All requests at temperature 0."""
+        """Sampling of a batch in which every request is greedy."""
         seeds, is_seeded = torch.zeros(batch, 0), torch.zeros(batch, dtype=torch.bool)
         return cls(torch.zeros(batch), seeds, is_seeded, Truncation())
 
@@ -91,7 +87,7 @@ class DraftSampling:
         truncation: Truncation,
         depth: int,
     ) -> DraftSampling:
-        """Sampling that some requests of a batch ask for."""
+        """Sampling that these requests of a batch ask for."""
         if metadata.temperature is None:
             return cls.greedy(len(requests))
         temperature = metadata.temperature[requests]
@@ -105,10 +101,9 @@ class DraftSampling:
         return cls(temperature, seeds, is_seeded, truncation.of(torch.from_numpy(requests)))
 
     def start(self, tree: TokenTree, vocab_size: int) -> None:
-        """Begins to grow trees of this topology.
+        """Begins trees of this topology.
 
-        Allocates what `children` stores of Q: float32, a row for each node with children
-        of each sampled request.
+        Allocates Q for `children`: one float32 row per sampled request and node with children.
         """
         if not len(self.sampled):
             return
@@ -157,15 +152,11 @@ class DraftSampling:
         return drawn
 
     def finish(self, tokens: Tensor) -> DraftedTreesV1:
-        """What the pass grew.
-
-        Args:
-            tokens: int64 ``[B, size]``: the trees' tokens in stored order.
-        """
+        """Joins tokens int64 ``[B, size]``, in stored order, with the stored Q."""
         return DraftedTreesV1(tokens, self._probs, self._probs_rows)
 
     def _seeded_children(self, logits: Tensor, level: Level) -> Tensor:
-        """int64 ``[S, m, b]``, of seeded requests' logits ``[S, m, V]``."""
+        """Children int64 ``[S, m, b]`` of seeded requests, from logits ``[S, m, V]``."""
         width, branch = level.columns.shape
         rows = self.seeded.repeat_interleave(width)
         scaled = logits.flatten(0, 1) / self.temperature[rows, None]

@@ -1,7 +1,7 @@
-"""What sampling parameters change of the target's logits at tree nodes: each node by its own path.
+"""Applies sampling parameters to the target's logits at tree nodes, each by its own path.
 
-vLLM's sampler does this to the one row that a request has without drafts, with the tokens
-generated so far as its history. A node's history is these and the tokens of its path.
+Without drafts a request has one row, whose history is the tokens generated so far; vLLM's sampler
+edits that row. A node's history is these tokens and those of its path.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class NodesToEdit:
     """The M nodes, of any requests, whose logits change.
 
     Attributes:
-        rows: int64 ``[M]``: theirs in the step's logits.
-        requests: int64 ``[M]``: of each, its index in the batch.
-        depths: int64 ``[M]``.
+        rows: int64 ``[M]``: each node's row in the step's logits.
+        requests: int64 ``[M]``: the batch index of each node's request.
+        depths: int64 ``[M]``: each node's depth.
         paths: int64 ``[M, D]``: tokens from the root's child down to the node itself, then -1.
     """
 
@@ -43,8 +43,7 @@ class PathEdits:
     """Applies what vLLM's sampler applies before the temperature, in its order.
 
     These are ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias`` and
-    penalties. The runner asks for `edited` logits in each step that has trees, and the
-    verifier sees no others.
+    penalties. In each step with trees, the verifier sees only `edited` logits.
     """
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
@@ -59,14 +58,14 @@ class PathEdits:
         sampling_params: Sequence[Any],
         batch: InputBatch,
     ) -> Tensor:
-        """The step's logits with those of all tree nodes as their requests' parameters make them.
+        """Edits the logits of all tree nodes by their requests' parameters.
 
         Args:
             logits: ``[rows, V]``, any float dtype; not changed.
             trees: The step's trees.
-            metadata: The batch's.
+            metadata: The batch's sampling metadata.
             sampling_params: Each request's `SamplingParams`.
-            batch: vLLM's, with the tokens so far.
+            batch: vLLM's input batch, with the tokens so far.
 
         Returns:
             float32 ``[rows, V]``; ``logits`` itself where nothing changes.
@@ -113,7 +112,7 @@ class PathEdits:
 
 
 def edits_logits(sampling_params: Any, num_outputs: int) -> bool:
-    """Whether a request's logits change before the temperature, with so many tokens generated."""
+    """Whether vLLM edits a request's logits before the temperature, after so many outputs."""
     p = sampling_params
     return bool(
         p.repetition_penalty != 1.0
@@ -162,9 +161,9 @@ def _exclude_bad_words(
 def _recent_tokens(
     nodes: NodesToEdit, rows: Tensor, output: NDArray[np.int32], count: int
 ) -> Tensor:
-    """The last ``count`` tokens of each of these nodes' histories, int64 ``[len(rows), count]``.
+    """The last ``count`` tokens of these nodes' histories, int64 ``[len(rows), count]``.
 
-    -1 before the first one that was generated.
+    Shorter histories begin with -1.
     """
     committed = np.full(count, -1, dtype=np.int64)
     last = output[len(output) - min(count, len(output)) :]
@@ -178,9 +177,9 @@ def _recent_tokens(
 def _keep_going(
     logits: Tensor, of_request: Tensor, nodes: NodesToEdit, params: Any, num_outputs: int
 ) -> None:
-    """Excludes tokens that end the request where it has fewer than ``min_tokens``.
+    """Excludes stop tokens where the request has fewer than ``min_tokens``.
 
-    Where a grammar allows nothing else it may end, as with vLLM.
+    Where a grammar allows no other token they stay, as in vLLM.
     """
     if params.min_tokens <= num_outputs or not params.all_stop_token_ids:
         return

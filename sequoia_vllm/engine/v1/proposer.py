@@ -29,18 +29,17 @@ PADDING_SLOT = -1  # vLLM's cache-update op skips it
 
 @dataclass(frozen=True)
 class InnerNodes:
-    """Where the nodes lie that the draft reads while B requests grow their trees.
+    """Positions and slots of the nodes that the draft reads while B requests grow their trees.
 
-    They are in draft order (see `Level`), each in the slot after the one before it.
+    The nodes are in draft order (see `Level`), in consecutive slots.
 
     Attributes:
         positions, slots: int64 ``[B, I]``: the RoPE position and the cache slot of each
             node.
         block_table: int32 ``[B, max_blocks]``: the cache blocks of each request.
-        root_positions: int64 ``[B]``: the position of each root, which is the number of
-            tokens before it.
+        root_positions: int64 ``[B]``: the position of each root.
         num_nodes: int64 ``[B]``: how many of the inner nodes have slots.
-        max_keys: How many slots the longest request has, those of its nodes included.
+        max_keys: Slots of the longest request, its nodes included.
     """
 
     positions: Tensor
@@ -52,14 +51,13 @@ class InnerNodes:
 
 
 class TreeProposerV1(DraftModelProposer):
-    """vLLM's draft-model proposer (loading, KV cache, compilation) growing trees.
+    """Grows trees with vLLM's draft-model proposer (loading, KV cache, compilation).
 
     Instead of its `propose`, the runner calls two methods at the end of a step. `advance` runs
-    the draft over the tokens that were committed, and returns the logits after the last of them.
-    Their keys and values are then in the draft's KV cache. `grow` draws the root's children from
-    these logits. For each further level it runs the draft over the level's nodes that have
-    children, which writes their keys and values too, and draws their children. What `grow` writes
-    is for this tree only: later steps write over it.
+    the draft over the committed tokens, which fills its KV cache, and returns the logits after
+    the last of them. `grow` draws the root's children from these logits. For each further level
+    it runs the draft over the level's nodes with children, and draws their children. Later steps
+    overwrite the keys and values that `grow` writes.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any) -> None:
@@ -69,7 +67,7 @@ class TreeProposerV1(DraftModelProposer):
         self._rows = torch.arange(runner.max_num_tokens)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Calls vLLM's, and matches the vocabularies."""
+        """Loads the draft as vLLM does, then matches the vocabularies."""
         super().load_model(target_model)
         self._vocabulary = draft_vocabulary(self.vllm_config, self.model, self.device)
 
@@ -80,11 +78,11 @@ class TreeProposerV1(DraftModelProposer):
         is_graph_capturing: bool = False,
         slot_mappings: dict[str, Tensor] | None = None,
     ) -> None:
-        """One dummy forward; vLLM's runs one per speculative token, a tree needs fewer."""
+        """Runs one dummy forward; vLLM runs one per speculative token."""
         super().dummy_run(num_tokens, use_cudagraphs, True, slot_mappings)
 
     def advance(self, committed: CommittedTokens) -> Tensor:
-        """Runs the draft over committed tokens that it has not read, writing its KV cache.
+        """Runs the draft over committed tokens that it has not read; fills its KV cache.
 
         Returns:
             Draft logits ``[R, V]`` after each request's last committed token.
@@ -116,10 +114,10 @@ class TreeProposerV1(DraftModelProposer):
         return self._forward(tokens, positions, slots, metadata, len(counts), rows)
 
     def _leave_out_before_windows(self, slots: Tensor, committed: CommittedTokens) -> None:
-        """Gives no slots, in place, to what no later token sees: its blocks may be another's.
+        """Takes slots, in place, from tokens before the sliding window of all later tokens.
 
-        vLLM takes them away when the target has no more use for them, whether or not the
-        draft has read that far.
+        vLLM frees their blocks by the target's progress, whether or not the draft has read so
+        far. The blocks may already belong to another request.
         """
         if self._window is None:
             return
@@ -129,7 +127,7 @@ class TreeProposerV1(DraftModelProposer):
 
     @cached_property
     def _window(self) -> int | None:
-        """See `freed_behind`, of the draft's cache group."""
+        """`freed_behind` of the draft's cache group."""
         group = self.runner.kv_cache_config.kv_cache_groups[self.kv_cache_gid]
         return freed_behind(group.kv_cache_spec)
 
@@ -162,7 +160,7 @@ class TreeProposerV1(DraftModelProposer):
                 logits = self._level_forward(parents, inner, levels, level)
             drawn = sampling.children(logits, level)
             tokens.index_copy_(1, level.columns.flatten().long(), drawn.flatten(1))
-        # Last: what a node drew beyond its own children was written there.
+        # Set last: column 0 collects what nodes drew beyond their own children.
         tokens[:, 0] = torch.from_numpy(root_tokens)
         return sampling.finish(tokens)
 
@@ -172,8 +170,8 @@ class TreeProposerV1(DraftModelProposer):
         requests: NDArray[np.int64],
         root_positions: NDArray[np.int64],
     ) -> InnerNodes:
-        # A node past the model's length is always trimmed by the scheduler; it
-        # only must not write outside the request's blocks or the RoPE table.
+        # The scheduler trims nodes past the model's length. Until then they must not write
+        # outside the request's blocks, nor read outside the RoPE table.
         positions = root_positions[:, None] + levels.depths.numpy()
         num_nodes = np.minimum(self.max_model_len - root_positions, levels.num_inner)
         places = root_positions[:, None] + np.arange(levels.num_inner)
@@ -189,11 +187,11 @@ class TreeProposerV1(DraftModelProposer):
     def _level_forward(
         self, tokens: Tensor, inner: InnerNodes, levels: DraftLevels, level: Level
     ) -> Tensor:
-        """The draft's logits ``[B * m, V]`` at one level's m inner nodes, by one forward.
+        """Runs one forward; returns the draft's logits ``[B * m, V]`` at a level's m inner nodes.
 
         Args:
             tokens: int64 ``[B, m]``: the tokens of the nodes.
-            inner: Where all inner nodes lie, of which a level has some columns.
+            inner: Positions and slots of all levels' inner nodes.
             levels: The tree.
             level: The level.
         """
@@ -216,7 +214,7 @@ class TreeProposerV1(DraftModelProposer):
                 rows=rows,
                 block_table=inner.block_table,
                 context_lens=inner.root_positions,
-                num_nodes=inner.num_nodes.clamp(max=nodes.stop),  # that are written by now
+                num_nodes=inner.num_nodes.clamp(max=nodes.stop),  # deeper levels come later
                 ancestors=levels.ancestors[nodes],
                 max_keys=inner.max_keys,
                 only_trees=True,
@@ -239,9 +237,9 @@ class TreeProposerV1(DraftModelProposer):
         num_reqs: int,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """The draft's logits of these rows (of all if None) by one forward over all tokens.
+        """Runs one forward over all tokens; returns logits of these rows (of all if None).
 
-        Tokens and logits are the target's.
+        Tokens and logits are in the target's vocabulary.
         """
         with (
             self.runner.stats.timed("draft", num_reqs, len(tokens)),
@@ -259,11 +257,7 @@ class TreeProposerV1(DraftModelProposer):
             return self._vocabulary.target_logits(logits)
 
     def _block_table(self, requests: NDArray[np.int64]) -> Tensor:
-        """The cache blocks that the draft's layers have of these requests.
-
-        Returns:
-            int32 ``[B, max_blocks]``.
-        """
+        """The draft's cache blocks of these requests, int32 ``[B, max_blocks]``."""
         num_reqs = self.runner.input_batch.num_reqs
         table = self._table.get_device_tensor(num_reqs)
         if len(requests) == num_reqs:  # in order: all of them
@@ -271,10 +265,9 @@ class TreeProposerV1(DraftModelProposer):
         return table[torch.from_numpy(requests)]
 
     def _slots(self, requests: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
-        """The cache slots of these positions of these requests, which are broadcast.
+        """The draft's cache slots, int64, of positions of requests (broadcast together).
 
-        Returns:
-            int64; the padding slot for positions past the model's length.
+        Positions past the model's length get the padding slot.
         """
         table = self._table.get_numpy_array()
         block = np.minimum(positions // self.block_size, table.shape[1] - 1)

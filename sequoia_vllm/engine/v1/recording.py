@@ -1,4 +1,4 @@
-"""Times the parts of every step of Model Runner V1, which waits for each of them anyway."""
+"""Times the parts of every step of Model Runner V1, which waits for each part anyway."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sequoia_vllm.engine.runner.wrapping import Recording, around
 
 
 class RecordingV1(Recording):
-    """Wraps the methods of one V1 runner, of a plain, a chain's or a Sequoia engine."""
+    """Wraps the methods of one V1 runner: plain vLLM's, a chain's or Sequoia's."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class RecordingV1(Recording):
             self._trace_before, self._stats.trace = self._stats.trace, []
 
     def _add_chain_forward(self, seconds: float) -> None:
-        """Times the draft model of vLLM's chain, whose runner counts nothing itself."""
+        """Times the draft model of vLLM's chain, whose runner has no timers."""
         self._chain_forwards += seconds
 
     def _add_drafting(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's V1 CPU model runner with Sequoia trees: each method says what it replaces."""
+"""vLLM's V1 CPU model runner with Sequoia trees; each method says what it replaces."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from sequoia_vllm.verification.topology import VerifyResult
 
 
 def build_all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
-    """vLLM's `build_logitsprocs` as for an engine that does not speculate."""
+    """Calls vLLM's `build_logitsprocs` as for an engine without speculation."""
     plain = copy(vllm_config)
     plain.speculative_config = None
     return build_logitsprocs(plain, *args)
@@ -58,15 +58,15 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     vLLM's step calls, in this order: `_update_states` (requests finish, begin, resume) ->
     `_prepare_inputs` (positions by depth) -> `_build_attention_metadata` (tree masks) ->
     `_model_forward` (the target scores the trees) -> `_sample` (verify, commit) ->
-    `propose_draft_token_ids` (the draft reads what was committed and grows the next trees).
+    `propose_draft_token_ids` (the draft reads the committed tokens and grows the next trees).
     """
 
     attn_groups: list[list[Any]]
     speculative_config: Any
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        # vLLM drops logits processors when it speculates; requests that need
-        # them are served here, without drafts.
+        # vLLM drops logits processors when it speculates. We keep them, and give requests that
+        # need them no drafts.
         with patched(gpu_model_runner, "build_logitsprocs", build_all_logitsprocs):
             super().__init__(vllm_config, device)
         settings = SequoiaSettings.of(vllm_config)
@@ -98,10 +98,10 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     # -- model and cache -----------------------------------------------------------
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
-        """Loads the model with our attention; refuses attention that trees cannot use.
+        """Loads the model with our attention.
 
         Raises:
-            ValueError: Naming the layer and what it uses.
+            ValueError: A layer's attention cannot score trees; the message names both.
         """
         with replaced_backends(CPU_BACKENDS):
             super().load_model(load_dummy_weights)
@@ -112,7 +112,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
 
     @cached_property
     def draft_progress(self) -> DraftProgressV1:
-        """How far the draft has read each request; made when the cache is there."""
+        """How far the draft has read each request; needs the KV cache's configuration."""
         group = self.drafter.kv_cache_gid
         spec = self.kv_cache_config.kv_cache_groups[group].kv_cache_spec
         return DraftProgressV1(
@@ -121,7 +121,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
 
     @cached_property
     def _groups_of_target(self) -> list[list[Any]]:
-        """vLLM's attention groups, by cache group, without those of draft layers only."""
+        """vLLM's attention groups with layers of the target, by cache group."""
         target = set(self._target_layers)
         return [
             [group for group in groups if not target.isdisjoint(group.layer_names)]
@@ -129,14 +129,14 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         ]
 
     def forget_steps(self) -> None:
-        """Counts nothing of the steps so far: they were nobody's."""
+        """Resets the counters after steps that served no user (warm-up)."""
         self.stats.take_paths()
         self.stats.reset()
 
     # -- before the target's forward -------------------------------------------------
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        """Calls vLLM's, and follows requests that finish, start, or resume after preemption."""
+        """Calls vLLM's, and notes requests that finish, start, or resume after preemption."""
         for request_id in scheduler_output.finished_req_ids:
             self._drafts.pop(request_id, None)
             self._session_seeds.forget(request_id)
@@ -159,10 +159,10 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> Any:
-        """Calls vLLM's, then gives tree nodes the position of their depth.
+        """Calls vLLM's, then gives each tree node the position of its depth.
 
-        vLLM computed slots from consecutive positions, and slots stay so. A step without
-        drafts is prepared as without speculation.
+        Slots stay as vLLM computed them, from consecutive positions. A step without drafts is
+        prepared as without speculation.
         """
         speculative = self.speculative_config
         if not scheduler_output.scheduled_spec_decode_tokens:
@@ -190,20 +190,20 @@ class SequoiaCPUModelRunner(CPUModelRunner):
 
     @property
     def _branching_trees(self) -> ScoringTreesV1 | None:
-        """This step's trees; None if they are chains, whose positions and masks are vLLM's."""
+        """This step's trees; None if they are chains: vLLM's positions and masks fit those."""
         trees = self._trees
         return None if trees is None or trees.tokens.shape[1] <= self.tree.chain_nodes else trees
 
     def _calc_spec_decode_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
     ) -> SpecDecodeMetadata:
-        """Replaces vLLM's: the rows to compute logits of, all that is read where we verify."""
+        """Replaces vLLM's: our verifier needs only the rows to compute logits of."""
         return logits_rows(num_draft_tokens, cu_num_scheduled_tokens, self.device)
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """Builds vLLM's for the target's layers only, then adds the trees' rows and masks.
 
-        The draft makes its own for each of its passes.
+        The draft builds its own metadata for each pass.
         """
         all_groups, self.attn_groups = self.attn_groups, self._groups_of_target
         try:
@@ -229,13 +229,12 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         """Replaces vLLM's rejection sampler by the Sequoia verifier, then commits.
 
-        Requests without drafts go through vLLM's own sampler, as without
-        speculation.
+        Requests without drafts go through vLLM's sampler, as without speculation.
         """
         assert logits is not None
         trees, branching, self._trees = self._trees, self._branching_trees, None
         if self.input_batch.thinking_budget_state_holder is not None:
-            # The sampler gets a row of each request, not one of each draft.
+            # The sampler gets one row per request, not one per draft.
             self.input_batch.thinking_budget_state_holder.in_spec_mode = False
         metadata = without_discarded(
             self.input_batch.sampling_metadata, self.discard_request_mask.np
@@ -247,7 +246,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         output = combine_outputs(
             self.sampler, trees, result, logits, target, metadata, self.input_batch.num_reqs
         )
-        if branching is not None:  # what chains accept is in place
+        if branching is not None:  # a chain's accepted tokens lie in place already
             self._commit(branching, result)
         self.stats.observe(result.accepted_nodes.cpu().numpy(), trees.num_nodes.cpu().numpy())
         return output
@@ -276,7 +275,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self._target_caches.move(source, target, self._target_metadata)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls vLLM's without rewinding generators: `_sample` never advanced them."""
+        """Calls vLLM's, but keeps it from rewinding generators: `_sample` has not advanced them."""
         generators, self.input_batch.generators = self.input_batch.generators, {}
         try:
             return super()._bookkeeping_sync(*args, **kwargs)
@@ -286,7 +285,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     # -- grow the next trees -------------------------------------------------------------
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
-        """Always; vLLM's answer is for the whole batch, ours is per request (see below)."""
+        """Does not judge the whole batch as vLLM does: `_requests_to_draft` decides per request."""
         return common_attn_metadata is not None
 
     def propose_draft_token_ids(
@@ -296,13 +295,12 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         sampling_metadata: SamplingMetadata,
         *unused: Any,
     ) -> list[list[int]]:
-        """Replaces vLLM's: the draft reads what was committed and grows trees.
+        """Replaces vLLM's: the draft reads the committed tokens and grows trees.
 
-        A draft that fails is not asked again: see `survive_draft`.
+        A draft that fails is not run again: see `survive_draft`.
 
         Returns:
-            Draft tokens in stored tree order for each request of the batch;
-            empty for those that get none.
+            Draft tokens of each request in stored tree order; empty: no tree.
         """
         if not self.draft_has_failed:
             try:
@@ -350,7 +348,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         for row, request in enumerate(requests.tolist()):
             request_id = self.input_batch.req_ids[request]
             self._drafts[request_id] = Draft(grown, row)
-            # A tree's first nodes are a tree.
+            # Cutting is safe: every prefix of a tree is a tree.
             drafts[request] = tokens[row][: most_drafts(self.requests[request_id].sampling_params)]
         return drafts
 
@@ -371,7 +369,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         )
 
     def _requests_to_draft(self, committed: CommittedTokens) -> NDArray[np.int64]:
-        """Entries of ``committed`` that get a tree now."""
+        """Indices in ``committed`` of the requests that get a tree now."""
         discarded = self.discard_request_mask.np
         longest = min(self.drafter.draft_max_len, self.max_model_len) - 1
         fits = committed.complete & (committed.positions[committed.last] < longest)

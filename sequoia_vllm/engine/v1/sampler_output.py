@@ -1,4 +1,4 @@
-"""What vLLM's sampler is given in a step with trees, and the one output of the whole batch."""
+"""Calls vLLM's sampler in a step with trees, and joins the output of the whole batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sequoia_vllm.verification.topology import VerifyResult
 
 
 def without_discarded(metadata: SamplingMetadata, discarded: NDArray[np.bool_]) -> SamplingMetadata:
-    """A batch's metadata, by which requests in mid-prefill do not use up their random stream.
+    """Drops the generators of requests in mid-prefill, so that they stay where they are.
 
     vLLM samples a token for them too, discards it and rewinds the generator. CPU generators
     cannot be rewound.
@@ -41,14 +41,14 @@ def combine_outputs(
     metadata: SamplingMetadata,
     num_reqs: int,
 ) -> SamplerOutput:
-    """vLLM's sampler output for the whole batch: verified trees, and what the sampler samples.
+    """vLLM's sampler output for the whole batch: verified trees and sampled tokens.
 
     Args:
         sampler: vLLM's sampler, for requests without trees and for logprobs.
         trees: The step's trees.
-        result: What the verifier found for them.
+        result: The verifier's result for them.
         logits: ``[rows, V]``: the target's logits, unprocessed.
-        target: What the trees were verified with.
+        target: The distributions that the trees were verified with.
         metadata: The batch's sampling metadata.
         num_reqs: Requests in the batch, those without trees included.
 
@@ -74,7 +74,7 @@ def combine_outputs(
         values = _values(sampler.logprobs_mode, logits_rows, logits, target)
         logprobs = _logprobs(sampler, values, tokens, metadata)
         if sampled is not None and sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES:
-            # Requests without trees get the sampler's own: theirs are not in the target's.
+            # `target` does not cover requests without trees: they keep the sampler's logprobs.
             requests, width = without_tree.nonzero().squeeze(1), tokens.shape[1]
             for ours, theirs in zip(logprobs[:3], sampled.logprobs_tensors[:3], strict=True):
                 ours[requests * width] = theirs[requests]
@@ -84,14 +84,13 @@ def combine_outputs(
 def _rows_of(
     trees: ScoringTreesV1, result: VerifyResult, num_reqs: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where each token comes from that a step with trees emits.
+    """Finds the logits row behind each emitted token.
 
     Returns:
-        int64 ``[requests]``: the row of each request's root in the logits; the only row of a
-        request without a tree. int64 ``[requests, W]``: emitted tokens, -1 padded; those of
-        requests without trees are still -1. int64 ``[requests, W]``: the logits row that each
-        emitted token was drawn from; padding repeats the root's. bool ``[requests]``: which
-        requests have no tree.
+        int64 ``[requests]``: each root's row in the logits, or a treeless request's only row.
+        int64 ``[requests, W]``: emitted tokens, -1 padded; treeless requests have only -1.
+        int64 ``[requests, W]``: the logits row that each emitted token was drawn from; padding
+        repeats the root's. bool ``[requests]``: which requests have no tree.
     """
     device = trees.requests.device
     rows_of_request = torch.ones(num_reqs, dtype=torch.int64, device=device)
@@ -114,13 +113,13 @@ def wants_logprobs(metadata: SamplingMetadata) -> bool:
 
 
 def _values(mode: str, rows: Tensor, logits: Tensor, target: TargetDistribution) -> Tensor:
-    """float32 ``[requests * W, V]``: what is reported of all tokens at these rows.
+    """Values to report of all tokens at these rows, float32 ``[requests * W, V]``.
 
     Args:
         mode: vLLM's ``logprobs_mode``.
-        rows: int64 ``[requests, W]``.
+        rows: int64 ``[requests, W]``: rows of the logits.
         logits: ``[all rows, V]``, unprocessed.
-        target: Processes them.
+        target: Processes the logits where the mode asks for it.
     """
     if mode in PROCESSED_LOGPROBS_MODES:
         requests = torch.arange(len(rows), device=rows.device).repeat_interleave(rows.shape[1])

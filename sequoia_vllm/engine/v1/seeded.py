@@ -1,11 +1,9 @@
-"""Seeded requests: the token plain vLLM would sample, speculation or not.
+"""Seeded requests: they get the same tokens as from plain vLLM.
 
 vLLM's CPU sampler draws one 31-bit seed per token from the request's generator and returns
-``argmax(logits + gumbel(seed))``. A tree node at depth d decides the token that plain vLLM would
-decide with the d-th next draw. So for a seeded request the target's token at a node is a
-*function* of its logits. The request is verified by matching, exactly as a greedy one. Its output
-is the one that the seed gives without speculation, whatever else is in the batch and however the
-tree is trimmed.
+``argmax(logits + gumbel(seed))``. A tree node at depth d stands for plain vLLM's d-th next draw.
+So the target's token at a node is a *function* of its logits, and matching verifies the request,
+as for greedy ones. Neither the batch nor the trimming of the tree changes its output.
 """
 
 from __future__ import annotations
@@ -32,20 +30,20 @@ def consume_seeds(generator: torch.Generator, count: int) -> None:
 
 
 class SessionSeeds:
-    """Follows requests whose prompts come in pieces: each turn's seeds go on where the last ended.
+    """Follows requests whose prompts come in pieces; each turn continues the last one's seeds.
 
-    The last step of a turn may have drawn for tokens behind its end. The runner calls
-    `continue_session` when such a request has its next piece, and `forget` when it has finished.
+    The last step of a turn may have drawn seeds for tokens behind its end. The runner calls
+    `continue_session` when the next piece arrives, and `forget` when the request has finished.
     """
 
     def __init__(self) -> None:
         self._emitted: dict[str, int] = {}  # tokens of all turns but the last
 
     def continue_session(self, state: CachedRequestState, num_computed_tokens: int) -> None:
-        """Sets the request's generator to where it was after the tokens that it emitted.
+        """Resets the request's generator to its state after the tokens emitted so far.
 
         Args:
-            state: The request, as it was in the turn that has ended.
+            state: The request's state from the turn that has ended.
             num_computed_tokens: Its computed tokens as the next turn begins.
         """
         emitted = num_computed_tokens + 1 - state.num_prompt_tokens
@@ -56,16 +54,15 @@ class SessionSeeds:
             consume_seeds(state.generator, emitted)
 
     def forget(self, request_id: str) -> None:
-        """The request has finished."""
+        """Drops a finished request."""
         self._emitted.pop(request_id, None)
 
 
 def gumbel_noise(seeds: Tensor, vocab_size: int) -> Tensor:
     """The noise that vLLM's CPU sampler adds to a row's logits.
 
-    Used for drafting only, so that the draft's choice and the target's are
-    driven by the same noise and agree often; a wrong value here could cost
-    acceptance, never correctness.
+    Drafting alone uses it: with the target's noise, the draft often chooses the target's token.
+    A wrong value here would lower acceptance, but keep outputs correct.
 
     Args:
         seeds: int64 ``[R]``.

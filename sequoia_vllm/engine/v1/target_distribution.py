@@ -1,4 +1,4 @@
-"""The target's distributions at tree nodes, as the requests' sampling parameters make them."""
+"""The target's distributions at tree nodes, after the requests' sampling parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sequoia_vllm.verification.sampling import GREEDY_BELOW, Truncation
 
 
 def truncation_of(metadata: SamplingMetadata, sampling_params: list[Any]) -> Truncation:
-    """What the requests of a batch exclude."""
+    """The top-k, top-p and min-p of a batch's requests."""
     min_p = [params.min_p if params is not None else 0.0 for params in sampling_params]
     return Truncation(
         top_k=metadata.top_k,
@@ -27,9 +27,9 @@ def truncation_of(metadata: SamplingMetadata, sampling_params: list[Any]) -> Tru
 class TargetDistribution:
     """Applies temperature, min-p, top-k and top-p as vLLM's sampler does, in its order.
 
-    The runner makes one for each step that has trees. The verifier asks for the rows that
-    its walk reaches only: `probabilities` where it samples, `process` where a seed decides.
-    The step's logits are not changed.
+    The runner makes one for each step with trees. The verifier asks only for rows that its
+    walk reaches: `probabilities` where it samples, `process` where a seed decides. The step's
+    logits stay unchanged.
 
     Attributes:
         logits: ``[rows, V]``: the target's logits of this step, any float dtype.
@@ -42,7 +42,7 @@ class TargetDistribution:
     truncation: Truncation
 
     def is_greedy(self, requests: Tensor) -> Tensor:
-        """bool ``[A]``: which of these requests are greedy, in a batch where some are not."""
+        """Which of these requests are greedy, bool ``[A]``; needs a batch where some are not."""
         assert self.temperature is not None
         return self.temperature[requests] < GREEDY_BELOW
 
@@ -54,9 +54,8 @@ class TargetDistribution:
             requests: int64 ``[A]``: the request of each row.
 
         Returns:
-            float32 ``[A, V]``, a fresh tensor; excluded tokens are -inf. Where all requests
-            are greedy nothing is done to logits, else theirs are of temperature 1: as vLLM's
-            sampler leaves them.
+            float32 ``[A, V]``, a fresh tensor; excluded tokens are -inf. Greedy requests get
+            temperature 1, and no processing if the whole batch is greedy, as in vLLM's sampler.
         """
         logits = self.logits[rows].to(torch.float32)
         if self.temperature is None:

@@ -24,19 +24,16 @@ from sequoia_vllm.verification.walk import match_nodes, match_tree, take_rows
 class TreeVerifierV1:
     """Applies the Sequoia verifier to the trees of one step.
 
-    The runner calls `verify` once per step that has trees, after the target's forward
-    and before the commit. It reads the target's logits and the draft distributions that
-    were stored when the trees grew; it changes nothing but the generators of seeded
-    requests.
+    The runner calls `verify` once per step with trees, after the target's forward and before
+    the commit. It changes nothing but the generators of seeded requests.
 
-    Greedy requests are matched against the target's argmax, seeded ones
-    against the token their seed gives (see `seeded`); the others are verified
-    from the stored draft distributions by `method`, with a second look where drafts of
-    theirs were replaced (`verify_replaced`).
+    Greedy requests are matched against the target's argmax, seeded requests against the token
+    that their seed gives (see `seeded`). `method` verifies the others with the stored draft
+    distributions; `verify_replaced` handles trees in which a grammar replaced drafts.
 
     Attributes:
         greedy_argmax: ``logits [R, V] -> tokens [R]``: the engine's own argmax.
-        seeded_argmax: ``(logits [R, V], seeds [R]) -> tokens [R]``: likewise.
+        seeded_argmax: ``(logits [R, V], seeds [R]) -> tokens [R]``: the engine's own.
         method: Name of the method that verifies sampled requests.
     """
 
@@ -56,7 +53,7 @@ class TreeVerifierV1:
             trees: This step's trees.
             target: The target's distributions.
             generators: Generators of the batch's seeded requests, by request
-                index; advanced by one draw per emitted token.
+                index; each advances by one draw per emitted token.
 
         Returns:
             Rows in the order of ``trees.requests``.
@@ -138,7 +135,7 @@ class TreeVerifierV1:
 
 
 def topology_of(parents: Tensor) -> Topology:
-    """Look-ups of these trees, int64 ``[B, N]``; remembered, as steps mostly repeat them."""
+    """`Topology` of trees with parents int64 ``[B, N]``; cached, as most steps repeat them."""
     host = parents.cpu().numpy()
     return _topology(host.tobytes(), host.shape).to(parents.device)
 
@@ -152,8 +149,7 @@ def _topology(parents: bytes, shape: tuple[int, int]) -> Topology:
 def _draft_probs(drafts: list[Draft | None], max_nodes: int) -> tuple[Tensor, Tensor]:
     """Stored Q of these drafts: ``probs [P, V]`` and the row of each node, ``[B, max_nodes]``.
 
-    Requests usually come from one drafting pass, whose tensor is used as it
-    is. A request without a draft of ours has no children: its row is not read.
+    A request without a draft of ours has no children: the verifier does not read its row.
     """
     passes = {id(draft.grown): draft.grown for draft in drafts if draft is not None}
     if not passes:
@@ -171,7 +167,7 @@ def _draft_probs(drafts: list[Draft | None], max_nodes: int) -> tuple[Tensor, Te
 
 
 def _merge(results: list[tuple[Tensor, VerifyResult]], batch: int) -> VerifyResult:
-    """Puts the results of disjoint sets of rows back in batch order."""
+    """Joins the results of disjoint sets of rows in batch order."""
     depth = max(result.accepted_nodes.shape[1] for _, result in results)
     device = results[0][0].device
     accepted = torch.full((batch, depth), -1, dtype=torch.int64, device=device)
