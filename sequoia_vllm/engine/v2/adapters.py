@@ -1,4 +1,4 @@
-"""LoRA adapters where a request has a row of logits for every node of its tree."""
+"""LoRA adapters for requests with a row of logits for every node of their tree."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from vllm.v1.worker.gpu.lora_utils import LoraState
 
 
 class AdaptersOfNodes(LoraState):
-    """vLLM's, which maps a request's tokens and one row of logits to its adapter.
+    """Maps all rows of a request's logits to its adapter; vLLM's class maps one row.
 
-    In each step the runner calls `expect_rows`, and then `make_lora_inputs`.
+    In each step the runner calls `expect_rows`, then `make_lora_inputs`.
     """
 
     def expect_rows(self, rows: NDArray[np.int32]) -> None:
-        """Takes how many rows of logits each request of the step's batch has.
-
-        Args:
-            rows: int ``[requests]``.
-        """
+        """Notes the number of logits rows of each request in the batch, int ``[requests]``."""
         self._rows = rows
 
     def make_lora_inputs(
@@ -28,7 +24,7 @@ class AdaptersOfNodes(LoraState):
         idx_mapping: NDArray[np.int32],
         num_scheduled_tokens: NDArray[np.int32],
     ) -> tuple[tuple[int, ...], tuple[int, ...], set[LoRARequest]]:
-        """Makes vLLM's inputs, with all rows of logits."""
+        """Calls vLLM's, and repeats each request's adapter for all its rows of logits."""
         of_requests, of_tokens, active = super().make_lora_inputs(
             req_ids, idx_mapping, num_scheduled_tokens
         )

@@ -1,4 +1,4 @@
-"""Brings outcomes of trees to the host, for statistics, without waiting for the device."""
+"""Copies outcomes of trees to the host for statistics, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class PathCopies:
-    """The copies of accepted paths that are under way from the device to the host.
+    """Copies of accepted paths under way from the device to the host.
 
-    The runner calls `start` in each step that verified trees, after the commit, and
-    `arrived` in every step, for the statistics. On CPUs copies arrive at once.
+    The runner calls `start` after the commit in each step with trees, and `arrived` in every
+    step. On CPUs copies arrive at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,8 +26,7 @@ class PathCopies:
 
         Args:
             paths: int32 ``[R, 1 + D]``: nodes scored, root included (less than 2: no
-                tree), then the accepted ones by depth, -1 padded. Nobody writes to it
-                any more.
+                tree), then the accepted ones by depth, -1 padded; not written any more.
         """
         if not self._on_gpu:
             self._under_way.append((paths, None))
@@ -39,14 +38,14 @@ class PathCopies:
         self._under_way.append((host, event))
 
     def drop(self) -> None:
-        """Forgets the copies under way, once they are done."""
+        """Waits for the copies under way, then drops them."""
         for _, event in self._under_way:
             if event is not None:
                 event.synchronize()
         self._under_way.clear()
 
     def arrived(self) -> list[NDArray[np.int32]]:
-        """Paths (see `metrics.paths_of`) of the steps whose copies are done, oldest first."""
+        """Takes the paths (see `metrics.paths_of`) of steps whose copies are done, in order."""
         found = []
         while self._under_way:
             paths, event = self._under_way[0]

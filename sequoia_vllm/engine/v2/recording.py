@@ -1,8 +1,8 @@
 """Times the parts of every step of Model Runner V2, without making it wait for the device.
 
-On a GPU the parts are spans between CUDA events on the engine's stream, read
-only when the steps are taken. A tree's levels grow in one CUDA graph: the draft's
-passes cannot be told apart, and each gets an equal share of their time.
+On a GPU the parts are spans between CUDA events on the engine's stream, read only when steps are
+taken. One CUDA graph grows all levels of a tree, so each draft pass gets an equal share of its
+time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sequoia_vllm.engine.runner.wrapping import Mark, Recording, around_marks
 
 
 class RecordingV2(Recording):
-    """Wraps the methods of one V2 runner, of a plain, a chain's or a Sequoia engine."""
+    """Wraps the methods of one V2 runner: plain vLLM's, a chain's or Sequoia's."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
@@ -39,12 +39,12 @@ class RecordingV2(Recording):
         return steps
 
     def _resolve(self, step: dict[str, Any]) -> None:
-        """Fills in the times, which are known once the device has done the step."""
+        """Fills in the times, once the device has finished the step."""
         seconds = dict.fromkeys(("target", "logits", "sample", "drafting"), 0.0)
         for part, start, end in step.pop("spans"):
             seconds[part] += self._seconds(start, end)
         share = seconds["drafting"] / max(1, len(step["passes"]))
-        # Committing is part of verifying here, and drawing of the passes.
+        # Here verifying includes the commit, and passes include drawing.
         step["target"] = seconds["target"] + seconds["logits"]
         step["sampling"] = step["verify"] = seconds["sample"] - seconds["logits"]
         step["drafting"] = seconds["drafting"]

@@ -42,8 +42,8 @@ class TreeRunner(GPUModelRunner):
     -> `prepare_inputs` -> `prepare_attn` (positions by depth) -> the model state's
     `prepare_attn`, which is `_attention_metadata` (tree masks) -> the target's forward ->
     `sample` (the verifier in the rejection sampler's place, then the commit) -> the
-    proposer's `propose` (the draft reads what was committed and grows the next trees) ->
-    `take_draft_token_ids`, where the scheduler asks for them. Nothing waits for the device.
+    proposer's `propose` (the draft reads the committed tokens and grows the next trees) ->
+    `take_draft_token_ids`, if the scheduler asks for drafts. Nothing waits for the device.
 
     Attributes:
         backend_class: Tree attention and commit of the device.
@@ -72,7 +72,7 @@ class TreeRunner(GPUModelRunner):
 
     @property
     def max_drafts(self) -> int:
-        """Most drafts per request; measuring tools lower it."""
+        """The most drafts per request; measuring tools lower it."""
         return self.speculator.max_drafts
 
     @max_drafts.setter
@@ -81,16 +81,13 @@ class TreeRunner(GPUModelRunner):
 
     @property
     def draft_has_failed(self) -> bool:
-        """Whether nothing is drafted any more."""
+        """Whether the draft has failed: the engine drafts no more."""
         return self.speculator.has_failed
 
     # -- model and cache -----------------------------------------------------------
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Loads the model with our attention, and makes room for a grammar's masks of scored rows.
-
-        `set_up_trees` follows.
-        """
+        """Loads the model with our attention and our grammar masks; `set_up_trees` follows."""
         with (
             self.tree_backend.replace_attention(),
             patched(model_runner, "StructuredOutputsWorker", self._masks_of_nodes),
@@ -98,12 +95,10 @@ class TreeRunner(GPUModelRunner):
             super().load_model(*args, **kwargs)
 
     def set_up_trees(self) -> None:
-        """Makes what trees need of the loaded models; refuses attention that they cannot use.
-
-        The worker calls it after `load_model`, once.
+        """Prepares the loaded models for trees; the worker calls it once, after `load_model`.
 
         Raises:
-            ValueError: Naming the layer and what it uses.
+            ValueError: A layer's attention cannot score trees; the message names both.
         """
         self.speculator.allocate(self.model)
         layers = supported_layers(self.vllm_config, self.tree_backend.unsupported_attention)
@@ -123,19 +118,19 @@ class TreeRunner(GPUModelRunner):
         self.model_state.prepare_attn = self._attention_metadata
 
     def _masks_of_nodes(self, **options: Any) -> MasksOfNodes:
-        """Makes the worker for grammars' masks in vLLM's place, with the same options."""
+        """Makes the worker for grammar masks from vLLM's options."""
         scored = self.speculator.most_scored
         most = most_masked(scored, self.max_num_reqs, self.max_num_tokens)
         return MasksOfNodes(most, self.max_num_tokens, **options)
 
     def capture_model(self, *, profile_only: bool = False) -> int:
-        """Calls vLLM's; on trial few of the draft's graphs are captured, and tell of the others."""
+        """Calls vLLM's; a trial adds an estimate for the draft's graphs that it did not capture."""
         self.speculator.capture_next(on_trial=profile_only)
         taken: int = super().capture_model(profile_only=profile_only)
         return taken + self.speculator.untried_bytes
 
     def forget_steps(self) -> None:
-        """Forgets the steps so far, which served no user. The next ones do."""
+        """Drops the steps so far (warm-up); from now on steps serve users."""
         self.speculator.begin_to_serve()
         self._paths.drop()
         self.stats.take_paths()
@@ -144,7 +139,7 @@ class TreeRunner(GPUModelRunner):
     # -- requests ------------------------------------------------------------------
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """Calls vLLM's, and follows what the draft has read of new and resumed requests."""
+        """Calls vLLM's, and tells the speculator of new and resumed requests and new blocks."""
         super().add_requests(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
             slot = self.req_states.req_id_to_index[new.req_id]
@@ -160,14 +155,14 @@ class TreeRunner(GPUModelRunner):
     # -- before the target's forward -----------------------------------------------
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
-        """Calls vLLM's, and tells adapters each request's rows of logits."""
+        """Calls vLLM's, and tells LoRA adapters each request's rows of logits."""
         batch = super().prepare_inputs(*args, **kwargs)
         if self.lora_config is not None:
             self.lora_state.expect_rows(np.diff(batch.cu_num_logits_np))
         return batch
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Calls vLLM's, whose slots follow from positions, then sets positions by depth."""
+        """Calls vLLM's, which computes slots from positions, then sets positions by depth."""
         prepared = super().prepare_attn(input_batch)
         self._scoring.place(input_batch)
         return prepared
@@ -199,7 +194,7 @@ class TreeRunner(GPUModelRunner):
     # -- after it: verify and commit -------------------------------------------------
 
     def sample(self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any) -> Any:
-        """Calls vLLM's, whose rejection sampler is ours, then commits the accepted paths."""
+        """Calls vLLM's with our verifier as rejection sampler, then commits the accepted paths."""
         output = super().sample(hidden_states, input_batch, grammar_output)
         self.speculator.note_accepted(None)
         if (trees := self._trees) is not None and input_batch.num_draft_tokens > 0:
@@ -222,7 +217,7 @@ class TreeRunner(GPUModelRunner):
 
     @cached_property
     def _target_caches(self) -> dict[str, Tensor]:
-        """Each target layer's cache; asked for when the caches of serving are there."""
+        """Each target layer's KV cache; first read once the engine's caches exist."""
         layers = self.compilation_config.static_forward_context
         return {name: layers[name].kv_cache for name in self._target_layers}
 
@@ -234,7 +229,7 @@ def new_proposer(
     tables: TreeTables,
     backend: TreeBackend,
 ) -> TreeProposerV2:
-    """The proposer of an engine's kind of drafter, by the dotted path that the kind gives.
+    """Makes the proposer that the engine's kind of drafter names by a dotted path.
 
     Raises:
         TypeError: The kind names a class that is no `TreeProposerV2`.
@@ -243,7 +238,7 @@ def new_proposer(
     path = kind.proposer_for(vllm_config.speculative_config.draft_model_config.architectures)
     proposer = resolve_name(path)
     if not issubclass(proposer, TreeProposerV2):
-        raise TypeError(f"{path}, which drafts with {kind.name}, is no TreeProposerV2")
+        raise TypeError(f"{path}, the proposer of {kind.name}, is not a TreeProposerV2")
     return proposer(as_alone(vllm_config), device, req_states, tables, backend)
 
 

@@ -1,4 +1,4 @@
-"""Model Runner V2 with trees on CPUs: where Triton has a CPU driver."""
+"""Model Runner V2 with trees on CPUs for which Triton has a driver."""
 
 from __future__ import annotations
 

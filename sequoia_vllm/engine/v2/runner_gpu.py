@@ -20,11 +20,11 @@ class SequoiaGPUModelRunner(TreeRunner):
     backend_class = GPUTreeBackend
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Calls vLLM's, at whose end weights are offloaded, then logs how many are."""
+        """Calls vLLM's, which ends by offloading weights, then logs how many it has offloaded."""
         super().load_model(*args, **kwargs)
         report_offloading(self.model, get_offloader(), self.device, self.vllm_config.offload_config)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Calls vLLM's, which makes the manager of the target's CUDA graphs."""
+        """Calls vLLM's with our manager of the target's CUDA graphs."""
         with patched(model_runner, "ModelCudaGraphManager", TreeGraphManager):
             super().initialize_kv_cache(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Scheduling on Model Runner V2: requests that cannot use a tree are scheduled without drafts."""
+"""Schedules requests that cannot use a tree without drafts, on Model Runner V2."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from sequoia_vllm.engine.core.eligibility import (
 )
 from sequoia_vllm.engine.core.grammar import thinks_first
 
-# Requests that carry placeholders instead of drafts are at most this share of a step's, or one
-# request. Their rows are scored for nothing.
+# At most this share of a step's requests (or one request) carries placeholders instead of drafts:
+# scoring their rows is wasted work.
 _MOST_PADDED = 1 / 8
 
 
 class TreeScheduler(AsyncScheduler):
-    """vLLM's asynchronous scheduler, which assumes as many drafts for every request.
+    """vLLM's asynchronous scheduler, but without drafts for requests that never draft.
 
-    It runs in the engine core, a step ahead of the worker. `_update_after_schedule` is called once
-    a step is scheduled. vLLM's gives every decoding request of the step placeholders for the drafts
-    that the step will grow. They are scheduled with the next step. Ours takes them away from
-    requests that never draft.
+    It runs in the engine core, a step ahead of the worker. After scheduling a step, it calls
+    `_update_after_schedule`. There vLLM gives every decoding request placeholders for the drafts
+    that the step will grow; the next step schedules them. Our method takes them away from requests
+    that never draft.
 
-    A full CUDA graph is for batches with equal numbers of drafts. One request without drafts would
-    take that graph from all others. So it keeps vLLM's placeholders where few requests are like it:
-    the worker scores them and rejects them.
+    A full CUDA graph needs equal numbers of drafts, so one request without drafts would take the
+    graph from all others. While few requests are like it, they keep vLLM's placeholders: the worker
+    scores and rejects them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,7 +39,7 @@ class TreeScheduler(AsyncScheduler):
         self._without_drafts: dict[str, bool] = {}
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
-        """Calls vLLM's, then takes away drafts that the worker would have to reject."""
+        """Calls vLLM's, then takes placeholders away from requests that never draft."""
         if self._nobody_drafts:
             scheduler_output.num_spec_tokens_to_schedule = 0
         super()._update_after_schedule(scheduler_output)
@@ -54,7 +54,7 @@ class TreeScheduler(AsyncScheduler):
             self.requests[request_id].spec_token_ids = []
 
     def _remember(self, scheduler_output: Any) -> None:
-        """Asks each request once: sampling parameters do not change while it runs."""
+        """Notes new requests that never draft; sampling parameters do not change later."""
         for request_id in scheduler_output.finished_req_ids:
             self._without_drafts.pop(request_id, None)
         for new in scheduler_output.scheduled_new_reqs:

@@ -1,4 +1,4 @@
-"""vLLM's warm-up of Model Runner V2, for all sizes of trees that fit into memory."""
+"""Runs vLLM's warm-up of Model Runner V2 with each size of tree that needs its own kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class _RunnerWith:
-    """A model runner as vLLM's warm-up reads it, with some attributes of other values."""
+    """A model runner with some attributes replaced, for vLLM's warm-up to read."""
 
     def __init__(self, runner: Any, **instead: Any) -> None:
         vars(self).update(instead)
@@ -23,9 +23,9 @@ class _RunnerWith:
 def warm_up(original: Callable[..., None], runner: Any, *steps: Any) -> None:
     """Calls the worker's `warmup_kernels` once for each size in `warmed_sizes`.
 
-    vLLM's gives every request the whole tree, after the KV cache has taken the memory that
-    profiling left. Logits of more nodes than a schedule ever scores may not fit, so fewer requests
-    run.
+    vLLM's warm-up gives every request the whole tree, when the KV cache has already taken the
+    memory left by profiling. We limit the requests: logits of more nodes than the schedule ever
+    scores may not fit.
     """
     limited = copy(runner.scheduler_config)
     fitting = max(1, runner.speculator.most_scored // runner.tree.size)
@@ -36,10 +36,10 @@ def warm_up(original: Callable[..., None], runner: Any, *steps: Any) -> None:
 
 
 def warmed_sizes(tree_size: int, dtype: torch.dtype) -> list[int]:
-    """Sizes of trees that between them meet every version of the tree attention kernel.
+    """Sizes of trees that together compile every version of the tree attention kernel.
 
-    Trees of any size are scored near ``max_model_len``. The kernel's tile grows by powers of
-    two with the nodes of a tree (`choose_tile`); in float32 there is one.
+    Near ``max_model_len`` any prefix of the tree may be scored. The kernel's tile grows by powers
+    of two with a tree's nodes (`choose_tile`); float32 has only one tile.
     """
     if dtype == torch.float32:
         return [tree_size]

@@ -1,7 +1,7 @@
 """GPU attention backends: vLLM's own, plus tree attention where a batch has trees.
 
-Prompts and plain decoding go through the class that vLLM chose. Only tree nodes
-go through our kernel, which reads the same cache. No row goes through both.
+Prompts and plain decoding go through the class that vLLM chose. Only tree nodes go through our
+kernel, which reads the same KV cache. No row goes through both.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from sequoia_vllm.kernels.tree_attention import (
 
 @dataclass(frozen=True)
 class OtherChains:
-    """Rows that are no tree nodes: chains of tokens, as vLLM knows them. They come after all nodes.
+    """Rows that are not tree nodes, after all nodes: chains of tokens, as vLLM expects them.
 
     Attributes:
-        first: The first of them.
-        metadata: vLLM's, as if theirs were all requests of the batch.
+        first: The first such row.
+        metadata: vLLM's metadata, as if the batch had only their requests.
     """
 
     first: int
@@ -50,8 +50,8 @@ class OtherChains:
 def other_chains(trees: ScoringTreesV2, metadata: Any) -> OtherChains | None:
     """vLLM's metadata of the batch without these trees; None: nothing is left.
 
-    Tensors that begin in the middle of a buffer are copied: vLLM's Triton kernel is compiled for
-    the alignment of pointers, and would be compiled again while requests wait.
+    Tensors that begin in the middle of a buffer are copied: Triton compiles a kernel for the
+    alignment of its pointers, and would compile vLLM's again while requests wait.
     """
     if (rows := trees.others) is None:
         return None
@@ -64,7 +64,7 @@ def other_chains(trees: ScoringTreesV2, metadata: Any) -> OtherChains | None:
         max_seq_len=rows.max_keys,
         seq_lens=metadata.seq_lens[begin:].clone(),
         block_table=metadata.block_table[begin:].clone(),
-        scheduler_metadata=None,  # FlashAttention 3 planned for all; now each layer plans
+        scheduler_metadata=None,  # FlashAttention 3's plan is for all rows; now each layer plans
     )
     return OtherChains(rows.first, alone)
 
@@ -74,18 +74,18 @@ class GPUTreeQueries:
     """Tree nodes of a forward pass, and what they attend to.
 
     Attributes:
-        query_start_loc: int32 ``[R + 1]``: rows of each request's nodes.
+        query_start_loc: int32 ``[R + 1]``: first row of each request's nodes, then the end.
         context_lens: int32 ``[R]``: tokens in the cache before node 0.
         block_table: int32 ``[R, max_blocks]``: the cache blocks of each request.
-        ancestors: bool ``[N, N]``: which nodes each node sees; always the same tensor of a tree.
+        ancestors: bool ``[N, N]``: which nodes each node sees; one tensor per tree.
         masks: The kernel's form of ``ancestors``, made once for each window.
-        first_node: The node that the first row of each request is.
+        first_node: The node of each request's first row.
         max_queries: The most nodes of any request.
-        workspace: The buffers that the kernel works in.
+        workspace: The kernel's buffers.
         others: The batch's other rows; None: it has none.
         written, max_slots: See `tree_attention`.
-        flash_max_context: FlashAttention reads the contexts, none of which is longer;
-            None: our kernel does.
+        flash_max_context: Longest context, if FlashAttention reads the contexts; None: our
+            kernel reads them.
     """
 
     query_start_loc: Tensor
@@ -103,17 +103,17 @@ class GPUTreeQueries:
 
     @property
     def only_trees(self) -> bool:
-        """No row of the batch is anything but a tree node."""
+        """True if every row of the batch is a tree node."""
         return self.others is None
 
 
 @dataclass(frozen=True)
 class DraftMetadata:
-    """Attention metadata of a draft pass: nothing but tree nodes.
+    """Attention metadata of a draft pass, whose rows are all tree nodes.
 
     Attributes:
         tree: The nodes.
-        slot_mapping: int64 ``[rows]``: where their keys and values go.
+        slot_mapping: int64 ``[rows]``: slots of their keys and values.
     """
 
     tree: GPUTreeQueries
@@ -121,7 +121,7 @@ class DraftMetadata:
 
 
 class GPUTreeForward(TreeForward):
-    """Tree attention in Triton, on the caches of vLLM's GPU backends."""
+    """Tree attention in Triton, on the KV caches of vLLM's GPU backends."""
 
     head_size: int
     scale: float
@@ -131,7 +131,7 @@ class GPUTreeForward(TreeForward):
     def _chains(
         self, tree: GPUTreeQueries | None, query: Tensor, attn_metadata: Any, output: Tensor
     ) -> tuple[Tensor, Any, Tensor]:
-        """No rows of tree nodes. Keys and values are read from the cache, where all rows' are."""
+        """Leaves out tree nodes; keys and values need no cut, as the cache has all rows'."""
         if tree is None or tree.others is None:
             return query, attn_metadata, output
         first = tree.others.first
@@ -167,18 +167,16 @@ class GPUTreeForward(TreeForward):
         )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Always false, even if vLLM's own kernels can: trees' rows are written in the queries'
-        dtype.
-        """
+        """False, whatever vLLM's kernels can: ours writes trees' rows in the queries' dtype."""
         return False
 
     def _attend_to_contexts(
         self, query: Tensor, keys: Tensor, values: Tensor, tree: GPUTreeQueries, output: Tensor
     ) -> Tensor | None:
-        """Writes the trees' attention to their contexts; None: left to the trees' kernel.
+        """Writes the trees' attention to their contexts.
 
         Returns:
-            Its log-sum-exps, float32 ``[Hq, T]``.
+            Its log-sum-exps, float32 ``[Hq, T]``; None: the trees' kernel does it all.
         """
         return None
 
@@ -188,22 +186,22 @@ class FlashTreeImpl(GPUTreeForward, FlashAttentionImpl):
 
     @property
     def attends_to_contexts(self) -> bool:
-        """Whether it reads trees' contexts; version 4 would compile for each shape it meets."""
+        """Whether it can read trees' contexts; version 4 would compile for each new shape."""
         return self.vllm_flash_attn_version in (2, 3)
 
     def _attend_to_contexts(
         self, query: Tensor, keys: Tensor, values: Tensor, tree: GPUTreeQueries, output: Tensor
     ) -> Tensor | None:
-        """Writes it by FlashAttention, if the configuration says so."""
+        """Uses FlashAttention, if the configuration asks for it."""
         if tree.flash_max_context is None or window_of(self) is not None:
-            return None  # each node has its own window: no kernel for chains knows it
+            return None  # each node has its own window, which kernels for chains do not support
         if self.logits_soft_cap or self.sinks is not None:
             return None
         return attend_to_contexts(
             flash_attn.flash_attn_varlen_func,
             self.vllm_flash_attn_version,
             query,
-            canonicalize_singleton_dim_strides(keys),  # as vLLM's forward, for TMA
+            canonicalize_singleton_dim_strides(keys),  # for TMA, like vLLM's forward
             canonicalize_singleton_dim_strides(values),
             tree.block_table,
             tree.context_lens,
@@ -248,14 +246,14 @@ class FlashTreeBackend(FlashAttentionBackend):
 
 
 class NoTreesBackend:
-    """Registered for FLASHINFER there: where vLLM prefers it (Blackwell), it takes the next one.
+    """Registered for FLASHINFER: where vLLM prefers that (Blackwell), it takes the next backend.
 
-    Asked of each backend before anything is loaded; of this one it is all that is asked.
+    Selection happens before loading, and calls only `validate_configuration` of this class.
     """
 
     @staticmethod
     def validate_configuration(**_selected: Any) -> list[str]:
-        """Why vLLM must not take it, whatever the layer is."""
+        """Reasons why vLLM must not use it for any layer."""
         return ["trees cannot use it: leave --attention-backend out, or name FLASH_ATTN"]
 
 

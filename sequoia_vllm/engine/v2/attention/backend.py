@@ -1,4 +1,4 @@
-"""The parts that differ between devices: attention metadata, and moving keys and values."""
+"""The interface of what differs between devices: attention metadata and the commit."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class TreeBackend(ABC):
 
     @abstractmethod
     def replace_attention(self) -> AbstractContextManager[None]:
-        """Within it, layers that are built take our attention backend."""
+        """Makes layers built within the block use our attention backend."""
 
     @abstractmethod
     def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
-        """Why tree attention cannot serve this layer, or None."""
+        """Reason why tree attention cannot serve this layer; None: it can."""
 
     @abstractmethod
     def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> Any:
-        """Makes ``tree`` of the target's attention metadata from these trees."""
+        """Makes the ``tree`` attribute of the target's attention metadata."""
 
     def attach(self, trees: ScoringTreesV2, metadata: dict[str, Any], layers: list[str]) -> None:
         """Hands ``trees`` to the attention of these layers.
@@ -50,8 +50,8 @@ class TreeBackend(ABC):
 
         Args:
             queries: The pass.
-            block_table: int32 ``[R, max_blocks]``.
-            slots: int64 ``[R * width]``: where the queries' keys go.
+            block_table: int32 ``[R, max_blocks]``: the cache blocks of each request.
+            slots: int64 ``[R * width]``: slots of the queries' keys.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """CPU_ATTN with trees, for Model Runner V2.
 
-vLLM's CPU builds run the V2 runner where Triton has a CPU driver. The attention
-and the cache are those of the V1 runner.
+vLLM's CPU builds run the V2 runner if Triton has a CPU driver. Attention and KV cache are the
+same as on the V1 runner.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class CPUTreeBackend(TreeBackend):
         self, caches: dict[str, Tensor], metadata: dict[str, Any], trees: ScoringTreesV2,
         accepted: Tensor,
     ) -> None:  # fmt: skip
-        """Moves keys and values for all layers that share a slot mapping at once, compiled."""
+        """Moves keys and values in compiled code, at once for layers that share a slot mapping."""
         source, target = accepted_moves(trees.query_start_loc[:-1], accepted)
         if self._caches is None:
             self._caches = TargetCaches(caches, metadata)

@@ -48,18 +48,18 @@ class GPUTreeBackend(TreeBackend):
         self._context_attention = context_attention
         self._ancestors = ancestors
         self._masks = NodeMasks()
-        self._masks.of(ancestors)  # making one waits for the device: now, not in a step
+        self._masks.of(ancestors)  # here, not in a step: making one waits for the device
         self._workspace = TreeAttentionWorkspace(_LARGEST_HEAD, ancestors.device)
         self._layers: list[tuple[str, CacheLayers]] = []
 
     def replace_attention(self) -> AbstractContextManager[None]:
-        """Our classes under the names of those that they extend, or that trees cannot use."""
+        """Replaces the backends that our classes extend, and one that trees cannot use."""
         return replaced_backends(_CLASSES)
 
     def unsupported_attention(self, layer_name: str, impl: Any) -> str | None:
-        """Why our kernel cannot serve this layer, or None."""
+        """Reason why our kernel cannot serve this layer; None: it can."""
         if isinstance(impl, GPUTreeForward):
-            self._masks.of(self._ancestors, window_of(impl))  # the layer is asked when it is loaded
+            self._masks.of(self._ancestors, window_of(impl))  # here, not in a step: see __init__
         head_size = getattr(impl, "head_size", 0)
         by_flash = self._context_attention == "flash"
         flash = isinstance(impl, FlashTreeImpl) and impl.attends_to_contexts
@@ -75,7 +75,7 @@ class GPUTreeBackend(TreeBackend):
         return reason_of(layer_name, features)
 
     def scoring_queries(self, trees: ScoringTreesV2, metadata: Any) -> GPUTreeQueries:
-        """The trees' rows: views of buffers that stay where they are."""
+        """The trees' rows, as views of buffers that stay in place for CUDA graphs."""
         return GPUTreeQueries(
             query_start_loc=trees.query_start_loc,
             context_lens=trees.context_lens,
@@ -113,7 +113,7 @@ class GPUTreeBackend(TreeBackend):
         self, caches: dict[str, Tensor], metadata: dict[str, Any], trees: ScoringTreesV2,
         accepted: Tensor,
     ) -> None:  # fmt: skip
-        """One launch for all layers that share a block table and a shape."""
+        """Moves keys and values in one launch per group of layers with equal blocks and shape."""
         if not self._layers:
             self._layers = [
                 (names[0], CacheLayers.of([caches[name] for name in names]))

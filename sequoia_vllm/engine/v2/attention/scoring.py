@@ -1,4 +1,4 @@
-"""The target's part of a step on Model Runner V2: tree nodes' positions, and the keys they see."""
+"""Prepares the target's pass on Model Runner V2: tree nodes' positions, and the keys they see."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sequoia_vllm.tree import TokenTree
 
 @dataclass(frozen=True)
 class OtherRows:
-    """Rows after those of all trees: of prompts, and of requests that decode without drafts.
+    """Rows of prompts and of requests that decode without drafts; they follow all trees' rows.
 
     Attributes:
-        first: The first of them.
-        max_rows: The most of any request.
-        max_keys: No such request has more tokens than this.
+        first: The first such row.
+        max_rows: The most such rows of any request.
+        max_keys: Upper bound of the tokens of any such request.
     """
 
     first: int
@@ -30,18 +30,18 @@ class OtherRows:
 
 @dataclass(frozen=True)
 class ScoringTreesV2:
-    """The trees of a batch, whose requests come first in it (vLLM sorts them so).
+    """The trees of a batch; vLLM sorts their requests first.
 
-    Made before the target's forward. The backend makes the attention's queries from it, and reads
-    it again to commit the accepted paths.
+    `TreeScoring` makes it before the target's forward. The backend makes the attention's queries
+    from it, and reads it again to commit the accepted paths.
 
     Attributes:
         num_requests: Requests with trees, R.
         max_nodes: Nodes of the largest tree, root included.
-        query_start_loc: int32 ``[R + 1]``: the rows of each request's nodes.
+        query_start_loc: int32 ``[R + 1]``: first row of each request's nodes, then the end.
         context_lens: int32 ``[R]``: committed tokens before each root.
-        max_keys: No request has more tokens than this, nodes included.
-        others: The rows that are no tree nodes; None: there are none.
+        max_keys: Upper bound of the tokens of any request, nodes included.
+        others: The rows that are not tree nodes; None: there are none.
     """
 
     num_requests: int
@@ -53,19 +53,19 @@ class ScoringTreesV2:
 
     @property
     def only_trees(self) -> bool:
-        """No row of the batch is anything but a tree node."""
+        """True if every row of the batch is a tree node."""
         return self.others is None
 
 
 class TreeScoring:
-    """Rewrites a batch in which vLLM laid out drafts as chains.
+    """Turns vLLM's layout of drafts as chains into trees.
 
     Before the target's forward the runner calls `place`, which writes the positions and the
-    contexts that the forward reads. Then it calls `trees_of` for the attention metadata. When
-    vLLM captures CUDA graphs it calls `trees_to_capture` instead.
+    contexts that the forward reads. Then it calls `trees_of` for the attention metadata, or
+    `trees_to_capture` while vLLM captures CUDA graphs.
 
-    vLLM gives a request's tokens consecutive positions; their slots follow from
-    them and stay so. Node i has slot c + i and RoPE position c + depth(i).
+    vLLM computes slots from consecutive positions, and they stay so. Node i has slot c + i and
+    RoPE position c + depth(i), where c is the context's length.
     """
 
     def __init__(self, tree: TokenTree, max_num_reqs: int, device: torch.device) -> None:
@@ -73,9 +73,9 @@ class TreeScoring:
         self.context_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
 
     def place(self, batch: InputBatch) -> None:
-        """Gives tree nodes the position of their depth, in place, and notes their contexts.
+        """Gives tree nodes the position of their depth, and notes their contexts' lengths.
 
-        All of it happens on the device, in buffers that CUDA graphs read.
+        It writes in place, on the device, to buffers that CUDA graphs read.
         """
         if batch.num_draft_tokens == 0:
             return
@@ -88,7 +88,7 @@ class TreeScoring:
         )
 
     def trees_of(self, batch: InputBatch) -> ScoringTreesV2 | None:
-        """The trees of a batch that `place` has seen; None if it has none."""
+        """The trees of a batch after `place`; None: it has none."""
         drafts = batch.num_draft_tokens_per_req
         if batch.num_draft_tokens == 0 or drafts is None:
             return None
@@ -113,7 +113,7 @@ class TreeScoring:
     def trees_to_capture(self, batch: InputBatch, nodes: int, max_keys: int) -> ScoringTreesV2:
         """The trees of a CUDA graph for a batch of ``nodes`` tokens per request.
 
-        A replay has as many requests, perhaps some without tokens.
+        A replay has equally many requests, some perhaps without tokens.
         """
         return ScoringTreesV2(
             num_requests=batch.num_reqs,

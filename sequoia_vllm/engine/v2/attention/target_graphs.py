@@ -1,9 +1,8 @@
-"""The target's CUDA graphs: those that the engine's schedule can reach, and found by all batches.
+"""Captures the target's CUDA graphs for all numbers of drafts that the engine can reach.
 
-An engine can reach the schedule's numbers of drafts, and others where it adapts. vLLM captures
-every one of its sizes for every number of drafts in the schedule. It gives a batch the next
-larger captured number of tokens, for any number of drafts. If that graph is for another number,
-the batch runs without a full graph.
+These are the schedule's, and others if the engine adapts. vLLM itself captures each of its sizes
+for every number of drafts in the schedule. It then gives a batch the next larger captured number
+of tokens. If that graph is for another number of drafts, the batch runs without a full graph.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from sequoia_vllm.hardware.graph_sizes import decode_shapes
 
 
 class TreeGraphManager(ModelCudaGraphManager):
-    """vLLM's manager with other full graphs: per number of drafts, for the batches that have it.
+    """vLLM's manager with full graphs for each number of drafts, at the batch sizes that use it.
 
-    Its constructor calls `_init_candidates` once, when the engine starts. That sets which graphs
-    vLLM captures, and which of them it tries for a step's batch, by its tokens.
+    Its constructor calls `_init_candidates` once, when the engine starts. This sets which graphs
+    vLLM captures, and which of them it tries for a batch of so many tokens.
     """
 
     _capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
@@ -29,7 +28,7 @@ class TreeGraphManager(ModelCudaGraphManager):
         """Calls vLLM's, then takes the full graphs for decode steps from `decode_shapes`."""
         super()._init_candidates()
         mode = CUDAGraphMode.FULL
-        # Full graphs for everything, or of two micro-batches, are not by number of drafts.
+        # Full graphs for all steps, or for two micro-batches, do not depend on drafts.
         if mode not in self._capture_descs or not self.cudagraph_mode.separate_routine():
             return
         if self.ubatch_runner is not None:
@@ -73,12 +72,12 @@ class TreeGraphManager(ModelCudaGraphManager):
 def _smallest_of_each(
     graphs: list[BatchExecutionDescriptor], tokens: int, loras: int
 ) -> list[BatchExecutionDescriptor]:
-    """For each number of tokens per request the smallest graph for ``tokens`` tokens or more.
+    """The smallest graph for at least ``tokens`` tokens, for each number of tokens per request.
 
     Args:
-        graphs: Largest first.
+        graphs: All full graphs, largest first.
         tokens: Tokens of the batch.
-        loras: Adapters, as vLLM counts them for a graph.
+        loras: Number of adapters, as vLLM counts them for a graph.
     """
     found = {
         graph.uniform_token_count: graph

@@ -1,4 +1,4 @@
-"""Growing trees on Model Runner V2, by each kind of drafter.
+"""Grows trees on Model Runner V2 with each kind of drafter.
 
 May import: common, compat, core, runner, v2.attention.
 """

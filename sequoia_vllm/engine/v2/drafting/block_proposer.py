@@ -1,4 +1,4 @@
-"""Trees drafted by a DFlash head: one pass for all levels."""
+"""Drafts trees with a DFlash head: one pass for all levels."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from sequoia_vllm.engine.v2.drafting.state_proposer import StateTreeProposer
 
 
 class BlockTreeProposer(StateTreeProposer, DFlashSpeculator, BlockModel):
-    """vLLM's speculator of DFlash heads (loading, KV cache, buffers) growing trees.
+    """Grows trees with vLLM's speculator of DFlash heads (loading, KV cache, buffers).
 
-    Of committed tokens such a head reads nothing but the target's states, which become keys
-    and values of its own at their positions. Then the last committed token, and a mask for
-    each level below, attend to these and to one another.
+    From committed tokens such a head reads only the target's states. They become its own keys
+    and values at their positions. One pass then predicts all levels. Its queries, the last
+    committed token and a mask token per level, attend to these keys and to one another.
 
-    Subclasses run heads that take the tokens into account that were drafted above a node.
+    Subclasses run heads that also use the tokens drafted above a node.
     """
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Loads vLLM's draft; a request has a query for each level of its tree, root included."""
+        """Loads vLLM's draft, and sets a request's queries by the levels of the tree."""
         super().load_model(target_model)
         self.num_query_per_req = self.tree.depth + (0 if self.sample_from_anchor else 1)
         names = self.model.get_draft_kv_cache_layer_names()
@@ -53,7 +53,7 @@ class BlockTreeProposer(StateTreeProposer, DFlashSpeculator, BlockModel):
     def _metadata_of(
         self, queries: DraftQueries, slots: Tensor, groups: dict[str, int]
     ) -> dict[str, Any]:
-        """In causal layers the block is a chain: its positions see none after their own."""
+        """Masks the block as a chain in causal layers: no position sees a later one."""
         chain = {name: group for name, group in groups.items() if name in self._causal_layers}
         block = {name: group for name, group in groups.items() if name not in self._causal_layers}
         as_chain = replace(queries, ancestors=self._chain)
@@ -73,7 +73,7 @@ class BlockTreeProposer(StateTreeProposer, DFlashSpeculator, BlockModel):
         return IndependentLogits(logits.view(*hidden.shape[:2], -1))
 
     def _forward_ragged(self, batch: InputBatch, rows: RaggedRows) -> DraftStates:
-        """Keeps the context; nothing is computed of it."""
+        """Stores the context's keys and values; runs no forward."""
         states = self._ragged_states(rows)
         longest = self.draft_model_config.max_model_len - 1
         self.store_context(states, rows.positions.clamp(max=longest), rows.slots)
@@ -97,7 +97,7 @@ class BlockTreeProposer(StateTreeProposer, DFlashSpeculator, BlockModel):
         slots: dict[str, Tensor] | None,
         recurrent_states: Tensor | None,
     ) -> DraftStates:
-        """See `TreeSpeculator.run_draft`; the states of the target only where nothing is kept."""
+        """See `TreeSpeculator.run_draft`; dummy runs pass the target's states, too."""
         if metadata is None and recurrent_states is not None:
             self.model.precompute_and_store_context_kv(recurrent_states, positions)
         return DraftStates(self._run_head(token_ids, positions, metadata, slots))

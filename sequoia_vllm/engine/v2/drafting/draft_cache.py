@@ -1,4 +1,4 @@
-"""The draft's part of vLLM's paged KV cache."""
+"""Slots and block tables of the draft's layers in vLLM's paged KV cache."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class DraftCache:
     Attributes:
         block_tables: vLLM's, gathered for the batch by the target's pass.
         groups: Index of the cache group of each draft layer.
-        windows: Tokens that the layers of a group see, of groups that do not see all.
-        slot_mappings: int64 ``[groups, rows]``: a buffer of the draft's own.
+        windows: Sliding window in tokens, by group; groups without one are absent.
+        slot_mappings: int64 ``[groups, rows]``: the draft's own buffer.
     """
 
     block_tables: BlockTables
@@ -35,9 +35,9 @@ class DraftCache:
 
         Args:
             requests: int64 ``[R]``: request slots; -1: none.
-            query_start_loc: int32 ``[R + 1]``: rows of each request.
-            positions: ``[rows]``.
-            has_slot: bool ``[rows]``.
+            query_start_loc: int32 ``[R + 1]``: first row of each request, then the end.
+            positions: ``[rows]``: position of each row's token.
+            has_slot: bool ``[rows]``: False: the row gets -1.
         """
         slots = self.block_tables.compute_slot_mappings(
             requests,
@@ -49,25 +49,25 @@ class DraftCache:
         return slots.masked_fill_(~has_slot, PAD_SLOT_ID)
 
     def leave_out_before_windows(self, slots: Tensor, positions: Tensor, computed: Tensor) -> None:
-        """Gives no slots, in place, to what no token to come sees: its blocks may be another's.
+        """Takes slots, in place, from tokens before the sliding window of all later tokens.
 
-        vLLM takes them away when the target has no more use for them, whether or not the
-        draft has read that far.
+        vLLM frees their blocks by the target's progress, whether or not the draft has read so
+        far. The blocks may already belong to another request.
 
         Args:
             slots: int64 ``[groups, rows]``, from `slots`.
-            positions: ``[rows]``.
-            computed: ``[rows]``: tokens that the target had computed of each one's request
+            positions: ``[rows]``: position of each row's token.
+            computed: ``[rows]``: tokens of the row's request that the target had computed
                 before the step.
         """
         for group, window in self.windows.items():
             slots[group].masked_fill_(positions < computed - window + 1, PAD_SLOT_ID)
 
     def by_layer(self, slots: Tensor) -> dict[str, Tensor]:
-        """Each draft layer's row of such slots."""
+        """Each draft layer's row of ``slots``."""
         return {name: slots[group] for name, group in self.groups.items()}
 
     def inputs(self, max_requests: int) -> DraftInputs:
-        """Buffers for passes with as many rows per request, as many rows as slots."""
+        """Buffers for passes with equally many rows per request, up to the rows of the slots."""
         tables = PagedTables.of(self.block_tables.input_block_tables, self.block_tables.block_sizes)
         return DraftInputs.empty(tables, self.slot_mappings.shape[1], max_requests)

@@ -9,22 +9,21 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-# As vLLM's profile of the target's graphs: so many are captured, and no graph takes less.
+# Graphs captured on trial, and the least memory assumed per graph, as in vLLM's own profile.
 _TRIED, _LEAST_BYTES = 2, 1 << 20
 
 
 class DraftGraphs(CudaGraphManager):
     """vLLM's graph manager (memory pool, capture, replay) for one of the draft's passes.
 
-    An engine has two: a pass that reads committed tokens, and one that grows trees. They are
-    apart, as a step that also reads a prompt reads without a graph and then grows with one.
-    vLLM's own draft models run without graphs. Its capture sizes are the target's.
+    An engine has one for passes that read committed tokens, and one for passes that grow trees.
+    They are separate because a step with a prompt reads without a graph and grows with one.
+    vLLM's own draft models run without graphs, and its capture sizes are the target's.
 
     Args:
         vllm_config, device: The engine's.
         mode: The target's graph mode; the draft's passes are captured if decoding is.
-        sizes: Requests of the graphs, ascending, by tokens per request that the pass reads, or
-            drafts.
+        sizes: Requests of the graphs, ascending, by the pass's tokens (or drafts) per request.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class DraftGraphs(CudaGraphManager):
             tokens: [_shape(requests, tokens) for requests in sizes[tokens]]
             for tokens in (sorted(sizes) if full else ())
         }
-        # The largest first: the others then fit into its memory.
+        # The largest first: smaller graphs then reuse its memory.
         shapes = [
             shape for tokens in reversed(self._shapes) for shape in reversed(self._shapes[tokens])
         ]
@@ -52,7 +51,7 @@ class DraftGraphs(CudaGraphManager):
     ) -> None:
         """Captures ``run(requests, tokens)`` for every shape, under this title in the log.
 
-        On trial only few are captured, the largest ones; then `untried_bytes` is known.
+        On trial it captures only the largest shapes, and `untried_bytes` estimates the others.
         """
         if on_trial:
             self._max_full_descs_to_capture = _TRIED
@@ -68,17 +67,17 @@ class DraftGraphs(CudaGraphManager):
 
     @property
     def untried_bytes(self) -> int:
-        """Memory of the graphs that were not captured on trial: as of the last one that was."""
+        """Memory of graphs not captured on trial, if each takes as much as the last captured."""
         untried = sum(map(len, self._shapes.values())) - len(self.graphs)
         *_, taken = self._capture_mem_samples or [0]
         return untried * max(taken, _LEAST_BYTES)
 
     def tokens_for(self, num_reqs: int) -> list[int]:
-        """Numbers of tokens per request that so many requests have a graph for, ascending."""
+        """Tokens per request for which a graph fits so many requests, ascending."""
         return [tokens for tokens in self._shapes if self._shape_of(num_reqs, tokens)]
 
     def replay(self, num_reqs: int, tokens: int) -> bool:
-        """Replays the graph that serves this batch; False: there is none."""
+        """Replays the graph that fits this batch; False: there is none."""
         if shape := self._shape_of(num_reqs, tokens):
             self.run_fullgraph(shape)
         return shape is not None

@@ -2,8 +2,8 @@
 
 The draft *reads* a token when it computes the token's keys and values into its own KV
 cache. A step's outcome stays on the device: vLLM schedules the next step before it is
-known. So the host knows only how many tokens a request may have gained at most. That
-bounds the rows of the draft's next pass. The device knows which of them are real.
+known. The host knows only the most tokens that a request may have gained. This bounds the
+rows of the draft's next pass, and the device knows which rows are real.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from sequoia_vllm.engine.runner.draft_blocks import DraftBlocks
 
-# Host buffers of staged writes. vLLM has two, one for each step under way. A step's drafting comes
-# after the event that the host waits for, so that of three steps one may still read its buffer.
+# Host buffers of staged writes. vLLM has two, one for each step under way. We need a third: a
+# step drafts after the event that the host waits for, and may still read its buffer.
 _BUFFERS = 3
 
 
@@ -28,9 +28,8 @@ class DraftProgress:
 
     Before the target's forward, the runner calls `start` for requests that begin or resume
     and `extend` for those that get more cache blocks. After every step the proposer calls
-    `gain`; if the draft is to read it then asks `most_unread`, which decides how it reads,
-    and calls `take_bounds` for the rows of its pass. That pass adds to `read` on the device
-    what it has really read.
+    `gain`. If the draft is to read, `most_unread` decides how, and `take_bounds` gives the rows
+    of its pass. The pass adds the tokens that it has really read to `read` on the device.
 
     This class follows the requests of a head, which reads in every step.
 
@@ -53,29 +52,28 @@ class DraftProgress:
         return self._read.gpu
 
     def use_cache(self, block_sizes: Mapping[int, int]) -> None:
-        """Called when the KV cache is allocated; for its block sizes see `DraftBlocks`.
+        """Notes the block sizes of the allocated KV cache, see `DraftBlocks`.
 
-        Blocks have what a head read of them when the target computed them.
+        A head needs none: it fills a block when the target computes it.
         """
 
     def start(
         self, slot: int, num_computed_tokens: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """A request begins, or resumes after preemption.
+        """Notes a request that begins, or resumes after preemption.
 
-        For a head vLLM takes one block less of the prefix cache, whose last entry comes with a
-        token of the next block.
+        For a head, vLLM takes one block less from the prefix cache: the head fills a block's
+        last entry with the next block's first token.
 
         Args:
             slot: Its request slot.
-            num_computed_tokens: How many of its first tokens are in the prefix cache, so
-                that the target does not compute them.
+            num_computed_tokens: How many of its first tokens are in the prefix cache.
             block_ids: The ids of its blocks, for each cache group.
         """
         self._read.stage_write_elem(slot, num_computed_tokens)
 
     def extend(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """The request in this slot gets more blocks, whose ids are given for each cache group."""
+        """Notes new blocks of the request in this slot, by their ids for each cache group."""
 
     def gain(
         self,
@@ -93,20 +91,19 @@ class DraftProgress:
                 scheduler counts them.
             num_scheduled: ``[R]``: tokens in the target's forward, drafts included.
             num_drafts: ``[R]``: drafts in the target's forward; None if there were none.
-            is_prefilling: ``[R]``: whether the step read a prompt (it may have
-                sampled a token too).
+            is_prefilling: ``[R]``: whether the step read a prompt; it may also have sampled.
         """
         drafts = np.zeros_like(num_scheduled) if num_drafts is None else num_drafts
         self._bounds[slots] = num_scheduled - drafts + self._depths[drafts]
 
     def most_unread(self, slots: NDArray[np.intp]) -> int:
-        """Tokens that the draft may have to read of one of these requests."""
+        """The most tokens that the draft may have to read for one of these requests."""
         return int(self._bounds[slots].max())
 
     def take_bounds(self, slots: NDArray[np.intp], budget: int) -> NDArray[np.int32]:
         """Rows to read now, int32 ``[R]``: all there may be, up to ``budget`` in sum.
 
-        A head reads no more than the target's rows of the step, and so within any ``budget``.
+        A head stays within it, as it reads no more rows than the target had in the step.
         """
         self._read.apply_write()
         return self._bounds[slots]
@@ -115,14 +112,13 @@ class DraftProgress:
 class ModelDraftProgress(DraftProgress):
     """Follows how many tokens of each request the draft model has read.
 
-    While a schedule asks for no drafts, the draft reads nothing; when it asks for some
-    again, the requests catch up. Of the tokens that a request has from the prefix cache,
-    the draft reads those that it has not read for another request.
+    While the schedule asks for no drafts, the draft reads nothing; later the requests catch up.
+    The draft skips tokens from the prefix cache that it has read for another request.
 
     Args:
         max_num_reqs, depths, device: See `DraftProgress`.
         unknown_drafts: The most drafts of a request that the scheduler counts as accepted
-            because it does not know yet what became of them.
+            before their outcome is known.
     """
 
     def __init__(
@@ -134,7 +130,7 @@ class ModelDraftProgress(DraftProgress):
     ) -> None:
         super().__init__(max_num_reqs, depths, device)
         self._unknown_drafts = unknown_drafts
-        # Positions up to which the target, and the draft, have certainly read.
+        # Lower bounds of the positions up to which the target and the draft have read.
         self._computed_at_least = np.zeros(max_num_reqs, dtype=np.int32)
         self._read_at_least = np.zeros(max_num_reqs, dtype=np.int32)
         # Cached tokens of requests that have not begun to read, in order of their start.
@@ -184,9 +180,8 @@ class ModelDraftProgress(DraftProgress):
     def take_bounds(self, slots: NDArray[np.intp], budget: int) -> NDArray[np.int32]:
         """See `DraftProgress.take_bounds`.
 
-        Requests that begin come last, in the order in which they started. The prefix cache may
-        give a request blocks that an earlier one fills in this very step, and one pass of the
-        draft reads both.
+        Requests that begin to read come last, in the order in which they started: the prefix
+        cache may share blocks that an earlier request fills in this same pass.
         """
         beginning = self._beginning(slots)
         has_begun = np.ones(len(slots), dtype=bool)
@@ -203,19 +198,19 @@ class ModelDraftProgress(DraftProgress):
         return taken
 
     def _beginning(self, slots: NDArray[np.intp]) -> dict[int, int]:
-        """Slots of these that begin to read, in the order in which they started: their rows."""
+        """Rows of the requests that begin to read, by slot, in the order of their start."""
         if not self._cached:
             return {}
         rows = {slot: row for row, slot in enumerate(slots.tolist())}
         return {slot: rows[slot] for slot in self._cached if slot in rows}
 
     def _unread_cached(self, slot: int) -> int:
-        """Tokens from the prefix cache that the draft has not read, of a request that begins."""
+        """Tokens from the prefix cache that a new request's draft has yet to read."""
         cached = self._cached[slot]
         return cached - self._blocks.filled_tokens(slot, cached)
 
     def _begin(self, slot: int, budget: int) -> int:
-        """Rows to read now of a request that reads for the first time; 0: not yet."""
+        """Rows to read now for a request that has read nothing yet; 0: it waits."""
         if budget == 0:
             self._read.stage_write_elem(slot, 0)
             return 0
@@ -229,7 +224,7 @@ class ModelDraftProgress(DraftProgress):
         return taken
 
     def _note_read(self, slots: NDArray[np.intp], taken: NDArray[np.int32]) -> None:
-        """These slots read so many tokens, or all there are if that is fewer."""
+        """Notes that these slots read ``taken`` tokens, or all they have if fewer."""
         self._bounds[slots] -= taken
         before, computed = self._read_at_least[slots], self._computed_at_least[slots]
         partly = np.minimum(computed, before + taken)

@@ -1,8 +1,8 @@
-"""Trees drafted by kin of DFlash heads that correct a block by the tokens drafted in it.
+"""Drafts trees with relatives of DFlash heads that correct a block by the tokens drafted in it.
 
-One pass predicts every level. Then, in vLLM's chains, each token is drawn in the light of the one
-before it. In trees that is a node's own token: Q at the node is exactly what the chain would draw
-its next token from.
+One pass predicts every level. In vLLM's chains the head then corrects each prediction by the
+token before it. In trees this is the node's own token. Q at the node is exactly the distribution
+from which the chain would draw its next token.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _NONE = float("-inf")
 
 
 class MarkovLogits(BlockLogits):
-    """What a level's position predicts, and a bias by the node's token (DSpark).
+    """Logits of a level's position plus a bias by the node's token (DSpark).
 
     Args:
-        base: ``[R, L, V']``: of each level, over the tokens that the head drafts.
+        base: ``[R, L, V']``: logits of each level over the tokens that the head drafts.
         model: vLLM's.
-        drafted: int64 ``[V']``: the target's numbers of these tokens; None: the same, or more
-            than the target has.
+        drafted: int64 ``[V']``: the target's ids of these tokens; None: the same ids, perhaps
+            more than the target has.
         vocab_size: V, of the target.
     """
 
@@ -52,15 +52,14 @@ class MarkovLogits(BlockLogits):
 
 
 class CandidateLogits(BlockLogits):
-    """Scores of each level's candidates after each of the level above's (DFlash2, LiLiCorr).
+    """Logits from scores of candidate pairs of neighbouring levels (DFlash2, LiLiCorr).
 
-    After a token that was none of the candidates, whose probability was 0, they are those after
-    the best one.
+    A token that is no candidate, and so had probability 0, gets the scores after the best one.
 
     Args:
-        candidates: int64 ``[R, L, K]``: each level's, best first.
-        scores: ``[R, L, K, K]``: of each after each candidate of the level above; on the first
-            level all K rows are alike.
+        candidates: int64 ``[R, L, K]``: each level's candidates, best first.
+        scores: ``[R, L, K, K]``: score of each candidate (last axis) after each candidate of the
+            level above; on the first level all K rows are equal.
         vocab_size: V.
         dtype: Type of the logits.
     """
@@ -89,10 +88,10 @@ class CandidateLogits(BlockLogits):
 
 
 class MarkovTreeProposer(BlockTreeProposer, DSparkSpeculator):
-    """vLLM's speculator of DSpark drafters growing trees."""
+    """Grows trees with vLLM's speculator of DSpark drafters."""
 
     def allocate(self, target_model: torch.nn.Module) -> None:
-        """See `TreeSpeculator.allocate`; the target's numbers of the tokens that are drafted."""
+        """See `TreeSpeculator.allocate`; also maps the drafted tokens to the target's ids."""
         super().allocate(target_model)
         offsets = self.model.draft_id_to_target_id
         self._drafted_tokens = None
@@ -111,10 +110,10 @@ class MarkovTreeProposer(BlockTreeProposer, DSparkSpeculator):
 
 
 class CandidateTreeProposer(BlockTreeProposer, DFlash2Speculator):
-    """vLLM's speculator of DFlash2 heads growing trees.
+    """Grows trees with vLLM's speculator of DFlash2 heads.
 
-    Their layers mix a block's positions with those before them, and are built for blocks of one
-    size: all have the whole tree's.
+    Their layers mix a block's positions with earlier ones, and are built for one block size. So
+    every block has as many levels as the whole tree.
     """
 
     def load_draft_model(
@@ -147,7 +146,7 @@ class CandidateTreeProposer(BlockTreeProposer, DFlash2Speculator):
 
 
 class LatticeTreeProposer(CandidateTreeProposer, LiLiCorrSpeculator):
-    """vLLM's speculator of LiLiCorr heads growing trees: a pass over the candidates scores them."""
+    """Grows trees with vLLM's speculator of LiLiCorr heads; a pass scores the candidates."""
 
     def _scores_of(
         self, candidates: Tensor, unary: Tensor, hidden: Tensor, context: Tensor, roots: Tensor
@@ -162,7 +161,7 @@ class LatticeTreeProposer(CandidateTreeProposer, LiLiCorrSpeculator):
 
 @contextmanager
 def _drafts(speculative_config: Any, drafts: int) -> Iterator[None]:
-    """Within it vLLM takes this for the drafts of a request."""
+    """Makes vLLM see this number of drafts per request within the block."""
     nodes = speculative_config.num_speculative_tokens
     speculative_config.num_speculative_tokens = drafts
     try:

@@ -1,4 +1,4 @@
-"""Trees drafted level by level by an EAGLE-3 head, or by the target's own MTP layer."""
+"""Drafts trees level by level with an EAGLE-3 head, or with the target's own MTP layer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sequoia_vllm.engine.v2.drafting.state_proposer import StateTreeProposer
 
 
 class _LevelTreeProposer(StateTreeProposer):
-    """Grows trees with a head that reads tokens and states, in a pass for each level.
+    """Grows trees with a head that reads tokens and states, in one pass per level.
 
-    A row of such a head is a committed token with the target's states at the token before it. The
-    row has that earlier token's position and slot, and predicts the token after the committed
-    one. Drafted tokens come with the recurrent states of the head itself at their parents.
+    The head reads each committed token with the target's states at the token before it. The row
+    has that earlier token's position and slot, and predicts the token after the committed one.
+    Drafted tokens come with the head's own recurrent states at their parents.
 
-    Where nothing is drafted, a head of one layer ends at its attention. Keys and values of a row
-    depend on nothing behind it: neither on the context, nor on the layer's MLP.
+    While nothing is drafted, the pass of a one-layer head ends before its attention: the keys and
+    values are written by then.
     """
 
     @torch.inference_mode()
@@ -34,7 +34,7 @@ class _LevelTreeProposer(StateTreeProposer):
         slots: dict[str, Tensor] | None,
         recurrent_states: Tensor | None,
     ) -> DraftStates:
-        """See `TreeSpeculator.run_draft`; whatever states where only keys are read for."""
+        """See `TreeSpeculator.run_draft`; the states mean nothing after a pass for keys only."""
         if self._only_keys and metadata is not None and len(metadata) == 1:
             metadata = dict.fromkeys(metadata, KEYS_ONLY)
         try:
@@ -48,13 +48,13 @@ class _LevelTreeProposer(StateTreeProposer):
 
 
 class HeadTreeProposer(_LevelTreeProposer, EagleSpeculator):
-    """vLLM's speculator of EAGLE-3 heads (loading, KV cache, buffers) growing trees."""
+    """Grows trees with vLLM's speculator of EAGLE-3 heads (loading, KV cache, buffers)."""
 
 
 class LayerTreeProposer(_LevelTreeProposer, MTPSpeculator):
-    """vLLM's speculator of MTP layers (loading, KV cache, buffers) growing trees.
+    """Grows trees with vLLM's speculator of MTP layers (loading, KV cache, buffers).
 
-    Such a layer reads the target's last states, as wide as its own, and nothing combines them.
+    Such a layer reads the target's last states as they are: they have its own width.
     """
 
     def _layers_read(self, target_model: torch.nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""Trees drafted by a standalone model, which reads tokens alone."""
+"""Drafts trees with a standalone model, which reads only tokens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 
 
 class ModelTreeProposer(TreeProposerV2, StandaloneARSpeculator):
-    """vLLM's draft-model speculator (loading, KV cache, buffers) growing trees.
+    """Grows trees with vLLM's draft-model speculator (loading, KV cache, buffers).
 
-    A draft with another vocabulary is given, and gives, the target's tokens.
+    Its inputs and outputs are the target's tokens, also if the draft has another vocabulary.
     """
 
     def allocate(self, target_model: torch.nn.Module) -> None:
-        """See `TreeSpeculator.allocate`; matches the vocabularies."""
+        """See `TreeSpeculator.allocate`; also matches the vocabularies."""
         super().allocate(target_model)
         self._vocabulary = draft_vocabulary(self.vllm_config, self.model, self.device)
 
@@ -39,7 +39,7 @@ class ModelTreeProposer(TreeProposerV2, StandaloneARSpeculator):
         return self.expanded_slot_mappings
 
     def _reads_without_drafting(self, batch: InputBatch) -> bool:
-        """Later what lies before windows could not be kept, see `leave_out_before_windows`."""
+        """True for prompts of drafts with sliding windows: see `leave_out_before_windows`."""
         return bool(self._cache.windows and batch.is_prefilling_np.any())
 
     def run_draft(

@@ -1,4 +1,4 @@
-"""The proposer on Model Runner V2: reads what was committed, and grows every request's tree."""
+"""The proposer on Model Runner V2: reads committed tokens, and grows every request's tree."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from sequoia_vllm.engine.v2.drafting.ragged_rows import RaggedRows
 from sequoia_vllm.engine.v2.drafting.tree_speculator import TreeSpeculator
 
 Begin = Callable[[DraftLevels, int, int], NDArray[np.int32]]
-"""`TreeProposerV2._begin` of one step."""
+"""`TreeProposerV2._begin`, bound to one step."""
 
 
 class TreeProposerV2(TreeSpeculator):
     """The speculator's work in a step: its `propose` replaces vLLM's.
 
-    Whatever a step decided stays on the device. Subclasses say, too, what a kind of draft
-    reads besides tokens.
+    A step's outcome stays on the device. Subclasses also define what a kind of draft reads
+    besides tokens.
     """
 
     accepted: Tensor | None = None
@@ -39,32 +39,32 @@ class TreeProposerV2(TreeSpeculator):
 
     @abstractmethod
     def _reads_without_drafting(self, batch: InputBatch) -> bool:
-        """Whether what this step committed must be read although nothing is drafted."""
+        """Whether the draft must read this step's tokens although it drafts nothing."""
 
     def _take_target_states(
         self, batch: InputBatch, last: Tensor, auxiliary: list[Tensor] | None
     ) -> None:
-        """Notes the target's states ``[T, H]`` of this step: the last ones, and others."""
+        """Notes the target's states ``[T, H]`` of this step: the last and the auxiliary ones."""
 
     def _ragged_states(self, rows: RaggedRows) -> Tensor | None:
-        """States that these rows read besides tokens; None: they read none."""
+        """States that these rows read besides tokens; None: no states."""
         return None
 
     def _fits_growth(self, num_trees: int, num_reqs: int, width: int) -> bool:
-        """Whether `TreeGrowth` may read so many tokens of the requests that get trees."""
+        """Whether `TreeGrowth` can read ``width`` tokens of each request that gets a tree."""
         return num_trees * width <= self.max_num_tokens
 
     def _before_reading(self, num_trees: int, width: int) -> None:
-        """Puts what `TreeGrowth` reads besides `DraftBatch` in its place."""
+        """Prepares what `TreeGrowth` reads besides `DraftBatch`."""
 
     # -- one drafting pass ---------------------------------------------------------------
 
     def note_accepted(self, accepted: Tensor | None) -> None:
-        """Notes what the step accepted of its trees, before `propose`.
+        """Notes the step's accepted nodes, before `propose`.
 
         Args:
-            accepted: int32 ``[R', D]``: nodes by depth, then -1, of the batch's first R'
-                requests, which have trees; None: none has.
+            accepted: int32 ``[R', D]``: nodes by depth, then -1, of the first R' requests of the
+                batch, which have trees; None: no request has.
         """
         self.accepted = accepted
 
@@ -89,14 +89,14 @@ class TreeProposerV2(TreeSpeculator):
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> Tensor:
-        """Replaces vLLM's: the draft reads what was committed and grows trees.
+        """Replaces vLLM's: the draft reads the committed tokens and grows trees.
 
         Returns:
-            Draft tokens int64 ``[R, N]`` in stored tree order. Requests that get
-            no tree, or a smaller one, have anything there: `drafted` says so.
+            Draft tokens int64 ``[R, N]`` in stored tree order. Beyond a request's nodes
+            (`drafted.nodes`) they have no meaning.
         """
         self._take_target_states(input_batch, last_hidden_states, aux_hidden_states)
-        if dummy_run:  # the first one comes before there are caches to grow trees in
+        if dummy_run:  # the first one comes before caches exist
             self._run_dummy(input_batch, is_profile)
             return self.draft_tokens[: input_batch.num_reqs]
         self._last_grown = None
@@ -115,12 +115,12 @@ class TreeProposerV2(TreeSpeculator):
         tokens = self.drafted.tokens[: input_batch.num_reqs, 1:]
         if num_speculative_tokens == 0:
             return torch.empty_like(tokens)
-        # What vLLM did not ask for it overwrites with -1, in place. A request that gets no
-        # tree later is scored with what is in its row: ids that the target can embed.
+        # vLLM overwrites unrequested drafts with -1, in place. Our rows must keep ids that the
+        # target can embed: it scores them even where a request later gets no tree.
         return tokens.clone() if drafts < self.num_speculative_steps else tokens
 
     def _advance(self, batch: InputBatch, begin: Begin, drafts: int) -> None:
-        """Reads what the step committed, as far as it has to be read, and grows the trees."""
+        """Reads the step's committed tokens if the draft must, and grows the trees."""
         self.progress.gain(
             batch.idx_mapping_np,
             batch.num_computed_tokens_np,
@@ -133,7 +133,7 @@ class TreeProposerV2(TreeSpeculator):
         elif self._reads_without_drafting(batch):
             self._only_read(batch, begin)
         elif self.max_drafts == 0:
-            # Placeholders that were scheduled before find no tree a second time.
+            # Placeholders scheduled earlier must not find an old tree again.
             self.drafted.nodes.zero_()
 
     def _draft(self, batch: InputBatch, begin: Begin, drafts: int) -> None:
@@ -148,9 +148,9 @@ class TreeProposerV2(TreeSpeculator):
             self._growth.grow(num_trees, levels, max_keys(batch))
 
     def _width_read(self, batch: InputBatch, num_trees: int, levels: DraftLevels) -> int | None:
-        """Rows in which each request that gets a tree is read, from a graph if there is one.
+        """Rows per request for reading the requests that get trees, a graph's if one fits.
 
-        None: some request has more to read, as of a prompt, and all are read without a graph.
+        None: some request has more to read (a prompt); all are read without a graph.
         """
         captured = self._read_graphs.tokens_for(num_trees) if self._read_graphs else []
         unread = self.progress.most_unread(batch.idx_mapping_np)
@@ -162,7 +162,7 @@ class TreeProposerV2(TreeSpeculator):
         return next(fitting, None)
 
     def _only_read(self, batch: InputBatch, begin: Begin) -> None:
-        """Reads what requests have, and grows nothing."""
+        """Reads the requests' unread tokens, and grows nothing."""
         bounds = begin(self.tables.levels_of(1), batch.num_reqs, 0)
         if bounds.any():
             self._read_ragged(batch, bounds)
@@ -189,9 +189,9 @@ class TreeProposerV2(TreeSpeculator):
         readers: int,
         num_trees: int,
     ) -> NDArray[np.int32]:
-        """Rows that each request's part of the pass may have at most, int32 ``[R]``.
+        """Prepares the pass; returns the most rows of each request, int32 ``[R]``.
 
-        The first ``readers`` requests read, and the first ``num_trees`` have trees.
+        The first ``readers`` requests read, and the first ``num_trees`` get trees.
         """
         bounds = np.zeros(batch.num_reqs, dtype=np.int32)
         bounds[:readers] = self.progress.take_bounds(
@@ -221,16 +221,16 @@ class TreeProposerV2(TreeSpeculator):
     def _read_ragged(
         self, batch: InputBatch, bounds: NDArray[np.int32]
     ) -> tuple[DraftStates, Tensor]:
-        """Reads prompts, and whatever else is long.
+        """Reads a different number of tokens of each request, as for prompts.
 
         Returns:
-            States of all rows, and which are at each request's last committed token, int32 ``[R]``.
+            States of all rows, and the row of each request's last token, int32 ``[R]``.
         """
         rows = RaggedRows.of(batch, bounds, self.batch, self._cache)
         return self._forward_ragged(batch, rows), rows.last
 
     def _forward_ragged(self, batch: InputBatch, rows: RaggedRows) -> DraftStates:
-        """States at all of these rows."""
+        """Runs the draft over these rows."""
         total, positions = len(rows.positions), rows.positions
         buffers = self.input_buffers
         buffers.query_start_loc[: batch.num_reqs + 1] = rows.first
@@ -257,7 +257,7 @@ class TreeProposerV2(TreeSpeculator):
 
     @property
     def pass_widths(self) -> list[int]:
-        """Rows per request of each forward of the last pass, for measuring; none: no pass."""
+        """Rows per request of each forward of the last pass, for measuring; empty: no pass."""
         if self._last_grown is None:
             return []
         deeper = self._last_grown.levels[1:]
@@ -265,5 +265,5 @@ class TreeProposerV2(TreeSpeculator):
 
 
 def max_keys(batch: InputBatch) -> int:
-    """No request of this batch has more committed tokens."""
+    """Upper bound of the committed tokens of any request of this batch."""
     return int(batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs].max()) + 1

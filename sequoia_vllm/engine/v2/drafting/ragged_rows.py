@@ -1,4 +1,4 @@
-"""The rows of a pass that reads prompts: as many of each request as it has."""
+"""The rows of a pass that reads a different number of tokens of each request."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from sequoia_vllm.engine.v2.drafting.draft_cache import DraftCache
 
 @dataclass(frozen=True)
 class RaggedRows:
-    """Rows of R requests, one request after another, then rows of none.
+    """Rows of R requests, one request after another, then padding.
 
-    Only the device knows how many tokens a request reads. Were there a row for each that it may
-    read, attention would take in positions that nobody wrote.
+    Only the device knows how many tokens a request reads. Padding at the end, not within each
+    request, keeps attention from positions that nobody wrote.
 
     Attributes:
-        requests: int64 ``[rows]``: each row's request, as a place in the batch; any, of rows
-            that are nobody's.
-        offsets: int32 ``[rows]``: its token, of those that the request reads.
-        positions: int64 ``[rows]``: that token's.
+        requests: int64 ``[rows]``: the batch index of each row's request; any for padding.
+        offsets: int32 ``[rows]``: index of the row's token among those that the request reads.
+        positions: int64 ``[rows]``: position of the row's token.
         slots: int64 ``[groups, rows]``: where keys and values go; -1: nowhere.
-        first: int32 ``[R + 1]``: first row of each request, then of those that are nobody's.
-        most_np: int32 ``[R + 1]``: the same, if each request had as many rows as it may have.
+        first: int32 ``[R + 1]``: first row of each request, then of the padding.
+        most_np: int32 ``[R + 1]``: the same, if each request had its most possible rows.
         last: int32 ``[R]``: see `last_rows`.
     """
 
@@ -49,8 +48,8 @@ class RaggedRows:
 
         Args:
             batch: R requests.
-            bounds: int32 ``[R]``: most rows of each; there is one at least.
-            read: What of it they read: ``starts`` and ``counts``.
+            bounds: int32 ``[R]``: most rows of each request; not all 0.
+            read: Gives ``starts`` and ``counts`` of the tokens that they read.
             cache: The draft's.
         """
         num_reqs = batch.num_reqs
@@ -65,7 +64,7 @@ class RaggedRows:
         positions = (starts[requests] + offsets).long()
         slots = cache.slots(batch.idx_mapping, first, positions, offsets < counts[requests])
         if cache.windows:
-            # The target's before this step; vLLM frees nothing by what steps under way compute.
+            # Before this step: vLLM frees blocks only by what finished steps have computed.
             computed = batch.seq_lens[:num_reqs] - batch.query_start_loc[: num_reqs + 1].diff()
             cache.leave_out_before_windows(slots, positions, computed[requests])
         last = last_rows(first, counts, total)
@@ -76,9 +75,9 @@ def last_rows(first_rows: Tensor, counts: Tensor, total: int) -> Tensor:
     """The row of each request's last token, int32 ``[R]``; any row for one that reads nothing.
 
     Args:
-        first_rows: int32 ``[R + 1]``: of each request; of one that reads nothing it may lie past
-            the last row.
+        first_rows: int32 ``[R + 1]``: first row of each request, perhaps past the last row if it
+            reads nothing.
         counts: int32 ``[R]``: tokens that each request reads.
-        total: Rows of all, at least 1.
+        total: Rows of all requests, at least 1.
     """
     return (first_rows[:-1] + counts - 1).clamp(min=0, max=total - 1)

@@ -1,4 +1,4 @@
-"""How the drafts of each request are drawn and verified on Model Runner V2."""
+"""Decides how each request's drafts are drawn and verified on Model Runner V2."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _ANY_NUMBER = np.iinfo(np.int32).max
 class RequestModes:
     """The mode of every request slot, and the most nodes it verifies, on host and device.
 
-    In a step to which requests are added, `start` is called for each of them and then
-    `apply_starts`. The kernels that draw and verify drafts read `gpu`; on the host the
-    verifier asks which requests are `sampled`, and the runner which ever have drafts.
+    In a step that adds requests, the runner calls `start` for each of them, then `apply_starts`.
+    The kernels that draw and verify drafts read `gpu`. On the host, the verifier asks which
+    requests are `sampled`, and the runner which requests ever have drafts.
     """
 
     def __init__(self, max_num_reqs: int, thinks_first: bool) -> None:
@@ -34,23 +34,20 @@ class RequestModes:
 
     @property
     def gpu(self) -> Tensor:
-        """int32 ``[slots]``: the modes (`kernels.modes`), where the device reads them."""
+        """int32 ``[slots]``: the modes (`kernels.modes`) on the device."""
         return self._modes.gpu
 
     @property
     def most_nodes(self) -> Tensor:
-        """int32 ``[slots]``: no request has more nodes to verify than this."""
+        """int32 ``[slots]``: the most nodes that each request may verify."""
         return self._most_nodes.gpu
 
     def give_no_drafts(self) -> None:
-        """No request gets drafts from now on.
-
-        For engines with custom logits processors, which may look at the tokens of a path.
-        """
+        """Stops all drafts, for engines whose custom logits processors may read a path's tokens."""
         self._without_drafts = True
 
     def sampled(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
-        """Which of the requests in these slots are verified by Algorithm 2."""
+        """Which requests in these slots have drafts and sample without a seed."""
         return self._modes.np[slots] == SAMPLED
 
     def has_drafts(self, slot: int) -> bool:
@@ -58,7 +55,7 @@ class RequestModes:
         return int(self._modes.np[slot]) != SKIP
 
     def start(self, slot: int, sampling_params: Any) -> None:
-        """A request begins or resumes in this slot."""
+        """Notes a request that begins or resumes in this slot."""
         undrafted = self._without_drafts or never_drafts(sampling_params, self._thinks_first)
         self._modes.np[slot] = SKIP if undrafted else mode_of(sampling_params)
         most = most_drafts(sampling_params)
@@ -71,7 +68,7 @@ class RequestModes:
 
 
 def mode_of(sampling_params: Any) -> int:
-    """How this request, which has drafts, is drafted and verified."""
+    """How a request with drafts is drafted and verified."""
     if sampling_params.temperature < GREEDY_BELOW:
         return GREEDY
     return SAMPLED if sampling_params.seed is None else SEEDED

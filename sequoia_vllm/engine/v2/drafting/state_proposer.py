@@ -1,4 +1,4 @@
-"""What heads that read the target's hidden states have in common."""
+"""What all heads that read the target's hidden states share."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from sequoia_vllm.kernels.target_states import gather_target_states
 
 
 class StateTreeProposer(TreeProposerV2):
-    """Follows what the target's forward leaves, and gathers it for a head.
+    """Gathers the target's hidden states for a head.
 
-    A step leaves the target's states of some layers, or its last ones, at all nodes; the
-    accepted path's are gathered, in one launch, before the head reads. They are gone with
-    the step: the head reads in every one, whether it drafts or not.
+    A step leaves the target's states (of some layers, or the last ones) at all nodes. One
+    launch gathers the accepted path's before the head reads. The states do not outlive the step,
+    so the head reads in every step, whether it drafts or not.
     """
 
     state_offset = 1
@@ -39,8 +39,7 @@ class StateTreeProposer(TreeProposerV2):
         return DraftProgress(self.max_num_reqs, depths_by_drafts(self.tree), self.device)
 
     def allocate(self, target_model: torch.nn.Module) -> None:
-        """See `TreeSpeculator.allocate`; room for the target's states of the largest captured
-        pass."""
+        """See `TreeSpeculator.allocate`; also makes room for the states of the largest graph."""
         super().allocate(target_model)
         width = self._layers_read(target_model) * self.vllm_config.model_config.get_hidden_size()
         rows = max(self.plan.most_rows_read, self.max_num_reqs)
@@ -56,12 +55,12 @@ class StateTreeProposer(TreeProposerV2):
         return len(layers)
 
     def _states_read(self, last: Tensor, auxiliary: list[Tensor] | None) -> list[Tensor]:
-        """States ``[T, H]`` of a step that the head reads, by layer."""
+        """The step's states ``[T, H]`` that the head reads, by layer."""
         assert auxiliary, "vLLM gives heads the target's auxiliary states"
         return auxiliary
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        """Makes room for slots, then calls vLLM's."""
+        """Allocates the slots, then calls vLLM's."""
         block_tables: BlockTables = kwargs["block_tables"] if "block_tables" in kwargs else args[2]
         self._slots = torch.empty(
             block_tables.num_kv_cache_groups,
@@ -78,7 +77,7 @@ class StateTreeProposer(TreeProposerV2):
         return self._gathered
 
     def combine_hidden_states(self, target_states: Tensor) -> Tensor:
-        """Combines the states of several layers to one of the head's width."""
+        """Combines the states of several layers into one of the head's width."""
         return self.model.combine_hidden_states(target_states)
 
     def _run_head(
@@ -89,7 +88,7 @@ class StateTreeProposer(TreeProposerV2):
         slots: dict[str, Tensor] | None,
         **inputs: Any,
     ) -> Any:
-        """Runs the head in vLLM's forward context, given ``inputs`` besides tokens."""
+        """Runs the head in vLLM's forward context; ``inputs`` are its inputs besides tokens."""
         rows = len(token_ids)
         with set_forward_context(
             metadata,
@@ -105,7 +104,7 @@ class StateTreeProposer(TreeProposerV2):
     # -- where nothing is drafted ----------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """See `TreeSpeculator`; graphs for one token of each request of any batch."""
+        """See `TreeSpeculator`; adds graphs that read one token of each request."""
         super().init_cudagraph_manager(cudagraph_mode)
         sizes = {1: powers_of_two(self.max_num_reqs)}
         self._key_graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, sizes)
@@ -125,11 +124,11 @@ class StateTreeProposer(TreeProposerV2):
             self._growth.store_keys(num_reqs, most_keys)
 
     def _reads_without_drafting(self, batch: InputBatch) -> bool:
-        """The states of this step are gone with it."""
+        """True, as this step's states do not outlive it."""
         return True
 
     def _only_read(self, batch: InputBatch, begin: Begin) -> None:
-        """Reads for keys and values alone, from a graph where each request has one token."""
+        """Reads only to fill the KV cache; uses a graph if each request has one token."""
         if self.progress.most_unread(batch.idx_mapping_np) > 1:
             with self._reading_for_keys():
                 super()._only_read(batch, begin)
@@ -163,7 +162,7 @@ class StateTreeProposer(TreeProposerV2):
         self._first_rows = batch.query_start_loc[: batch.num_reqs + 1]
 
     def _fits_growth(self, num_trees: int, num_reqs: int, width: int) -> bool:
-        """Every request must be read, and their states must fit."""
+        """True if all requests get trees and their states fit: every request must be read."""
         return num_trees == num_reqs and num_trees * width <= len(self._gathered)
 
     def _before_reading(self, num_trees: int, width: int) -> None:
@@ -190,9 +189,9 @@ class StateTreeProposer(TreeProposerV2):
         return states
 
     def _uniform_rows(self, width: int) -> tuple[Tensor, Tensor]:
-        """Request and offset of each row of passes that read ``width`` tokens of each request."""
+        """Request and offset of each row, where a pass reads ``width`` tokens per request."""
         if width not in self._rows_of:
             rows = torch.arange(len(self._gathered), dtype=torch.int32, device=self.device)
-            # The dtypes of ragged rows: the kernel is compiled once.
+            # Same dtypes as ragged rows, so that the kernel is compiled once.
             self._rows_of[width] = (rows // width).long(), rows % width
         return self._rows_of[width]

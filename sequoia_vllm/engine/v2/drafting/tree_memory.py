@@ -1,4 +1,4 @@
-"""Device memory that grows with trees: the draft's Q at their nodes, the target's logits, masks."""
+"""Device memory that grows with trees: the draft's Q, the target's logits, grammar masks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def allocate_drafted(
     dtype: torch.dtype,
     device: torch.device,
 ) -> DraftedTrees:
-    """Memory for the drafted trees of a batch, as large as the schedule makes any batch.
+    """Allocates the drafted trees of the largest batch that the schedule allows.
 
     Raises:
-        ConfigError: The device does not have it: how much it is, and what it depends on.
+        ConfigError: The device has too little memory; the message says how to need less.
     """
     rows = plan.logits_rows
     size = rows * vocab_size * dtype.itemsize
@@ -54,11 +54,11 @@ def allocate_drafted(
 
 
 def most_scored(drafts_by_batch: Sequence[int], largest_tree: int, most_tokens: int) -> int:
-    """Nodes of all trees of a step, roots included, at most.
+    """The most nodes of all trees of a step, roots included.
 
     Args:
         drafts_by_batch: Drafts per request of batches of 1, 2, ... requests.
-        largest_tree: Nodes of the engine's: one request has all in the warm-up.
+        largest_tree: Nodes of the engine's tree; in the warm-up one request has all of them.
         most_tokens: Most tokens of a step.
     """
     by_batch = enumerate(drafts_by_batch, start=1)
@@ -67,12 +67,13 @@ def most_scored(drafts_by_batch: Sequence[int], largest_tree: int, most_tokens: 
 
 
 def most_masked(scored: int, max_num_reqs: int, most_tokens: int) -> int:
-    """Nodes of a step that may have a grammar's mask, at most.
+    """The most nodes of a step that may have a grammar's mask.
 
     Args:
         scored: See `most_scored`.
-        max_num_reqs: Requests that are no longer, or not yet, of the batch that drafts were
-            scheduled for have a root each.
+        max_num_reqs: Most requests; those outside the batch that drafts were scheduled for add
+            a root each.
+        most_tokens: Most tokens of a step.
     """
     return min(scored + max_num_reqs, most_tokens)
 
@@ -85,17 +86,17 @@ def take_logits_memory(
     device: torch.device,
     capped: bool = False,
 ) -> None:
-    """Takes, and gives back, what the target's logits of a step take: for memory profiling.
+    """Allocates and frees the memory of a step's target logits, for memory profiling.
 
-    vLLM's own profile has them at one token of each request.
+    vLLM's own profile has logits at only one token per request.
 
     Args:
         rows: See `most_scored`.
         largest_tree: Nodes of the largest tree, which are edited together.
         vocab_size: V.
-        dtype: Type of the target's logits; parameters are applied to a copy in float32.
+        dtype: Type of the target's logits; sampling parameters edit a float32 copy.
         device: The engine's.
-        capped: The target has a soft cap, whose every operation makes logits of those before it.
+        capped: True if the target has a soft cap, which needs a second copy of the logits.
     """
     edited = min(rows, max(largest_tree, get_max_chunk_logits(vocab_size)))
     logits = torch.empty(rows, vocab_size, dtype=dtype, device=device)
@@ -106,6 +107,6 @@ def take_logits_memory(
 
 
 def has_soft_cap(target: torch.nn.Module) -> bool:
-    """Whether a target's logits are capped (Gemma 2)."""
+    """Whether a target has a soft cap on its logits (Gemma 2)."""
     heads = (module for module in target.modules() if isinstance(module, LogitsProcessor))
     return any(head.soft_cap is not None for head in heads)

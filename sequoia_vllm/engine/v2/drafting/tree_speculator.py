@@ -1,6 +1,6 @@
-"""vLLM's speculator of a draft as trees need it: the model, its cache, its graphs, its requests.
+"""Adapts vLLM's speculator to trees: the draft's model, KV cache, graphs and requests.
 
-All that surrounds the passes of a step, which are in `proposer`.
+The passes of a step are in `proposer`.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ logger = logging.getLogger("vllm.sequoia")
 class TreeSpeculator(DraftModelSpeculator, DraftModel):
     """vLLM's speculator of a draft (loading, KV cache, buffers), and the draft that growth runs.
 
-    Subclasses say how a kind of draft is run. They derive from the speculator of vLLM's that
-    loads it, too.
+    Subclasses define how a kind of draft runs. They also derive from vLLM's speculator that
+    loads it.
 
     Attributes:
         state_offset: See `kernels.begin_drafting`.
-        most_scored: Rows of logits of the target that a step has at most, warm-up included.
-        has_failed: Whether the draft has; then it is not asked again.
-        on_trial: Graphs are captured to learn what memory they take, and thrown away.
-        untried_bytes: Memory of the graphs that were not captured on trial.
+        most_scored: The most rows of the target's logits in a step, warm-up included.
+        has_failed: True once the draft has failed; then it does not run again.
+        on_trial: True while graphs are captured only to learn their memory, then dropped.
+        untried_bytes: Estimated memory of the graphs that were not captured on trial.
     """
 
     state_offset: ClassVar[int] = 0
@@ -98,11 +98,11 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
 
     @abstractmethod
     def _new_progress(self, steps_ahead: int) -> DraftProgress:
-        """Follows what the draft has read; vLLM schedules so many steps ahead."""
+        """Makes the `DraftProgress`; vLLM schedules ``steps_ahead`` steps before outcomes."""
 
     @abstractmethod
     def _slot_mappings(self) -> Tensor:
-        """int64 ``[groups, rows]``: room for the slots of the largest pass."""
+        """Buffer for the slots of the largest pass, int64 ``[groups, rows]``."""
 
     @abstractmethod
     def run_draft(
@@ -116,7 +116,7 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         """Runs the draft in vLLM's forward context; see `DraftModel.forward`."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """The draft's logits ``[rows, V]`` of the target's tokens."""
+        """The draft's logits ``[rows, V]`` over the target's vocabulary."""
         return self.model.compute_logits(hidden)
 
     def combine_hidden_states(self, target_states: Tensor) -> Tensor:
@@ -124,30 +124,30 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         return target_states
 
     def _least_rows(self) -> int:
-        """Rows that every request has in some pass, however small its tree."""
+        """Least rows of a request in its widest pass, however small its tree."""
         return 1
 
     def _dummy_states(self, rows: int) -> Tensor | None:
-        """States for a forward of so many rows that belong to no request; None: it reads none."""
+        """States for a dummy forward of so many rows; None: the draft reads none."""
         return None
 
     def _target_states(self) -> Tensor | None:
-        """The buffer of `TreeGrowth` for the target's states; None: the draft reads none."""
+        """`TreeGrowth`'s buffer for the target's states; None: the draft reads none."""
         return None
 
     # -- model and cache ---------------------------------------------------------------
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Loads vLLM's draft, on the device."""
+        """Loads vLLM's draft onto the device, without offloading."""
         with nothing_offloaded():
             super().load_model(target_model)
         self._target_is_capped = has_soft_cap(target_model)
 
     def allocate(self, target_model: torch.nn.Module) -> None:
-        """Makes what drafting and verification need on the device besides models.
+        """Allocates what drafting and verification need on the device besides models.
 
-        The runner calls it when they are loaded: before memory is profiled, and outside of the
-        memory of weights (see `SequoiaWorker.load_model`). Tensors of subclasses belong here, too.
+        The runner calls it after loading, before memory profiling, and outside the memory pool of
+        weights (see `SequoiaWorker.load_model`). Subclasses allocate their tensors here, too.
         """
         self.drafted = allocate_drafted(
             self.plan, self.tree, self.max_num_reqs, self._logits_size,
@@ -155,7 +155,11 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         )  # fmt: skip
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        """Calls vLLM's, and lets the draft's growth work on these caches."""
+        """Calls vLLM's, and prepares growth on these caches.
+
+        Raises:
+            ValueError: The draft's sliding window is too short for the tree.
+        """
         super().set_attn(*args, **kwargs)
         groups = {
             name: index
@@ -169,7 +173,7 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         if windows and min(windows.values()) <= self.tree.depth + 1:
             raise ValueError(
                 f"the draft has a sliding window of {min(windows.values())} tokens, too few for a "
-                f"tree of depth {self.tree.depth}: choose a less deep tree"
+                f"tree of depth {self.tree.depth}: choose a shallower tree"
             )
         self._cache = DraftCache(self.block_tables, groups, windows, self._slot_mappings())
         self._growth = self._new_growth(
@@ -183,7 +187,7 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         )
 
     def _new_growth(self, **shared: Any) -> TreeGrowth:
-        """Makes what grows trees; ``shared`` is all that it gets but the model."""
+        """Makes the `TreeGrowth`; ``shared`` has all arguments except the model."""
         return TreeGrowth(**shared, model=self)
 
     def forward(
@@ -194,7 +198,7 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         queries: DraftQueries,
         recurrent_states: Tensor | None = None,
     ) -> DraftStates:
-        """See `DraftModel.forward`; layers of a cache group share their attention metadata."""
+        """See `DraftModel.forward`."""
         metadata = self._metadata_of(queries, slots, self._cache.groups)
         by_layer = self._cache.by_layer(slots)
         return self.run_draft(token_ids, positions, metadata, by_layer, recurrent_states)
@@ -202,7 +206,7 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
     def _metadata_of(
         self, queries: DraftQueries, slots: Tensor, groups: dict[str, int]
     ) -> dict[str, Any]:
-        """Attention metadata by layer, for layers with these cache groups."""
+        """Attention metadata by layer; layers of one cache group share theirs."""
         tables = self._cache.block_tables.input_block_tables
         num_reqs = len(queries.context_lens)
         by_group = {
@@ -214,7 +218,7 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
     # -- graphs ----------------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Replaces vLLM's, which captures nothing of standalone draft models."""
+        """Replaces vLLM's, which captures no graphs of standalone draft models."""
         growth_sizes = {drafts: self.plan.graph_sizes(drafts) for drafts in self.plan.drafts}
         self._read_graphs, self._growth_graphs = (
             DraftGraphs(self.vllm_config, self.device, cudagraph_mode, sizes)
@@ -222,11 +226,11 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         )
 
     def capture_next(self, on_trial: bool) -> None:
-        """Says whether graphs are captured on trial next."""
+        """Sets whether the next capture is a trial."""
         self.on_trial, self.untried_bytes = on_trial, 0
 
     def capture(self) -> None:
-        """Replaces vLLM's: the reading of a few tokens is one graph, a tree's growth another."""
+        """Replaces vLLM's: captures passes that read a few tokens, and passes that grow trees."""
         captures = list(self._captures())
         if not captures:
             return
@@ -244,7 +248,7 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
             )  # fmt: skip
 
     def _captures(self) -> Iterator[tuple[DraftGraphs, Callable[[int, int], None], str]]:
-        """Graphs of the draft, see `DraftGraphs.capture_all`."""
+        """Yields the draft's graphs with the arguments of `DraftGraphs.capture_all`."""
         longest = self.max_model_len
         if self._read_graphs is not None and self._growth_graphs is not None:
             yield (
@@ -263,30 +267,30 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
     # -- requests ----------------------------------------------------------------------
 
     def start_request(self, slot: int, request: NewRequestData) -> None:
-        """A new or resumed request takes this slot; `apply_starts` follows."""
+        """Notes a new or resumed request in this slot; `apply_starts` follows."""
         self.progress.start(slot, request.num_computed_tokens, request.block_ids)
         self.modes.start(slot, request.sampling_params)
 
     def apply_starts(self) -> None:
-        """Makes the requests that started known to the device."""
+        """Copies the started requests' modes to the device."""
         self.modes.apply_starts()
 
     def read_truncation_of(self, states: SamplingStates) -> None:
-        """Notes where requests' top-k, top-p and min-p are; vLLM passes temperatures and seeds."""
+        """Notes where requests' top-k, top-p and min-p are; vLLM passes only temperature, seed."""
         self._states = states
 
     # -- failure ---------------------------------------------------------------------------
 
     def begin_to_serve(self) -> None:
-        """Lets the draft fail from now on: requests are users', who can be served without it."""
+        """From now on the engine serves users, and survives a draft that fails."""
         self._serves = True
 
     def _survive(self) -> None:
-        """The draft has failed: no request has a tree, and placeholders count for nothing.
+        """Handles the draft's failure: no request has a tree from now on.
 
         Raises:
-            Exception: The draft's, at start-up and on several ranks; or what a device says
-                that does nothing more after it.
+            Exception: The draft's, where the engine cannot go on: at start-up, on several
+                ranks, or after errors that leave the device unusable.
         """
         if not self._serves:
             raise
@@ -297,7 +301,7 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
     # -- memory profiling ---------------------------------------------------------------
 
     def _run_dummy(self, batch: InputBatch, is_profile: bool) -> None:
-        """The largest forward, and the widest level's logits; to profile memory, the target's."""
+        """Runs the largest forward; for memory profiling also takes the target's logits."""
         rows = batch.num_tokens
         states = self.run_draft(
             batch.input_ids[:rows], batch.positions[:rows], None, None, self._dummy_states(rows)
@@ -313,11 +317,11 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
 
 @contextmanager
 def nothing_offloaded() -> Iterator[None]:
-    """Models built in the block are not offloaded; then the engine's offloader is back.
+    """Keeps models built in the block on the device; then restores the engine's offloader.
 
-    One offloader serves all models of a process. A draft that comes from host memory, level by
-    level, would cost more than it saves. And vLLM's prefetch backend takes the layers of one
-    model only.
+    One offloader serves all models of a process. Reading the draft from host memory at every
+    level would cost more than it saves. Also, vLLM's prefetch backend takes only one model's
+    layers.
     """
     offloader = get_offloader()
     set_offloader(NoopOffloader())

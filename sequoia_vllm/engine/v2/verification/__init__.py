@@ -1,4 +1,4 @@
-"""Verifying trees on Model Runner V2, with requests' parameters and grammars.
+"""Verifies trees on Model Runner V2, with requests' sampling parameters and grammars.
 
 May import: common, compat, core, runner, v2.drafting.
 """

@@ -1,4 +1,4 @@
-"""A grammar's masks on Model Runner V2: one for each scored node, and memory for them."""
+"""Grammar masks on Model Runner V2: one for each scored node, and memory for them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
 
 class MasksOfNodes(StructuredOutputsWorker):
-    """vLLM's worker for masks, given one for each node, request after request.
+    """vLLM's worker for grammar masks, with one mask for each node, request after request.
 
-    `grammar.grammar_bitmask` fills one for each node. The warm-up of newer versions sends as many
-    for each request as the largest tree has nodes. We tell vLLM's code here that every row of
-    logits is a request with one position. Then both are the same.
+    `grammar.grammar_bitmask` fills one mask per scored node. The warm-up of newer vLLM versions
+    sends one per node of the largest tree for each request. To handle both, we tell vLLM's code
+    that every row of logits is a request with one position.
 
     Args:
-        most: Masks that there is room for. Where a step has more, they are applied in turns.
-        most_rows: Rows of logits of a step, at most.
+        most: Masks that there is room for; more are applied in turns.
+        most_rows: The most rows of logits in a step.
         mask_stride: Nodes of the largest tree.
-        others: vLLM's; its ``max_num_logits`` is room for the largest trees of all requests,
-            gigabytes where they are many.
+        others: vLLM's arguments. We replace ``max_num_logits``, which has room for the largest
+            trees of all requests: gigabytes if they are many.
     """
 
     def __init__(self, most: int, most_rows: int, mask_stride: int, **others: Any) -> None:
@@ -38,7 +38,7 @@ class MasksOfNodes(StructuredOutputsWorker):
 
     @cached_property
     def _rows(self) -> _Rows:
-        # Made when first needed: memory taken while models are loaded does not survive sleep.
+        # Made on first use: memory taken while models are loaded does not survive sleep.
         return _Rows.of(self._most_rows, self.device)
 
     def apply_grammar_bitmask(
@@ -48,13 +48,13 @@ class MasksOfNodes(StructuredOutputsWorker):
         grammar_req_ids: list[str],
         grammar_bitmask: NDArray[np.int32],
     ) -> None:
-        """Forbids tokens in place.
+        """Forbids tokens, in place.
 
         Args:
-            logits: ``[rows, V]``.
-            input_batch: The step's.
+            logits: ``[rows, V]``: the target's logits.
+            input_batch: The step's batch.
             grammar_req_ids: Requests that have masks, in the masks' order.
-            grammar_bitmask: int32 ``[masks, V / 32]``.
+            grammar_bitmask: int32 ``[masks, V / 32]``: one bit per allowed token.
         """
         if not grammar_req_ids:
             return
@@ -78,12 +78,12 @@ class MasksOfNodes(StructuredOutputsWorker):
 def place_masks(
     num_masks: int, requests: Sequence[int], cu_rows: NDArray[np.int32], largest: int
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Finds the masks of nodes that are scored, and these nodes' rows of logits.
+    """Finds the masks of scored nodes, and these nodes' rows of logits.
 
     Args:
-        num_masks: Masks of all scored nodes; or ``largest`` of each request, its nodes' first.
-        requests: Requests that have masks, in order, as places in the batch.
-        cu_rows: int32 ``[requests of the batch + 1]``: first row of each.
+        num_masks: One mask per scored node, or ``largest`` per request, scored nodes first.
+        requests: Batch indices of the requests that have masks, in order.
+        cu_rows: int32 ``[requests of the batch + 1]``: first row of each request.
         largest: Nodes of the largest tree.
 
     Raises:
@@ -107,12 +107,12 @@ def place_masks(
 
 @dataclass(frozen=True)
 class _Rows:
-    """The part of a batch that vLLM's code reads: here each request has one row of logits.
+    """The part of a batch that vLLM's code reads; here each request has one row of logits.
 
     Attributes:
-        req_ids: Their names: their places.
-        cu_num_logits, cu_num_logits_np: int32 ``[requests + 1]``.
-        num_draft_tokens_per_req: Not told.
+        req_ids: The rows' numbers.
+        cu_num_logits, cu_num_logits_np: int32 ``[requests + 1]``: each request's first row.
+        num_draft_tokens_per_req: None, as without speculation.
     """
 
     req_ids: range

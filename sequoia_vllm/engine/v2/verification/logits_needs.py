@@ -14,33 +14,33 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 class LogitsNeeds:
     """The edits that each request slot needs to its logits: none, a temperature, or more.
 
-    vLLM's sampler calls `add_request` when a request begins or resumes, and in it
-    `add_to_states`. In each step the verifier calls `any_more` and `nothing` for the requests
-    that it verifies, to leave their logits alone where it can.
+    vLLM's sampler calls `add_request` when a request begins or resumes, and `add_to_states`
+    within it. The verifier calls `any_more` and `nothing` in each step, to leave logits alone
+    where it can.
 
-    vLLM's sampler keeps one flag per slot, raised by a temperature as by anything else that
-    `Sampler.apply_sampling_params` does. `add_request` takes the place of the sampler's, and
-    `add_to_states` that of its states'. In between, the flag is that of a request with temperature
-    1. So any edit that vLLM adds later counts as more.
+    vLLM's sampler keeps one flag per slot, for any edit that `Sampler.apply_sampling_params`
+    does. `add_request` replaces the sampler's method, and `add_to_states` its states' method. In
+    between, the flag is computed as if the temperature were 1. So any edit that vLLM adds later
+    counts as more.
     """
 
     def __init__(self, sampler: Sampler) -> None:
         states = sampler.sampling_states
         self._needed = sampler.needs_logits_processing
-        self._more_needed = np.ones_like(self._needed)  # of slots that nothing is known of
+        self._more_needed = np.ones_like(self._needed)  # true until a slot's request is known
         self._temperatures = states.temperature.np
         self._add_request = sampler.add_request
         self._add_to_states = states.add_request
         self._states_at_one = SamplingStates(1, states.vocab_size)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
-        """Takes the place of the sampler's: a request begins or resumes in this slot."""
+        """Replaces the sampler's method: a request begins or resumes in this slot."""
         self._add_request(req_idx, sampling_params)
         self._more_needed[req_idx] = self._needed[req_idx]
         self._needed[req_idx] |= self._temperatures[req_idx] not in (0.0, 1.0)
 
     def add_to_states(self, req_idx: int, sampling_params: Any) -> bool:
-        """Takes the place of its states': tells whether they need more than the temperature."""
+        """Replaces its states' method: tells whether they need more than the temperature."""
         if not self._add_to_states(req_idx, sampling_params):
             return False
         at_one = copy(sampling_params)
@@ -48,9 +48,9 @@ class LogitsNeeds:
         return self._states_at_one.add_request(0, at_one)
 
     def any_more(self, slots: NDArray[np.intp]) -> bool:
-        """Whether some of these slots need more than a temperature."""
+        """Whether any of these slots needs more than a temperature."""
         return bool(self._more_needed[slots].any())
 
     def nothing(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
-        """Which of these slots need nothing at all: their logits are final."""
+        """Which of these slots need no edit: their logits are final."""
         return ~self._needed[slots]

@@ -1,4 +1,4 @@
-"""vLLM's logits processors whose history is that of a chain, for trees."""
+"""Replaces vLLM's logits processors that read a chain's history by ones for trees."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sequoia_vllm.tree import TokenTree
 def along_paths(processors: list[Any], tree: TokenTree, device: torch.device) -> list[Any]:
     """vLLM's logits processors, with penalties and bad words by each node's own path.
 
-    A request without a tree has one node, the root, and its logits stay the same as vLLM's. Logit
-    bias, allowed tokens and ``min_tokens`` go by positions, which are those of a node's depth.
+    A request without a tree has only a root, and the same logits as from vLLM. Logit bias, allowed
+    tokens and ``min_tokens`` go by positions, which trees set by depth.
     """
     parents = torch.from_numpy(tree.parents_array.copy()).to(device, torch.int32)
     by_kind: dict[type, Any] = {PenaltiesState: PathPenalties, BadWordsState: PathBadWords}
@@ -26,10 +26,10 @@ def along_paths(processors: list[Any], tree: TokenTree, device: torch.device) ->
 
 
 class _OfPaths:
-    """Takes the place of one of vLLM's processors, which goes on keeping the requests' state.
+    """Replaces one of vLLM's processors, which still keeps the requests' state.
 
-    vLLM's sampler calls `add_request` and `apply_staged_writes` where requests begin, and
-    `apply` in steps in which some request needs more than a temperature.
+    vLLM's sampler calls `add_request` and `apply_staged_writes` when requests begin, and `apply`
+    in steps in which some request needs more than a temperature.
     """
 
     def __init__(self, state: Any, parents: Tensor) -> None:
@@ -67,7 +67,7 @@ class PathPenalties(_OfPaths):
 
 
 class PathBadWords(_OfPaths):
-    """Words that must not be completed."""
+    """Bad words: excludes the token that would complete one."""
 
     def apply(self, logits: Tensor, context: LogitsContext) -> Tensor:
         """Replaces `BadWordsState.apply`: changes the logits ``[rows, V]`` in place."""

@@ -1,4 +1,4 @@
-"""The Sequoia verifier in the place of Model Runner V2's rejection sampler."""
+"""The Sequoia verifier, which replaces Model Runner V2's rejection sampler."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Verified:
 
     Attributes:
         tokens: int64 ``[R, D + 1]``: emitted tokens.
-        num_sampled: int32 ``[R]``: how many they are.
+        num_sampled: int32 ``[R]``: number of emitted tokens.
         paths: int32 ``[R, 1 + D]``: nodes drafted and scored, root included (less than
             2: no tree), then the accepted ones by depth, then -1.
     """
@@ -73,14 +73,13 @@ class Verified:
 class TreeVerifierV2(RejectionSampler):
     """vLLM's rejection sampler, whose call verifies trees.
 
-    vLLM calls it once per step whose batch has drafts, after the target's forward. It
-    reads the target's logits, the trees that the speculator left on the device with their
-    draft logits, and the requests' modes and sampling parameters. It returns the emitted
-    tokens to vLLM, and leaves the accepted nodes in `paths`, where the runner reads them
-    for commit and statistics.
+    vLLM calls it once per step with drafts, after the target's forward. It reads the target's
+    logits, the trees and draft logits that the speculator left on the device, and the requests'
+    modes and sampling parameters. It returns the emitted tokens to vLLM. The runner reads the
+    accepted nodes from `paths`, for commit and statistics.
 
-    It derives from vLLM's class because vLLM reads other attributes of it besides, which
-    differ between versions.
+    It derives from vLLM's class because vLLM also reads other attributes, which differ between
+    versions.
 
     Args:
         sampler: vLLM's sampler, whose sampling parameters, noise and logprobs are used.
@@ -112,7 +111,7 @@ class TreeVerifierV2(RejectionSampler):
         Args:
             logits: ``[rows, V]``: the target's logits at all nodes.
             input_batch: The batch, with positions by depth.
-            draft_logits: Not used: the proposer keeps them by node.
+            draft_logits: Not used; the proposer keeps them by node.
             invalid_drafts: bool ``[rows]``: drafts that a grammar excludes.
         """
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
@@ -138,11 +137,10 @@ class TreeVerifierV2(RejectionSampler):
         )
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Compiles what vLLM's warm-up does not reach, so that no request waits for it.
+        """Compiles the kernels that vLLM's warm-up does not reach, so that no request waits.
 
-        Its requests are greedy, or have every parameter there is. Other sampled requests may need
-        only their temperatures. Then the target's statistics are taken from logits in the model's
-        dtype.
+        Requests of that warm-up are greedy, or have every sampling parameter. Other sampled
+        requests may need only their temperatures. Kernels then read logits in the model's dtype.
         """
         device = self._speculator.device
         inputs = VerifierInputs.empty(1, 1, device)
@@ -183,7 +181,7 @@ class TreeVerifierV2(RejectionSampler):
         )
 
     def _inputs(self, batch: InputBatch, invalid: Tensor | None, scored: Tensor) -> VerifierInputs:
-        """Facts of the batch's rows and requests, put side by side."""
+        """Gathers the verifier's inputs of the batch's rows and requests."""
         states, drafted = self.sampler.sampling_states, self._speculator.drafted
         return gather_for_verification(
             rows=batch.logits_indices,
@@ -228,7 +226,7 @@ class TreeVerifierV2(RejectionSampler):
             temperatures = self._no_temperatures[: len(slots_np)]
         if processed is not None:
             processed.append(logits)
-        own_tokens = inputs.tokens  # not read where all are sampled
+        own_tokens = inputs.tokens  # a placeholder: unread if all are sampled
         if not sampled.all():
             own_tokens = self._target_tokens(logits, inputs, batch, rows)
         self._walk(
@@ -251,13 +249,13 @@ class TreeVerifierV2(RejectionSampler):
         """Launches the kernels that verify these requests' trees; see `kernels.verify`.
 
         Args:
-            logits: ``[rows, V]``, final but for...
-            temperatures: float32 ``[R]``: what they are to be divided by.
+            logits: ``[rows, V]``, final except for the temperatures.
+            temperatures: float32 ``[R]``: divisors of the logits.
             own_tokens: int64 ``[rows]``: the target's token after each node.
-            cu_num_logits: int32 ``[R + 1]``.
+            cu_num_logits: int32 ``[R + 1]``: first row of each request.
             inputs: The inputs of these requests and rows.
-            verified: Gets what becomes of them.
-            known: What saves launches, see `kernels.verify.verify_trees`.
+            verified: Gets the outcome.
+            known: Facts that save launches, see `kernels.verify.verify_trees`.
         """
         drafted, tables = self._speculator.drafted, self._speculator.tables
         trees = TreesToVerify(
@@ -283,15 +281,15 @@ class TreeVerifierV2(RejectionSampler):
 
     @cached_property
     def _tables_of_method(self) -> Any:
-        # Made in the first step: memory taken while models are loaded does not survive sleep.
+        # Made on first use: memory taken while models are loaded does not survive sleep.
         speculator = self._speculator
         return self._method.tree_tables(speculator.tree.parents, speculator.device)
 
     def _leaves_temperatures(self, slots: NDArray[np.intp], sampled: NDArray[np.bool_]) -> bool:
         """Whether the walk applies the temperatures of these requests, which need nothing else.
 
-        The walk reads few rows, where the sampler would copy and divide all. But the target's own
-        tokens are chosen from all rows. Tokens of a seed need logits divided by vLLM, to the bit.
+        The walk reads few rows, and the sampler would copy and divide all. But seeded requests
+        need all rows, divided by vLLM to the bit, for the target's own tokens.
         """
         needs = self._needs
         return not needs.any_more(slots) and bool((sampled | needs.nothing(slots)).all())
@@ -304,7 +302,7 @@ class TreeVerifierV2(RejectionSampler):
         requests: slice,
         rows: slice,
     ) -> Tensor:
-        """Final logits of these rows, as vLLM makes them: float32, where anything is to do."""
+        """Final logits of these rows from vLLM's sampler; float32 if it edits any."""
         return self.sampler.apply_sampling_params(
             logits[rows],
             batch.expanded_idx_mapping[rows],
@@ -319,7 +317,7 @@ class TreeVerifierV2(RejectionSampler):
     def _target_tokens(
         self, logits: Tensor, inputs: VerifierInputs, batch: InputBatch, rows: slice
     ) -> Tensor:
-        """int64 ``[rows]``: what the engine would sample without speculation, at every node."""
+        """The token that plain vLLM would sample at every node, int64 ``[rows]``."""
         states = self.sampler.sampling_states
         return gumbel_sample(
             logits,
@@ -334,7 +332,7 @@ class TreeVerifierV2(RejectionSampler):
     def _logprobs(
         self, logits: Tensor, verified: Verified, batch: InputBatch
     ) -> LogprobsTensors | None:
-        """Logprobs of emitted tokens, in the rows where vLLM expects a chain's."""
+        """Logprobs of emitted tokens, in the layout that vLLM expects of a chain."""
         dimensions = self.sampler.get_logprobs_dims(batch.idx_mapping_np)
         if dimensions is None:
             return None
@@ -360,13 +358,13 @@ class TreeVerifierV2(RejectionSampler):
 def emitted_rows(
     cu_num_logits: NDArray[np.int32], most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows for the logprobs of a batch's tokens, ``most`` at most of each of R requests.
+    """Rows for the logprobs of a batch's tokens, at most ``most`` for each of R requests.
 
-    A path has fewer tokens than its tree has nodes: one more than the tree is deep.
+    A path emits at most one token more than its tree is deep, often fewer than the tree's nodes.
 
     Returns:
-        First row of each request, then the number of rows, int64 ``[R + 1]``; and of each row
-        its request, and which of the request's emitted tokens it is for, int64 ``[2, rows]``.
+        First row of each request, then the number of rows, int64 ``[R + 1]``; and for each row
+        its request and the index of the request's emitted token, int64 ``[2, rows]``.
     """
     counts = np.minimum(np.diff(cu_num_logits), most).astype(np.int64)
     starts = np.concatenate([[0], counts.cumsum()])
@@ -375,7 +373,7 @@ def emitted_rows(
 
 
 def _request_chunks(cu_num_logits: NDArray[np.int32], most: int) -> Iterator[slice]:
-    """Runs of requests with ``most`` rows of logits together, or a single larger request."""
+    """Splits requests into runs of at most ``most`` rows of logits, or one larger request."""
     start, num_reqs = 0, len(cu_num_logits) - 1
     while start < num_reqs:
         fitting = np.searchsorted(cu_num_logits, cu_num_logits[start] + most, side="right") - 1
