@@ -1,10 +1,9 @@
-"""The search for vLLM's best chain: all lengths, predicted from the longest one.
+"""Searches for vLLM's best chain: predicts all lengths from the longest one.
 
-An engine that drafts a chain of 8 shows how often its first i drafts are accepted, which is what
-a shorter chain would accept too. Block verification would accept a little more, as it decides
-about the whole chain. A step's time is taken to grow evenly with every draft, from plain vLLM's
-target pass to the one over 9 tokens. Predictions only choose: every result reported of a chain
-was measured with an engine of its own.
+An engine that drafts chains of 8 shows how often the first i drafts are accepted. A chain of i
+drafts would accept as many; with block verification, a little more, as it decides about the whole
+chain. We assume that every draft adds the same time to a step. Predictions only choose chains:
+each reported result was measured with an engine of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from sequoia_vllm.bench.rounds import (
 )
 from sequoia_vllm.measuring.engines import Progress
 
-# Chains of a case that are run: two, and a third that is predicted within 3 % of the first.
+# Chains that run in a case: two, and a third if its prediction is within 3 % of the first's.
 _SURELY_RUN = 2
 _RUN = 3
 _CLOSE = 0.97
@@ -33,7 +32,7 @@ _CLOSE = 0.97
 
 @dataclass(frozen=True)
 class Chain:
-    """One of vLLM's chains: its length and its sampling."""
+    """A chain's length and its sampling."""
 
     drafts: int
     sampling: Sampling = DEFAULT
@@ -41,12 +40,12 @@ class Chain:
 
 @dataclass(frozen=True)
 class PredictedChain:
-    """What a chain would do in a case.
+    """A chain's predicted speed in a case.
 
     Attributes:
         chain: The chain.
-        tokens_per_step: Tokens of one request and step.
-        tokens_per_second: Tokens of the whole batch.
+        tokens_per_step: Tokens per request and step.
+        tokens_per_second: Tokens of the whole batch per second.
     """
 
     chain: Chain
@@ -56,13 +55,13 @@ class PredictedChain:
 
 @dataclass(frozen=True)
 class ChainSearch:
-    """What was predicted of vLLM's chains, and which were chosen to be run, shortest first."""
+    """Predictions for vLLM's chains, and the chains chosen to run, shortest first."""
 
     predicted: dict[EngineCase, list[PredictedChain]]
     chosen: dict[EngineCase, list[Chain]]
 
     def methods(self, draft: str, case: EngineCase | None = None) -> list[Method]:
-        """The chains chosen for a case; None: for any case, each once."""
+        """The chains chosen for a case; None: the chains of all cases, each once."""
         cases = self.chosen.values() if case is None else [self.chosen[case]]
         chains = _shortest_first({chain for chosen in cases for chain in chosen})
         return [chain(draft, one.drafts, one.sampling) for one in chains]
@@ -80,9 +79,9 @@ def search_chains(
     Args:
         settings: Draft, prompts and cases in which the best chain is wanted.
         plain: A running engine without speculation.
-        most: Chains to choose, all cases together.
+        most: The most chains to choose, over all cases.
         open_engine: Starts an engine, with room for chains of 8.
-        report: Called with (what is done, engines done, engines in all as far as known).
+        report: Called with (what is done, engines done, known engines in all).
 
     Raises:
         BenchError, CalibrationError: If something cannot be measured.
@@ -91,7 +90,7 @@ def search_chains(
     sampled = [case for case in settings.cases if case.temperature > 0]
     found: dict[EngineCase, list[PredictedChain]] = {case: [] for case in settings.cases}
     samplings = [DEFAULT]
-    for done, sampling in enumerate(samplings):  # the first engine adds what its runner can do
+    for done, sampling in enumerate(samplings):  # grows: the first engine shows what else it can do
         method = chain(settings.engine.draft, MOST_CHAIN_DRAFTS, sampling)
         report(f"looking for the best chain: {method.name}", done, len(samplings))
         with open_engine(method) as engine:
@@ -119,7 +118,7 @@ def predict(plain: RoundRun, longest: RoundRun, sampling: Sampling) -> list[Pred
 
     Args:
         plain: Plain vLLM's round in this case.
-        longest: The round of a chain of `MOST_CHAIN_DRAFTS`, in the same case.
+        longest: A round of chains of `MOST_CHAIN_DRAFTS` drafts, in the same case.
         sampling: The chain's sampling.
     """
     steps = max(1, longest.parts["steps"])
@@ -141,8 +140,8 @@ def accepted_share(step_tokens: Sequence[int], drafts: int) -> float:
     """Share of steps that accepted at least the first ``drafts`` drafts.
 
     Args:
-        step_tokens: Tokens that each request got in each step: one more than were accepted.
-        drafts: From 1.
+        step_tokens: Tokens that each request got in each step: its accepted drafts and one more.
+        drafts: Number of drafts, at least 1.
     """
     return sum(tokens > drafts for tokens in step_tokens) / max(1, len(step_tokens))
 
@@ -150,17 +149,16 @@ def accepted_share(step_tokens: Sequence[int], drafts: int) -> float:
 def choose(
     found: Mapping[EngineCase, Sequence[PredictedChain]], most: int
 ) -> dict[EngineCase, list[Chain]]:
-    """The chains to run in each case, with at most ``most`` different ones together.
+    """Chooses the chains to run in each case, at most ``most`` different ones in all.
 
-    First every case gets the one predicted best, then the second, then a third
-    if it is close.
+    Every case first gets its best prediction, then its second, then a close third.
     """
     fastest = {
         case: sorted(predicted, key=lambda one: one.tokens_per_second, reverse=True)
         for case, predicted in found.items()
     }
     wanted = {case: _wanted(predicted) for case, predicted in fastest.items()}
-    # Chains of greedy cases serve sampled cases as well, where there is no room for more.
+    # Greedy cases first: sampled cases can use their chains, where there is no room for more.
     greedy_first = sorted(wanted, key=lambda case: case.temperature > 0)
     engines: list[Chain] = []
     for rank in range(_RUN):
@@ -170,7 +168,7 @@ def choose(
     chosen = {}
     for case in found:
         running = [one for one in wanted[case] if one in engines]
-        if not running:  # too few engines for all cases: the best of those there are
+        if not running:  # too few engines for all cases
             running = [one.chain for one in fastest[case] if one.chain in engines][:1]
         chosen[case] = _shortest_first(running)
     return chosen

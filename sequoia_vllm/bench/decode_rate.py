@@ -1,4 +1,4 @@
-"""Rates of steady decoding, from the arrival times of tokens, and where steps' time goes."""
+"""Rates of steady decoding from the arrival times of tokens, and the time of a step's parts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PARTS = ("target", "draft", "drawing", "verify")
 
 @dataclass(frozen=True)
 class Arrival:
-    """New tokens of one step of the engine.
+    """New tokens of one engine step.
 
     Attributes:
         seconds: Time since the requests were sent.
-        tokens: New tokens of each request of the batch; zeros are allowed.
-        finished: Whether a request has all its tokens now.
+        tokens: New tokens of each request of the batch, perhaps 0.
+        finished: Whether some request now has all its tokens.
     """
 
     seconds: float
@@ -31,9 +31,9 @@ class Steady:
     """Steps in which every request of the batch was decoding.
 
     Attributes:
-        step_tokens: Tokens of each request in each step in which it got any.
+        step_tokens: Tokens of each request in each step that gave it any.
         steps: Number of steps.
-        seconds: Their time.
+        seconds: Their total time.
         batch_size: Requests.
     """
 
@@ -44,12 +44,12 @@ class Steady:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the whole batch in a second."""
+        """Tokens of the whole batch per second."""
         return sum(self.step_tokens) / self.seconds
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens of one request in a step."""
+        """Tokens per request and step."""
         return sum(self.step_tokens) / self.steps / self.batch_size
 
     @property
@@ -61,12 +61,12 @@ class Steady:
 def steady_part(arrivals: Sequence[Arrival]) -> Steady:
     """Takes the steps after every request has its first token, up to the first completion.
 
-    The completing step counts with all its tokens, also those beyond the last one wanted. Long
-    steps are the likeliest to end a request. Without them tokens per step would come out too
-    low, by 7 % for 24 tokens of a tree that is 14 deep.
+    The completing step counts with all its tokens, also beyond the last one wanted: steps with
+    many tokens are the likeliest to complete a request. Without them, tokens per step would be 7 %
+    too low for 24 tokens of a tree of depth 14.
 
     Raises:
-        BenchError: If there are none.
+        BenchError: If there are no such steps.
     """
     received = [0] * len(arrivals[0].tokens) if arrivals else []
     start = None
@@ -80,7 +80,7 @@ def steady_part(arrivals: Sequence[Arrival]) -> Steady:
         if start is None and min(received) > 0:
             start = arrival.seconds
     step_tokens = [tokens for arrival in inside for tokens in arrival.tokens if tokens]
-    # A step without tokens (its requests were preempted) still took its time.
+    # Steps without tokens (preempted requests) still count in time.
     if start is None or not step_tokens:
         raise BenchError(
             "no step had all requests decoding: completions are too short (--max-tokens), or the "
@@ -90,7 +90,7 @@ def steady_part(arrivals: Sequence[Arrival]) -> Steady:
 
 
 def pooled(parts: Sequence[Steady]) -> Steady:
-    """Joins several batches of a round."""
+    """Joins the steady parts of several batches."""
     return Steady(
         step_tokens=[tokens for part in parts for tokens in part.step_tokens],
         steps=sum(part.steps for part in parts),

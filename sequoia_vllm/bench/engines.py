@@ -1,10 +1,9 @@
 """Engines that stay alive together and are measured in turns.
 
-Starting an engine takes a minute for a model of a billion parameters, so they
-are not restarted between rounds. A waiting engine disturbs the others only for
-a second after its last step (see `measuring.engines.wait_for_quiet`). Measured on
-two cores with three engines: then they take 1 % of the CPU, and steps are as fast
-as alone.
+An engine starts in a minute for a model of a billion parameters, so we start each only once.
+A waiting engine disturbs the others for a second after its last step (see
+`measuring.engines.wait_for_quiet`). After that, three engines on two cores used 1 % of the CPU,
+and steps were as fast as with one engine.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ _PROCESS_GIB = 1.0
 def engine_options(max_model_len: int, max_num_seqs: int, most_drafts: int) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` that all engines of a comparison share."""
     return {
-        # Completions end as much later as a step may bring, and trees are never trimmed there.
+        # Completions may overshoot by a step's drafts, and need room for a whole tree then.
         **room_for(max_model_len + 2 * most_drafts, max_num_seqs, most_drafts + 1),
-        # Every round reads its prompts anew, in the same chunks.
+        # Rounds must be alike: each reads its prompts anew, in the same chunks.
         "enable_prefix_caching": False,
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": False,
@@ -52,7 +51,7 @@ class Generation:
 
     Attributes:
         token_ids, texts: Completion of each request.
-        arrivals: New tokens of each step, until every request had its tokens.
+        arrivals: New tokens of each step, until every request has all its tokens.
     """
 
     token_ids: list[list[int]]
@@ -81,13 +80,13 @@ class BenchEngine:
 
     @property
     def maps_vocabulary(self) -> bool:
-        """Whether a chain's draft has another vocabulary: vLLM then drafts greedily."""
+        """Whether a chain's draft has another vocabulary; vLLM then drafts greedily."""
         speculative = self._config.speculative_config
         return speculative is not None and bool(speculative.use_heterogeneous_vocab)
 
     @property
     def tree(self) -> TokenTree | None:
-        """The engine's tree; None: another method, or "auto" decided not to speculate."""
+        """The engine's tree; None: another method, or "auto" chose not to speculate."""
         from sequoia_vllm.engine.common.settings import SequoiaSettings
 
         if not SequoiaSettings.enabled(self._config):
@@ -107,8 +106,7 @@ class BenchEngine:
     ) -> Generation:
         """Completes a batch; every completion has exactly ``max_tokens`` tokens.
 
-        The engine is asked for more, so that no step is cut off at the last token. Arrivals end
-        when every request has its tokens.
+        It asks the engine for more, so that no step is cut short at the last token.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -137,7 +135,7 @@ class BenchEngine:
 
     @property
     def _most_accepted(self) -> int:
-        """Most drafts that a step accepts."""
+        """The most drafts that a step can accept."""
         if self.method.kind is Kind.CHAIN:
             return self.method.most_drafts
         return 0 if self.tree is None else self.tree.depth
@@ -145,7 +143,7 @@ class BenchEngine:
     def take_part_seconds(self, batch_size: int) -> dict[str, float]:
         """Takes the first worker's `part_seconds` since the last call.
 
-        Only steps count in which ``batch_size`` requests decoded and none read its prompt.
+        It counts only steps in which ``batch_size`` requests decoded and none read its prompt.
         """
         steps = self._llm.collective_rpc("sequoia_take_steps", args=(batch_size,))[0]
         return part_seconds([StepRecord(**step) for step in steps])
@@ -158,7 +156,7 @@ class BenchEngine:
         return counters
 
     def gaps_to_best(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
-        """Log-probability of the model's best token above each output token's, nats."""
+        """Log-probability gaps (nats) between the model's best token and each output token."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
@@ -178,7 +176,7 @@ class BenchEngine:
 def _arrival(
     outputs: dict[int, Any], tokens: list[list[int]], seconds: float, wanted: int
 ) -> Arrival:
-    """Adds a step's outputs, by row, to the tokens, and counts them."""
+    """Appends a step's outputs, by row, to ``tokens``, and counts them."""
     new = [0] * len(tokens)
     for row, output in outputs.items():
         new[row] = len(output.outputs[0].token_ids)
@@ -197,8 +195,7 @@ def open_engines(
 
     Raises:
         CalibrationError: If vLLM cannot start one.
-        BenchError: If there is not enough memory for all of them, or vLLM would
-            not do what a method names.
+        BenchError: If memory is too small for all of them, or vLLM would ignore part of a method.
     """
     check_memory(engine, len(methods))
     order = sorted(methods, key=_start_order)
@@ -224,10 +221,10 @@ def speculative_config(method: Method, engine: EngineSpec) -> dict[str, Any] | N
 
 
 def _start_order(method: Method) -> tuple[bool, bool]:
-    """Sorts Sequoia's worker class first, for engines within this process.
+    """Sort key that starts Sequoia's engines first, which matters for engines in this process.
 
-    vLLM adds an extension to a worker class only while no base class has the extension. And
-    "auto" may turn out to be a plain engine.
+    vLLM adds an extension to a worker class only if no base class has it yet. "auto" comes after
+    trees, as it may turn out to be a plain engine.
     """
     is_auto = (method.speculative_config or {}).get("tree") == AUTO
     return method.kind is not Kind.SEQUOIA, is_auto
@@ -237,7 +234,7 @@ def check_runner(engine: BenchEngine) -> None:
     """Checks that the engine does what its method's name says.
 
     Raises:
-        BenchError: If vLLM ignores how its chain shall sample.
+        BenchError: If vLLM ignores the chain's sampling.
     """
     if "block" in engine.method.sampling and not engine.uses_v2:
         raise BenchError(
@@ -247,16 +244,16 @@ def check_runner(engine: BenchEngine) -> None:
 
 
 def most_engines(engine: EngineSpec) -> int | None:
-    """How many engines the machine has memory for; None: that cannot be told."""
+    """How many engines the machine has memory for; None: not known."""
     available = _available_gib()
     return None if available is None else int(available / _needed_gib(engine))
 
 
 def check_memory(engine: EngineSpec, count: int) -> None:
-    """Checks that the machine has memory for so many engines, where that can be told.
+    """Checks that the machine has memory for so many engines, where its memory is known.
 
     Raises:
-        BenchError: If not.
+        BenchError: If it has not.
     """
     available = _available_gib()
     needed = count * _needed_gib(engine)
@@ -271,7 +268,7 @@ def _needed_gib(engine: EngineSpec) -> float:
     target = _weights_gib(engine.target)
     if engine.offload is not None:
         layers = load_config(engine.target).get_text_config().num_hidden_layers
-        # What is in no layer, as embeddings, counts as another one.
+        # Weights outside the layers, such as embeddings, count as one more layer.
         in_memory = engine.offload.memory_gib + (engine.offload.buffers + 1) * target / layers
         target = min(target, in_memory)
     return target + _weights_gib(engine.draft) + engine.kv_cache_gib + _PROCESS_GIB

@@ -1,10 +1,9 @@
 """Runs the comparison: every method on the same prompts, in alternating rounds.
 
 Greedy outputs are compared with plain vLLM's. In float32 every difference is an error. In half
-precision the same token may be scored in a batch of another shape, where sums are rounded
-differently. Then either of two tokens with nearly equal logits may win. The target then scores
-the whole output once more: every token from the difference on must be within `NEAR_TIE` of the
-target's best one.
+precision, batches of another shape round sums differently, so either of two tokens with nearly
+equal logits may win. The target then scores the whole output again. From the difference on, every
+token must be within `NEAR_TIE` of the target's best one.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, run_r
 from sequoia_vllm.measuring.engines import Progress
 from sequoia_vllm.tree.token_tree import TokenTree
 
-# Difference in log-probability that rounding may turn around, in nats. It is two units in the
-# last place of a logit between 16 and 32, as bfloat16 and float16 store it.
+# Log-probability gap (nats) that rounding may reverse: two units in the last place of a logit
+# between 16 and 32, in this dtype.
 NEAR_TIE = {"bfloat16": 0.25, "float16": 0.03125}
-# Most chains that a search chooses: each is an engine, alive with all others.
+# The most chains that a search chooses: each needs an engine beside all others.
 _MOST_CHAINS = 6
 
 
@@ -36,7 +35,7 @@ class MethodRuns:
         method: The method.
         tree: Sequoia's tree; None: another method, or "auto" does not speculate.
         drafts: Drafts of each request at this batch size.
-        rounds: One entry a round.
+        rounds: The runs, one per round.
     """
 
     method: Method
@@ -51,10 +50,10 @@ class BenchRuns:
 
     Attributes:
         dtype: Type of weights and activations, as vLLM resolved it.
-        runs: By case, in the order of the settings' methods; chains that were
-            searched for come after plain vLLM.
+        runs: Runs by case, in the order of the settings' methods; chains from the search come
+            after plain vLLM.
         search: The search for chains; None: there was none.
-        greedy: Greedy outputs against plain vLLM's; None: there were none.
+        greedy: Greedy outputs compared with plain vLLM's; None: there were none.
     """
 
     dtype: str
@@ -65,14 +64,14 @@ class BenchRuns:
 
 @dataclass
 class Turns:
-    """Counts the turns of all cases together, so that what is left never grows with a new case."""
+    """Counts the turns of all cases together, so that progress never jumps back at a new case."""
 
     progress: Progress
     total: int
     done: int = 0
 
     def report(self, what: str) -> None:
-        """Says what begins; warming up is no turn, and its time counts with the turns'."""
+        """Reports what begins; warming up is not a turn of its own."""
         self.progress(what, self.done, self.total)
 
 
@@ -80,8 +79,8 @@ def measure(settings: BenchSettings, progress: Progress | None = None) -> BenchR
     """Measures every method in every case.
 
     Raises:
-        BenchError, CalibrationError: If engines cannot start, or settings give
-            nothing to measure.
+        BenchError, CalibrationError: If engines cannot start, or the settings leave nothing to
+            measure.
     """
     report = progress or (lambda what, done, total: None)
 
@@ -117,10 +116,10 @@ def measure(settings: BenchSettings, progress: Progress | None = None) -> BenchR
 
 
 def _room_for_chains(settings: BenchSettings) -> int:
-    """How many chains may be searched for.
+    """How many chains the search may choose.
 
     Raises:
-        BenchError: If there is no memory for one beside the other engines.
+        BenchError: If memory is too small for one more engine.
     """
     if not settings.search_chains:
         return 0
@@ -130,7 +129,7 @@ def _room_for_chains(settings: BenchSettings) -> int:
 
 
 def rotated(methods: Sequence[Method], turn: int) -> list[Method]:
-    """The methods in another order each turn, so that none is always the first or the last."""
+    """Rotates the methods by one each turn, so that none is always first or last."""
     start = turn % len(methods)
     return [*methods[start:], *methods[:start]]
 
@@ -161,7 +160,7 @@ def _measure_case(
 def _check_outputs(
     settings: BenchSettings, case: EngineCase, found: BenchRuns, plain: BenchEngine
 ) -> None:
-    """Compares every greedy output of this case with plain vLLM's of the first round."""
+    """Compares every greedy output of this case with plain vLLM's from the first round."""
     check = found.greedy or GreedyCheck(compared=0, identical=0, bound=NEAR_TIE.get(found.dtype))
     expected = found.runs[case][0].rounds[0].token_ids
     compared, identical = check.compared, check.identical
@@ -197,7 +196,7 @@ def _check_outputs(
 
 
 def first_difference(found: Sequence[int], plain: Sequence[int]) -> int | None:
-    """Counts the tokens before two outputs differ; None: nowhere."""
+    """Position of the first difference between two outputs; None: they are equal."""
     for position in range(max(len(found), len(plain))):
         if _token(found, position) != _token(plain, position):
             return position
@@ -212,8 +211,8 @@ def is_near_tie(gaps: Sequence[float], dtype: str) -> bool:
     """Whether rounding explains a difference between two outputs.
 
     Args:
-        gaps: For each token of the method's output from the difference on, how much
-            likelier the target finds its best token there (log-probability, nats).
+        gaps: Log-probability gap (nats) between the target's best token and each token of the
+            method's output, from the difference on.
         dtype: Type of weights and activations.
     """
     return dtype in NEAR_TIE and max(gaps) <= NEAR_TIE[dtype]

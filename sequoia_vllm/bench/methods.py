@@ -1,4 +1,4 @@
-"""Ways to decode that are compared, each with the configuration of its engine."""
+"""Ways to decode, each with the configuration of its engine."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _SHAPE = re.compile(r"(\d+)x(\d+)")
 _AUTO_SIZE = 128
 
 Sampling = tuple[str, ...]
-"""How vLLM's chain draws and verifies drafts above temperature 0, where not by vLLM's defaults.
-"probabilistic" draws drafts from the draft's distribution instead of taking the likeliest tokens;
+"""How vLLM's chain draws and verifies drafts above temperature 0; empty: vLLM's default.
+"probabilistic" draws from the draft's distribution instead of taking the likeliest tokens.
 "block" verifies a whole chain at once instead of token by token."""
 
 DEFAULT: Sampling = ()
 _KEYS = {"probabilistic": "draft_sample_method", "block": "rejection_sample_method"}
-# Greedy drafts are verified as well token by token as in a block. There is one path only, and
-# both accept its first i tokens with the product of the target's probabilities.
+# ("block",) alone is missing, as greedy drafts gain nothing from it: either way the first i tokens
+# are accepted with the product of the target's probabilities.
 _TRIED: tuple[Sampling, ...] = (DEFAULT, ("probabilistic",), ("probabilistic", "block"))
 
 
 class BenchError(SequoiaError, ValueError):
-    """Something that cannot be measured; the message names the fix."""
+    """A measurement is impossible as asked for; the message names the fix."""
 
 
 class Kind(StrEnum):
@@ -50,7 +50,7 @@ class Method:
         name: Name in tables and files.
         kind: Its family.
         speculative_config: Argument of ``vllm.LLM``; None: plain decoding.
-        most_drafts: Most drafts of a request and step.
+        most_drafts: The most drafts per request and step.
         sampling: A chain's sampling.
     """
 
@@ -65,8 +65,8 @@ def is_known(sampling: Sampling, config_class: Any = None) -> bool:
     """Whether vLLM's speculative configuration has the keys and values of a sampling.
 
     Args:
-        sampling: What is asked for.
-        config_class: The dataclass of the configuration; None: the installed vLLM's.
+        sampling: The sampling to look for.
+        config_class: The configuration's dataclass; None: the installed vLLM's.
     """
     if sampling == DEFAULT:
         return True
@@ -82,7 +82,7 @@ def usable_samplings(v2: bool, config_class: Any = None) -> list[Sampling]:
     """Samplings worth trying above temperature 0, vLLM's default first.
 
     Args:
-        v2: Whether vLLM's Model Runner V2 runs: V1 has no block verification.
+        v2: Whether vLLM's Model Runner V2 runs; V1 has no block verification.
         config_class: See `is_known`.
     """
     known = [sampling for sampling in _TRIED if is_known(sampling, config_class)]
@@ -105,10 +105,10 @@ def chain(draft: str, drafts: int, sampling: Sampling = DEFAULT) -> Method:
 
 
 def chain_of_words(draft: str, text: str) -> Method:
-    """Reads a chain as options name it: ``4``, ``4:probabilistic``, ``4:probabilistic:block``.
+    """Parses a chain: ``4``, ``4:probabilistic`` or ``4:probabilistic:block``.
 
     Raises:
-        BenchError: If there is no such chain, or the installed vLLM has no such sampling.
+        BenchError: If there is no such chain, or the installed vLLM lacks its sampling.
     """
     length, *words = text.strip().split(":")
     sampling = tuple(word for word in _KEYS if word in words)
@@ -129,7 +129,7 @@ def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
         draft: Draft model.
         tree: "auto"; ``16x4`` (16 nodes, root included, at most 4 deep); a
             tree file (``.json``); or a name in the library.
-        acceptance: File that ``16x4`` trees are optimised for; None: a published vector.
+        acceptance: File to optimise ``16x4`` trees for; None: a published vector.
 
     Raises:
         TreeError, LibraryError: If there is no such tree.
@@ -138,7 +138,7 @@ def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
     config: dict[str, Any] = {"method": "sequoia", "model": draft, "tree": tree}
     if tree == AUTO:
         return Method("Sequoia auto", Kind.SEQUOIA, config, _AUTO_SIZE - 1)
-    config["adapt"] = False  # this tree is compared, not a part of it
+    config["adapt"] = False  # compare the whole tree: adaptation might draft a part of it
     if shape := _SHAPE.fullmatch(tree):
         size, depth = int(shape[1]), int(shape[2])
         if size < 2 or depth < 1:
@@ -158,7 +158,7 @@ def methods(
     """Plain decoding, then these chains (`chain_of_words`), then these trees.
 
     Raises:
-        BenchError, TreeError, LibraryError: If one of them cannot be, or two are alike.
+        BenchError, TreeError, LibraryError: If one of them is not possible, or two are equal.
     """
     found = [plain(), *(chain_of_words(draft, text) for text in chains)]
     found += [sequoia(draft, tree, acceptance) for tree in trees]

@@ -1,4 +1,4 @@
-"""Speedups that the cost model predicts for the trees that were measured."""
+"""Predicts the speedups of the measured trees with the cost model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sequoia_vllm.tree.token_tree import TokenTree
 
 _ROOT = TokenTree((-1,))
 _HERE = "measured by this command"
-# Largest tree that is timed for predictions, root included, and tokens that are counted.
+# Largest tree to time for predictions, root included, and tokens to count acceptance on.
 _LARGEST = 64
 _TOKENS_TOTAL = 10_000
 
@@ -32,9 +32,9 @@ class PredictionBasis:
 
     Attributes:
         profile: Times of the pair on this machine.
-        profile_name: Where they come from.
-        acceptances: Vectors, each with where it comes from; at most one per temperature.
-        context_length: Tokens of context in the middle of a completion.
+        profile_name: Source of the times.
+        acceptances: Vectors, each with its source; at most one per temperature.
+        context_length: Context tokens in the middle of a completion.
     """
 
     profile: Profile
@@ -56,7 +56,7 @@ class PredictionBasis:
 
     @classmethod
     def tuned(cls, pair: PairKey, context_length: int) -> PredictionBasis | None:
-        """Reads what ``sequoia-vllm tune`` measured for this pair; None: it did not.
+        """Reads what ``sequoia-vllm tune`` measured for this pair; None: nothing.
 
         Raises:
             ProfileError, AcceptanceError: If a file cannot be read.
@@ -73,14 +73,14 @@ class PredictionBasis:
         """Measures times of the pair, and its acceptance at each temperature.
 
         Args:
-            settings: The comparison that is predicted.
+            settings: The comparison to predict.
             prompts: File of its prompts; None: the built-in set.
-            raw_prompts: Whether bare prompts are given without the chat template.
+            raw_prompts: Whether bare prompts go without the chat template.
             progress: Called with (what is done, done, all).
 
         Raises:
             PromptError, CalibrationError: If something cannot be measured.
-            KeyboardInterrupt: If it is interrupted.
+            KeyboardInterrupt: If a user or signal interrupts it.
         """
         vectors = []
         for temperature in settings.temperatures:
@@ -105,7 +105,7 @@ class PredictionBasis:
     def predict(
         self, tree: TokenTree | None, drafts: int, batch_size: int, temperature: float
     ) -> PredictedSpeed | None:
-        """Predicts this many drafts of a tree; None: no acceptance at this temperature is known."""
+        """Predicts the speed with so many drafts; None: no vector for this temperature."""
         known = [entry for entry in self.acceptances if entry[0].temperature == temperature]
         if not known:
             return None

@@ -1,4 +1,4 @@
-"""What a comparison found, as it is written to disk."""
+"""The format of a comparison's report on disk."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sequoia_vllm.bench.methods import Kind
 from sequoia_vllm.json_file import FileModel
 
 MOST_SPREAD = 1.15
-"""Rounds disagree where the highest is more times the lowest: something disturbed the machine."""
+"""Rounds disagree if highest / lowest exceeds this: something disturbed the machine."""
 
 
 class Spread(FileModel):
-    """A value measured in several rounds."""
+    """Median and range of a value over several rounds."""
 
     median: float = Field(description="Over rounds.")
     low: float = Field(description="The lowest round's.")
@@ -25,7 +25,7 @@ class Spread(FileModel):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The median and range of one value per round; at least one."""
+        """Sums up one value per round, at least one."""
         return cls(median=median(values), low=min(values), high=max(values))
 
     @property
@@ -35,12 +35,12 @@ class Spread(FileModel):
 
 
 class StepSplit(FileModel):
-    """Where the mean step's time goes, seconds; steps in which the whole batch decodes."""
+    """Mean seconds of each part of a step, over steps in which the whole batch decodes."""
 
     target: float = Field(ge=0, description="The target's forward pass, LM head included.")
     draft: float = Field(
         ge=0,
-        description="The draft's forward passes, LM head included; of a chain on V2 all drafting.",
+        description="The draft's forward passes, LM head included; for a chain on V2 all drafting.",
     )
     drawing: float = Field(
         ge=0, description="The rest of drafting: choosing children, preparing the passes."
@@ -50,12 +50,12 @@ class StepSplit(FileModel):
 
     @property
     def outside(self) -> float:
-        """Outside both models' forward passes, seconds."""
+        """Seconds outside both models' forward passes."""
         return self.drawing + self.verify + self.other
 
 
 class PredictedSpeed(FileModel):
-    """What the cost model expected of a tree, from a profile and an acceptance vector."""
+    """The cost model's prediction for a tree, from a profile and an acceptance vector."""
 
     speedup: float = Field(gt=0)
     tokens_per_step: float = Field(ge=1)
@@ -72,17 +72,17 @@ class Result(FileModel):
     kind: Kind
     batch_size: int = Field(ge=1)
     temperature: float = Field(ge=0)
-    drafts: int = Field(ge=0, description="Of a request and step; 0: no speculation.")
-    depth: int = Field(ge=0, description="Of the drafts: a chain's length, a tree's depth.")
+    drafts: int = Field(ge=0, description="Drafts per request and step; 0: no speculation.")
+    depth: int = Field(ge=0, description="Depth of the drafts: a chain's length, a tree's depth.")
     tokens_per_second: Spread = Field(
-        description="Of the whole batch while all of it decodes; prompts are not in it."
+        description="Tokens of the whole batch while all of it decodes, without prompts."
     )
-    speedup: Spread = Field(description="Over plain vLLM in the same round.")
-    tokens_per_step: float = Field(ge=0, description="Of a request; all rounds together.")
+    speedup: Spread = Field(description="Speed relative to plain vLLM in the same round.")
+    tokens_per_step: float = Field(ge=0, description="Tokens per request and step of all rounds.")
     step_seconds: float = Field(gt=0, description="Mean of all rounds.")
     split: StepSplit
     request_seconds: Spread = Field(
-        description="Of a batch from sending it to the end of its last request, prompts included."
+        description="Time of a batch from its sending to the end of its last request."
     )
     engine_parts: dict[str, float] | None = Field(
         default=None,
@@ -93,11 +93,11 @@ class Result(FileModel):
     measured_over_predicted: float | None = Field(
         default=None, description="Speedups; none: not predicted."
     )
-    note: str | None = Field(default=None, description="What must be said beside this number.")
+    note: str | None = Field(default=None, description="Remark that belongs to this number.")
 
 
 class SearchedChain(FileModel):
-    """One of vLLM's chains in the search for the best: a prediction, never a result."""
+    """A prediction for one of vLLM's chains in the search for the best; never a result."""
 
     method: str
     batch_size: int = Field(ge=1)
@@ -106,7 +106,7 @@ class SearchedChain(FileModel):
     sampling: list[str] = Field(description="How it samples, where that is not vLLM's default.")
     tokens_per_step: float = Field(ge=1, description="Predicted; of a request.")
     tokens_per_second: float = Field(gt=0, description="Predicted; of the whole batch.")
-    run: bool = Field(description="Whether it was chosen to be run: then it has a result.")
+    run: bool = Field(description="Whether it was chosen to run: then it has a result.")
 
 
 class Mismatch(FileModel):
@@ -117,17 +117,17 @@ class Mismatch(FileModel):
     prompt: int = Field(ge=0, description="Number of the prompt, from 0.")
     position: int = Field(ge=0, description="Output tokens that agree before it.")
     token: int | None = Field(default=None, description="The method's; none: it ended there.")
-    plain_token: int | None = Field(default=None, description="Plain vLLM's; likewise.")
+    plain_token: int | None = Field(default=None, description="Plain vLLM's; none: it ended there.")
     gap: float | None = Field(
         default=None,
-        description="From the difference on, the most that the target finds its best token "
-        "likelier than the method's (log-probability, nats).",
+        description="Largest gap (nats) from the difference on: log-probability of the target's "
+        "best token less that of the method's.",
     )
     near_tie: bool = Field(description="Whether rounding explains it: no error.")
 
 
 class GreedyCheck(FileModel):
-    """The comparison of all greedy outputs with plain vLLM's."""
+    """All greedy outputs compared with plain vLLM's."""
 
     compared: int = Field(ge=0, description="Outputs compared.")
     identical: int = Field(ge=0)
@@ -138,7 +138,7 @@ class GreedyCheck(FileModel):
 
     @property
     def passed(self) -> bool:
-        """Whether there is no mismatch, or rounding explains them all."""
+        """Whether rounding explains every mismatch; true without any."""
         return all(mismatch.near_tie for mismatch in self.mismatches)
 
 
@@ -172,12 +172,12 @@ class BenchReport(FileModel):
     greedy: GreedyCheck | None = Field(
         default=None, description="None: no greedy outputs were asked for."
     )
-    notes: list[str] = Field(description="What must be said beside all numbers.")
+    notes: list[str] = Field(description="Remarks that belong to all numbers.")
     provenance: dict[str, Any] = Field(
         description="Arguments, time, versions, CPU, git revision, environment."
     )
 
 
 def shown(results: Sequence[Result]) -> list[Result]:
-    """Selects the results that pictures show: of vLLM's chains only the best one."""
+    """Selects the results that pictures show: all but the slower ones of vLLM's chains."""
     return [result for result in results if result.kind is not Kind.CHAIN or result.best_chain]

@@ -20,7 +20,7 @@ _WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True)
 class EngineCase:
-    """How the engines are used: requests at once, and their temperature."""
+    """The number of requests at once, and their temperature."""
 
     batch_size: int
     temperature: float
@@ -28,17 +28,17 @@ class EngineCase:
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What is compared, and how.
+    """What to compare, and how.
 
     Attributes:
         engine: Models, and how all engines run them.
-        methods: The first is plain vLLM.
+        methods: Methods to compare; the first is plain vLLM.
         search_chains: Look for vLLM's best chain in each case, and run it with the methods.
         prompts: Token ids; every round completes all of them.
         batch_sizes: Requests at once; prompts are repeated to fill a batch.
-        temperatures: Temperatures of every request; 0 is greedy.
+        temperatures: Temperatures to measure at; 0 is greedy.
         max_tokens: Tokens of every completion.
-        rounds: How often everything is measured.
+        rounds: How often to measure everything.
     """
 
     engine: EngineSpec
@@ -53,13 +53,13 @@ class BenchSettings:
 
     @property
     def most_drafts(self) -> int:
-        """Most drafts of a request and step, over all methods."""
+        """The most drafts per request and step, over all methods."""
         searched = MOST_CHAIN_DRAFTS if self.search_chains else 0
         return max(searched, *(method.most_drafts for method in self.methods))
 
     @property
     def middle_context(self) -> int:
-        """Tokens of context in the middle of a mean completion."""
+        """Context tokens in the middle of a mean completion."""
         return round(sum(map(len, self.prompts)) / len(self.prompts)) + self.max_tokens // 2
 
     @property
@@ -75,11 +75,11 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class RoundRun:
-    """All prompts through one engine, once.
+    """Measurements of all prompts through one engine, once.
 
     Attributes:
-        steady: The steps in which whole batches were decoding.
-        request_seconds: Mean time of a batch from its start to its end.
+        steady: Steps in which whole batches decode.
+        request_seconds: Mean time of a batch from start to end.
         token_ids, texts: Completions, one for each prompt.
         parts: `part_seconds`.
         counters: Sequoia's (`StepStats.to_dict`); None: another method.
@@ -103,7 +103,7 @@ def batches(prompts: Sequence[list[int]], batch_size: int) -> list[list[list[int
 def warm_up(
     engine: BenchEngine, prompts: Sequence[list[int]], case: EngineCase, max_tokens: int
 ) -> None:
-    """Runs a short batch of the same kind, before an engine is measured in a case."""
+    """Runs a short batch of the same kind before measuring an engine in a case."""
     batch = batches(prompts, case.batch_size)[0]
     engine.generate(batch, case.temperature, min(_WARM_UP_TOKENS, max_tokens))
 
@@ -112,7 +112,7 @@ def run_round(
     engine: BenchEngine, prompts: Sequence[list[int]], case: EngineCase, max_tokens: int
 ) -> RoundRun:
     """Completes all prompts with ``max_tokens`` tokens each."""
-    engine.take_part_seconds(case.batch_size)  # forgets what was before
+    engine.take_part_seconds(case.batch_size)  # drops earlier steps
     engine.take_counters()
     wait_for_quiet()
     found = [

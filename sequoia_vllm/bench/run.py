@@ -1,4 +1,4 @@
-"""A whole comparison: measured, summed up, with its provenance."""
+"""Runs a whole comparison: measures it, sums it up and adds its provenance."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def run_bench(
 
     Args:
         settings: What to compare.
-        basis: Measurements to predict from; None: what was tuned for this pair, if it was.
-        described: Settings as the report shall show them.
+        basis: Measurements to predict from; None: those of `tune` for this pair, if any.
+        described: Settings as the report shows them.
         progress: Called with (what is done, turns done, turns of all cases).
 
     Raises:
@@ -100,7 +100,7 @@ def run_bench(
 
 
 def results(found: BenchRuns, predict: Predict, *, chain_is_wrong: bool) -> list[Result]:
-    """Sums up each method in each case."""
+    """Results of each method in each case."""
     summed = []
     for case, runs in found.runs.items():
         chains = [one for one in runs if one.method.kind is Kind.CHAIN]
@@ -190,7 +190,7 @@ def engine_parts(counters: Sequence[dict[str, Any]]) -> dict[str, float] | None:
 
 
 def synthetic_note(model: BenchModel) -> str | None:
-    """Remark on figures of a synthetic target; None: the model is an ordinary one."""
+    """Note beside figures of a synthetic target; None: an ordinary model."""
     if (origin := model.grown_from) is None:
         return None
     return (
@@ -202,7 +202,7 @@ def synthetic_note(model: BenchModel) -> str | None:
 
 
 def git_revision() -> str | None:
-    """The commit of this checkout, "+" behind it if files differ; None: not a checkout."""
+    """The commit of this checkout, with "+" if tracked files differ; None: no checkout."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
@@ -219,7 +219,7 @@ def _git(root: Path, *words: str) -> str:
 
 
 def chain_samples_wrongly() -> bool:
-    """vllm-project/vllm#55005: CPU builds without Triton."""
+    """Whether vllm-project/vllm#55005 applies: a CPU build without Triton."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 

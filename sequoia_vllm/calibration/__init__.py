@@ -1,5 +1,5 @@
-"""Measuring what the tree optimizer needs, on a live engine: acceptance and times.
+"""Measures acceptance and step times on a live engine, for the tree optimizer.
 
-`counts` is pure and needs no vLLM; `measure_acceptance` and
-`measure_profile` start engines, whose recorders (`measuring`) run inside vLLM's worker.
+`counts` is pure and needs no vLLM. `measure_acceptance` and `measure_profile` start engines;
+their counters and recorders (`measuring`) run inside vLLM's worker.
 """

@@ -1,4 +1,4 @@
-"""What a measurement of acceptance counts, on which prompts, and which earlier run it continues."""
+"""What an acceptance measurement counts, on which prompts, and which earlier run it continues."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ class AcceptanceSettings:
         prompts: File with prompts (`load_prompts`); None: the built-in set.
         num_prompts: Prompts to use; None: all.
         raw_prompts: Give bare prompts to the target without its chat template.
-        max_tokens: Tokens per completion. A long greedy text repeats itself, and repetition is
-            easy to draft: count on completions as long as those that will be served.
+        max_tokens: Tokens per completion. Make them as long as those to be served: long greedy
+            texts repeat themselves, and repetition is easy to draft.
         temperature, top_p: Sampling of every request; temperature 0 is greedy.
         branch: Children offered at a node: entries of a row.
-        depth: Rows of the vector at most.
+        depth: The most rows of the vector.
         precision: Stop when the vector is known this well (`counts.precision`).
         max_tokens_total: Stop when so many tokens were generated.
         batch_size: Requests at once.
-        tree: Counts the children of this tree. None: of a probing tree with ``branch`` and
-            ``depth``.
+        tree: Tree whose children to count; None: a probing tree of ``branch`` and ``depth``.
         verification: How sampled trees are verified, see `SequoiaConfig`.
     """
 
@@ -70,7 +69,7 @@ class AcceptanceTask:
         settings: What to measure.
         prompts: Token ids of each prompt.
         tree: Tree that the engine drafts.
-        measures: Identity of the measurement, plain data: equal ones continue each other.
+        measures: Identity of the measurement, as plain data; a run continues one of equal identity.
         name: Draft strength class of the result.
     """
 
@@ -82,7 +81,7 @@ class AcceptanceTask:
 
     @classmethod
     def prepare(cls, settings: AcceptanceSettings, name: str) -> AcceptanceTask:
-        """Reads prompts and models' files; starts no engine.
+        """Reads prompts and model files; starts no engine.
 
         Raises:
             PromptError, CalibrationError, TreeError: If they cannot be used.
@@ -91,10 +90,10 @@ class AcceptanceTask:
         prompts = load_prompts(settings.prompts, settings.num_prompts)
         tokenizer = load_tokenizer(engine.target)
         encoded = encode_prompts(prompts, tokenizer, raw=settings.raw_prompts)
-        # A draft that is not there is refused here, before an engine starts.
+        # This also refuses a missing draft before an engine starts.
         tail = _tail(settings.depth, load_config(engine.draft))
         tree = settings.tree or probing_tree(settings.branch, settings.depth, tail)
-        # Trees are never trimmed: the context has room for a whole one after the last token.
+        # Trees must not be trimmed: leave room for a whole one after the last token.
         room = longest_context(engine.target) - tree.size
         fitting = [ids for ids in encoded if len(ids) + settings.max_tokens <= room]
         if not fitting:
@@ -126,12 +125,12 @@ class AcceptanceTask:
         return cls(settings, fitting, tree, measures, name)
 
     def differences(self, state: CalibrationState) -> list[str]:
-        """Names of what an earlier measurement did otherwise; empty: it is the same one."""
+        """Names of the settings that an earlier measurement had otherwise; empty: the same."""
         keys = self.measures.keys() | state.measures.keys()
         return sorted(k for k in keys if self.measures.get(k) != state.measures.get(k))
 
     def is_done(self, state: CalibrationState) -> bool:
-        """True if an earlier run of this measurement found all that is asked for now."""
+        """True if an earlier run of this measurement already meets these settings."""
         if not state.complete:
             return False
         reached = state.precision is not None and state.precision <= self.settings.precision
@@ -141,20 +140,20 @@ class AcceptanceTask:
         return reached or used_up or state.stopped_by == "prompts"
 
     def can_go_on(self, state: CalibrationState) -> bool:
-        """True if an earlier run of this measurement left what is needed to continue it.
+        """True if an earlier run of this measurement can be continued.
 
-        A finished greedy run did not: its completions are not kept.
+        A finished greedy run cannot: its completions are not kept.
         """
         return not state.complete or self.settings.temperature > 0
 
 
 def class_name(text: str) -> str:
-    """``text`` as the name of a draft strength class."""
+    """Turns ``text`` into the name of a draft strength class."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") or "measured"
 
 
 def _tail(depth: int, draft: Any) -> int:
-    """Levels to draft below those that are counted, as far as the draft can (its config)."""
+    """Levels to draft below the counted ones, as far as the draft (by its config) can."""
     from sequoia_vllm.engine.frontend.drafts import drafted_levels
 
     levels = drafted_levels(draft)

@@ -1,4 +1,4 @@
-"""From how often a child was offered and taken to an acceptance vector."""
+"""Estimates an acceptance vector from how often children were offered and accepted."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _Z95 = 1.959964
 _DIGITS = 6
 _STEP = 1e-3  # of a share, for slopes
 FEWEST_TRIALS = 100
-"""With fewer, a share is taken for noise."""
+"""With fewer trials, we treat a share as noise."""
 TAIL = 6
-"""Levels of a probing tree below those that are counted."""
+"""Levels of a probing tree below the counted ones."""
 Counts = Sequence[Sequence[int]]
 
 
@@ -27,9 +27,9 @@ class AcceptanceEstimate:
     """An acceptance vector with its uncertainty; each field is ``[depth][child]``.
 
     Attributes:
-        acceptance: Share of the trials in which the child was accepted.
+        acceptance: Share of trials in which the child was accepted.
         low, high: Wilson 95 % interval of each entry.
-        trials: Times a node of this depth was reached that had this child.
+        trials: How often a node of this depth with this child was reached.
     """
 
     acceptance: list[list[float]]
@@ -41,14 +41,14 @@ class AcceptanceEstimate:
 def probing_tree(branch: int, depth: int = 1, tail: int = 0) -> TokenTree:
     """The wide tree whose children are counted.
 
-    Depth 1 is a star: a root with ``branch`` children. Below it the first and the second child of
-    each level's first node have ``branch`` children, too. These are the commonest ways to get
-    there: after likely tokens of the draft, and after less likely ones. So a row does not count
-    easy contexts alone.
+    Depth 1 is a star: a root with ``branch`` children. Below it, the first two children of each
+    level's first node have ``branch`` children, too. Such nodes are reached most often. One
+    follows likely tokens of the draft and the other less likely ones, so a row counts not only
+    easy contexts.
 
-    A tree starts where the one before it ended. A tree no deeper than what is counted would often
-    start in the middle of a stretch that is easy to draft. Deeper trees never do. So the same
-    nodes have ``tail`` more levels of two children, which are not counted.
+    A tree starts where the one before it ended. If trees ended with the counted levels, many
+    would start within a stretch that is easy to draft. So the same nodes have ``tail`` more
+    levels of two children, which are not counted.
 
     Raises:
         TreeError: If a number is below 1, or ``tail`` below 0.
@@ -66,7 +66,7 @@ def probing_tree(branch: int, depth: int = 1, tail: int = 0) -> TokenTree:
 
 
 def wilson_interval(successes: int, trials: int, z: float = _Z95) -> tuple[float, float]:
-    """Wilson's score interval for a proportion; (0, 1) without trials."""
+    """Wilson's score interval of a proportion; (0, 1) without trials."""
     if trials == 0:
         return 0.0, 1.0
     share = successes / trials
@@ -79,10 +79,10 @@ def wilson_interval(successes: int, trials: int, z: float = _Z95) -> tuple[float
 def estimate_acceptance(offered: Counts, accepted: Counts) -> AcceptanceEstimate:
     """The acceptance vector of these counts (`StepStats.offered`, `StepStats.accepted`).
 
-    Rows below the root with fewer than 100 trials are left out. The tree optimizer uses the last
-    row for all depths below it, and would take noise for a fact. Trees are sometimes trimmed from
-    the end, so a late child may have fewer trials than an early one; if the shares then sum to
-    more than 1 they are scaled to sum to 1.
+    Rows below the root with fewer than 100 trials are dropped: the tree optimizer uses the last
+    row for all deeper levels, and should not trust noise. Trees are sometimes trimmed from the
+    end, so late children may have fewer trials. If a row's shares then sum to more than 1, they
+    are scaled to 1.
 
     Raises:
         CalibrationError: If no tree was verified.
@@ -100,11 +100,10 @@ def estimate_acceptance(offered: Counts, accepted: Counts) -> AcceptanceEstimate
 
 
 def precision(estimate: AcceptanceEstimate) -> float:
-    """How well the vector is known: the one number that `tune --precision` bounds.
+    """How well the vector is known: the number that `tune --precision` bounds.
 
-    The half-width of each entry's 95 % interval, times the share of trees that
-    reach its depth; the largest of these. That is how far off, from one entry,
-    the expected number of nodes accepted at its depth may be.
+    It is the largest product of an entry's half-width (95 %) and the share of trees that reach
+    its depth. The entry may make the expected accepted nodes of its depth wrong by so much.
     """
     roots = estimate.trials[0][0]
     return max(
@@ -115,9 +114,9 @@ def precision(estimate: AcceptanceEstimate) -> float:
 
 
 def tokens_margin(tree: TokenTree, acceptance: Acceptance, trials: Counts) -> float:
-    """Half-width of the 95 % interval of a tree's expected tokens, by counting alone.
+    """Half-width of the 95 % interval of a tree's expected tokens, from counting noise.
 
-    Prompts that differ from those that were counted on add to it.
+    Other prompts than those counted on add to the error.
 
     Args:
         tree: The tree.
@@ -135,14 +134,14 @@ def tokens_margin(tree: TokenTree, acceptance: Acceptance, trials: Counts) -> fl
             lower[depth, child] *= 1 - _STEP
             change = tokens - tree.expected_tokens(Acceptance(lower))
             slopes[child] = change / max(_STEP * table[depth, child], _STEP**2)
-        # At most one of a node's children is accepted: shares of one multinomial.
+        # At most one of a node's children is accepted, so the shares are one multinomial's.
         shares = table[depth, : len(tried)]
         variance += float(shares @ slopes**2 - (shares @ slopes) ** 2) / tried[0]
     return _Z95 * math.sqrt(max(variance, 0.0))
 
 
 def add_counts(first: Counts, second: Counts) -> list[list[int]]:
-    """The sum of two tables of counts of the same shape; an empty one counts as zeros."""
+    """Adds two tables of counts of the same shape; an empty one counts as zeros."""
     if not first or not second:
         return [list(row) for row in first or second]
     return [

@@ -1,4 +1,4 @@
-"""Times steps of a plain and of a Sequoia engine, and makes a profile of them."""
+"""Times the steps of a plain and a Sequoia engine, and makes a profile of them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from sequoia_vllm.tree.optimize import Frontier
 
 _SMALLEST_TREE = 4  # with a second level: its draft pass can be timed
 _MOST_PLAIN_STEPS = 12.0
-# A quarter of the steps is quicker: one slow moment must not end the ladder.
+# Percentile of "quickest" times: one slow moment must not end the ladder.
 _QUICK = 25
 
 
@@ -72,13 +72,13 @@ class ProfileSettings:
             None: the built-in set.
         batch_sizes: Requests at once.
         tokens: Tree sizes, root included; 1 is plain decoding. At each batch
-            size and context the ladder ends where `Ladder.goes_on` says so.
+            size and context `Ladder.goes_on` decides where to end.
         contexts: Tokens of each request in the middle of its completion.
         max_tokens: Tokens per completion.
-        rounds: Times everything is measured; the middle one counts.
-        temperature: Sampling of every request; 0 is greedy.
-        enough_seconds: No round begins after so much time: slow steps vary little. None: all
-            rounds are measured.
+        rounds: How often to measure everything; the middle round counts.
+        temperature: Temperature of every request; 0 is greedy.
+        enough_seconds: No round begins after so much time: slow steps vary little. None: no
+            limit.
     """
 
     engine: EngineSpec
@@ -108,8 +108,8 @@ def measure_profile(
     Args:
         settings: What to measure.
         progress: Called with (what is done, runs done, runs in all).
-        vectors: Acceptance that trees will be chosen for: sizes that cannot win with
-            any of these are not timed. Empty: not known.
+        vectors: Acceptance to choose trees for; sizes that cannot win with any of these are not
+            timed. Empty: not known.
 
     Raises:
         PromptError, CalibrationError, ProfileError: If the settings, prompts or
@@ -139,7 +139,7 @@ def _profile(
     prompts_hash: str,
     draft: ModelShape | None,
 ) -> Profile:
-    """The profile of these curves; ``draft`` is the shape of a head, None of a model."""
+    """The profile of these curves; ``draft`` is a head's shape, None for a model."""
     from sequoia_vllm.engine.common.device_name import current_device_name
 
     engine = settings.engine
@@ -212,7 +212,7 @@ def _checked(settings: ProfileSettings) -> ProfileSettings:
 
 @contextmanager
 def _engines(settings: ProfileSettings, report: Progress) -> Iterator[tuple[Any, Any]]:
-    """A plain and a Sequoia engine, alive together, so that they are measured in turns."""
+    """A plain and a Sequoia engine, alive together to be measured in turns."""
     largest, most_requests = settings.tokens[-1], settings.batch_sizes[-1]
     longest = settings.contexts[-1] + settings.max_tokens - settings.max_tokens // 2 + largest
     options: dict[str, Any] = {
@@ -224,8 +224,8 @@ def _engines(settings: ProfileSettings, report: Progress) -> Iterator[tuple[Any,
         "method": "sequoia",
         "model": settings.engine.draft,
         "tree": {"parents": list(measuring_tree(largest).parents)},
-        # vLLM captures CUDA graphs for the sizes in the schedule. Batches above the largest never
-        # come: they put each tree size into it.
+        # vLLM captures CUDA graphs for the sizes in the schedule. Entries above the largest batch,
+        # which never comes, put each tree size into it.
         "num_speculative_tokens_per_batch_size": [
             (1, most_requests, largest - 1),
             *(
@@ -234,7 +234,7 @@ def _engines(settings: ProfileSettings, report: Progress) -> Iterator[tuple[Any,
             ),
         ],
     }
-    # Sequoia first: vLLM adds the extension to a worker class only if no base has it.
+    # Sequoia first: vLLM adds the extension to a worker class only if no base class has it.
     report("starting the Sequoia engine", 0, 1)
     with open_engine(settings.engine, speculative_config=speculation, **options) as sequoia:
         report("starting the plain engine", 0, 1)
@@ -268,7 +268,7 @@ class Rounds:
         self._start = 0.0
 
     def run(self) -> None:
-        """Runs all rounds: the first climbs the ladders, the others repeat it in other orders."""
+        """Runs all rounds: the first climbs the ladders, the others repeat its runs shuffled."""
         for engine in (self._plain, self._sequoia):
             engine.collective_rpc("sequoia_record_steps")
         self._start = time.monotonic()
@@ -284,7 +284,7 @@ class Rounds:
                 self._run_all(self._sequoia, trees)
 
     def _rounds(self) -> int:
-        """Rounds in all, as far as can be told now."""
+        """Rounds in all, by what is known now."""
         enough = self._settings.enough_seconds
         if enough is None or time.monotonic() - self._start < enough:
             return self._settings.rounds
@@ -305,7 +305,7 @@ class Rounds:
                     break
 
     def _run(self, engine: Any, times: BatchTimes, size: int) -> None:
-        """Runs one batch of completions; keeps its steady steps as one round."""
+        """Runs one batch of completions, and keeps its steady steps as one round."""
         from vllm import SamplingParams
 
         settings, batch, context = self._settings, times.batch_size, times.context_length
@@ -331,8 +331,8 @@ class Ladder:
     """Decides after each tree size whether a larger one might still be the best.
 
     Attributes:
-        frontiers: The most tokens that trees of any size get accepted, for each
-            acceptance vector that a tree may be chosen for; none: not known.
+        frontiers: The most expected tokens of trees of each size, one frontier per acceptance
+            vector; empty: acceptance is not known.
     """
 
     frontiers: tuple[Frontier, ...] = ()
@@ -345,10 +345,9 @@ class Ladder:
     def goes_on(self, times: BatchTimes, size: int) -> bool:
         """True if a tree larger than ``size``, which was just timed, might be the best.
 
-        False when a step with this tree already takes as long as 12 plain steps: no draft gets
-        so many tokens accepted. Where acceptance is known, also False when no larger tree can
-        be faster than what was timed: with the most tokens that it can get, in the least time
-        that its step can take.
+        False if a step with this tree already takes as long as 12 plain steps: we assume that no
+        draft gets so many tokens accepted. If acceptance is known, also False if no larger tree
+        can be the fastest, even with its most tokens in its shortest possible step.
         """
         plain = _typical_seconds(times.plain)
         if _typical_seconds(times.trees[size]) >= _MOST_PLAIN_STEPS * plain:
@@ -360,10 +359,10 @@ class Ladder:
 
 
 def _highest(frontier: Frontier, times: BatchTimes, size: int) -> float:
-    """Tokens per second of one request that no larger tree exceeds.
+    """Upper bound of tokens per second of one request with any larger tree.
 
-    Its target pass and verification take no less than those of this size, and
-    each of its levels no less than the draft's quickest pass.
+    Its target pass and verification take at least this size's time, and each level takes at least
+    the draft's quickest pass.
     """
 
     def quickest(value: Callable[[TimedStep], float]) -> float:
@@ -376,9 +375,9 @@ def _highest(frontier: Frontier, times: BatchTimes, size: int) -> float:
 
 
 def _reached(frontier: Frontier, times: BatchTimes, plain: float) -> float:
-    """Tokens per second of the best that was timed: plain decoding, or a tree.
+    """Highest tokens per second of what was timed: plain decoding or a tree.
 
-    We take the time of the measuring tree for that of other trees of its size and depth.
+    We assume that other trees of a measuring tree's size and depth take the same time.
     """
     trees = (
         frontier.expected_tokens[size, measuring_tree(size).depth] / _typical_seconds(rounds)

@@ -1,4 +1,4 @@
-"""Chooses a pair's tree from its measured acceptance and times, and keeps it."""
+"""Chooses a pair's tree from its measured acceptance and times, and saves it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LARGE_ON_CPU = 2e8  # parameters
 
 
 def pair_here(engine: EngineSpec) -> PairKey:
-    """The key under which an engine like this looks up its tree on this machine.
+    """The key with which such an engine looks up its tree on this machine.
 
     Raises:
         CalibrationError: If vLLM cannot read the target's configuration.
@@ -46,10 +46,9 @@ def pair_here(engine: EngineSpec) -> PairKey:
 
 
 def quick_engine(engine: EngineSpec) -> EngineSpec:
-    """The same engine without compilation, where that changes step times by little.
+    """Turns compilation off where it hardly changes step times: on CPUs with a large target.
 
-    So it is on CPUs with a large target: its steps are spent on reading weights, and
-    compiling takes minutes.
+    Such steps spend their time on reading weights, and compiling takes minutes.
 
     Raises:
         CalibrationError: If transformers does not know the target.
@@ -64,7 +63,7 @@ def check_vector(pair: PairKey, vector: AcceptanceFile) -> None:
     """Checks that an acceptance file is a finished measurement of this pair.
 
     Raises:
-        CalibrationError: Naming what differs.
+        CalibrationError: If it is not; the message names the difference.
     """
     for role in ("target", "draft"):
         found, wanted = getattr(vector, role), getattr(pair, role)
@@ -84,7 +83,7 @@ def check_profile(pair: PairKey, profile: Profile) -> None:
     """Checks that a profile was measured with this pair on this machine.
 
     Raises:
-        CalibrationError: Naming what differs.
+        CalibrationError: If it was not; the message names the difference.
     """
     measure = "measure it here (sequoia-vllm tune --only times)"
     if profile.streamed is not None:
@@ -110,18 +109,17 @@ def tuned_entry(
     max_size: int,
     tree: TokenTree | None = None,
 ) -> TreeEntry:
-    """The tree and schedule that are fastest on these measurements.
+    """The fastest tree and schedule by these measurements.
 
     Args:
         vector: Measured acceptance.
         profile: Measured times.
-        context_length: Which of the profile's contexts.
+        context_length: Which of the profile's contexts to use.
         max_size: Largest tree, root included.
-        tree: The tree to schedule; None: the best one is looked for.
+        tree: The tree to schedule; None: search for the best one.
 
     Returns:
-        An entry as `TreeLibrary.save_user_tree` takes it. A tree of size 1
-        means: do not speculate.
+        An entry for `TreeLibrary.save_user_tree`. A tree of size 1 means: do not speculate.
     """
     largest_batch = max(curve.batch_size for curve in profile.target_forward)
     schedule = choose_schedule(
@@ -139,9 +137,9 @@ def tuned_entry(
 def best_tree_at_any_price(
     vector: AcceptanceFile, profile: Profile, context_length: int
 ) -> Estimate:
-    """The estimate of the fastest tree for one request, also where plain decoding is faster.
+    """The estimate of the fastest tree for one request, even if plain decoding is faster.
 
-    Only trees of the sizes that were timed are looked at.
+    It considers only sizes that were timed.
     """
     sizes = sorted({n for curve in profile.target_forward for n in curve.tokens if n > 1})
     frontier = Frontier.of(vector.vector, sizes[-1], MAX_DEPTH, None)
@@ -161,7 +159,7 @@ def margins(entry: TreeEntry, vector: AcceptanceFile) -> list[float | None]:
 
 
 def save_tuned(library: TreeLibrary, pair: PairKey, entry: TreeEntry) -> Path:
-    """Stores the tree under exactly the key that an engine with this pair looks up."""
+    """Stores the tree under the key that an engine with this pair looks up."""
     file = library.measurements(pair).profile.relative_to(library.user)
     reference = entry.profile.model_copy(update={"file": str(file)})
     return library.save_user_tree(pair, entry.model_copy(update={"profile": reference}))
@@ -169,41 +167,40 @@ def save_tuned(library: TreeLibrary, pair: PairKey, entry: TreeEntry) -> Path:
 
 # -- verification methods ----------------------------------------------------------------
 #
-# With Algorithm 2 the chance of a node to be accepted depends on its position alone. With
-# traversal it also depends on the nodes below and beside it, so it is counted on the tree itself.
-# These counts say how much of the tree to draft at each batch size. They do not choose another
-# tree: leaves are accepted less often than they would be with children, so trees chosen from
-# these counts are too shallow. Such a tree of 16 nodes gave 2 to 3 % fewer tokens on the pair in
-# this repository.
+# With Algorithm 2, a node's acceptance depends only on its position. With traversal it also
+# depends on the nodes below and beside it, so we count it on the tree itself. These counts decide
+# how much of the tree to draft at each batch size, but not another tree. Leaves are accepted less
+# often than with children, so trees chosen from these counts are too shallow. On the pair in this
+# repository such a tree of 16 nodes gave 2 to 3 % fewer tokens.
 
 
 def tokens_per_step(measured: AcceptanceFile) -> float:
-    """Tokens that a tree emitted per step of a measurement."""
+    """Tokens per tree and step of a measurement."""
     state = measured.calibration
     assert state is not None
     return state.tokens / max(1, state.trees)
 
 
 def better_method(measured: dict[str, AcceptanceFile]) -> str:
-    """The method with more tokens per step from the same tree; of equal ones the first."""
+    """The method with the most tokens per step from the same tree; the first of equal ones."""
     return max(measured, key=lambda method: tokens_per_step(measured[method]))
 
 
 def refined(vector: AcceptanceFile, on_tree: AcceptanceFile) -> AcceptanceFile:
-    """Acceptance as counted on a tree, and elsewhere as the vector says.
+    """Replaces the vector's entries by those counted on a tree, where trials suffice.
 
     Args:
         vector: Acceptance of every position up to the probing tree's width.
         on_tree: Acceptance counted on a tree, whose deeper nodes have fewer children.
 
     Returns:
-        A file with ``p[d][k]``. Children with fewer than 100 trials on the tree get the value of
-        the vector's row, given that none of the counted ones is accepted.
+        A file with ``p[d][k]``. Children with fewer than 100 trials on the tree get the vector's
+        value, given that no counted child is accepted.
     """
     base, counted = vector.vector.table, on_tree.vector.table
     trials = np.atleast_2d(np.asarray(on_tree.trials))
     shape = max(len(base), len(counted)), max(base.shape[1], counted.shape[1])
-    # Depths below the vector's last row have that one; those below the tree were not counted.
+    # The vector's last row holds for all deeper levels; below the tree nothing was counted.
     base = np.pad(base, ((0, shape[0] - len(base)), (0, 0)), mode="edge")
 
     def padded(table: NDArray[np.float64]) -> NDArray[np.float64]:

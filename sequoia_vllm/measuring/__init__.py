@@ -1,1 +1,1 @@
-"""What measuring on live engines shares: engines, recorders of their steps, provenance."""
+"""Shared by measurements on live engines: engines, recorders of their steps, provenance."""

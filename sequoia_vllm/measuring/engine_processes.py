@@ -1,4 +1,4 @@
-"""Engines end with the command that started them, whatever ends it, and leave nothing behind."""
+"""Ends engines and removes their files when the command that started them ends, for any reason."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from typing import Any
 
 _SECONDS_TO_END = 10.0
 _SET_CHILD_SUBREAPER = 36  # of prctl
-# It removes what other processes left in /dev/shm, and ends after them by itself.
+# It cleans /dev/shm after other processes, and ends by itself when they have ended.
 _TRACKER = "from multiprocessing.resource_tracker import main"
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which Python lets end a process on the spot; it is handled as Ctrl-C is."""
+    """Raised for SIGTERM, so that it is handled like Ctrl-C; by default it skips all clean-up."""
 
     came = False  # since a command began to listen for it
 
 
 def last_interrupt() -> KeyboardInterrupt:
-    """Interrupt that ended a measurement which keeps its counts."""
+    """The interrupt that ended a measurement, for raising it again after its counts are saved."""
     return Terminated() if Terminated.came else KeyboardInterrupt()
 
 
 @contextmanager
 def engines_end_here() -> Iterator[None]:
-    """Ends all processes that were started within, and removes their temporary files.
+    """Ends all processes started within the block, and removes their temporary files.
 
-    Within, SIGTERM raises `Terminated`. Processes that were there before are left alone.
+    Within the block, SIGTERM raises `Terminated`. Earlier processes are left alone.
     """
     before = {process.pid for process in _descendants()}
     with _temporary_files(), _adopted_orphans(), sigterm_raises():
         try:
             yield
         finally:
-            # More signals do not keep this process from ending its engines.
+            # A second signal must not keep this process from ending its engines.
             with _handled(dict.fromkeys((signal.SIGTERM, signal.SIGINT), signal.SIG_IGN)):
                 _end_processes(before)
 
 
 @contextmanager
 def interrupts_get_through() -> Iterator[None]:
-    """Within, code that swallows KeyboardInterrupt does not swallow that of a signal.
+    """Lets a signal's KeyboardInterrupt leave code that swallows it.
 
-    vLLM's does while an engine starts (`zmq_socket_ctx`), and then waits for ever.
+    vLLM swallows it while an engine starts (`zmq_socket_ctx`), and then waits for ever.
 
     Raises:
         KeyboardInterrupt: The one that the signal's handler raised.
@@ -85,13 +85,13 @@ class _Stop(BaseException):
 
 
 def exit_code(interrupt: KeyboardInterrupt) -> int:
-    """Exit code with which shells report a program that this signal ended."""
+    """The exit code that shells report for a program ended by this signal."""
     ended_by = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
     return 128 + ended_by
 
 
 def _descendants() -> list[Any]:
-    import psutil  # which vLLM needs, too
+    import psutil  # vLLM depends on it
 
     return [
         process
@@ -111,7 +111,7 @@ def _command(process: Any) -> list[str]:
 
 
 def _end_processes(spared: set[int]) -> None:
-    """Ends all other descendants: asks them first, kills them in the end."""
+    """Ends all other descendants: terminates them first, kills them after the deadline."""
     import psutil
 
     deadline = time.monotonic() + _SECONDS_TO_END
@@ -131,8 +131,7 @@ def _end_processes(spared: set[int]) -> None:
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Within, SIGTERM raises `Terminated`; in the main thread, which signals go to."""
-
+    """Makes SIGTERM raise `Terminated` within the block, if in the main thread."""
     here = os.getpid()
     Terminated.came = False
 
@@ -162,7 +161,7 @@ def _handled(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
 
 @contextmanager
 def _adopted_orphans() -> Iterator[None]:
-    """Processes whose parent has ended become this one's, where they can be found (Linux)."""
+    """Makes orphans children of this process, so that it can find and end them (Linux)."""
     if not sys.platform.startswith("linux"):
         yield
         return
@@ -176,9 +175,9 @@ def _adopted_orphans() -> Iterator[None]:
 
 @contextmanager
 def _temporary_files() -> Iterator[None]:
-    """Keeps all temporary files of engines in one folder, which goes with them.
+    """Keeps engines' temporary files in one folder, and removes it at the end.
 
-    Torch's compiled code stays where it was: later engines use it, too.
+    Torch's compiled code stays where it is, for later engines.
     """
     kept = {name: os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
     previous = tempfile.tempdir

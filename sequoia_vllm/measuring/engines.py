@@ -1,4 +1,4 @@
-"""Engines for measuring, what their models are, and prompts of the length wanted."""
+"""Engines for measuring, facts about their models, and prompts of a wanted length."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ if TYPE_CHECKING:
     from sequoia_vllm.engine.runner.vocabulary import Comparison
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what is done, done, all)."""
+"""Called with (what is being done, parts done, parts in all)."""
 
 _NO_LIMIT = 1 << 20
-# Only looked at before an engine starts, where the KV cache has its size already.
+# vLLM only requires this share of memory to be free at start: we set the KV cache's size ourselves.
 _SHARE_OF_GPU = 0.05
-# A worker polls its queue for a second after its last message, and takes a core
-# from the other engines (steps get 5 % slower); then it sleeps (SpinCondition in
-# vLLM's shm_broadcast.py).
+# A worker polls its queue for a second after its last message, then sleeps (SpinCondition in
+# vLLM's shm_broadcast.py). Until then it takes a core, and other engines' steps get 5 % slower.
 _POLLING_SECONDS = 1.2
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What all engines of one measurement have in common.
+    """Settings that all engines of one measurement share.
 
     Attributes:
         target, draft: Model names or paths.
-        dtype: Type of weights and activations, as vLLM takes it.
-        tensor_parallel_size: Devices the target is split over.
-        enforce_eager: Without compilation.
+        dtype: vLLM's ``dtype`` of weights and activations.
+        tensor_parallel_size: Devices that the target is split over.
+        enforce_eager: True: no compilation.
         kv_cache_gib: KV cache of each engine, GiB.
-        offload: The target's layers come from a disk (`OffloadSpec`); None: from memory.
+        offload: How the target's layers are read from a disk (`OffloadSpec`); None: from memory.
     """
 
     target: str
@@ -53,7 +52,7 @@ class EngineSpec:
     offload: OffloadSpec | None = None
 
     def for_vllm(self) -> dict[str, Any]:
-        """Arguments of ``vllm.LLM``; the draft is part of each engine's own speculation."""
+        """Arguments of ``vllm.LLM`` without the draft, which is in ``speculative_config``."""
         return {
             "model": self.target,
             "dtype": self.dtype,
@@ -66,7 +65,7 @@ class EngineSpec:
 
 @contextmanager
 def open_engine(engine: EngineSpec, *, seed: int = 0, **options: Any) -> Iterator[Any]:
-    """A ``vllm.LLM``, shut down at the end; ``options`` are more of its arguments.
+    """Opens a ``vllm.LLM`` and shuts it down at the end; ``options`` are further arguments.
 
     Raises:
         CalibrationError: If vLLM cannot start it.
@@ -75,7 +74,7 @@ def open_engine(engine: EngineSpec, *, seed: int = 0, **options: Any) -> Iterato
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        # Several engines share a GPU: each would want nine tenths of it to be free.
+        # Several engines share a GPU, and by default vLLM wants most of it to be free.
         options.setdefault("gpu_memory_utilization", _SHARE_OF_GPU)
     try:
         with interrupts_get_through():
@@ -96,7 +95,7 @@ def room_for(length: int, requests: int, nodes: int) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` that leave room for requests with trees.
 
     Args:
-        length: Tokens of the longest request, a tree after its last token included.
+        length: Tokens of the longest request, including a tree after its last token.
         requests: Requests at once.
         nodes: Size of the largest tree, root included.
     """
@@ -104,14 +103,14 @@ def room_for(length: int, requests: int, nodes: int) -> dict[str, Any]:
     return {
         "max_model_len": length,
         "max_num_seqs": requests,
-        # Trees take at most half of it, and vLLM keeps a slot of each request free for
-        # drafting. Not more: engines start with a forward pass over so many tokens.
+        # Trees may take half of it, and vLLM keeps a slot of each request free for drafting.
+        # A larger number would slow the start: engines begin with a pass over so many tokens.
         "max_num_batched_tokens": max(512, length, 2 * requests * (nodes + 1)),
     }
 
 
 def wait_for_quiet() -> None:
-    """Waits until no other engine's worker polls; engines within this process never do."""
+    """Waits until no other engine's worker polls; engines within this process never poll."""
     from vllm import envs
 
     if envs.VLLM_ENABLE_V1_MULTIPROCESSING:
@@ -119,7 +118,7 @@ def wait_for_quiet() -> None:
 
 
 def load_config(model: str) -> Any:
-    """The model's configuration, as transformers reads it.
+    """Reads the model's configuration with transformers.
 
     Raises:
         CalibrationError: If there is none.
@@ -134,13 +133,13 @@ def load_config(model: str) -> Any:
 
 
 def longest_context(model: str) -> int:
-    """Tokens that the model takes at most."""
+    """The most tokens that the model takes."""
     config = load_config(model).get_text_config()
     return int(getattr(config, "max_position_embeddings", None) or _NO_LIMIT)
 
 
 def count_parameters(model: str) -> float:
-    """Parameters of a model by its configuration; no weights are read.
+    """Counts a model's parameters from its configuration, without weights.
 
     Raises:
         CalibrationError: If transformers does not know the model.
@@ -157,10 +156,10 @@ def count_parameters(model: str) -> float:
 
 
 def compare_models(target: str, draft: str) -> Comparison:
-    """Compares two models' vocabularies as an engine with both does.
+    """Compares two models' vocabularies, like an engine with both.
 
     Raises:
-        SequoiaError: The draft cannot serve this target, or a model is not there.
+        SequoiaError: If the draft cannot serve this target, or a model is missing.
     """
     from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies
 
@@ -172,7 +171,7 @@ def compare_models(target: str, draft: str) -> Comparison:
 
 
 def token_windows(encoded: Sequence[Sequence[int]], count: int, length: int) -> list[list[int]]:
-    """Different prompts of exactly ``length`` tokens, cut from the texts joined in a circle.
+    """Cuts ``count`` different prompts of ``length`` tokens from the texts joined in a circle.
 
     Raises:
         CalibrationError: If the texts have no tokens.

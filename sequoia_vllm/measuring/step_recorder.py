@@ -1,8 +1,7 @@
-"""Times the parts of every engine step, inside vLLM's worker, alike for every engine.
+"""Times the parts of every engine step inside vLLM's worker: plain, chain or Sequoia.
 
-Given to an engine as ``worker_extension_cls``; works in plain engines, in those of
-vLLM's chain and in Sequoia's. Costs some microseconds a step, and nothing until
-`StepRecorder.sequoia_record_steps` is called.
+An engine takes it as ``worker_extension_cls``. It costs some microseconds per step, and nothing
+before `StepRecorder.sequoia_record_steps`.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ EXTENSION = "sequoia_vllm.measuring.step_recorder.StepRecorder"
 
 
 class StepRecorder:
-    """Methods added to vLLM's worker, called by ``collective_rpc``."""
+    """Methods that vLLM adds to its worker; ``collective_rpc`` calls them."""
 
     model_runner: Any
     _sequoia_recording: Any = None
 
     def sequoia_record_steps(self) -> None:
-        """Records every step from now on; ends an earlier recording, and drops what it holds."""
+        """Records every step from now on; ends and drops an earlier recording."""
         if self._sequoia_recording is not None:
             self._sequoia_recording.end()
         runner = self.model_runner
@@ -30,9 +29,9 @@ class StepRecorder:
         self._sequoia_recording = RecordingV2(runner) if runs_v2 else RecordingV1(runner)
 
     def sequoia_take_steps(self, decoding: int | None = None) -> list[dict[str, Any]]:
-        """The steps recorded since the last call: fields of `hardware.step_curves.StepRecord`.
+        """Steps recorded since the last call, as fields of `hardware.step_curves.StepRecord`.
 
         Args:
-            decoding: Only steps in which so many requests decoded, and none read its prompt.
+            decoding: Take only steps in which so many requests decoded and none read its prompt.
         """
         return self._sequoia_recording.take(decoding)
