@@ -1,8 +1,7 @@
 """The ``sequoia-vllm`` command.
 
-Each command lives in a module of its own that is imported only when it is
-called: ``sequoia-vllm tree ...`` never loads torch or vLLM. Modules that need
-them import them inside their functions, so that ``--help`` stays quick too.
+Each command has a module of its own, imported only when called: ``sequoia-vllm tree ...`` never
+loads torch or vLLM. Modules that need these import them inside functions, so ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ COMMANDS = {
 
 
 class LazyCommands(TyperGroup):
-    """A command group that imports a command when it is asked for."""
+    """A command group that imports a command on use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Commands whose module is there."""
+        """Commands whose module is installed."""
         modules = {name: target.split(":")[0] for name, target in COMMANDS.items()}
         return [name for name, module in modules.items() if importlib.util.find_spec(module)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command, or None if there is none of this name."""
+        """The command of this name; None: there is none."""
         if cmd_name not in self.list_commands(ctx):
             return None
         module, attribute = COMMANDS[cmd_name].split(":")

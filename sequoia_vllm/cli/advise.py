@@ -1,4 +1,4 @@
-"""``sequoia-vllm advise``: does drafting pay for this model on this device?"""
+"""``sequoia-vllm advise``: predicts whether drafting pays for a model on a device."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def advise(
 ) -> None:
     """Predict whether drafting pays: plain decoding, the best chain and the engine's tree.
 
-    Only configurations are read, no weights. What was measured of the pair counts; the rest is
-    computed from the device's datasheet. To measure instead: `sequoia-vllm tune`, then `bench`.
+    It reads only configurations, no weights. It uses measurements of the pair where there are
+    any, and else the device's datasheet. To measure instead: `sequoia-vllm tune`, then `bench`.
     """
     with friendly_errors():
         sizes = check_batch_sizes(list(numbers("--batch-sizes", batch_sizes)))
@@ -56,7 +56,7 @@ def advise(
 
 
 def _known_draft(target: str) -> str:
-    """The draft model that an engine would take for a target."""
+    """The draft model that an engine would use for a target."""
     known = [known for kind, known in known_for(target) if not kind.is_head]
     if not known:
         fail(f"no draft model is known for {target!r}: name one with --draft-model")
@@ -64,11 +64,11 @@ def _known_draft(target: str) -> str:
 
 
 def _read(role: str, model: str) -> tuple[ModelShape, str]:
-    """A model's shape, and the type that vLLM runs it in by default.
+    """A model's shape, and the dtype that vLLM uses by default.
 
     Raises:
-        SequoiaError: The configuration cannot be had, or describes no model of which times are
-            computed; names the fix.
+        SequoiaError: The configuration is not available, or its model's times cannot be computed;
+            the message names the fix.
     """
     if not Path(model).exists() and (shape := published_shape(model)):
         return shape, "bfloat16"
@@ -89,7 +89,7 @@ def _config_file(role: str, model: str) -> Path:
     """A model's ``config.json``, in its folder or downloaded.
 
     Raises:
-        ConfigError: It cannot be had; names the fix.
+        ConfigError: It is not available; the message names the fix.
     """
     if Path(model).exists():
         return Path(model) / "config.json"
@@ -98,7 +98,7 @@ def _config_file(role: str, model: str) -> Path:
 
     try:
         return Path(hf_hub_download(model, "config.json"))
-    except Exception as error:  # of whichever HTTP library
+    except Exception as error:  # its type depends on the HTTP library
         raise ConfigError(
             f"the Hub does not give the configuration of {model!r}: log in (hf auth login) if it "
             "is gated, or give the path of a folder"

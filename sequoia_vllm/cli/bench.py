@@ -1,4 +1,4 @@
-"""``sequoia-vllm bench``: plain vLLM, its chain and Sequoia side by side on this machine."""
+"""``sequoia-vllm bench``: compares plain vLLM, its chain and Sequoia on this machine."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def bench(
     chain: Annotated[
         str,
         typer.Option(
-            help="vLLM's own chain. best: the fastest of 1 to 8 drafts and of what the installed "
-            "vLLM has to draw and verify them; 2,4: of 2 and of 4 drafts with vLLM's defaults; "
-            "4:probabilistic or 4:probabilistic:block: with these; none: leave it out."
+            help="vLLM's own chain. best: the fastest of 1 to 8 drafts, with any sampling that the "
+            "installed vLLM has; 2,4: chains of 2 and of 4 drafts with vLLM's defaults; "
+            "4:probabilistic or 4:probabilistic:block: with this sampling; none: no chain."
         ),
     ] = BEST,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of every completion.")] = 64,
@@ -98,12 +98,12 @@ def bench(
 ) -> None:
     """Compare plain vLLM, its own chain speculation, and Sequoia, in alternating rounds.
 
-    vLLM's best chain is looked for first. A chain of 8 drafts shows how often drafts are accepted
-    and what steps take; the two or three that promise most are run with the others. Rates are of
-    steps in which the whole batch decodes. Greedy outputs must be plain vLLM's. In float32 every
-    difference is an error (exit code 1). In half precision only those are that rounding cannot
-    explain: after the difference some token is further below the target's best one than two units
-    in the last place of a logit.
+    It first searches for vLLM's best chain: a chain of 8 drafts shows acceptance and step times,
+    and the two or three most promising chains then run with the others. Rates are of steps in
+    which the whole batch decodes. Greedy outputs must equal plain vLLM's. In float32 every
+    difference is an error (exit code 1). In half precision a difference is an error if rounding
+    cannot explain it: some later token is further below the target's best one than two units in
+    the last place of a logit.
     """
     options = dict(locals())
     quiet_engines(verbose)
@@ -168,7 +168,7 @@ def _settings(options: dict[str, Any], prompts: list[Prompt]) -> BenchSettings:
 
 
 def _described(options: dict[str, Any], prompts: list[Prompt]) -> dict[str, Any]:
-    """The settings for the report: which prompts they were, not where they lie."""
+    """The settings for the report, with the prompts' name and hash instead of their path."""
     from sequoia_vllm.prompts import prompts_sha256, source_name
 
     shown = (
@@ -208,7 +208,7 @@ def _finish(report: BenchReport, as_json: bool) -> None:
 
 
 def print_report(report: BenchReport) -> None:
-    """Prints speeds, time splits, the greedy check, and all remarks on them."""
+    """Prints speeds, time splits, the greedy check, and all remarks."""
     out = console()
     out.print(
         f"{report.target.name} with {report.draft.name}, {report.dtype}, on {report.device}",

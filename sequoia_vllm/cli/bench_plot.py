@@ -1,4 +1,4 @@
-"""The picture of ``sequoia-vllm bench --plot``."""
+"""Draws the picture of ``sequoia-vllm bench --plot``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from sequoia_vllm.figures import GREY, draw_grid, new_figure, save_figure, shade
 
 
 def plot_speeds(report: BenchReport, path: Path) -> None:
-    """Draws tokens per second of a request by requests at once, a panel for each temperature.
+    """Draws tokens per second of a request by batch size, with a panel for each temperature.
 
-    Points are medians of rounds, and bars reach from the lowest to the highest. Of vLLM's chains
-    the fastest at each batch size is shown.
+    Points are medians of rounds, and bars reach from the lowest to the highest. Only the fastest
+    of vLLM's chains at each batch size is shown.
     """
     temperatures = sorted({result.temperature for result in report.results})
     sizes = sorted({result.batch_size for result in report.results})

@@ -1,4 +1,4 @@
-"""What all commands share: errors without traceback, JSON output."""
+"""Shared by all commands: consoles, errors without traceback, JSON output."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from sequoia_vllm.errors import SequoiaError
 
 USAGE_ERROR = 2
 _UNLIMITED = 10_000  # columns
-_MOST_SHOWN = 20_000  # bytes of what engines printed before an error
-_terminal: TextIO | None = None  # standard error, while what engines print goes elsewhere
+_MOST_SHOWN = 20_000  # bytes of engines' output to show after an error
+_terminal: TextIO | None = None  # the real standard error while engines' output is redirected
 
 
 class _Console(Console):
-    """Prints until nobody reads any more, as with ``| head``."""
+    """Prints until the reader closes the pipe, as ``head`` does."""
 
     def on_broken_pipe(self) -> NoReturn:
-        """Ends the program, with success: the reader has what it wants."""
+        """Ends the program with success: the reader has what it wants."""
         _read_no_more()
 
 
@@ -37,7 +37,7 @@ def _read_no_more() -> NoReturn:
 
 @contextmanager
 def ends_quietly() -> Iterator[None]:
-    """Ends a program with success whose last output nobody reads."""
+    """Ends the program with success if nobody reads its last output."""
     try:
         yield
     finally:
@@ -48,7 +48,7 @@ def ends_quietly() -> Iterator[None]:
 
 
 def console() -> Console:
-    """Standard output; without a terminal lines have any length, for programs that read them."""
+    """Standard output; lines are not wrapped without a terminal, so that programs can read them."""
     console = _Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _UNLIMITED
@@ -63,7 +63,7 @@ def error_console() -> Console:
 def new_table(
     *columns: str, title: str | None = None, caption: str | None = None, left: Collection[str] = ()
 ) -> Table:
-    """Returns a table without borders; columns are right-aligned but for those in ``left``."""
+    """A table without borders; columns are right-aligned, except those in ``left``."""
     table = Table(
         title=title, title_justify="left", title_style="bold", caption=caption, box=None,
         pad_edge=False, header_style="bold",
@@ -75,9 +75,9 @@ def new_table(
 
 @contextmanager
 def friendly_errors() -> Iterator[None]:
-    """Turns our errors into one message and exit code 2.
+    """Turns our errors, and the system's, into one message and exit code 2.
 
-    Their messages name the fix. Any other error is a bug and keeps its traceback.
+    Any other error is a bug and keeps its traceback.
     """
     try:
         yield
@@ -96,7 +96,7 @@ def fail(message: str, code: int = USAGE_ERROR) -> NoReturn:
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """A number with its noun: ``1 node``, ``2 nodes``."""
+    """Formats a number with its noun: ``1 node``, ``2 nodes``."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
@@ -114,10 +114,10 @@ def print_json(data: Any) -> None:
 
 @contextmanager
 def engines_print_aside(shown: bool) -> Iterator[None]:
-    """Keeps what engines and their processes print off standard output.
+    """Keeps output of engines and their processes away from standard output.
 
     Args:
-        shown: Send it to standard error at once. Otherwise its end is shown after an error only.
+        shown: True: send it to standard error at once. False: show its end after an error only.
     """
     global _terminal
     sys.stdout.flush()
@@ -144,7 +144,7 @@ def engines_print_aside(shown: bool) -> Iterator[None]:
 
 
 def _is_ours(stream: TextIO) -> bool:
-    """Whether a stream is the process's standard error, and nobody replaced it."""
+    """Whether a stream is the process's own standard error."""
     try:
         return stream.fileno() == 2
     except OSError:

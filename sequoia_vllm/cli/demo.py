@@ -1,4 +1,4 @@
-"""``sequoia-vllm demo``: real answers by real vLLM, with trees and without, side by side."""
+"""``sequoia-vllm demo``: answers questions with vLLM, with trees and without, and compares."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def demo(
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens per completion.")] = 32,
     tree: Annotated[
-        str, typer.Option(help="Sequoia's tree, as bench's --trees; as it is with SmolLM2: auto.")
+        str, typer.Option(help="Sequoia's tree, like bench's --trees; default with SmolLM2: auto.")
     ] = "",
     chain: Annotated[
-        str, typer.Option(help="vLLM's chains, as bench's; bench finds the best of all.")
+        str, typer.Option(help="vLLM's chains, like bench's --chain; bench finds the best one.")
     ] = "4",
     dtype: Annotated[str, typer.Option(help="float32 makes identical output certain.")] = "float32",
     eager: EagerOption = False,
@@ -62,8 +62,8 @@ def demo(
 ) -> None:
     """Answer the same questions with plain vLLM, its chain speculation, and Sequoia.
 
-    In a clone they go to SmolLM2-135M-Instruct and the draft that was trained for it, elsewhere
-    to a small pair that comes along.
+    In a clone, SmolLM2-135M-Instruct answers, with a draft that was trained for it. Elsewhere a
+    small pair from the package does.
     """
     quiet_engines()
     with friendly_errors():
@@ -129,7 +129,7 @@ def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
 
 
 def _identical(runs: MethodRuns, plain: MethodRuns) -> list[bool]:
-    """Whether a prompt's output is plain vLLM's in every round."""
+    """Whether each prompt's output equals plain vLLM's in every round."""
     expected = plain.rounds[0].token_ids
     return [
         all(one.token_ids[prompt] == tokens for one in runs.rounds)
@@ -138,14 +138,14 @@ def _identical(runs: MethodRuns, plain: MethodRuns) -> list[bool]:
 
 
 def disagreeing(results: Sequence[Result]) -> list[str]:
-    """Methods whose speedup differs too much between rounds, with its range."""
+    """Methods whose speedup differs too much between rounds, with the range."""
     return [f"{one.method}: {_range(one.speedup)}" for one in results if one.speedup.disagrees]
 
 
 def summary(
     greedy: Sequence[Result], sampled: Sequence[Result], rounds: int, identical: bool, dtype: str
 ) -> str:
-    """Says in one sentence what Sequoia gained, and whether its output is the same."""
+    """Tells in one sentence what Sequoia gained, and whether its output is the same."""
     slower = ", which is slower" if greedy[-1].speedup.median < 1 else ""
     if identical:
         output = "is identical to plain vLLM's, token for token"
@@ -179,7 +179,7 @@ def _as_dict(runs: MethodRuns, result: Result) -> dict[str, Any]:
 
 
 def stream(text: str, seconds: float, out: Console) -> None:
-    """Prints an answer word by word in the time that it took; into files at once."""
+    """Prints an answer word by word in the time that it took; to files at once."""
     words = re.findall(r"\s*\S+", text)
     for word in words:
         out.print(word, end="", markup=False, highlight=False, soft_wrap=True)
@@ -189,7 +189,7 @@ def stream(text: str, seconds: float, out: Console) -> None:
 
 
 def _print_answers(asked: list[str], runs: list[MethodRuns], results: list[Result]) -> None:
-    """The first answer at plain vLLM's speed, then all of them at Sequoia's."""
+    """Prints the first answer at plain vLLM's speed, then all answers at Sequoia's."""
     out = console()
     for method, number in [(0, 0), *((-1, number) for number in range(len(asked)))]:
         last, speed = runs[method].rounds[-1], results[method].tokens_per_second.median
@@ -199,7 +199,7 @@ def _print_answers(asked: list[str], runs: list[MethodRuns], results: list[Resul
 
 
 def _print(results: list[Result], identical: list[list[bool]] | None) -> None:
-    """One temperature's table; only greedy outputs are compared."""
+    """Prints one temperature's table; ``identical`` is None for sampled outputs."""
     from sequoia_vllm.bench.methods import Kind
 
     temperature = results[0].temperature

@@ -1,4 +1,4 @@
-"""The demo's models: a real chat model and its draft, or the small pair that comes along."""
+"""The demo's models: a real chat model and its draft, or the small pair from the package."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EMBEDDED = DemoPair(str(MODELS / "target"), str(MODELS / "draft"), MODELS / "pro
 
 
 def chosen_pair(checkout: Path = _PACKAGE.parent) -> DemoPair:
-    """SmolLM2 and its draft, fetched at the first use in a checkout; else the small pair."""
+    """SmolLM2 and its draft in a checkout, fetched at first use; else the small pair."""
     draft = checkout / "examples" / "models" / "smollm2-draft"
     if not (draft / "config.json").is_file():
         note("the small pair runs: in a clone of the repository, demo runs a real chat model")

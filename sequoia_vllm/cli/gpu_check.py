@@ -1,4 +1,4 @@
-"""``sequoia-vllm gpu-check``: are kernels right and engines fast on this GPU?"""
+"""``sequoia-vllm gpu-check``: checks whether kernels are right and engines fast on this GPU."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def gpu_check(
         typer.Option(
             "--output",
             "-o",
-            help="Folder for results, log and profiles; what lies there is not measured again.",
+            help="Folder for results, log and profiles; results in it are not measured again.",
         ),
     ] = Path("gpu-run"),
     minutes: Annotated[
-        float, typer.Option(help="Most minutes; nothing is begun that would take longer.")
+        float, typer.Option(help="Time limit in minutes; nothing that would take longer begins.")
     ] = 30.0,
     tiny: Annotated[
         bool,

@@ -1,4 +1,4 @@
-"""What commands that run engines share: options, checks, and how results are written."""
+"""Shared by commands that run engines: options, checks before measuring, and progress."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.
 
 
 def quiet_engines(verbose: bool = False) -> None:
-    """Lets engines log errors only, unless ``verbose``; called before vLLM is imported."""
+    """Makes engines log only errors, unless ``verbose``; call it before importing vLLM."""
     if verbose:
         return
     os.environ.setdefault(_LEVEL, _QUIET)  # unless the user set another level
@@ -65,12 +65,10 @@ def quiet_engines(verbose: bool = False) -> None:
 
 @contextmanager
 def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar while engines run, their output aside; Ctrl-C ends it with this remark.
+    """Shows a progress bar while engines run, and keeps their output aside.
 
-    However it ends, SIGTERM included, no engine stays behind.
-
-    Yields:
-        As `progress_bar`.
+    Ctrl-C ends it with the note ``if_interrupted``. However it ends, SIGTERM included, no engine
+    stays behind. It yields the same as `progress_bar`.
     """
     from sequoia_vllm.measuring.engine_processes import engines_end_here, exit_code
 
@@ -87,10 +85,10 @@ def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, 
 
 
 def check_models(target: str, draft: str) -> None:
-    """Whether both models are there and share enough tokens, before any engine starts.
+    """Checks before any engine starts that both models exist and share enough tokens.
 
     Raises:
-        SequoiaError: If not; names the model and the fix.
+        SequoiaError: If not; the message names the model and the fix.
     """
     from sequoia_vllm.engine.frontend.drafts import check_folder
     from sequoia_vllm.measuring.engines import compare_models, load_config
@@ -107,10 +105,10 @@ def check_models(target: str, draft: str) -> None:
 
 
 def check_name(role: str, model: str) -> None:
-    """Whether the Hub has a model that is no folder here; asks it once, without retries.
+    """Checks that a model is a folder here or on the Hub, which it asks once, without retries.
 
     Raises:
-        ConfigError: It has not, or cannot be asked and nothing of the model lies in its cache.
+        ConfigError: It is neither; or the Hub does not answer and its cache has no such model.
     """
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
 
@@ -127,7 +125,7 @@ def check_name(role: str, model: str) -> None:
         return
     try:
         HfApi().model_info(model, timeout=10)
-    except Exception as error:  # of whichever HTTP library
+    except Exception as error:  # its type depends on the HTTP library
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"the {role} {model!r} is no folder here, and {constants.ENDPOINT} does not give it: "
@@ -136,7 +134,7 @@ def check_name(role: str, model: str) -> None:
 
 
 def note_synthetic(target: str, draft: str) -> None:
-    """Notes which model is a synthetic target, so that its times pass for no trained model's."""
+    """Notes which model is a synthetic target, so that nobody takes its times for a real one's."""
     from sequoia_vllm.measuring.provenance import synthetic_models
 
     for role, origin in synthetic_models(target, draft).items():
@@ -147,7 +145,7 @@ def note_synthetic(target: str, draft: str) -> None:
 
 
 def offload_spec(directory: Path | None, memory_gib: float) -> OffloadSpec | None:
-    """What both options ask for; None: weights are in memory."""
+    """The `OffloadSpec` of both options; None: weights are in memory."""
     from sequoia_vllm.config import OffloadSpec
 
     if directory is None:
@@ -156,7 +154,7 @@ def offload_spec(directory: Path | None, memory_gib: float) -> OffloadSpec | Non
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
-    """A list like ``1,2,4``."""
+    """Parses a list like ``1,2,4``."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -164,7 +162,7 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Fails before anything is measured that could not be written."""
+    """Fails before measuring if the output could not be written."""
     if path is not None and not path.absolute().parent.is_dir():
         fail(f"{option} {path}: there is no directory {path.parent}")
     if path is not None and path.is_dir():
@@ -172,10 +170,10 @@ def check_output(option: str, path: Path | None) -> None:
 
 
 def check_plot(path: Path) -> None:
-    """Fails before anything is measured that could not be drawn to ``--plot``.
+    """Fails before measuring if ``--plot`` could not be drawn.
 
     Raises:
-        FigureError, FigureFormatError: matplotlib is missing, or no such picture can be written.
+        FigureError, FigureFormatError: matplotlib is missing, or the format is not supported.
     """
     from sequoia_vllm.figures import check_format, require_matplotlib
 

@@ -1,4 +1,4 @@
-"""How far a long command is: a bar on a terminal, elsewhere a line every half minute."""
+"""Shows the progress of a long command: a bar on a terminal, else a line every half minute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINE_SECONDS = 30.0
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Report]:
-    """Progress on standard error: a bar that is gone when done, or lines where no terminal is."""
+    """Shows progress on standard error: a bar that disappears at the end, or lines."""
     if error_console().is_terminal:
         with _bar(description) as report:
             yield report
@@ -27,11 +27,11 @@ def progress_bar(description: str) -> Iterator[Report]:
 
 
 class ProgressLines:
-    """Says in a line what is done and what is left; may be called from any thread.
+    """Describes progress and time left in one line; safe to call from any thread.
 
-    Time left is judged by the steps that ended since the last phase began, so it does not grow
-    while one lasts. A phase begins where the count of steps done starts anew, or where another
-    number of steps is announced before any was done.
+    Only steps that ended in the present phase predict the time left, so it does not grow during
+    a step. A phase begins when the count of steps starts anew, or when the total changes before
+    any step has ended.
     """
 
     def __init__(self, description: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,7 +41,7 @@ class ProgressLines:
         self._state = ("starting", 0, 0)
 
     def report(self, what: str, done: int, total: int) -> None:
-        """Takes the present state; see `Report`."""
+        """Notes the present state; see `Report`."""
         _, before, announced = self._state
         if done < before or (done == 0 and total != announced):
             self._phase_start = self._clock()
@@ -50,7 +50,7 @@ class ProgressLines:
         self._state = (what, done, total)
 
     def line(self) -> str:
-        """For example ``profile: batch 4; 1:40 so far, 12 of 48 done, about 5:00 left``."""
+        """The line: ``profile: batch 4; 1:40 so far, 12 of 48 done, about 5:00 left``."""
         what, done, total = self._state
         now = self._clock()
         parts = [f"{self._description} {what}; {minutes(now - self._start)} so far"]
@@ -70,7 +70,7 @@ def minutes(seconds: float) -> str:
 
 @contextmanager
 def _lines(lines: ProgressLines) -> Iterator[Report]:
-    """Prints a line every `LINE_SECONDS`, however long a step takes."""
+    """Prints a line every `LINE_SECONDS`, also during a step."""
     ended = threading.Event()
     errors = error_console()
 

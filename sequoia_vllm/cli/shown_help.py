@@ -1,4 +1,4 @@
-"""How commands read their options and show their help, where typer's defaults do not suit."""
+"""Changes how typer parses options and shows help, where its defaults do not suit."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from rich.markup import escape
 from typer.core import TyperCommand
 
 ALIASES = {"--target": "--model", "--draft": "--draft-model", "--batch": "--batch-sizes"}
-"""Other spellings of options, accepted and not shown."""
+"""Other spellings of options, accepted but not shown in help."""
 
 
 class AliasedCommand(TyperCommand):
-    """A command that takes `ALIASES` of the options it has."""
+    """A command that also accepts `ALIASES` of its options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses as typer does, with aliases put in their options' place."""
+        """Replaces aliases by their options, then parses like typer."""
         names = {name for param in self.params for name in param.opts}
         return super().parse_args(ctx, [own for one in args for own in _option(one, names)])
 
 
 def _option(given: str, names: set[str]) -> list[str]:
-    """An argument of the command line, spelled as the command with these names spells it."""
+    """Replaces an alias in one argument by the option of a command with these names."""
     name, equals, value = given.partition("=")
     own = name if name in names else ALIASES.get(name, name)
     if own == "--model" and "model" in names:  # advise MODEL
@@ -30,13 +30,9 @@ def _option(given: str, names: set[str]) -> list[str]:
 
 
 def shown_as_written(command: Any) -> Any:
-    """Makes a command, and those of a group, show their help texts as they are written.
+    """Makes a command, or all commands of a group, show help texts as written; returns it.
 
-    Typer takes square brackets for markup and drops them, and calls a number with a bound
-    "int range".
-
-    Returns:
-        The same.
+    Typer drops square brackets as markup, and calls a number with bounds "int range".
     """
     command.help = command.help and escape(command.help)
     for param in command.params:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class TuneStep(StrEnum):
-    """A measurement that can be made alone."""
+    """A measurement that can run alone."""
 
     ACCEPTANCE = "acceptance"
     TIMES = "times"
@@ -54,12 +54,12 @@ class TuneStep(StrEnum):
 
 @dataclass(frozen=True)
 class Budget:
-    """How much is measured unless options say otherwise.
+    """How much to measure unless options say otherwise.
 
     Attributes:
-        counted: Tokens of a completion on which acceptance is counted. Prompts differ more than
-            anything else: few tokens of many prompts say more than many tokens of few.
-        timed: Tokens of a completion on which steps are timed.
+        counted: Tokens per completion for counting acceptance. Few tokens of many prompts tell
+            more than many tokens of few, as acceptance varies most between prompts.
+        timed: Tokens per completion for timing steps.
         enough_seconds: See `ProfileSettings`.
     """
 
@@ -78,14 +78,14 @@ class Budget:
 
 FULL = Budget()
 QUICK = Budget(0.07, 4_000, 4, 3, 32, "1,4", "1,2,4,8,16,32", "128", 24, 2, 60)
-# Where a pass waits for weights, larger trees pay, and small ones are known to.
+# Passes that wait for weights make larger trees pay; few small ones need timing.
 OFFLOADED, OFFLOADED_QUICK = "1,8,16,32,48,64,96,128", "1,16,32,64,128"
 COUNTING, TIMING = "Counting accepted drafts", "Timing steps"
 
 
 def _budgeted(panel: str, field: str, explained: str, **checks: Any) -> Any:
-    """An option whose default is a `Budget`'s field."""
-    # Not in square brackets: rich takes those for markup.
+    """An option whose default is a field of the `Budget`."""
+    # No square brackets: rich takes them for markup.
     default = f"Default {getattr(FULL, field)}, with --quick {getattr(QUICK, field)}."
     return typer.Option(
         help=f"{explained} {default}", show_default=False, rich_help_panel=panel, **checks
@@ -233,7 +233,7 @@ def _settings(options: dict[str, Any]) -> tuple[AcceptanceSettings, ProfileSetti
     )  # fmt: skip
     only, prompts, temperature = (options[key] for key in ("only", "prompts", "temperature"))
     counting = AcceptanceSettings(
-        # Compiling changes no acceptance, and may take longer than all the counting.
+        # Compilation does not change acceptance, and may take longer than the counting.
         replace(engine, enforce_eager=eager or quick),
         prompts=prompts, num_prompts=options["num_prompts"], raw_prompts=options["raw_prompts"],
         temperature=temperature, top_p=options["top_p"], branch=budget.branch, depth=budget.depth,

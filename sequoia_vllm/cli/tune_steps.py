@@ -1,4 +1,4 @@
-"""The steps of ``tune``: acceptance and times, each into a file, and the choice of a tree."""
+"""The steps of ``tune``: measuring acceptance and times into files, and choosing a tree."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 def count_into(
     path: Path, settings: AcceptanceSettings, name: str, restart: bool, stage: str = ""
 ) -> AcceptanceFile:
-    """Measures acceptance into ``path``, and goes on from what it holds of the same measurement.
+    """Measures acceptance into ``path``; continues the same measurement if the file has one.
 
     Args:
         path: File to write.
         settings: What to measure.
         name: Draft strength class of the result.
         restart: True to measure anew.
-        stage: The command's stage, said before its progress.
+        stage: The command's stage, shown before its progress.
 
     Returns:
-        The measurement; marked incomplete if it was interrupted.
+        The measurement, marked incomplete if it was interrupted.
     """
     from sequoia_vllm.calibration.acceptance_task import AcceptanceTask
     from sequoia_vllm.calibration.measure_acceptance import measure_acceptance
@@ -63,7 +63,7 @@ def count_into(
 
 
 def finish_counting(measured: AcceptanceFile, path: Path) -> None:
-    """Says where the result is and how far it got; ends the program if it was interrupted."""
+    """Notes where the result is and how far it got; ends the program if it was interrupted."""
     from sequoia_vllm.measuring.engine_processes import exit_code, last_interrupt
 
     state = _state(measured)
@@ -82,7 +82,7 @@ def finish_counting(measured: AcceptanceFile, path: Path) -> None:
 def time_into(
     path: Path, settings: ProfileSettings, vectors: Sequence[Acceptance], stage: str = ""
 ) -> Profile:
-    """Measures a profile into ``path``; arguments as `measure_profile` and `count_into`."""
+    """Measures a profile into ``path``; see `measure_profile` and `count_into`."""
     from sequoia_vllm.calibration.measure_profile import measure_profile
 
     with measuring(f"{stage}profile:", "interrupted: no profile was written") as report:
@@ -92,7 +92,7 @@ def time_into(
 
 
 def _previous(path: Path, task: AcceptanceTask) -> AcceptanceFile | None:
-    """The file that an earlier run of the same measurement wrote."""
+    """The file of an earlier run of the same measurement; None: there is none."""
     if not path.is_file():
         return None
     file = AcceptanceFile.load(path)
@@ -122,7 +122,7 @@ def tune_pair(
     profile: Path | None,
     restart: bool,
 ) -> tuple[Profile, dict[str, Any]]:
-    """Measures what no file is given for, chooses the tree and keeps it.
+    """Measures acceptance and times unless files are given, then chooses and saves the tree.
 
     Args:
         counting, timing: How to measure; the tree is for the first context.
@@ -139,7 +139,7 @@ def tune_pair(
     engine, context, largest = timing.engine, timing.contexts[0], max(timing.tokens)
     library, pair = TreeLibrary(), tuned_tree.pair_here(engine)
     files = library.measurements(pair)
-    make_writable(files.directory)  # not after all the measuring
+    make_writable(files.directory)  # fails now instead of after measuring
     vector = None if acceptance is None else AcceptanceFile.load(acceptance)
     times = None if profile is None else Profile.load(profile)
     if vector is not None:
@@ -151,14 +151,14 @@ def tune_pair(
         vector = _counted(files.acceptance, counting, restart, next(stages))
     if times is None:
         times = time_into(files.profile, timing, [vector.vector], next(stages))
-    vector.save(files.acceptance)  # the same bytes, unless it was given
+    vector.save(files.acceptance)  # changes the file only if a vector was given
     times.save(files.profile)
     entry = tuned_tree.tuned_entry(vector, times, context, largest)
     if counting.temperature > 0 and acceptance is None and entry.tree.size > 1:
         method, on_tree = _compared(counting, entry, vector, files, restart)
         if method != DEFAULT_METHOD:
-            # A node's acceptance by traversal counts what lies below it, so a tree chosen
-            # from these counts would come out too shallow; how much of this one, is theirs.
+            # Counts with traversal choose how much of this tree to draft. A tree chosen from
+            # them would be too shallow: they depend on the nodes below a node.
             entry = tuned_tree.tuned_entry(on_tree, times, context, largest, entry.tree.tree)
             entry = entry.model_copy(update={"verification": method})
     path = tuned_tree.save_tuned(library, pair, entry)
@@ -190,7 +190,7 @@ def tune_pair(
 
 
 def _stages(*measurements: tuple[str, Any]) -> Iterator[str]:
-    """Names each measurement that is not given for its progress: "1 of 2, then profile: "."""
+    """Prefixes for the progress of the measurements still to make: "1 of 2, then profile: "."""
     names = [name for name, given in measurements if given is None]
     for number, following in enumerate([*names[1:], None], start=1):
         then = f", then {following}" if following else ""
@@ -198,7 +198,7 @@ def _stages(*measurements: tuple[str, Any]) -> Iterator[str]:
 
 
 def _counted(path: Path, settings: AcceptanceSettings, restart: bool, stage: str) -> AcceptanceFile:
-    """Measures acceptance into ``path``; the program ends there if it is interrupted."""
+    """Measures acceptance into ``path``; ends the program if it is interrupted."""
     name = f"tuned-t{settings.temperature:g}"
     measured = count_into(path, settings, name, restart, stage)
     finish_counting(measured, path)
@@ -212,9 +212,9 @@ def _compared(
     files: TunedFiles,
     restart: bool,
 ) -> tuple[str, AcceptanceFile]:
-    """The verification that emits more from this tree, and its acceptance there.
+    """The verification method with more tokens per step from this tree, and its acceptance.
 
-    Each method gets half of the tokens that acceptance was measured with.
+    Each method is measured with half of the tokens for acceptance.
     """
     from sequoia_vllm.calibration.tuned_tree import better_method, refined, tokens_per_step
 
@@ -234,7 +234,7 @@ def _compared(
 
 
 def _now_used(pair: PairKey) -> str:
-    """The tree that an engine of this pair gets by "tree": "auto"."""
+    """The source of the tree that an engine with this pair gets by "tree": "auto"."""
     from sequoia_vllm.config import SequoiaConfig
     from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
 

@@ -1,4 +1,4 @@
-"""How ``tune`` shows what it measured and chose: tables on a terminal, and a picture."""
+"""Shows the measurements and choices of ``tune``: tables on a terminal, and a picture."""
 
 from __future__ import annotations
 

@@ -195,10 +195,10 @@ def list_trees(
 
 
 def _vector(reference: str | None, found: NamedTree) -> Acceptance | None:
-    """Returns the vector asked for, or else the one the tree was made for."""
+    """The vector that ``reference`` names, else the one that the tree was made for."""
     return found.acceptance if reference is None else _given(reference)
 
 
 def _given(reference: str) -> Acceptance:
-    """Returns the vector that --acceptance names; "-" is standard input."""
+    """The vector that --acceptance names; "-" is standard input."""
     return find_vector("/dev/stdin" if reference == "-" else reference)

@@ -1,4 +1,4 @@
-"""Names of library trees, ``DEVICE/CLASS/VECTOR``, and the device that this machine has."""
+"""Names of library trees, ``DEVICE/CLASS/VECTOR``, and this machine's device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sequoia_vllm.library.tree_reference import is_tree_file
 
 
 def device_in(name: str) -> str:
-    """The device's id in a tree's name; ``user`` for trees that were tuned here."""
+    """The device's id in a tree's name; ``user`` for trees tuned here."""
     return name.split("/")[0]
 
 
@@ -21,19 +21,19 @@ def class_in(name: str) -> str:
 
 
 def names_device(reference: str) -> bool:
-    """Whether this is a device that the library has trees for, and no tree or file."""
+    """Whether this names a device with trees in the library, not a tree or a file."""
     if "/" in reference or not reference.strip() or is_tree_file(reference):
         return False
     return identify(reference).id in TreeLibrary().devices()
 
 
 def this_device() -> str | None:
-    """The id of this machine's device; None: not one that we know."""
+    """The id of this machine's device; None: it is unknown."""
     return identify(this_device_name()).id
 
 
 def this_device_name() -> str:
-    """The driver's name for this machine's first GPU, or else the name of its CPU."""
+    """The driver's name of this machine's first GPU, else its CPU's name."""
     name = current_cpu_name()
     if tool := shutil.which("nvidia-smi"):
         query = [tool, "--query-gpu=name", "--format=csv,noheader"]

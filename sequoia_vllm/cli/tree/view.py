@@ -1,4 +1,4 @@
-"""How trees and library entries look in a terminal and as JSON."""
+"""Shows trees and library entries on a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BATCHES = (1, 8, 64)
 
 
 def tree_json(tree: TokenTree, acceptance: Acceptance | None) -> dict[str, Any]:
-    """The tree file's object, with values and expectations if a vector is given."""
+    """The tree file's JSON object; with a vector also nodes' values and expected tokens."""
     data = {**tree.to_dict(), "num_speculative_tokens": tree.num_speculative_tokens}
     data["nodes_per_level"] = [len(nodes) for nodes in tree.levels]
     if acceptance is not None:
@@ -32,7 +32,7 @@ def tree_json(tree: TokenTree, acceptance: Acceptance | None) -> dict[str, Any]:
 
 
 def headline(title: str, tree: TokenTree, acceptance: Acceptance | None) -> Text:
-    """One line: what the tree is."""
+    """Describes the tree in one line."""
     shape = f"{tree.size} nodes with the root, depth {tree.depth}, at most "
     shape += counted(tree.max_branch, "child", "children")
     text = Text.assemble((title, "bold"), f"  {shape if tree.size > 1 else 'the root alone'}")
@@ -42,7 +42,7 @@ def headline(title: str, tree: TokenTree, acceptance: Acceptance | None) -> Text
 
 
 def draw_tree(tree: TokenTree, acceptance: Acceptance | None, most_nodes: int) -> Group:
-    """The first ``most_nodes`` nodes (the most valuable), drawn as a tree."""
+    """Draws the first ``most_nodes`` nodes, which are the most valuable, as a tree."""
     shown = min(tree.size, most_nodes)
     values = None if acceptance is None else tree.values(acceptance)
     branches = []
@@ -64,7 +64,7 @@ def draw_tree(tree: TokenTree, acceptance: Acceptance | None, most_nodes: int) -
 
 
 def level_table(tree: TokenTree, acceptance: Acceptance | None) -> Table:
-    """Nodes, and chance of reaching them, by depth."""
+    """Nodes by depth, and the probability that one of them is accepted."""
     with_values = () if acceptance is None else ("accepted", "")
     table = new_table("depth", "nodes", "with children", *with_values, left=("",))
     values = None if acceptance is None else tree.values(acceptance)
@@ -127,7 +127,7 @@ def entries_table(entries: list[TreeEntry]) -> Table:
 
 
 def legend() -> str:
-    """What the columns of `entries_table` mean, and the names in it."""
+    """Explains the columns of `entries_table` and its names."""
     return (
         "names: DEVICE/CLASS/ACCEPTANCE VECTOR; a class is TARGET-DRAFT. TP: devices that a model "
         "is split over. size: nodes, with the root. batch: speed over plain decoding with so many "
@@ -136,7 +136,7 @@ def legend() -> str:
 
 
 def _bar(value: float) -> Text:
-    """A bar as long as this probability."""
+    """A bar whose length shows this probability."""
     return Text("█" * max(1, round(_BAR * value)), _colour(value))
 
 
