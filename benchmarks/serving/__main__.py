@@ -11,6 +11,7 @@ import typer
 from benchmarks.embedded_pair import DRAFT
 from benchmarks.serving.run import VARIANTS, Run
 from sequoia_vllm.cli.common import friendly_errors
+from sequoia_vllm.cli.measuring import check_name
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -18,7 +19,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def serving(
     output: Annotated[Path, typer.Option(help="Folder of the results; what it has is kept.")],
-    model: Annotated[str, typer.Option(help="Folder of the target.")] = "synthetic",
+    model: Annotated[str, typer.Option(help="The target: docs/measuring.md.")] = "synthetic",
     draft_model: Annotated[str, typer.Option(help="Draft of the chain and of Sequoia.")] = DRAFT,
     rates: Annotated[
         str, typer.Option(help="A second: for 1 running, for 4, for a full batch; long prompts.")
@@ -43,6 +44,9 @@ def serving(
         "requests": _numbers("--requests", requests, 6), "tokens": tokens, "warm_up": warm_up,
     }  # fmt: skip
     with friendly_errors():
+        if not table_only:
+            check_name("target", model)
+            check_name("draft", draft_model)
         run = Run(output, None if table_only else settings)
         if not table_only:
             run.measure(names, rounds)

@@ -36,7 +36,8 @@ class BatchAdvice:
             faster.
         tree_nodes, tree_depth, tree_speedup: What the engine drafts of its tree, root included;
             1 node: it does not draft.
-        measured: Whether times and acceptance were measured, for batches and trees like these.
+        measured: Whether times and acceptance were measured, on this device, for batches and trees
+            like these.
     """
 
     batch_size: int
@@ -120,6 +121,9 @@ def advise_pair(
     vector, context = Acceptance.of(entry.acceptance), entry.profile.context_length
     cost = CostModel(profile, context)
     is_measured = entry.acceptance_source == "measured"
+    # All x86 CPUs are one device type, so a profile may be of another one.
+    is_elsewhere = device.spec is None and pair.device != profile.device
+    is_timed = profile.source == "measured" and not is_elsewhere
     whole = entry.tree.tree
     drafts = drafts_by_batch(entry.schedule, whole.num_speculative_tokens, max(batch_sizes))
     batches = []
@@ -138,13 +142,14 @@ def advise_pair(
                 tree.size,
                 tree.depth,
                 expected.speedup if tree.size > 1 else 1.0,
-                is_measured and profile.source == "measured" and not expected.extrapolated,
+                is_measured and is_timed and not expected.extrapolated,
             )
         )
     known = f"measured on this pair ({entry.acceptance_class})"
     return Advice(
         pair, batches,
-        f"{HOW_TIMED[profile.source]}: {profile.device}, {context:,} tokens of context",
+        f"{HOW_TIMED[profile.source]}: {profile.device}, {context:,} tokens of context"
+        + (f"; not {pair.device}, so speeds here are predictions" if is_elsewhere else ""),
         known if is_measured else "assumed, as this pair was not measured: the weakest published "
         f"vector ({entry.acceptance_class})",
     )  # fmt: skip

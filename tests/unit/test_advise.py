@@ -72,13 +72,24 @@ def test_the_documents_example_is_what_it_prints():
 
 
 def test_a_measured_pair_is_marked():
-    found = advice(PAIR, "--device", "cpu", "--batch", "1")
+    found = advice(PAIR, "--device", "AMD EPYC", "--batch", "1")
     assert found["acceptance"].startswith("measured on this pair")
+    assert found["times"] == "measured: AMD EPYC, 256 tokens of context"
     [row] = found["batches"]
     assert row["measured"]
     assert (row["tree_nodes"], row["tree_speedup"]) == (1, 1.0)
     assert found["command"] == f"vllm serve {PAIR}"
     assert found["conclusion"].startswith("By these measurements drafting is slower")
+
+
+def test_times_of_another_cpu_are_predictions():
+    found = advice(PAIR, "--device", "Intel(R) Xeon(R) Processor", "--batch", "1")
+    assert found["times"] == (
+        "measured: AMD EPYC, 256 tokens of context; not Intel(R) Xeon(R) Processor, "
+        "so speeds here are predictions"
+    )
+    assert not found["batches"][0]["measured"]
+    assert found["conclusion"].startswith("By these predictions")
 
 
 def test_measured_times_without_acceptance_are_predictions():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.serving import __main__ as command
 from benchmarks.serving import run as module
 from benchmarks.serving.__main__ import app
 from benchmarks.serving.loads import make_loads, server_options, write_prompts
@@ -61,6 +62,7 @@ def machine(monkeypatch):
         made = Machine(breaks_at)
         monkeypatch.setattr(module, "running_server", made.running_server)
         monkeypatch.setattr(module, "bench_serve", made.bench_serve)
+        monkeypatch.setattr(command, "check_name", lambda role, model: None)
         return made
 
     return start
@@ -129,6 +131,11 @@ class TestRun:
         nothing = machine()
         call(tmp_path, "--rounds=1")
         assert nothing.servers == []
+
+    def test_a_model_that_is_missing_is_named_at_once(self, tmp_path):
+        said = " ".join(call(tmp_path / "served", f"--model={tmp_path}", code=2).split())
+        assert "the draft 'draft' is no folder here" in said
+        assert not (tmp_path / "served").exists()
 
     def test_does_not_mix_settings(self, tmp_path, machine):
         machine()
