@@ -119,7 +119,9 @@ def test_one_registration_selects_the_proposer(monkeypatch):
     from sequoia_vllm.engine.v2 import runner
     from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 
-    with pytest.raises(TypeError, match="EchoProposer, which drafts with an Echo head, is no Tree"):
+    with pytest.raises(
+        TypeError, match="EchoProposer, the proposer of an Echo head, is not a TreeProposerV2"
+    ):
         runner.new_proposer(engine("echo"), None, None, None, None)
 
     class Proposer(TreeProposerV2):
