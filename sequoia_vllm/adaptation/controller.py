@@ -67,6 +67,7 @@ class DraftController:
         self.lookup = list(schedule)
         self.decisions = 0
         self.schedule = list(schedule)
+        self._first = self.lookup[:]  # what batch sizes begin with that were not seen
         self._tree = tree
         self._most, self._whole = list(most), list(most)  # the former is less after preemptions
         self._steps = self._shrunk = 0
@@ -123,15 +124,12 @@ class DraftController:
             self._most[:], self._shrunk = self._whole, self._steps + _LONGEST_WAIT
 
     def begin_with(self, rows: int) -> None:
-        """Lowers the initial drafts until a batch's trees have at most ``rows`` nodes in all.
-
-        Where none fit, the fewest drafts remain. Call it if no measurement supports the schedule.
-        """
+        """Lowers initial drafts to ``rows`` nodes in all trees of a batch, or to the fewest."""
         for batch_size in range(1, len(self.lookup)):
             sizes = [size for size in self._sizes_of(batch_size) if size > 0]
-            fewest = min(sizes, default=0)
-            fitting = max((n for n in sizes if batch_size * (1 + n) <= rows), default=fewest)
-            self.lookup[batch_size] = min(self.lookup[batch_size], fitting)
+            fitting = [size for size in sizes if batch_size * (1 + size) <= rows] or sizes[:1]
+            self.lookup[batch_size] = min(self.lookup[batch_size], max(fitting, default=0))
+        self._first[:] = self.lookup
 
     # -- trials ------------------------------------------------------------------------------
 
@@ -229,7 +227,7 @@ class DraftController:
         """Whether so many drafts could be faster, given the times of other steps.
 
         While speculation is off, this is true of one number only. That is the smallest unseen
-        one that could pay, else the best that nearly pays, else the smallest.
+        one if any of these could pay, else the best that nearly pays, else the smallest.
         These show current acceptance at the least cost.
         """
         batch_size, current = step.batch_size, self.lookup[step.batch_size]
@@ -249,7 +247,8 @@ class DraftController:
         sizes = sorted({*ranges, drafts} - {0})
         near = [size for size in sizes if seen.get(size, 0) > now * _NEARLY]
         usual = max(near, key=seen.__getitem__, default=sizes[0])
-        return drafts == next((d for d in sizes if d not in seen and is_open(d)), usual)
+        unseen = [size for size in sizes if size not in seen]
+        return drafts == (unseen[0] if any(map(is_open, unseen)) else usual)
 
     # -- decisions ---------------------------------------------------------------------------
 
@@ -294,7 +293,7 @@ class DraftController:
         for larger in range(self._batch_sizes(batch_size).stop, len(self.lookup)):
             if larger.bit_length() in self._octaves:
                 return
-            self.lookup[larger] = min(drafts, self.schedule[larger], self._most[larger])
+            self.lookup[larger] = min(drafts, self._first[larger], self._most[larger])
 
     def _say(self, octave: Octave, step: Step, ranges: dict[int, tuple[float, float]]) -> None:
         """Logs the present number of drafts if it changed, at most once in `_SAY_EVERY`."""

@@ -1,10 +1,13 @@
 """What the engine core tells its controller of a step, as vLLM's scheduler describes it."""
 
+from types import SimpleNamespace
+
 import pytest
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from sequoia_vllm.adaptation.controller import DraftController
+from sequoia_vllm.engine.core import adapting
 from sequoia_vllm.engine.core.adapting import SchedulerAdapter
 from sequoia_vllm.tree import TokenTree
 
@@ -60,3 +63,34 @@ def test_steps_are_told_with_their_prompts_contexts_and_preemptions(told):
     assert [step.preempted for step in told.steps] == [0, 0, 1, 0]
     assert (changed.drafts, changed.seconds, changed.prompts) == (None, None, 0)
     assert changed.workload == "greedy"
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "measured", "has_room", "begins"),
+    [
+        pytest.param([15] * 8, False, False, [5, 2, 1, 1, 1, 1, 1, 1], id="nothing is known"),
+        pytest.param([15] * 8, True, False, [15, 15, 7, 7, 5, 3, 3, 3], id="measured, too large"),
+        pytest.param(
+            [5, 3, 2, 2, 1, 1, 0, 0], True, False, [5, 3, 2, 2, 1, 1, 0, 0], id="measured"
+        ),
+        pytest.param([15] * 8, True, True, [15] * 8, id="whole trees are free"),
+    ],
+)
+def test_larger_batches_begin_with_twice_the_nodes_of_one_request(
+    monkeypatch, tmp_path, scheduled, measured, has_room, begins
+):
+    """However many were measured to pay there: the load may be another."""
+    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path))
+    settings = SimpleNamespace(
+        tree=TokenTree.chain(15), chosen_for="cpu" if measured else None, adapts_as="p", keeps=False
+    )
+    known = SimpleNamespace(enabled=lambda _: True, of=lambda _: settings)
+    monkeypatch.setattr(adapting, "SequoiaSettings", known)
+    monkeypatch.setattr(adapting, "most_drafts", lambda _: [15] * 8)
+    monkeypatch.setattr(adapting, "fewer_drafts", lambda _: [15, 11, 7, 5, 3, 2, 1])
+    monkeypatch.setattr(adapting, "is_offloaded", lambda _: has_room)
+    scheduler = SimpleNamespace(
+        vllm_config=SimpleNamespace(use_v2_model_runner=False), dynamic_sd_lookup=[15, *scheduled]
+    )
+    assert adapting._adapter_of(scheduler) is not None
+    assert scheduler.dynamic_sd_lookup[1:] == begins

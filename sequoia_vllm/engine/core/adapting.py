@@ -30,6 +30,8 @@ _SAVE_DECISIONS, _SAVE_EVERY = 1.0, 60.0
 # On two cores a step that scores so many tokens took 1.0 to 1.3 times as long as a plain one. GPUs,
 # and weights that come from a disk, have room for whole trees.
 _FREE_ROWS = 6
+# Larger batches begin with so many times the nodes of one request: right schedules lose little.
+_GROWTH = 2
 _ADAPTER = "_sequoia_adapter"  # set on a scheduler
 
 
@@ -73,8 +75,8 @@ def _adapter_of(scheduler: Any) -> SchedulerAdapter | None:
     schedule, most = scheduler.dynamic_sd_lookup, [0, *most_drafts(config)]
     controller = DraftController(settings.tree, schedule, most, fewer_drafts(config))
     knows_nothing = settings.chosen_for is None and schedule[1:] == most[1:]
-    if knows_nothing and not (config.use_v2_model_runner or is_offloaded(config)):
-        controller.begin_with(_FREE_ROWS)
+    if not (config.use_v2_model_runner or is_offloaded(config)):
+        controller.begin_with(_FREE_ROWS if knows_nothing else _GROWTH * (1 + schedule[1]))
     scheduler.dynamic_sd_lookup = controller.lookup  # changed in place
     return SchedulerAdapter(controller, settings.adapts_as, keeps=settings.keeps)
 
@@ -112,8 +114,7 @@ class SchedulerAdapter:
             scored = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
             contexts = [new.num_computed_tokens for new in scheduled.scheduled_new_reqs]
             contexts += scheduled.scheduled_cached_reqs.num_computed_tokens
-            # Only where as many drafts are scored as grown is the time that of one number of
-            # drafts.
+            # Where drafts scored and grown differ in number the time is of neither.
             is_steady = drafts == self._drafts
             self.controller.observe(
                 Step(
