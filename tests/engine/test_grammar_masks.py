@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
 from sequoia_vllm.engine.v2.verification.grammar_masks import MasksOfNodes, place_masks
+from sequoia_vllm.engine.v2.warming_up import warm_up
 
 LARGEST = 5
 # Of four requests in a batch; the second and the fourth have no grammar.
@@ -84,3 +85,25 @@ def test_vllms_worker_gets_a_request_for_each_row_and_room_for_what_is_scored(ap
     applied["turns"].clear()
     worker.apply_grammar_bitmask(logits, batch, [], blocks[:0])
     assert applied["turns"] == []
+
+
+def test_a_warm_up_of_smaller_trees_may_send_masks_for_each_of_their_nodes(applied):
+    """vLLM 0.33's does; it warms up a prefix of the tree, of whose nodes prompts score one."""
+    sizes = {"max_num_logits": 1024 * LARGEST, "mask_stride": LARGEST, "vocab_size": 64}
+    worker = MasksOfNodes(8, 64, **sizes)
+    runner = SimpleNamespace(
+        structured_outputs_worker=worker, tree=SimpleNamespace(size=LARGEST),
+        speculator=SimpleNamespace(most_scored=64),
+        scheduler_config=SimpleNamespace(max_num_seqs=2),
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float16)),
+    )  # fmt: skip
+    batch = SimpleNamespace(req_ids=["a", "b"], cu_num_logits_np=np.arange(3, dtype=np.int32))
+
+    def warm_up_kernels(with_size):
+        nodes = with_size.decode_query_len
+        masks = np.arange(2 * nodes, dtype=np.int32)[:, None]
+        worker.apply_grammar_bitmask(torch.zeros(2, 64), batch, ["a", "b"], masks)
+
+    warm_up(warm_up_kernels, runner)
+    assert applied["turns"] == [[(0, 0), (1, nodes)] for nodes in (LARGEST, 2, 4)]
+    assert worker.largest == LARGEST

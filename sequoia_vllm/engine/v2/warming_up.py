@@ -30,9 +30,12 @@ def warm_up(original: Callable[..., None], runner: Any, *steps: Any) -> None:
     limited = copy(runner.scheduler_config)
     fitting = max(1, runner.speculator.most_scored // runner.tree.size)
     limited.max_num_seqs = min(limited.max_num_seqs, fitting)
+    masks = runner.structured_outputs_worker
     for nodes in warmed_sizes(runner.tree.size, runner.vllm_config.model_config.dtype):
+        masks.largest = nodes
         smaller = {"num_speculative_steps": nodes - 1, "decode_query_len": nodes}
         original(_RunnerWith(runner, scheduler_config=limited, **smaller), *steps)
+    masks.largest = runner.tree.size
 
 
 def warmed_sizes(tree_size: int, dtype: torch.dtype) -> list[int]:

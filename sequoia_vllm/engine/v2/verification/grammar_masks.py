@@ -19,8 +19,8 @@ class MasksOfNodes(StructuredOutputsWorker):
     """vLLM's worker for grammar masks, with one mask for each node, request after request.
 
     `grammar.grammar_bitmask` fills one mask per scored node. The warm-up of newer vLLM versions
-    sends one per node of the largest tree for each request. To handle both, we tell vLLM's code
-    that every row of logits is a request with one position.
+    sends `largest` masks for each request. To handle both, we tell vLLM's code that every row of
+    logits is a request with one position.
 
     Args:
         most: Masks that there is room for; more are applied in turns.
@@ -28,12 +28,15 @@ class MasksOfNodes(StructuredOutputsWorker):
         mask_stride: Nodes of the largest tree.
         others: vLLM's arguments. We replace ``max_num_logits``, which has room for the largest
             trees of all requests: gigabytes if they are many.
+
+    Attributes:
+        largest: Nodes of the largest tree; in the warm-up, of the size that is warmed up.
     """
 
     def __init__(self, most: int, most_rows: int, mask_stride: int, **others: Any) -> None:
         super().__init__(**(others | {"max_num_logits": most, "mask_stride": 1}))
         self._most = most
-        self._largest = mask_stride
+        self.largest = mask_stride
         self._most_rows = most_rows
 
     @cached_property
@@ -63,7 +66,7 @@ class MasksOfNodes(StructuredOutputsWorker):
             len(grammar_bitmask),
             [places[name] for name in grammar_req_ids],
             input_batch.cu_num_logits_np,
-            self._largest,
+            self.largest,
         )
         if len(masks) < len(grammar_bitmask):
             grammar_bitmask = grammar_bitmask[masks]
