@@ -234,8 +234,9 @@ def _watch_copies() -> None:
 
     copies = runtime.watch_copies()
     watch_pools(UvaBufferPool, copies)
-    # vLLM's warm-up runs many steps without a wait, and looks at no result.
+    # vLLM's profiling and its warm-up run steps without a wait, and look at no result.
     worker.warmup_kernels = copies.buffers_unwatched()(worker.warmup_kernels)
+    GPUModelRunner.profile_run = copies.buffers_unwatched()(GPUModelRunner.profile_run)
     execute_model = GPUModelRunner.execute_model
 
     def watched(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
