@@ -5,9 +5,11 @@ import re
 import runpy
 import shlex
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import typer
 import vllm
 from typer.testing import CliRunner
 from vllm import AsyncEngineArgs
@@ -160,6 +162,27 @@ def test_commands_of_the_load_generator_are_understood():
     for options in sent:
         add_cli_args(parser := FlexibleArgumentParser())
         assert parser.parse_args(options).request_rate > 0
+
+
+def long_commands() -> list[str]:
+    """Our commands that take a download, a GPU or half an hour: shown as text, and parsed here."""
+    lines = [line for block in blocks("text") for line in block.replace("\\\n", " ").splitlines()]
+    ours = ("sequoia-vllm ", "python -m benchmarks.")
+    return [line.split("   #")[0] for line in lines if line.startswith(ours)]
+
+
+@pytest.mark.parametrize("command", long_commands())
+def test_long_commands_are_understood(command, folder, monkeypatch):
+    """By their own parsers; nothing is run."""
+    monkeypatch.chdir(folder)
+    Path("PROMPTS").write_text("")
+    words = shlex.split(command)
+    tool = app if words[0] == "sequoia-vllm" else import_module(f"{words[2]}.__main__").app
+    options = words[1:] if tool is app else words[3:]
+    parser = typer.main.get_command(tool)
+    if isinstance(parser, typer.core.TyperGroup):
+        parser, options = parser.get_command(None, options[0]), options[1:]
+    parser.make_context("it", options)
 
 
 def run_tool(words: list[str], monkeypatch) -> None:
