@@ -55,6 +55,7 @@ def run() -> dict[str, Any]:
     trees = sequoia(size=LARGEST, depth=3, num_speculative_tokens_per_batch_size=TIERS)
     with rehearsing(trees, model=TARGET, **options) as llm, recording_masks() as steps:
         answers["trees"] = generate_with_trees(llm, texts, params())
+        generate(llm, texts[:1], params()[:1])  # alone, with the whole tree
         core = llm.llm_engine.engine_core.engine_core
         answers["memory"] = {
             "device": len(runner_of(llm).structured_outputs_worker.grammar_bitmask),
