@@ -52,7 +52,7 @@ def tokens_per_step(
     if how != "tree":
         drawn = {"draft_sample_method": "probabilistic"} if how == "drawn chain" else {}
         config = {"method": kind, "model": draft, "num_speculative_tokens": depth, **drawn}
-    asked = prompts_for(target, count)[:count]
+    asked = prompts_for(target, count, count)
     found = {}
     with running(config, target, kv_cache_memory_bytes=512 << 20) as llm:
         for temperature in temperatures:

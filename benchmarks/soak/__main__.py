@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import psutil
 import typer
 
+from benchmarks.embedded_pair import DRAFT, TARGET
 from benchmarks.soak.random_requests import RandomRequest, random_requests
 
-TARGET, DRAFT = "examples/models/target", "examples/models/draft"
 _AT_A_TIME = 200
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

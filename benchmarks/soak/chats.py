@@ -6,20 +6,30 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from benchmarks.embedded_pair import PROMPTS
 from sequoia_vllm.prompts import load_prompts
 from tests.support.train_drafter import script_modules
 
 
-def prompts_for(model: str, count: int = 100) -> list[str]:
-    """Held-out prompts of `examples/train_drafter` for models that chat, else those of the pair."""
+def prompts_for(model: str, chats: int = 100, pieces: int = 32) -> list[str]:
+    """So many held-out prompts of `examples/train_drafter` for models that chat, else of the pair.
+
+    Args:
+        model: Folder of the model.
+        chats: Prompts if its tokenizer has a chat template.
+        pieces: Prompts if it has none.
+    """
     tokenizer = AutoTokenizer.from_pretrained(model)
     if tokenizer.chat_template is None:
-        loaded = load_prompts(Path("examples/models/prompts.jsonl"), 32)
+        loaded = load_prompts(Path(PROMPTS), pieces)
         return [prompt.prompt for prompt in loaded if prompt.prompt is not None]
     with script_modules("chat_prompts") as scripts:
-        asked = scripts.chat_prompts.prompts(True, count, seed=3)
-    chats = [[{"role": "user", "content": one.text}] for one in asked]
+        asked = scripts.chat_prompts.prompts(True, chats, seed=3)
     return [
-        str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
-        for chat in chats
+        str(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": one.text}], add_generation_prompt=True, tokenize=False
+            )
+        )
+        for one in asked
     ]
