@@ -440,9 +440,9 @@ def test_the_first_requests_lose_little(machine):
     assert np.mean(relative) > 0.93
 
 
-@pytest.mark.parametrize("acceptance", [NONE, PROSE])
+@pytest.mark.parametrize(("acceptance", "least"), [(NONE, 0.96), (PROSE, 0.97)])
 @pytest.mark.parametrize("rows", [6, 32])
-def test_a_start_under_load_loses_little(rows, acceptance):
+def test_a_start_under_load_loses_little(rows, acceptance, least):
     """Two requests a second come at once, on a device that has no room for whole trees."""
 
     def tokens_per_second(server: Server, seed: int) -> float:
@@ -457,7 +457,7 @@ def test_a_start_under_load_loses_little(rows, acceptance):
         best = max(tokens_per_second(server, seed) for server in fixed)
         server = untuned_server(TWO_CORES, seed, 16, rows)
         relative.append(tokens_per_second(server, seed) / best)
-    assert np.mean(relative) > 0.96
+    assert np.mean(relative) > least
     assert min(relative) > 0.94
 
 
