@@ -67,10 +67,10 @@ def commands() -> list[str]:
     return [line.removeprefix("$ ").split("  #")[0].split("   #")[0].strip() for line in lines]
 
 
-def gpu_servers() -> list[str]:
-    """Commands of servers that need a GPU or a download: shown as text, and parsed here."""
+def long_commands(*starts: str) -> list[str]:
+    """Those that need a GPU, a download or half an hour: shown as text, and parsed here."""
     lines = [line for block in blocks("text") for line in block.replace("\\\n", " ").splitlines()]
-    return [line for line in lines if line.startswith("vllm serve")]
+    return [line.split("   #")[0] for line in lines if line.startswith(starts)]
 
 
 @pytest.fixture
@@ -143,10 +143,10 @@ def test_commands_work(command, folder, monkeypatch):
         assert done.exit_code == 0, done.output[-2000:]
 
 
-@pytest.mark.parametrize("command", gpu_servers())
+@pytest.mark.parametrize("command", long_commands("vllm serve"))
 def test_commands_for_gpus_are_understood(command):
     """By vLLM's parser and by our settings; nothing is started."""
-    _, _, model, *options = shlex.split(command.split("   #")[0])
+    _, _, model, *options = shlex.split(command)
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     given = parser.parse_args(["--model", model, *options]).speculative_config
     assert SequoiaConfig.parse(given)
@@ -156,22 +156,14 @@ def test_commands_of_the_load_generator_are_understood():
     """By vLLM's parser; nothing is sent."""
     from vllm.benchmarks.serve import add_cli_args
 
-    lines = [line for block in blocks("text") for line in block.splitlines()]
-    sent = [shlex.split(line)[3:] for line in lines if line.startswith("vllm bench serve")]
+    sent = [shlex.split(line)[3:] for line in long_commands("vllm bench serve")]
     assert sent
     for options in sent:
         add_cli_args(parser := FlexibleArgumentParser())
         assert parser.parse_args(options).request_rate > 0
 
 
-def long_commands() -> list[str]:
-    """Our commands that take a download, a GPU or half an hour: shown as text, and parsed here."""
-    lines = [line for block in blocks("text") for line in block.replace("\\\n", " ").splitlines()]
-    ours = ("sequoia-vllm ", "python -m benchmarks.")
-    return [line.split("   #")[0] for line in lines if line.startswith(ours)]
-
-
-@pytest.mark.parametrize("command", long_commands())
+@pytest.mark.parametrize("command", long_commands("sequoia-vllm ", "python -m benchmarks."))
 def test_long_commands_are_understood(command, folder, monkeypatch):
     """By their own parsers; nothing is run."""
     monkeypatch.chdir(folder)
