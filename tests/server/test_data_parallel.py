@@ -17,19 +17,22 @@ LONG = {"temperature": 0, "max_tokens": 48, "extra_body": {"return_token_ids": T
 SHORT = {"temperature": 0, "max_tokens": 1}  # nothing to draft
 
 
-def test_two_replicas_answer_as_plain_vllm(tmp_path):
+def test_two_replicas_answer_as_plain_vllm(tmp_path, monkeypatch):
+    """They adapt, as nothing is said of it, and begin with drafts, as nothing was learned."""
+    monkeypatch.setenv("SEQUOIA_VLLM_TREES", str(tmp_path / "trees"))
     texts = prompts(8)
     with running() as llm:
         params = SamplingParams(temperature=0, max_tokens=48)
         expected = tokens_of(llm.generate(texts, params, use_tqdm=False))
-    config = json.dumps(sequoia())
+    config = sequoia()
+    del config["adapt"]
     server = Server(
         tmp_path / "server.log",
         "--data-parallel-size=2",
         "--api-server-count=1",
         "--distributed-executor-backend=uni",  # a process less for each
         "--speculative-config",
-        config,
+        json.dumps(config),
         forks=True,
     )
     try:
