@@ -21,7 +21,6 @@ from sequoia_vllm.cli.common import (
 from sequoia_vllm.cli.demo_pair import EMBEDDED, chosen_pair
 from sequoia_vllm.cli.measuring import (
     DraftOption,
-    EagerOption,
     TargetOption,
     check_models,
     measuring,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from sequoia_vllm.bench.measure import MethodRuns
     from sequoia_vllm.bench.report import Result, Spread
     from sequoia_vllm.bench.rounds import BenchSettings
+    from sequoia_vllm.measuring.engines import EngineSpec
 
 TEMPERATURES = (0.0, 0.7)
 
@@ -48,7 +48,7 @@ def demo(
     prompts: Annotated[
         Path | None, typer.Option(help='Prompts: a .jsonl file with a "prompt" per line.')
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 4,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens per completion.")] = 32,
     tree: Annotated[
         str, typer.Option(help="Sequoia's tree, like bench's --trees; default with SmolLM2: auto.")
@@ -57,7 +57,13 @@ def demo(
         str, typer.Option(help="vLLM's chains, like bench's --chain; bench finds the best one.")
     ] = "4",
     dtype: Annotated[str, typer.Option(help="float32 makes identical output certain.")] = "float32",
-    eager: EagerOption = False,
+    eager: Annotated[
+        bool | None,
+        typer.Option(
+            "--eager/--compiled",
+            help="Whether models run uncompiled. Default: on CPUs, where it saves three minutes.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Answer the same questions with plain vLLM, its chain speculation, and Sequoia.
@@ -70,11 +76,15 @@ def demo(
         pair = EMBEDDED if target or draft else chosen_pair()
         target, draft = target or pair.target, draft or pair.draft
         check_models(target, draft)
+        from vllm.platforms import current_platform
+
         from sequoia_vllm.bench.methods import methods
         from sequoia_vllm.bench.rounds import BenchSettings
         from sequoia_vllm.measuring.engines import EngineSpec
         from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
+        if eager is None:
+            eager = current_platform.is_cpu()
         texts = load_prompts(prompts or pair.prompts, num_prompts)
         settings = BenchSettings(
             EngineSpec(target, draft, dtype=dtype, enforce_eager=eager, kv_cache_gib=0.25),
@@ -107,6 +117,7 @@ def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
             {
                 "summary": said,
                 "target": settings.engine.target,
+                "eager": settings.engine.enforce_eager,
                 **{name: stated[name] for name in ("device", "versions")},
                 "runs": [_as_dict(*one) for one in zip(greedy, parts[0], strict=True)],
                 "sampled": [_as_dict(*one) for one in zip(sampled, parts[1], strict=True)],
@@ -115,8 +126,8 @@ def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
         )
     else:
         _print_answers(asked, greedy, parts[0])
-        _print(parts[0], identical)
-        _print(parts[1], None)
+        _print(parts[0], identical, settings.engine)
+        _print(parts[1], None, settings.engine)
     if disturbed := disagreeing(shown):
         note(
             f"rounds disagree by more than {MOST_SPREAD - 1:.0%} ({', '.join(disturbed)}): "
@@ -198,13 +209,14 @@ def _print_answers(asked: list[str], runs: list[MethodRuns], results: list[Resul
         stream(last.texts[number], len(last.token_ids[number]) / speed, out)
 
 
-def _print(results: list[Result], identical: list[list[bool]] | None) -> None:
+def _print(results: list[Result], identical: list[list[bool]] | None, engine: EngineSpec) -> None:
     """Prints one temperature's table; ``identical`` is None for sampled outputs."""
     from sequoia_vllm.bench.methods import Kind
 
     temperature = results[0].temperature
     columns = ("tokens per step", "tokens/s", "speed", "identical to plain")
-    title = f"Temperature {temperature:g}: median and range of {_ROUNDS} rounds"
+    compiled = ", not compiled" if engine.enforce_eager else ""
+    title = f"Temperature {temperature:g}: median and range of {_ROUNDS} rounds{compiled}"
     table = new_table("engine", *columns, title=title, left=["engine"])
     has_choice = sum(one.kind is Kind.CHAIN for one in results) > 1
     for row, one in enumerate(results):
