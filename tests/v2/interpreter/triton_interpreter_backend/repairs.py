@@ -3,6 +3,7 @@
 import importlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,29 @@ def register() -> None:
     _filter_top_k_top_p_in_torch()
     _allow_async_scheduling()
     interpret_quickly()
+    _take_larger_blocks()
     look_past_what_is_imported()
+
+
+def _take_larger_blocks() -> None:
+    """Fewer programs and passes; `tests/kernels` takes the blocks that GPUs do.
+
+    Children are drawn from 2,048 tokens at once: the embedded pair still has two such blocks.
+    Attention in float32 takes 64 rows and keys at once, as in half precision, not 16.
+    """
+    from sequoia_vllm.kernels import attention_tiles, children, tree_attention
+
+    children._MIN_BLOCK = 2048
+    choose = attention_tiles.choose_tile
+    if getattr(choose, "is_larger", False):
+        return
+
+    def choose_tile(rows: int, head_size: int, element_size: int, *rest: Any, **named: Any) -> Any:
+        tile = choose(rows, head_size, element_size, *rest, **named)
+        return replace(tile, rows=64, keys=64) if element_size == 4 else tile
+
+    choose_tile.is_larger = True  # type: ignore[attr-defined]
+    attention_tiles.choose_tile = tree_attention.choose_tile = choose_tile
 
 
 def _keep_scalar_booleans() -> None:
