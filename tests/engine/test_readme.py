@@ -219,6 +219,7 @@ def test_predictions_are_the_roofline_models(printed):
     assert f"On PCIe, 8 H100 would do {said}" in text
 
 
+@pytest.mark.slow
 def test_predictions_of_offloaded_targets_are_the_models(printed):
     start = "python -m benchmarks."
     shown = [line for line in commands() if line.startswith(f"{start}scaling --class 70b-8b")]
@@ -227,6 +228,7 @@ def test_predictions_of_offloaded_targets_are_the_models(printed):
         assert f"\n\n{printed(*shlex.split(line.removeprefix(start)))}\n" in PREDICTIONS
 
 
+@pytest.mark.slow
 def test_the_comparison_with_the_paper_is_the_tools(printed):
     """The table, and the figures in what is said of it."""
     assert f"\n\n{printed('paper')}\n" in PREDICTIONS

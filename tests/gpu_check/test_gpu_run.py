@@ -58,6 +58,7 @@ def test_a_second_run_goes_on_where_the_first_ended(tmp_path):
     assert "ERROR fail_in_the_middle, second: RuntimeError: out of registers" in table
 
 
+@pytest.mark.slow
 def test_an_item_ends_with_its_time_and_its_processes_with_it(tmp_path):
     assert run_item(item("hang"), tmp_path, True, 3.0, "fork") == "timeout"
     found = Results(tmp_path / FILE).of("hang")

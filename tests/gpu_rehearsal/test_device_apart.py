@@ -1,6 +1,10 @@
 """What the proposer keeps of its requests waits for nothing and mixes no devices."""
 
+import pytest
+
 from tests.support.on_v2 import call_on_v2
+
+pytestmark = pytest.mark.slow
 
 
 def take_and_fill():

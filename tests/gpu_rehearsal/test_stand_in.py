@@ -5,6 +5,8 @@ import pytest
 from tests.gpu_rehearsal import stand_in_checks
 from tests.support.on_gpu import call_on_gpu
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:

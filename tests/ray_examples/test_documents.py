@@ -19,6 +19,7 @@ def commands(script: str) -> list[str]:
     return [options for name, options in COMMAND.findall(CLUSTER + own) if name == script]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["ray_serve.py", "ray_batch.py"])
 def test_options_in_commands_exist(script):
     done = subprocess.run(

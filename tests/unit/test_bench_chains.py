@@ -255,6 +255,7 @@ def test_the_best_chain_is_among_those_chosen(accepts, draft):
     assert 2 <= len(found.chosen[GREEDY]) <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gain", [0.15, -0.15])
 def test_the_better_sampling_is_chosen_where_it_matters(gain):
     pair = FakePair(accepts=0.7, gain=gain, v2=True)

@@ -115,6 +115,7 @@ print(codes)
 """
 
 
+@pytest.mark.slow
 def test_models_that_are_nowhere_are_named_at_once():
     """Each in one line, as vLLM is imported before the first and not before the second."""
     pytest.importorskip("vllm")

@@ -260,6 +260,7 @@ def test_shapes_of_heads_in_each_format(tmp_path, config, kind, head):
     assert (found.draft.hidden, found.draft.kv_heads, found.draft.vocab) == (4096, 8, 128256)
 
 
+@pytest.mark.slow
 def test_drafts_that_cannot_be_read_are_vllms_to_refuse(tmp_path):
     missing = str(tmp_path / "nothing")
     assert reader().kind(missing) == "model"

@@ -65,6 +65,7 @@ def test_failures_are_shown(forker, environment, tmp_path):
         forker.call(fail, tmp_path, environment, 60)
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_killed_with_what_it_started(forker, environment, tmp_path):
     path = tmp_path / "processes"
     for seconds in (4, 20, 100):  # a busy machine may not come to start anything in the first

@@ -395,6 +395,7 @@ def write(directory, name: str, model) -> None:
     (directory / name).write_text(json.dumps(model.to_dict()))
 
 
+@pytest.mark.slow
 def test_measured_files_add_entries(inputs, tmp_path):
     pair = "made/up/target", "made/up/draft"
     cpu = "Intel(R) Xeon(R) Processor"

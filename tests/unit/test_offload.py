@@ -203,6 +203,7 @@ print(faults(), keep_freed_memory() and faults())
 """
 
 
+@pytest.mark.slow
 def test_freed_memory_is_kept():
     """Each block of 64 MiB took new pages of the kernel."""
     command = [sys.executable, "-c", FREED_AND_WANTED]

@@ -65,6 +65,7 @@ def test_the_nearest_class_is_one_of_them_too(library):
     assert library.select(replace(pair, offloading=None), shapes=shapes).entry.streamed is None
 
 
+@pytest.mark.slow
 def test_where_shapes_are_known_the_tree_is_of_these_bytes(library):
     found = library.select(OFFLOADED, shapes=SHAPES)
     assert found.entry.name.startswith("computed/l40/70.6b-8.03b-offloaded/")

@@ -254,6 +254,7 @@ def test_never_worse_than_independent_sequences():
     assert gain == pytest.approx(1.41, abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: f"size {problem.size}")
 def test_memory(problem):
     """Its time is `benchmarks.optimizer`'s to say."""

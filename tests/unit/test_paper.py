@@ -12,6 +12,8 @@ from sequoia_vllm.tree import Acceptance
 from sequoia_vllm.tree.optimize import Frontier
 from tests.support.reference_trees import published
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def comparisons() -> list[PaperComparison]:

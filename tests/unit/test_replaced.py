@@ -283,6 +283,7 @@ def drafted(tables, generator):
     return drawn, scored, drawn_state, state
 
 
+@pytest.mark.slow
 @both_methods
 def test_sampled_trees_are_lossless(method):
     """By Algorithm 2 in torch and compiled traversal, whole trees and trimmed ones in one batch."""
