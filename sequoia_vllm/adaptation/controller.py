@@ -31,6 +31,7 @@ _COMPARE_EVERY = 4  # steps of a trial
 _AT_ONCE, _FIRST_TRIAL, _BETWEEN_FIRST_TRIALS = 2, 16, 16  # steps
 # Steps from one trial of a size to its next; every lost trial doubles them.
 _SHORTEST_WAIT, _LONGEST_WAIT = 400, 6400
+_SECOND_LOOK = 64  # steps until plain ones are timed again: an engine's first steps are slow
 # Share of the time that lost trials of a size may cost; the next trial waits until it is less.
 _MOST_LOST = 0.005
 # Weight of old trees after a pause: two trials outweigh it if acceptance has changed.
@@ -155,7 +156,7 @@ class DraftController:
         others.sort(key=lambda size: -self._known.likely(size, batch_size, step.workload))
         for place, drafts in enumerate(others):
             is_known = self._known.times.known(drafts, batch_size) is not None
-            wait = octave.wait.get(drafts, _SHORTEST_WAIT) if is_known else 0
+            wait = _wait(octave, drafts) if is_known else 0
             octave.due[drafts] = octave.steps + first + wait + place * _BETWEEN_FIRST_TRIALS
 
     def _chosen(self, key: int) -> list[int]:
@@ -192,15 +193,17 @@ class DraftController:
         if goes_on and not trial.is_over(is_near=True):
             return
         octave.trial = None
+        octave.plain_trials += trial.drafts == 0
         sizes = self._batch_sizes(step.batch_size)
         self.lookup[sizes] = map(min, trial.before, self._most[sizes])
         self._known.count()  # the trial's own
         self._decide(octave, step)
         current = self.lookup[step.batch_size]
         if current != trial.drafts:
-            wait = octave.wait.get(trial.drafts, _SHORTEST_WAIT)
-            wait = min(max(wait, self._steps_to_make_up(trial, step)), _LONGEST_WAIT)
-            octave.wait[trial.drafts] = min(2 * wait, _LONGEST_WAIT)
+            wait = _wait(octave, trial.drafts)
+            if wait >= _SHORTEST_WAIT:
+                wait = min(max(wait, self._steps_to_make_up(trial, step)), _LONGEST_WAIT)
+                octave.wait[trial.drafts] = min(2 * wait, _LONGEST_WAIT)
             octave.due[trial.drafts] = octave.steps + wait
 
     def _is_near(self, trial: Trial, step: Step) -> bool:
@@ -374,3 +377,9 @@ class DraftController:
         if same_limits and len(state.lookup) == len(self.lookup):
             self.lookup[:] = map(min, state.lookup, self._most)
         return True
+
+
+def _wait(octave: Octave, drafts: int) -> int:
+    """Steps from a lost trial of so many drafts to the next."""
+    is_first = drafts == 0 and octave.plain_trials < 2
+    return _SECOND_LOOK if is_first else octave.wait.get(drafts, _SHORTEST_WAIT)

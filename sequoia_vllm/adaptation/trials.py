@@ -80,6 +80,7 @@ class Octave:
     Attributes:
         due: By number of drafts, the step of the next trial.
         wait: By number of drafts, steps from a lost trial to the next.
+        plain_trials: Trials of no drafts that ended.
         decided_for, decide_at: The workload of the last decision, and the step of the next.
         has_news: Whether its drafts changed since the last log line.
         said, said_at: Drafts that were logged, and when.
@@ -88,6 +89,7 @@ class Octave:
     due: dict[int, int]
     steps: int = 0
     wait: dict[int, int] = field(default_factory=dict)
+    plain_trials: int = 0
     trial: Trial | None = None
     decided_for: Workload | None = None
     decide_at: int = 1

@@ -43,6 +43,7 @@ class Engine:
     noise: float = 0.05
     workload: str = "greedy"
     with_trees: float = 1.0  # share of the requests
+    cold: int = 0  # steps; plain ones among the first so many take 1.5 times as long
     reading: int = 0  # steps that take five times as long, before the first drafts of a while
     unread: int = 0
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
@@ -76,6 +77,8 @@ class Engine:
         for _ in range(steps):
             drafts = self.controlled.lookup[self.batch_size]
             seconds = self.time_of(drafts) * self.rng.lognormal(0, self.noise)
+            if drafts == 0 and len(self.history) < self.cold:
+                seconds *= 1.5
             if drafts > 0 and self.last == 0:
                 self.unread = self.reading
             paths = b"" if self.unread > 0 else self.paths(drafts)
@@ -178,6 +181,18 @@ def test_what_the_draft_reads_first_is_not_the_time_of_its_drafts_but_lost(batch
     engine.acceptance = CODE
     engine.run(15_000)
     assert engine.controlled.lookup[batch_size] > 0
+
+
+@pytest.mark.parametrize("sizes", [SIZES, FINER])
+def test_what_the_first_steps_took_is_not_believed_for_long(sizes):
+    """Then speculation seems to pay that does not."""
+    acceptance = (0.2, 0.08, 0.04)
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        engine = Engine(controller(5, sizes=sizes), acceptance, cold=40, rng=rng)
+        assert engine.fastest() == engine.speed_of(0)
+        engine.run(250).run(300)
+        assert engine.speed > 0.97 * engine.fastest()
 
 
 def test_it_comes_back_when_speculation_pays():
