@@ -31,7 +31,7 @@ _COMPARE_EVERY = 4  # steps of a trial
 _AT_ONCE, _FIRST_TRIAL, _BETWEEN_FIRST_TRIALS = 2, 16, 16  # steps
 # Steps from one trial of a size to its next; every lost trial doubles them.
 _SHORTEST_WAIT, _LONGEST_WAIT = 400, 6400
-_SECOND_LOOK = 64  # steps until plain ones are timed again: an engine's first steps are slow
+_SECOND_LOOK = 64  # steps until plain ones are timed again: an engine's first may be slow
 # Share of the time that lost trials of a size may cost; the next trial waits until it is less.
 _MOST_LOST = 0.005
 # Weight of old trees after a pause: two trials outweigh it if acceptance has changed.
@@ -201,7 +201,7 @@ class DraftController:
         current = self.lookup[step.batch_size]
         if current != trial.drafts:
             wait = _wait(octave, trial.drafts)
-            if wait >= _SHORTEST_WAIT:
+            if wait != _SECOND_LOOK:  # what the first look lost is not to be believed either
                 wait = min(max(wait, self._steps_to_make_up(trial, step)), _LONGEST_WAIT)
                 octave.wait[trial.drafts] = min(2 * wait, _LONGEST_WAIT)
             octave.due[trial.drafts] = octave.steps + wait

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from sequoia_vllm.bench.measure import MethodRuns
     from sequoia_vllm.bench.report import Result, Spread
     from sequoia_vllm.bench.rounds import BenchSettings
-    from sequoia_vllm.measuring.engines import EngineSpec
 
 TEMPERATURES = (0.0, 0.7)
 
@@ -61,7 +60,7 @@ def demo(
         bool | None,
         typer.Option(
             "--eager/--compiled",
-            help="Whether models run uncompiled. Default: on CPUs, where it saves three minutes.",
+            help="Compile no models. The default on CPUs, where compiling takes three minutes.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -126,8 +125,8 @@ def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
         )
     else:
         _print_answers(asked, greedy, parts[0])
-        _print(parts[0], identical, settings.engine)
-        _print(parts[1], None, settings.engine)
+        _print(parts[0], identical, settings.engine.enforce_eager)
+        _print(parts[1], None, settings.engine.enforce_eager)
     if disturbed := disagreeing(shown):
         note(
             f"rounds disagree by more than {MOST_SPREAD - 1:.0%} ({', '.join(disturbed)}): "
@@ -209,13 +208,13 @@ def _print_answers(asked: list[str], runs: list[MethodRuns], results: list[Resul
         stream(last.texts[number], len(last.token_ids[number]) / speed, out)
 
 
-def _print(results: list[Result], identical: list[list[bool]] | None, engine: EngineSpec) -> None:
+def _print(results: list[Result], identical: list[list[bool]] | None, eager: bool) -> None:
     """Prints one temperature's table; ``identical`` is None for sampled outputs."""
     from sequoia_vllm.bench.methods import Kind
 
     temperature = results[0].temperature
     columns = ("tokens per step", "tokens/s", "speed", "identical to plain")
-    compiled = ", not compiled" if engine.enforce_eager else ""
+    compiled = ", not compiled" if eager else ""
     title = f"Temperature {temperature:g}: median and range of {_ROUNDS} rounds{compiled}"
     table = new_table("engine", *columns, title=title, left=["engine"])
     has_choice = sum(one.kind is Kind.CHAIN for one in results) > 1

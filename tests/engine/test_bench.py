@@ -183,6 +183,18 @@ def test_demo_with_a_synthetic_target(tmp_path):
     assert "output is identical to plain vLLM's" in found["summary"]
 
 
+@pytest.mark.parametrize(
+    ("options", "eager"), [([], True), (["--eager"], True), (["--compiled"], False)]
+)
+def test_the_demo_compiles_on_cpus_only_when_asked(options, eager, monkeypatch):
+    found = []
+    monkeypatch.setattr("sequoia_vllm.cli.demo._compare", lambda *given: found.append(given[0]))
+    done = CliRunner().invoke(app, ["demo", *PAIR, *options])
+    assert done.exit_code == 0, done.stderr
+    [settings] = found
+    assert settings.engine.enforce_eager is eager
+
+
 def test_predictions_from_measurements_of_its_own():
     done = bench(
         "--dtype", "float32", "--batch-sizes", "1", "--temperature", "0", "--chain", "none",
