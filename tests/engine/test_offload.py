@@ -99,14 +99,6 @@ def test_weights_really_come_from_the_disk(disk):
             llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
 
 
-@pytest.mark.slow
-def test_compiled(plain_outputs, disk):
-    expected = plain_outputs(PROMPTS, PARAMS)
-    with running(sequoia(offload=offload(disk), draft_vocabulary=3000), enforce_eager=False) as llm:
-        assert found(llm) == expected
-        assert offloader_of(llm)._ring.bytes_read > 0
-
-
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_architectures(name, tmp_path, disk):
     """Kernels of mixtures of experts want packed weights: these are on the disk."""

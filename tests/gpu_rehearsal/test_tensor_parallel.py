@@ -54,6 +54,7 @@ def test_two_ranks_replay_graphs_and_give_the_tokens_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions to the ranks
+    monkeypatch.setenv(FORK_ENGINES, "1")  # like users' engines on GPUs
     target, draft = save_related_pair(tmp_path, **HEADS)
     kept = list(range(0, VOCAB, 3)) + list(range(1, 100, 3))  # most of them the first rank's
     found = call_on_gpu(generate_on_ranks, tmp_path, target=target, draft=draft, kept=kept)

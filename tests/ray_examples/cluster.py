@@ -120,7 +120,10 @@ class Cluster:
         self.address = f"127.0.0.1:{free_port()}"
         self.environment = ray_environment() | {
             "RAY_ADDRESS": self.address,
-            "RAY_metrics_report_interval_ms": "1000",  # 10000 otherwise
+            "RAY_metrics_report_interval_ms": "2000",  # 10000 otherwise
+            # Ray's own loops take a quarter of a core: they look at processes, and at replicas.
+            "REPORTER_UPDATE_INTERVAL_MS": "60000",  # 5000 otherwise
+            "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # 0.1 otherwise
             "RAY_worker_niceness": "0",  # 15 otherwise: engines would wait for other tests
             "RAYLLM_VLLM_ENGINE_CLS": "tests.ray_examples.engine_as_on_gpus.VLLMEngine",
             "PYTHONPATH": os.pathsep.join((quick_start.FOLDER, str(ROOT))),
