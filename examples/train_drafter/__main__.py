@@ -26,7 +26,6 @@ from console import (
     console,
     counting,
     progress,
-    progress_listener,
     set_up_torch,
     write_json,
 )
@@ -76,8 +75,7 @@ def train(
     recipe = Recipe(
         {"target": target, "draft": draft}, vocab_size, sequence_length, schedule, device
     )
-    with progress() as bars:
-        listener = progress_listener(bars)
+    with progress() as listener:
         listener.on_stage("files", None)
         corpus = collect(
             folder or default_folders(),

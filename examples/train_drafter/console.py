@@ -12,9 +12,10 @@ import torch
 import typer
 from pair import Listener
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from shapes import Shape
 from transformers.utils import logging as transformers_logging
+
+from sequoia_vllm.cli.progress import progress_bar
 
 console = Console()
 
@@ -55,41 +56,31 @@ def set_up_torch(threads: int) -> None:
 
 
 @contextmanager
-def progress() -> Iterator[Progress]:
-    """Bars, one for each stage."""
-    columns = (
-        TextColumn("{task.description:>10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=console) as bars:
-        yield bars
+def progress() -> Iterator[Listener]:
+    """Shows each stage with its latest loss: a bar on a terminal, else a line every half minute."""
+    stage, done, total = "", 0, 0
 
+    with progress_bar("train_drafter:") as report:
 
-def progress_listener(bars: Progress) -> Listener:
-    """Shows every stage as a bar of its own, with the latest loss."""
+        def start(name: str, steps: int | None) -> None:
+            nonlocal stage, done, total
+            stage, done, total = name, 0, steps or 0
+            report(stage, done, total)
 
-    def start(stage: str, steps: int | None) -> None:
-        for task in bars.tasks:
-            if task.total is None:
-                bars.update(task.id, total=1, completed=1)
-        bars.add_task(stage, total=steps, note="")
+        def advance(loss: float | None) -> None:
+            nonlocal done
+            done += 1
+            report(stage if loss is None else f"{stage}, loss {loss:.3f}", done, total)
 
-    def advance(loss: float | None) -> None:
-        note = "" if loss is None else f"loss {loss:.3f}"
-        bars.update(bars.tasks[-1].id, advance=1, note=note)
-
-    return Listener(start, advance)
+        yield Listener(start, advance)
 
 
 @contextmanager
 def counting(total: int) -> Iterator[Callable[[], None]]:
-    """A bar of an evaluation: what is given counts one prompt."""
-    with progress() as bars:
-        task = bars.add_task("evaluate", total=total, note="")
-        yield lambda: bars.advance(task)
+    """Shows the progress of an evaluation: each call counts one prompt."""
+    with progress() as listener:
+        listener.on_stage("evaluation", total)
+        yield lambda: listener.on_step(None)
 
 
 def write_json(path: Path, content: dict[str, object]) -> None:

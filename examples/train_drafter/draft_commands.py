@@ -20,7 +20,6 @@ from console import (
     console,
     counting,
     progress,
-    progress_listener,
     set_up_torch,
     write_json,
 )
@@ -66,8 +65,8 @@ def draft_data(
     recipe = DraftDataRecipe(
         str(target.absolute()), str(prompts.absolute()) if prompts else None, answer, seed, dtype
     )
-    with progress() as bars:
-        record = write_draft_data(recipe, texts, out, progress_listener(bars))
+    with progress() as listener:
+        record = write_draft_data(recipe, texts, out, listener)
     write_json(out / "data.json", {**record, "provenance": provenance()})
     console.print(
         f"{record['answered_tokens']:,} tokens in {record['hours']:.2f} hours: "
@@ -156,8 +155,8 @@ def _train(
     if (out / "config.json").is_file() and not (out / CHECKPOINT).is_file():
         raise PairError(f"{out} has a trained drafter; choose a new folder")
     set_up_torch(threads)
-    with progress() as bars:
-        record = train(data, out, progress_listener(bars))
+    with progress() as listener:
+        record = train(data, out, listener)
     quality = _measure(out, data, device)
     hashes = {
         "the weights": digest(out, "*.safetensors"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -382,3 +383,17 @@ class TestTrainHead:
         transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
         with pytest.raises(scripts.errors.PairError, match="Llama's and Qwen's form"):
             scripts.heads.FrozenTarget(tmp_path, (1,), "cpu")
+
+
+def test_progress_is_also_shown_where_there_is_no_terminal(monkeypatch, capsys):
+    """A run of hours whose output goes to a file."""
+    monkeypatch.setattr("sequoia_vllm.cli.progress.LINE_SECONDS", 0.01)
+    with script_modules("console") as modules, modules.console.progress() as listener:
+        listener.on_stage("eagle3", 500)
+        listener.on_step(None)  # of an earlier run
+        listener.on_step(2.5)
+        deadline, shown = time.monotonic() + 30, ""
+        while "train_drafter: eagle3, loss 2.500; " not in shown:
+            assert time.monotonic() < deadline, shown
+            time.sleep(0.01)
+            shown += capsys.readouterr().err
