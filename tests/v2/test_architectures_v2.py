@@ -2,7 +2,7 @@
 
 As `tests/engine/test_architectures.py` asks it of V1: windows are of 40 tokens, prompts and
 completions go beyond, and a model that drafts for itself is right in every draft, unless
-attention over its own trees is wrong.
+attention over its own trees is wrong. The attention is that of GPUs: V1's tests have the CPU's.
 """
 
 from pathlib import Path
@@ -24,16 +24,16 @@ OPTIONS = {"skip_tokenizer_init": True, "max_num_seqs": 2}
 NAMES = ("mistral", "gemma2", "gpt_oss")
 
 
-def generate_with_all(models: str, names: list[str], block_size: int) -> dict[str, Any]:
+def generate_with_all(models: str) -> dict[str, Any]:
     """Answers of each architecture: plain vLLM's tokens, and those that it drafts for itself."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     prompts = random_prompts(LENGTHS, VOCABULARY)
     answers = {}
-    for name in names:
+    for name in NAMES:
         model = save_architecture(Path(models) / name, name, layers=2)
-        options = {"model": str(model), "block_size": block_size, **OPTIONS}
+        options = {"model": str(model), "block_size": 16, **OPTIONS}
         plain = generate(None, prompts, params, **options)
         with running(sequoia(SIZE, DEPTH, draft=str(model)), **options) as llm:
             answers[name] = {
@@ -56,45 +56,23 @@ def groups_of(llm: Any) -> list[list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def on_cpu_attention(tmp_path_factory) -> dict[str, Any]:
+def answers(tmp_path_factory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("architectures")
-    return call_on_v2(
-        generate_with_all, directory, models=str(directory), names=NAMES, block_size=32
-    )
+    return call_on_v2(generate_with_all, directory, gpu_attention=True, models=str(directory))
 
 
-@pytest.fixture(scope="module")
-def on_gpu_attention(tmp_path_factory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("architectures-gpu")
-    return call_on_v2(
-        generate_with_all, directory, gpu_attention=True, models=str(directory),
-        names=NAMES, block_size=16,
-    )  # fmt: skip
-
-
-def check(answers: dict[str, Any], attention: str) -> None:
-    plain, trees = answers["plain"], answers["trees"]
-    assert trees["attention"] == attention
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_that_drafts_for_itself(name, answers):
+    plain, trees = answers[name]["plain"], answers[name]["trees"]
+    assert trees["attention"] == "TritonTreeImpl"
     assert trees["tokens"] == plain["tokens"]
     # The first token of each request is its prompt's; then five at a time.
     assert trees["counts"]["drafts"] == len(LENGTHS) * (TOKENS - 1) / (DEPTH + 1)
     assert trees["counts"]["accepted_tokens"] == trees["counts"]["drafts"] * DEPTH
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_model_that_drafts_for_itself(name, on_cpu_attention):
-    check(on_cpu_attention[name], "CPUTreeAttentionImpl")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_model_that_drafts_for_itself_with_the_attention_of_gpus(name, on_gpu_attention):
-    check(on_gpu_attention[name], "TritonTreeImpl")
-
-
-@pytest.mark.parametrize("attention", ["on_cpu_attention", "on_gpu_attention"])
-def test_drafts_lie_in_several_cache_groups(attention, request):
+def test_drafts_lie_in_several_cache_groups(answers):
     """With windows in every other layer; each group has its own blocks."""
-    answers = request.getfixturevalue(attention)
     assert answers["mistral"]["groups"] == [["SlidingWindowSpec", 2, 2]]
     for name in ("gemma2", "gpt_oss"):
         kinds = {kind for kind, *_ in answers[name]["groups"]}
