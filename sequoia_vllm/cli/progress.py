@@ -54,7 +54,7 @@ class ProgressLines:
         what, done, total = self._state
         now = self._clock()
         parts = [f"{self._description} {what}; {minutes(now - self._start)} so far"]
-        if 0 < done <= total:
+        if 0 < done < total:
             step = (self._last - self._phase_start) / done
             left = step * (total - done) - min(now - self._last, step)
             parts += [f"{done} of {total} done", f"about {minutes(left)} left"]

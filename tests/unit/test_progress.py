@@ -60,6 +60,16 @@ def test_time_left_when_fewer_steps_are_needed_after_all(lines):
     assert lines.line().endswith("50 of 200 done, about 5:00 left")
 
 
+def test_nothing_is_left_after_the_last_step(lines):
+    """What follows it is not counted; once it showed as a negative time."""
+    lines, clock = lines
+    lines.report("trees", 0, 10)
+    clock.after(100)
+    lines.report("trees", 10, 10)
+    clock.after(30)
+    assert lines.line() == "profile: trees; 2:10 so far, 10 of 10 done"
+
+
 def test_every_phase_is_judged_by_itself(lines):
     lines, clock = lines
     lines.report("first", 0, 10)
