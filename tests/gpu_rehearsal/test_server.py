@@ -7,17 +7,32 @@ from vllm import SamplingParams
 
 from tests.support.engines import running, tokens_of
 from tests.support.generating import random_prompts, save_related_pair
+from tests.support.heads import EAGLE3
+from tests.support.models import TARGET, prompts
 from tests.support.on_gpu import gpu_environment
 from tests.support.serving import Server, environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-REQUESTS = random_prompts([9, 18])
+LENGTHS = [9, 18]
 TOKENS = 12
 
 
-def test_a_server_replays_graphs_and_gives_plain_tokens(tmp_path):
-    target, draft = save_related_pair(tmp_path)
+def tokens_of_texts() -> list[dict[str, list[int]]]:
+    """Beginnings of what the embedded pair writes: heads are right about nothing else."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    return [{"prompt_token_ids": tokenizer(text).input_ids[:40]} for text in prompts(2)]
+
+
+@pytest.mark.parametrize("drafter", ["a draft model", "an EAGLE-3 head"])
+def test_a_server_replays_graphs_and_gives_plain_tokens(drafter, tmp_path):
+    if drafter == "a draft model":
+        target, draft = save_related_pair(tmp_path)
+        requests = random_prompts(LENGTHS)
+    else:
+        target, draft, requests = TARGET, EAGLE3, tokens_of_texts()
     report = tmp_path / "graphs.json"
     variables = {**environment(), **gpu_environment(multiprocessing=True)}
     server = Server(
@@ -30,7 +45,7 @@ def test_a_server_replays_graphs_and_gives_plain_tokens(tmp_path):
     try:
         server.wait_until_healthy(480)  # kernels are interpreted: 60 on an idle machine
         answer = server.complete(
-            prompt=[request["prompt_token_ids"] for request in REQUESTS],
+            prompt=[request["prompt_token_ids"] for request in requests],
             temperature=0, max_tokens=TOKENS,
             extra_body={"ignore_eos": True, "return_token_ids": True, "detokenize": False},
         )  # fmt: skip
@@ -40,7 +55,7 @@ def test_a_server_replays_graphs_and_gives_plain_tokens(tmp_path):
     found = [list(choice.token_ids) for choice in answer.choices]
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     with running(None, model=target, skip_tokenizer_init=True) as llm:
-        assert found == tokens_of(llm.generate(REQUESTS, params, use_tqdm=False))
+        assert found == tokens_of(llm.generate(requests, params, use_tqdm=False))
     assert sum(accepted) > TOKENS / 2
     replayed = json.loads(report.read_text())["replayed"]
     assert all(replayed[kind] > 0 for kind in ("DraftGraphs", "TreeGraphManager"))
