@@ -197,3 +197,12 @@ class TestDraft:
         config = transformers.AutoConfig.from_pretrained(self.FOLDER)
         assert len(tokenizer) == config.vocab_size == 8192
         assert tokenizer.decode(tokenizer("What is 2 + 2?").input_ids) == "What is 2 + 2?"
+
+
+@pytest.mark.parametrize(("head", "title"), [("eagle3", "EAGLE-3"), ("dflash", "DFlash")])
+def test_the_page_has_what_was_recorded_of_heads(head, title):
+    folder = Path(command.__file__).parent
+    quality = json.loads((folder / "heads.json").read_text("utf-8"))[head]["quality"]
+    kinds = ("arithmetic", "summary", "code", "translation", "chat", "all")
+    shares = " | ".join(f"{quality[kind]['greedy']:.2f}" for kind in kinds)
+    assert f"| {title} | {shares} |" in (folder / "README.md").read_text("utf-8")
