@@ -1,7 +1,8 @@
 """Prompts of several kinds, put together from words that were written here.
 
 Every eighth word of each list is kept for validation, so that no held-out prompt has a
-subject that was learnt from.
+subject that was learnt from. Every second prompt can be left to the target: chat models
+write questions as well as answers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from errors import PairError
 
 HELD_OUT = 8  # every so many words, and every so many lines of a file
+OWN = "own question"  # the kind of prompts that the target writes
 WORDS = json.loads((Path(__file__).parent / "chat_words.json").read_text("utf-8"))
 
 
@@ -62,8 +64,15 @@ KINDS = {
 }
 
 
-def prompts(held_out: bool, count: int, seed: int) -> list[Prompt]:
-    """Returns ``count`` prompts, the kinds in turn; the same for the same arguments."""
+def prompts(held_out: bool, count: int, seed: int, own: bool = False) -> list[Prompt]:
+    """Returns ``count`` prompts, the kinds in turn; the same for the same arguments.
+
+    Args:
+        held_out: Whether they are for validation.
+        count: How many.
+        seed: Decides their words.
+        own: Whether every second one is an empty prompt of kind `OWN`, for the target to write.
+    """
     source = random.Random(f"{seed} {held_out}")
 
     def word(name: str) -> str:
@@ -75,11 +84,12 @@ def prompts(held_out: bool, count: int, seed: int) -> list[Prompt]:
             [one for place, one in enumerate(words) if (place % HELD_OUT == 0) == held_out]
         )
 
-    kinds = list(KINDS.items())
-    return [
+    kinds, every = list(KINDS.items()), 2 if own else 1
+    written = (
         Prompt(name, write(word, source.randrange))
-        for name, write in (kinds[place % len(kinds)] for place in range(count))
-    ]
+        for name, write in (kinds[turn % len(kinds)] for turn in range(count))
+    )
+    return [next(written) if place % every == 0 else Prompt(OWN, "") for place in range(count)]
 
 
 def read_prompts(path: Path, held_out: bool, count: int, seed: int) -> list[Prompt]:

@@ -7,16 +7,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from answers import Texts, cross_entropies, split, token_counts
+from answers import IGNORED, Texts, cross_entropies, split, token_counts
 from draft_data import Shard, read_recipe, read_shards
 from draft_tokens import load_tokenizer, matching, reduced_tokenizer, whole_vocabulary
+from numpy.typing import NDArray
 from pair import Listener
 from shapes import Shape
 from training import CHECKPOINT, Schedule, train
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from sequoia_vllm.vocabulary.matching import Matching
+
+EMBEDDING_SIZE = 0.05  # root mean square of the numbers that embeddings begin with
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,9 @@ def train_draft(recipe: DraftRecipe, data: Path, out: Path, listener: Listener) 
     schedule = recipe.schedule.over(texts["training"])
     recipe = replace(recipe, schedule=schedule)
     size = len(tokenizer) if recipe.tokens else config.vocab_size
-    model = new_draft(recipe, config, size, tokenizer).to(recipe.device)
+    model = new_draft(recipe, config, size, tokenizer)
+    embed_like(model, target, words, token_counts(shards["training"], config.vocab_size))
+    model.to(recipe.device)
     out.mkdir(parents=True, exist_ok=True)
     listener.on_stage("draft", schedule.steps)
     points = train(
@@ -125,7 +131,7 @@ def draft_vocabulary(
 
 
 def new_draft(recipe: DraftRecipe, target: Any, rows: int, tokenizer: Any) -> LlamaForCausalLM:
-    """A randomly initialised draft that reads texts as long as the target does."""
+    """A random draft that reads texts as long as the target does."""
     shape = recipe.shape
     torch.manual_seed(recipe.schedule.seed)
     return LlamaForCausalLM(
@@ -143,3 +149,32 @@ def new_draft(recipe: DraftRecipe, target: Any, rows: int, tokenizer: Any) -> Ll
             eos_token_id=tokenizer.eos_token_id,
         )
     )
+
+
+@torch.no_grad()
+def embed_like(
+    draft: LlamaForCausalLM, target: Path, words: Matching, counts: NDArray[np.int64]
+) -> None:
+    """Starts the draft's embeddings with the principal components of the target's.
+
+    Tokens that are alike for the target are then alike for the draft from the first step on.
+    A token weighs as much as the root of its count: with equal weights rare tokens choose the
+    components, and the draft learns more slowly.
+
+    Args:
+        draft: Changed in place. Tokens that the target does not have stay random.
+        target: The target's folder.
+        words: How their tokens belong together.
+        counts: How often each of the target's tokens was seen, ``[vocabulary]``.
+    """
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+    embeddings = model.get_input_embeddings().weight.float()
+    known = np.flatnonzero(words.drawn[: len(embeddings)] != IGNORED)
+    weights = torch.from_numpy(counts[known] + 1.0).sqrt().float()
+    shared = embeddings[known]
+    shared = shared - (weights @ shared) / weights.sum()
+    _, vectors = torch.linalg.eigh((shared.T * weights) @ shared)
+    own = draft.get_input_embeddings().weight
+    projected = shared @ vectors[:, -own.shape[1] :].flip(1)
+    projected *= EMBEDDING_SIZE / projected.square().mean().sqrt()
+    own[words.drawn[known], : projected.shape[1]] = projected

@@ -11,12 +11,12 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from chat_prompts import Prompt, prompts, read_prompts
+from chat_prompts import OWN, Prompt, prompts, read_prompts
 from draft_tokens import load_tokenizer
 from errors import PairError
 from numpy.typing import NDArray
@@ -26,9 +26,11 @@ TEMPERATURES = (0.0, 0.6, 1.0)  # of the answers, in turn
 LIKELIEST = 16  # tokens whose probability is kept
 PARTS = ("training", "validation")
 VALIDATION_SHARE = 16  # one answer for validation to so many for training
-LEAST_VALIDATION = 15  # answers: five kinds at three temperatures
+LEAST_VALIDATION = 30  # answers: five kinds and own questions, at three temperatures
 TEXTS_OF_A_SHARD = 64
 ANSWERED_AT_ONCE = TEXTS_OF_A_SHARD  # in float32, 120 tokens/s, and 105 with 32 at once
+QUESTION = 96  # most tokens of a question that the target writes
+QUESTION_TOP_P = 0.9  # at temperature 1; above, small models write questions without sense
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Shard:
         likely: The likeliest tokens before each token of an answer, ``[answered, 16]``; places
             that were not filled hold the likeliest again.
         log_probabilities: Theirs at temperature 1, float16; -inf in places not filled.
-        seconds: Wall time.
+        seconds: Wall time, questions included.
     """
 
     tokens: NDArray[Any]
@@ -93,18 +95,23 @@ def write_draft_data(
     out.mkdir(parents=True, exist_ok=True)
     _keep_recipe(recipe, out)
     tokenizer = load_tokenizer(Path(recipe.target))
+    opening = None if recipe.prompts else _opening(tokenizer)
     # Validation first: a draft can be trained on what a stopped run left.
     todo = [
         (part, number, questions)
         for part in reversed(PARTS)
-        for number, questions in enumerate(_questions(recipe, part, texts))
+        for number, questions in enumerate(_questions(recipe, part, texts, opening is not None))
         if not _shard_path(out, part, number).is_file()
     ]
     listener.on_stage("answers", len(todo))
     if todo:
         with _engine(recipe) as llm:
             for part, number, questions in todo:
-                shard = _answer(llm, tokenizer, recipe, questions, (part, number))
+                seed, began = _first_seed(recipe, part, number), time.monotonic()
+                if opening is not None:
+                    questions = _ask(llm, tokenizer, opening, questions, seed)
+                shard = _answer(llm, tokenizer, recipe, questions, seed)
+                shard = replace(shard, seconds=time.monotonic() - began)
                 _save(shard, _shard_path(out, part, number))
                 listener.on_step(None)
     return summary(out)
@@ -155,12 +162,14 @@ def _keep_recipe(recipe: DraftDataRecipe, out: Path) -> None:
     path.write_text(json.dumps(asdict(recipe), indent=2) + "\n", "utf-8")
 
 
-def _questions(recipe: DraftDataRecipe, part: str, texts: int) -> Iterator[Sequence[Prompt]]:
+def _questions(
+    recipe: DraftDataRecipe, part: str, texts: int, own: bool
+) -> Iterator[Sequence[Prompt]]:
     """The prompts of each shard; the first ones do not depend on how many there are."""
     held_out = part == "validation"
     count = max(LEAST_VALIDATION, texts // VALIDATION_SHARE) if held_out else texts
     if recipe.prompts is None:
-        found = prompts(held_out, count, recipe.seed)
+        found = prompts(held_out, count, recipe.seed, own)
     else:
         found = read_prompts(Path(recipe.prompts), held_out, count, recipe.seed)
     for first in range(0, len(found), TEXTS_OF_A_SHARD):
@@ -208,26 +217,57 @@ def _positions(recipe: DraftDataRecipe) -> int:
     return int(AutoConfig.from_pretrained(recipe.target).max_position_embeddings)
 
 
+def _first_seed(recipe: DraftDataRecipe, part: str, number: int) -> int:
+    """Of the first text of a shard; the next ones have the next seeds."""
+    return (recipe.seed * 2 + PARTS.index(part)) * 10**8 + number * TEXTS_OF_A_SHARD
+
+
+def _opening(tokenizer: Any) -> list[int] | None:
+    """A chat until its user begins to write; None without a chat template."""
+    if tokenizer.chat_template is None:
+        return None
+    mark = "QUESTION"
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    return tokenizer(chat.partition(mark)[0], add_special_tokens=False).input_ids
+
+
+def _ask(
+    llm: Any, tokenizer: Any, opening: list[int], questions: Sequence[Prompt], seed: int
+) -> list[Prompt]:
+    """Lets the target write the empty prompts: it continues a chat where the user begins."""
+    from vllm import SamplingParams
+
+    places = [place for place, one in enumerate(questions) if one.kind == OWN]
+    sampling = [
+        SamplingParams(
+            temperature=1.0, top_p=QUESTION_TOP_P, max_tokens=QUESTION, seed=seed + place
+        )
+        for place in places
+    ]
+    asked = [{"prompt_token_ids": opening}] * len(places)
+    outputs = llm.generate(asked, sampling, use_tqdm=False)
+    written = list(questions)
+    for place, output in zip(places, outputs, strict=True):
+        written[place] = replace(questions[place], text=output.outputs[0].text.strip())
+    return written
+
+
 def _answer(
-    llm: Any, tokenizer: Any, recipe: DraftDataRecipe, questions: Sequence[Prompt],
-    shard: tuple[str, int],
-) -> Shard:  # fmt: skip
-    """Lets the target answer the prompts of one shard."""
+    llm: Any, tokenizer: Any, recipe: DraftDataRecipe, questions: Sequence[Prompt], seed: int
+) -> Shard:
+    """Lets the target answer the prompts of one shard; the caller knows how long it took."""
     from vllm import SamplingParams
 
     asked = [{"prompt_token_ids": _encode(tokenizer, one.text)} for one in questions]
     temperatures = [TEMPERATURES[place % len(TEMPERATURES)] for place in range(len(questions))]
-    first = (recipe.seed * 2 + PARTS.index(shard[0])) * 10**8 + shard[1] * TEXTS_OF_A_SHARD
     sampling = [
         SamplingParams(
             temperature=temperature, max_tokens=recipe.answer, logprobs=LIKELIEST,
-            detokenize=False, seed=first + place,
+            detokenize=False, seed=seed + place,
         )
         for place, temperature in enumerate(temperatures)
     ]  # fmt: skip
-    began = time.monotonic()
     outputs = llm.generate(asked, sampling, use_tqdm=False)
-    seconds = time.monotonic() - began
     answers = [list(one.outputs[0].token_ids) for one in outputs]
     texts = [
         [*ask["prompt_token_ids"], *answer] for ask, answer in zip(asked, answers, strict=True)
@@ -242,7 +282,7 @@ def _answer(
         temperatures=np.array(temperatures, dtype=np.float32),
         likely=np.array([tokens for tokens, _ in laws], dtype=kind_of_number),
         log_probabilities=np.array([values for _, values in laws], dtype=np.float16),
-        seconds=seconds,
+        seconds=0.0,
     )
 
 

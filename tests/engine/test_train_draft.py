@@ -1,6 +1,7 @@
 """Drafters from the target's answers to the engine that drafts with them."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -12,14 +13,26 @@ from tests.support.train_drafter import run_here, script_modules
 pytestmark = pytest.mark.engine
 
 TEXTS, ANSWER = 32, 24
+OPENING, CLOSING = "# A question:\n", "\n# Its answer:\n"
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """The embedded target's answers."""
+def chat_target(tmp_path_factory):
+    """The embedded target with a chat template."""
+    folder = tmp_path_factory.mktemp("target") / "chat"
+    shutil.copytree(TARGET, folder)
+    (folder / "chat_template.jinja").write_text(
+        f"{{% for one in messages %}}{OPENING}{{{{ one.content }}}}{CLOSING}{{% endfor %}}", "utf-8"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(chat_target, tmp_path_factory):
+    """The embedded target's answers, to its own questions too."""
     out = tmp_path_factory.mktemp("answers")
     options = f"--texts {TEXTS} --answer {ANSWER} --dtype float32".split()
-    done = run_here("draft-data", "--target", TARGET, "--out", out, *options)
+    done = run_here("draft-data", "--target", chat_target, "--out", out, *options)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -42,10 +55,25 @@ def test_answers_come_with_the_targets_law(shard):
     np.testing.assert_array_equal(shard.likely[:ANSWER, 0], text[prompt:])  # the first is greedy
 
 
-def test_what_is_there_is_not_answered_again(data):
+def test_the_target_writes_every_second_question(shard, chat_target):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(chat_target)
+    starts = [0, *shard.ends[:-1].tolist()]
+    prompts = [
+        tokenizer.decode(shard.tokens[start : start + length].tolist())
+        for start, length in zip(starts, shard.prompt_lengths.tolist(), strict=True)
+    ]
+    assert all(one.startswith(OPENING) and one.endswith(CLOSING) for one in prompts)
+    questions = [one.removeprefix(OPENING).removesuffix(CLOSING) for one in prompts[1::2]]
+    assert set(shard.kinds[1::2]) == {"own question"} != set(shard.kinds[::2])
+    assert len(set(filter(None, questions))) == TEXTS // 2
+
+
+def test_what_is_there_is_not_answered_again(data, chat_target):
     options = f"--texts {TEXTS} --answer {ANSWER} --dtype float32".split()
     shards = {path: path.stat().st_mtime_ns for path in data.rglob("*.npz")}
-    done = run_here("draft-data", "--target", TARGET, "--out", data, *options)
+    done = run_here("draft-data", "--target", chat_target, "--out", data, *options)
     assert done.returncode == 0, done.stderr
     assert {path: path.stat().st_mtime_ns for path in data.rglob("*.npz")} == shards
 

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from examples.smollm2 import __main__ as command
 from examples.smollm2 import cache, check, convert, download
 from examples.smollm2.errors import ModelError, OfflineError
+from tests.support.train_drafter import script_modules
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -197,6 +198,20 @@ class TestDraft:
         config = transformers.AutoConfig.from_pretrained(self.FOLDER)
         assert len(tokenizer) == config.vocab_size == 8192
         assert tokenizer.decode(tokenizer("What is 2 + 2?").input_ids) == "What is 2 + 2?"
+
+
+def test_questions_take_turns_and_were_never_learned_from():
+    path = Path(command.__file__).parent / "questions.jsonl"
+    questions = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    assert len({one["prompt"] for one in questions}) == len(questions) == 120
+    with script_modules("chat_prompts") as scripts:
+        kinds = [*scripts.chat_prompts.KINDS, scripts.chat_prompts.OWN]
+        words = scripts.chat_prompts.WORDS
+    assert [one["kind"] for one in questions] == kinds * 20
+    for kind, name in (("chat", "topics"), ("code", "tasks")):
+        held = set(words[name][::8])
+        for text in (one["prompt"] for one in questions if one["kind"] == kind):
+            assert max((word for word in words[name] if word in text), key=len) in held
 
 
 @pytest.mark.parametrize(("head", "title"), [("eagle3", "EAGLE-3"), ("dflash", "DFlash")])
