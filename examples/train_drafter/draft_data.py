@@ -1,7 +1,7 @@
 """What drafters learn from: the target's answers, and how likely each token was.
 
-The target answers prompts through vLLM. Beside each token we keep the likeliest tokens of the
-target's distribution, so that training needs the target no more.
+The target answers prompts through vLLM, half of which it wrote. Beside each token of an answer
+we keep the likeliest tokens of its distribution, so that training needs the target no more.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def write_draft_data(
 
     Args:
         recipe: What decides the answers. Data that is there must have the same.
-        texts: Answers to learn from; a sixteenth of them is added for validation, or 15.
+        texts: Answers to learn from; a sixteenth of them is added for validation, or 30.
         out: Folder of the shards. A run that was stopped goes on where it was.
         listener: Told of every shard.
 
@@ -218,17 +218,18 @@ def _positions(recipe: DraftDataRecipe) -> int:
 
 
 def _first_seed(recipe: DraftDataRecipe, part: str, number: int) -> int:
-    """Of the first text of a shard; the next ones have the next seeds."""
+    """Returns the seed of a shard's first text; the next ones have the next seeds."""
     return (recipe.seed * 2 + PARTS.index(part)) * 10**8 + number * TEXTS_OF_A_SHARD
 
 
 def _opening(tokenizer: Any) -> list[int] | None:
-    """A chat until its user begins to write; None without a chat template."""
+    """A chat until its user begins to write; None if the target has no such chats."""
     if tokenizer.chat_template is None:
         return None
     mark = "QUESTION"
     chat = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
-    return tokenizer(chat.partition(mark)[0], add_special_tokens=False).input_ids
+    before, found, _ = chat.partition(mark)
+    return tokenizer(before, add_special_tokens=False).input_ids if found and before else None
 
 
 def _ask(
