@@ -1,7 +1,7 @@
 """What drafters learn from: the target's answers, and how likely each token was.
 
 The target answers prompts through vLLM, half of which it wrote. Beside each token of an answer
-we keep the likeliest tokens of its distribution, so that training needs the target no more.
+we keep the likeliest tokens of its distribution, so that a draft model learns without running it.
 """
 
 from __future__ import annotations
@@ -110,8 +110,7 @@ def write_draft_data(
                 seed, began = _first_seed(recipe, part, number), time.monotonic()
                 if opening is not None:
                     questions = _ask(llm, tokenizer, opening, questions, seed)
-                shard = _answer(llm, tokenizer, recipe, questions, seed)
-                shard = replace(shard, seconds=time.monotonic() - began)
+                shard = _answer(llm, tokenizer, recipe, questions, seed, began)
                 _save(shard, _shard_path(out, part, number))
                 listener.on_step(None)
     return summary(out)
@@ -254,9 +253,10 @@ def _ask(
 
 
 def _answer(
-    llm: Any, tokenizer: Any, recipe: DraftDataRecipe, questions: Sequence[Prompt], seed: int
-) -> Shard:
-    """Lets the target answer the prompts of one shard; the caller knows how long it took."""
+    llm: Any, tokenizer: Any, recipe: DraftDataRecipe, questions: Sequence[Prompt], seed: int,
+    began: float,
+) -> Shard:  # fmt: skip
+    """Lets the target answer the prompts of one shard, whose work began at that time."""
     from vllm import SamplingParams
 
     asked = [{"prompt_token_ids": _encode(tokenizer, one.text)} for one in questions]
@@ -283,7 +283,7 @@ def _answer(
         temperatures=np.array(temperatures, dtype=np.float32),
         likely=np.array([tokens for tokens, _ in laws], dtype=kind_of_number),
         log_probabilities=np.array([values for _, values in laws], dtype=np.float16),
-        seconds=0.0,
+        seconds=time.monotonic() - began,
     )
 
 
