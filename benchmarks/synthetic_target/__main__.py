@@ -34,6 +34,10 @@ def synthetic_target(
     width: Annotated[
         int | None, typer.Option(min=1, help="MLP width (intermediate_size), likewise.")
     ] = None,
+    hidden: Annotated[
+        int | None,
+        typer.Option(min=1, help="Hidden size, a multiple of the source's; heads grow as much."),
+    ] = None,
     dtype: Annotated[
         str,
         typer.Option(help="Type of its weights: auto (the source's), float32, bfloat16, float16."),
@@ -60,8 +64,8 @@ def synthetic_target(
     with friendly_errors():
         with progress_bar("synthetic target:") as report:
             made = write_synthetic_target(
-                source, folder, parameters=count, layers=layers, width=width, dtype=dtype,
-                report=report,
+                source, folder, parameters=count, layers=layers, width=width, hidden=hidden,
+                dtype=dtype, report=report,
             )  # fmt: skip
         agreement = _check(source, made) if check else None
     if as_json:
@@ -103,9 +107,9 @@ def _print(made: SyntheticTarget, agreement: Agreement | None) -> None:
     out = console()
     out.print(
         f"{made.folder}: {shape.parameters / 1e6:,.1f}M parameters in {made.dtype}, "
-        f"{shape.layers} layers of MLP width {shape.width} "
+        f"{shape.layers} layers of hidden size {shape.hidden} and MLP width {shape.width} "
         f"(from {own.parameters(own.layers, own.width) / 1e6:,.1f}M, {own.layers} layers of "
-        f"{own.width})",
+        f"{own.hidden} and {own.width})",
         soft_wrap=True,
     )
     if agreement is None:

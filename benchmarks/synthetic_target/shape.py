@@ -23,6 +23,7 @@ class SourceShape:
     Attributes:
         layers: Decoder layers.
         width: MLP width (``intermediate_size``).
+        hidden: Hidden size; the counts that follow are with it.
         outside: Parameters outside the layers: embeddings, final norm.
         per_layer: Parameters of a layer outside the columns of its MLP.
         per_column: Parameters that one more column of MLP width adds to a layer.
@@ -30,6 +31,7 @@ class SourceShape:
 
     layers: int
     width: int
+    hidden: int
     outside: int
     per_layer: int
     per_column: int
@@ -41,10 +43,11 @@ class SourceShape:
 
 @dataclass(frozen=True)
 class SyntheticShape:
-    """Decoder layers, MLP width and parameters of a synthetic target."""
+    """Decoder layers, MLP width, hidden size and parameters of a synthetic target."""
 
     layers: int
     width: int
+    hidden: int
     parameters: int
 
 
@@ -61,13 +64,13 @@ def explicit_shape(source: SourceShape, layers: int | None, width: int | None) -
                 f"{asked} {what}: the source already has {own}, and sizes are only added to; give "
                 f"{own} or more"
             )
-    return SyntheticShape(layers, width, source.parameters(layers, width))
+    return SyntheticShape(layers, width, source.hidden, source.parameters(layers, width))
 
 
 def shape_for_parameters(source: SourceShape, parameters: float) -> SyntheticShape:
     """Returns a shape of about this many parameters, as deep as models of that size usually are.
 
-    The hidden size stays, so the MLP's width takes up what depth does not.
+    The MLP's width takes up what depth and the hidden size do not.
 
     Raises:
         SyntheticTargetError: If the source is larger, or no shape comes within 2 %.

@@ -1,19 +1,20 @@
 """Writes a synthetic target, and checks that it computes the same as its source.
 
 Added decoder layers have zero output projections, so each adds nothing to the
-residual stream; added MLP columns meet zero columns of ``down_proj``. Both cost
-their full compute and memory traffic. Speeds measured on such a model are those
-of a larger target whose draft agrees with it as often as the small pair does.
+residual stream; added heads and MLP columns meet zero columns of ``o_proj`` and ``down_proj``. A
+larger hidden size holds copies of the source's. All cost their full compute and memory traffic.
+Speeds measured on such a model are those of a larger target whose draft agrees with it as often as
+the small pair does.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from benchmarks.synthetic_target.shape import (
     explicit_shape,
     shape_for_parameters,
 )
+from benchmarks.synthetic_target.tensors import Growth, is_of_width
 from sequoia_vllm.measuring.provenance import CONFIG_KEY
 
 if TYPE_CHECKING:
@@ -38,15 +40,10 @@ ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 Report = Callable[[str, int, int], None]
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_INITIAL_STD = 0.02
 # Share of the standard deviation of logits. Wider rows are summed in another order, which in
 # float32 makes a thousandth of this.
 TOLERANCE = 1e-3
 _SEQUENCES, _LENGTH = 2, 32
-# These are added to the residual stream: zero in added layers.
-_OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
-_WIDE_ROWS = ("mlp.gate_proj", "mlp.up_proj")
-_WIDE_COLUMNS = "mlp.down_proj.weight"
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json",
     "chat_template*", "generation_config.json",
@@ -77,6 +74,7 @@ def write_synthetic_target(
     parameters: float | None = None,
     layers: int | None = None,
     width: int | None = None,
+    hidden: int | None = None,
     dtype: str = "auto",
     report: Report | None = None,
 ) -> SyntheticTarget:
@@ -88,6 +86,7 @@ def write_synthetic_target(
         parameters: Parameters it shall have, within 2 %; or None, with:
         layers: Decoder layers in all; None keeps the source's.
         width: MLP width (``intermediate_size``); None keeps the source's.
+        hidden: Hidden size, a multiple of the source's, which None keeps; heads grow as much.
         dtype: Type of its weights; "auto" keeps the source's.
         report: Progress, called with (what, layers done, all).
 
@@ -100,10 +99,12 @@ def write_synthetic_target(
     check_source(config, source)
     checkpoint = SourceCheckpoint(origin)
     own = source_shape(config, checkpoint)
+    times = _times(own.hidden, own.hidden if hidden is None else hidden)
+    wider = source_shape(config, checkpoint, times)
     shape = (
-        explicit_shape(own, layers, width)
+        explicit_shape(wider, layers, width)
         if parameters is None
-        else shape_for_parameters(own, parameters)
+        else shape_for_parameters(wider, parameters)
     )
     name = _dtype_name(config, checkpoint) if dtype == "auto" else dtype
     if folder.is_dir() and any(folder.iterdir()):
@@ -116,8 +117,10 @@ def write_synthetic_target(
         "from_sha256": checkpoint.sha256(),
         "from_layers": own.layers,
         "from_intermediate_size": own.width,
+        "from_hidden_size": own.hidden,
         "layers": shape.layers,
         "intermediate_size": shape.width,
+        "hidden_size": shape.hidden,
         "parameters": shape.parameters,
     }
     # Last, so that an interrupted run leaves nothing that loads.
@@ -141,23 +144,33 @@ def check_source(config: dict[str, Any], model: str) -> None:
         raise SyntheticTargetError(f"{model} is quantized: give the unquantized model")
 
 
-def source_shape(config: dict[str, Any], checkpoint: SourceCheckpoint) -> SourceShape:
-    """Counts a checkpoint's sizes from its tensors."""
+def _times(own: int, hidden: int) -> int:
+    if hidden < own or hidden % own:
+        raise SyntheticTargetError(
+            f"hidden size {hidden}: the source has {own}, and copies of it are added; give a "
+            f"multiple of it, like {max(1, -(-hidden // own)) * own}"
+        )
+    return hidden // own
+
+
+def source_shape(
+    config: dict[str, Any], checkpoint: SourceCheckpoint, times: int = 1
+) -> SourceShape:
+    """Counts a checkpoint's sizes from its tensors, with ``times`` its hidden size."""
     layers, width = int(config["num_hidden_layers"]), int(config["intermediate_size"])
+    growth = Growth(times, width)
     outside = per_layer = per_column = 0
     for name in _parameter_names(config, checkpoint):
-        shape = checkpoint.shape(name)
-        count = 1
-        for length in shape:
-            count *= length
+        own = checkpoint.shape(name)
         layer = _LAYER.fullmatch(name)
         if layer is None:
-            outside += count
-        elif layer[1] == "0" and _is_widened(layer[2]):
-            per_column += count // width
+            outside += math.prod(growth.outside(own))
+        elif layer[1] == "0" and is_of_width(layer[2]):
+            per_column += math.prod(growth.size(layer[2], own)) // width
         elif layer[1] == "0":
-            per_layer += count
-    return SourceShape(layers, width, outside, per_layer, per_column)
+            per_layer += math.prod(growth.size(layer[2], own))
+    hidden = int(config["hidden_size"]) * times
+    return SourceShape(layers, width, hidden, outside, per_layer, per_column)
 
 
 def _parameter_names(config: dict[str, Any], checkpoint: SourceCheckpoint) -> list[str]:
@@ -168,10 +181,6 @@ def _parameter_names(config: dict[str, Any], checkpoint: SourceCheckpoint) -> li
         for name in checkpoint.names()
         if name not in tied and not name.endswith("rotary_emb.inv_freq")
     ]
-
-
-def _is_widened(name: str) -> bool:
-    return name.startswith(_WIDE_ROWS) or name == _WIDE_COLUMNS
 
 
 def _dtype_name(config: dict[str, Any], checkpoint: SourceCheckpoint) -> str:
@@ -191,12 +200,12 @@ def _tensors(
     import torch
 
     kind = getattr(torch, dtype)
-    random = partial(_random, generator=torch.Generator().manual_seed(0))
+    growth = Growth(shape.hidden // own.hidden, shape.width)
     in_layers: dict[int, dict[str, str]] = {}
     for name in checkpoint.names():
         layer = _LAYER.fullmatch(name)
         if layer is None:
-            yield name, checkpoint.tensor(name).to(kind)
+            yield name, growth.grown_outside(name, checkpoint.tensor(name).to(kind))
         elif not layer[2].endswith("inv_freq"):
             in_layers.setdefault(int(layer[1]), {})[layer[2]] = name
     for number in range(shape.layers):
@@ -204,48 +213,11 @@ def _tensors(
             report("layers", number, shape.layers)
         parts = in_layers[min(number, own.layers - 1)]
         for part, name in parts.items():
-            size = _widened(part, checkpoint.shape(name), shape.width)
             if number < own.layers:
-                made = _own_tensor(part, checkpoint.tensor(name), size, random)
+                made = growth.grown(part, checkpoint.tensor(name).to(kind))
             else:
-                made = _added_tensor(part, size, random)
-            yield f"model.layers.{number}.{part}", made.to(kind)
-
-
-def _widened(part: str, size: tuple[int, ...], width: int) -> tuple[int, ...]:
-    if part.startswith(_WIDE_ROWS):
-        return (width, *size[1:])
-    return (size[0], width) if part == _WIDE_COLUMNS else size
-
-
-def _own_tensor(
-    part: str, tensor: torch.Tensor, size: tuple[int, ...], random: Callable[..., torch.Tensor]
-) -> torch.Tensor:
-    """Pads the source's tensor with what the wider MLP adds."""
-    if tensor.shape == size:
-        return tensor
-    import torch
-
-    padded = torch.zeros(size) if part == _WIDE_COLUMNS else random(size)
-    padded[tuple(slice(length) for length in tensor.shape)] = tensor
-    return padded
-
-
-def _added_tensor(
-    part: str, size: tuple[int, ...], random: Callable[..., torch.Tensor]
-) -> torch.Tensor:
-    """Makes a tensor of an added layer."""
-    import torch
-
-    if part.startswith(_OUTPUTS) or part.endswith(".bias"):
-        return torch.zeros(size)
-    return torch.ones(size) if "norm" in part else random(size)
-
-
-def _random(size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    import torch
-
-    return torch.empty(size).normal_(0, _INITIAL_STD, generator=generator)
+                made = growth.added(part, checkpoint.shape(name), kind)
+            yield f"model.layers.{number}.{part}", made
 
 
 def _changed_config(
@@ -254,12 +226,23 @@ def _changed_config(
     changes: dict[str, Any] = {
         "num_hidden_layers": shape.layers,
         "intermediate_size": shape.width,
+        **_attention(config, shape.hidden // own.hidden),
         "torch_dtype" if "torch_dtype" in config else "dtype": dtype,
     }
     if config.get("layer_types"):
         kinds = config["layer_types"]
         changes["layer_types"] = kinds + [kinds[-1]] * (shape.layers - own.layers)
     return {**config, **changes}
+
+
+def _attention(config: dict[str, Any], times: int) -> dict[str, int]:
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    return {
+        "hidden_size": hidden * times,
+        "num_attention_heads": heads * times,
+        "num_key_value_heads": int(config.get("num_key_value_heads") or heads) * times,
+        "head_dim": int(config.get("head_dim") or hidden // heads),
+    }
 
 
 def _copy_tokenizer(origin: Path, folder: Path) -> None:

@@ -82,6 +82,23 @@ def test_the_function_is_preserved(source, tmp_path):
     assert check_synthetic_target(str(source), made.folder, made.dtype).difference < 1e-4
 
 
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_larger_hidden_size_preserves_the_function(source, tmp_path, times):
+    made = write_synthetic_target(str(source), tmp_path / "made", layers=4, hidden=64 * times)
+    torch.testing.assert_close(logits(made.folder), logits(source), rtol=1e-4, atol=1e-4)
+    config = AutoConfig.from_pretrained(made.folder)
+    sizes = (config.hidden_size, config.num_attention_heads, config.num_key_value_heads)
+    assert sizes == (64 * times, 4 * times, 2 * times)
+    model = AutoModelForCausalLM.from_pretrained(made.folder)
+    assert sum(parameter.numel() for parameter in model.parameters()) == made.shape.parameters
+
+
+def test_a_hidden_size_that_is_no_multiple_is_refused(tmp_path):
+    source = save_model("llama", tmp_path / "source")
+    with pytest.raises(SyntheticTargetError, match="multiple of it, like 128"):
+        write_synthetic_target(str(source), tmp_path / "made", layers=4, hidden=100)
+
+
 def test_parameters_and_shape_are_as_said(source, tmp_path):
     made = write_synthetic_target(str(source), tmp_path / "made", parameters=1e6)
     model = AutoModelForCausalLM.from_pretrained(made.folder)
@@ -208,7 +225,12 @@ def test_weights_must_be_in_safetensors(tmp_path):
 
 
 EMBEDDED = SourceShape(
-    layers=4, width=672, outside=4096 * 256 + 256, per_layer=4 * 256 * 256 + 512, per_column=768
+    layers=4,
+    width=672,
+    hidden=256,
+    outside=4096 * 256 + 256,
+    per_layer=4 * 256 * 256 + 512,
+    per_column=768,
 )
 
 
@@ -230,7 +252,9 @@ def test_any_size_is_met(factor):
 
 
 def test_a_size_between_two_steps_is_refused_with_the_nearest():
-    coarse = SourceShape(layers=4, width=672, outside=0, per_layer=10**8, per_column=10**6)
+    coarse = SourceShape(
+        layers=4, width=672, hidden=256, outside=0, per_layer=10**8, per_column=10**6
+    )
     with pytest.raises(
         SyntheticTargetError, match=r"has 3,472,000,000 \(4 layers, MLP width 768\)"
     ):
