@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 from sequoia_vllm.cli.common import friendly_errors
 from sequoia_vllm.figures import GREY, INK, PALE, draw_grid, new_figure, save_figure, shades
 
-_WIDTH = 0.26  # of a bar, where groups are 1 apart
+_WIDTH = 0.84  # of a group of bars, where groups are 1 apart
 
 
 def main() -> None:
@@ -28,48 +28,46 @@ def main() -> None:
 
 
 def draw(measured: dict[str, Any], path: Path) -> None:
-    """Draws a panel for each temperature.
+    """Draws a group of bars for each case.
 
-    Bars are means over plain vLLM's mean. Dots are single rounds over it.
+    Dots are rounds over plain vLLM's round, and bars are medians of them.
     """
-    temperatures = sorted({row["temperature"] for row in measured["speeds"]})
-    figure, panels = new_figure(7.6, 3.0, len(temperatures))
-    chain, sequoia, _ = shades(3)  # as in the pictures of `bench`
-    colours = (PALE, chain, sequoia)
-    most = max(
-        speed / fmean(row["rounds"][0])
-        for row in measured["speeds"] for rounds in row["rounds"] for speed in rounds
-    )  # fmt: skip
-    for axes, temperature in zip(panels, temperatures, strict=True):
-        rows = [row for row in measured["speeds"] if row["temperature"] == temperature]
-        for group, row in enumerate(rows):
-            plain = fmean(row["rounds"][0])
-            for index, rounds in enumerate(row["rounds"]):
-                place = group + (index - 1) * (_WIDTH + 0.02)
-                name = measured["methods"][index] if group == 0 else None
-                axes.bar(place, fmean(rounds) / plain, _WIDTH, color=colours[index], label=name)
-                axes.plot(
-                    [place] * len(rounds), [speed / plain for speed in rounds],
-                    linestyle="", marker="o", markersize=2.5, color=INK,
-                )  # fmt: skip
-                axes.annotate(
-                    f"{fmean(rounds) / plain:.2f}", (place, max(rounds) / plain), xytext=(0, 4),
-                    textcoords="offset points", ha="center", fontsize=8.5,
-                )  # fmt: skip
-        axes.axhline(1, color=GREY, linewidth=0.8)
-        axes.set_xticks(range(len(rows)), labels=[str(row["requests"]) for row in rows])
-        axes.set_xlabel("requests at once", fontsize=9)
-        axes.set_title(
-            "greedy" if temperature == 0 else f"temperature {temperature:g}",
-            loc="left",
-            fontsize=10,
-        )
-        axes.set_ylim(0, 1.2 * most)
-        draw_grid(axes, "y")
-    panels[0].set_ylabel("speed over plain vLLM", fontsize=9)
-    panels[-1].legend(frameon=False, fontsize=8.5, loc="upper right")
+    figure, [axes] = new_figure(7.6, 3.2, 1)
+    colours = [PALE, *shades(max(3, len(measured["methods"]) - 1))]
+    width = _WIDTH / len(measured["methods"])
+    for group, row in enumerate(measured["speeds"]):
+        for index, ratios in enumerate(speedups(row)):
+            place = group + (index - (len(row["rounds"]) - 1) / 2) * width
+            name = measured["methods"][index] if group == 0 else None
+            axes.bar(place, median(ratios), 0.93 * width, color=colours[index], label=name)
+            axes.plot(
+                [place] * len(ratios), ratios, linestyle="", marker="o", markersize=2.5, color=INK,
+            )  # fmt: skip
+            axes.annotate(
+                f"{median(ratios):.2f}", (place, max(ratios)), xytext=(0, 4),
+                textcoords="offset points", ha="center", fontsize=8,
+            )  # fmt: skip
+    axes.axhline(1, color=GREY, linewidth=0.8)
+    axes.set_xticks(range(len(measured["speeds"])), labels=map(_case, measured["speeds"]))
+    axes.margins(y=0.2)
+    axes.set_ylim(bottom=0)
+    draw_grid(axes, "y")
+    axes.set_ylabel("speed over plain vLLM", fontsize=9)
+    axes.legend(frameon=False, fontsize=8.5, loc="upper right", ncols=len(measured["methods"]))
     figure.supxlabel(f"{measured['device']}; {measured['pair']}", fontsize=8, color=GREY)
     save_figure(figure, path)
+
+
+def speedups(row: dict[str, Any]) -> list[list[float]]:
+    """Each method's rounds over plain vLLM's."""
+    plain = row["rounds"][0]
+    return [[one / base for one, base in zip(found, plain, strict=True)] for found in row["rounds"]]
+
+
+def _case(row: dict[str, Any]) -> str:
+    count, temperature = row["requests"], row["temperature"]
+    how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    return f"{count} request{'s' if count > 1 else ''}, {how}"
 
 
 if __name__ == "__main__":

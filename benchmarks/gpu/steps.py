@@ -20,12 +20,13 @@ def speculation(batches: tuple[int, ...], drafts: tuple[int, ...], **more: Any) 
     """Keys of ``speculative_config`` with which these numbers of drafts have graphs at all sizes.
 
     Batches above the largest never come. They put each number into the schedule, and an engine that
-    may adapt captures a number of the schedule for all batch sizes.
+    adapts captures a number of the schedule for all batch sizes.
     """
     largest, most = drafts[-1], batches[-1]
     smaller = enumerate(reversed(drafts[:-1]), start=most + 1)
     return {
         "tree": {"size": largest + 1},
+        "adapt": True,
         "num_speculative_tokens_per_batch_size": [
             (1, most, largest),
             *((batch, batch, number) for batch, number in smaller),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from benchmarks.gpu import made_up_weights  # noqa: F401 (it registers)
 from sequoia_vllm.measuring.step_recorder import StepRecorder
 
 _MOST_KERNELS = 25

@@ -13,7 +13,12 @@ from benchmarks.gpu.items import ITEMS, MACHINE, Item, in_order
 from benchmarks.gpu.models import pair_of, write_models
 from benchmarks.gpu.results import FILE, SCHEMA, GpuRunError, Results
 from benchmarks.gpu.serving import MONITORS
+from benchmarks.gpu.sizes import ON_A_GPU
+from benchmarks.gpu.steps import speculation
 from benchmarks.gpu.table import lines_of
+from sequoia_vllm.config import SequoiaConfig
+from sequoia_vllm.hardware.budget import drafts_by_batch, rungs
+from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, decode_shapes
 from sequoia_vllm.hardware.model_config import read_shape
 
 
@@ -126,3 +131,18 @@ def test_models_have_the_shapes_that_the_library_has_of_them(name, tmp_path):
         kind = "model" if shape.head is None else shape.head.kind
         assert read_shape(config, shape.name, kind=kind) == shape
         assert config.rope_parameters["rope_theta"] >= 10000
+
+
+def test_what_is_timed_has_graphs_of_its_own_size():
+    """Padded steps once took twice as long: graphs for 15 drafts began at 36 requests."""
+    sizes = ON_A_GPU
+    keys = speculation(sizes.batches, sizes.drafts)
+    assert SequoiaConfig.parse({"method": "sequoia", "model": "draft", **keys}).adapts
+    entries, most = keys["num_speculative_tokens_per_batch_size"], sizes.batches[-1] + 3
+    scheduled = drafts_by_batch(entries, sizes.drafts[-1], most)
+    tokens = [drafts + 1 for drafts in scheduled]
+    others = [drafts + 1 for drafts in rungs(scheduled)]
+    shapes = decode_shapes(tokens, MOST_TOKENS, others, tokens)
+    for batch in sizes.batches:
+        for drafts in sizes.drafts[1:]:
+            assert (drafts + 1, batch) in shapes or batch * (drafts + 1) > MOST_TOKENS

@@ -1,0 +1,131 @@
+"""Gives a draft that knows some of the target's tokens the target's whole vocabulary.
+
+``python -m benchmarks.whole_vocabulary TARGET DRAFT FOLDER`` writes a draft that proposes the same
+tokens. vLLM's own chains can then run on Model Runner V2 with it, side by side with trees: with
+another vocabulary vLLM falls back to V1.
+
+Tokens that the draft lacks get a logit far below all others, which needs a hidden state whose sign
+is known. So the hidden size grows by some channels. One of them holds a constant, and the others
+hold zeros. The constant is small enough to leave the norms' sums as they are in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.measuring.engines import compare_models
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sequoia_vllm.vocabulary.matching import Matching
+
+_CONSTANT = 0.01
+# The final norm's weight for the constant: its state is then some hundredths of this.
+_AMPLIFIED = 20000.0
+_ALIGNED = 16  # channels, which GPUs read at once
+_EMBEDDING, _OUTPUT, _FINAL_NORM = (
+    "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Writes the folder."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", help="a folder or a name")
+    parser.add_argument(
+        "draft", type=Path, help="folder of a Llama-type draft, one safetensors file"
+    )
+    parser.add_argument("folder", type=Path, help="where the new draft goes")
+    given = parser.parse_args()
+    matching = compare_models(given.target, str(given.draft)).matching
+    if matching is None:
+        raise SystemExit(f"{given.draft} has the target's vocabulary already")
+    try:
+        write(given.target, given.draft, given.folder, matching)
+    except SequoiaError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def write(target: str, draft: Path, folder: Path, matching: Matching) -> None:
+    """Writes the draft with the target's whole vocabulary; of its tokenizer, if that is a folder.
+
+    Args:
+        target, draft: The models.
+        folder: Where the new draft goes; made if it is not there.
+        matching: How their tokens belong together.
+
+    Raises:
+        SequoiaError: If the draft is no Llama.
+    """
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((draft / "config.json").read_text("utf-8"))
+    if config.get("architectures") != ["LlamaForCausalLM"]:
+        raise SequoiaError(f"{draft} is {config.get('architectures')}; can use LlamaForCausalLM")
+    tensors = widened(load_file(draft / "model.safetensors"), config, matching)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(widened_config(config, matching), indent=1))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (Path(target) / name).is_file():
+            shutil.copy(Path(target) / name, folder / name)
+
+
+def wide_size(config: dict[str, Any]) -> int:
+    """The new hidden size: transformers wants a multiple of the heads."""
+    step = math.lcm(config["num_attention_heads"], _ALIGNED)
+    return int((config["hidden_size"] // step + 1) * step)
+
+
+def widened_config(config: dict[str, Any], matching: Matching) -> dict[str, Any]:
+    """The draft's configuration with the new sizes."""
+    hidden, wide = config["hidden_size"], wide_size(config)
+    return {
+        **config,
+        "vocab_size": len(matching.drawn),
+        "tie_word_embeddings": False,
+        "hidden_size": wide,
+        "head_dim": config.get("head_dim") or hidden // config["num_attention_heads"],
+        "rms_norm_eps": config["rms_norm_eps"] * hidden / wide,
+    }
+
+
+def widened(
+    tensors: dict[str, Tensor], config: dict[str, Any], matching: Matching
+) -> dict[str, Tensor]:
+    """The draft's tensors with more channels and the target's tokens."""
+    import torch
+    from torch.nn.functional import pad
+
+    hidden, wide = config["hidden_size"], wide_size(config)
+    added = wide - hidden
+    drawn = torch.from_numpy(matching.drawn)
+    read = torch.arange(len(drawn)) if matching.read is None else torch.from_numpy(matching.read)
+    embedding = tensors[_EMBEDDING]
+    output = tensors.get(_OUTPUT, embedding)
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if "norm" in name:  # of more channels: they divide by the root of a smaller mean
+            found[name] = pad(tensor.float() * (hidden / wide) ** 0.5, (0, added)).to(tensor.dtype)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            found[name] = pad(tensor, (0, 0, 0, added))
+        elif name not in (_EMBEDDING, _OUTPUT):
+            found[name] = pad(tensor, (0, added))
+    found[_EMBEDDING] = pad(embedding[read], (0, added))
+    found[_EMBEDDING][:, hidden] = _CONSTANT
+    found[_OUTPUT] = pad(output[drawn.clamp(min=0)], (0, added))
+    found[_OUTPUT][drawn < 0] = 0
+    found[_OUTPUT][drawn < 0, hidden] = -1
+    found[_FINAL_NORM][hidden] = _AMPLIFIED
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+if __name__ == "__main__":
+    main()
