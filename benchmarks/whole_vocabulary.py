@@ -11,13 +11,15 @@ hold zeros. The constant is small enough to leave the norms' sums as they are in
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from sequoia_vllm.cli.common import fail, friendly_errors
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.measuring.engines import compare_models
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sequoia_vllm.vocabulary.matching import Matching
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _CONSTANT = 0.01
 # The final norm's weight for the constant: its state is then some hundredths of this.
@@ -35,26 +39,22 @@ _EMBEDDING, _OUTPUT, _FINAL_NORM = (
 )  # fmt: skip
 
 
-def main() -> None:
-    """Writes the folder."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("target", help="a folder or a name")
-    parser.add_argument(
-        "draft", type=Path, help="folder of a Llama-type draft, one safetensors file"
-    )
-    parser.add_argument("folder", type=Path, help="where the new draft goes")
-    given = parser.parse_args()
-    matching = compare_models(given.target, str(given.draft)).matching
-    if matching is None:
-        raise SystemExit(f"{given.draft} has the target's vocabulary already")
-    try:
-        write(given.target, given.draft, given.folder, matching)
-    except SequoiaError as error:
-        raise SystemExit(f"error: {error}") from error
+@app.command()
+def main(
+    target: Annotated[str, typer.Argument(help="A folder, or a name on the Hub.")],
+    draft: Annotated[Path, typer.Argument(help="Folder of a Llama-type draft, in one file.")],
+    folder: Annotated[Path, typer.Argument(help="Where the new draft goes.")],
+) -> None:
+    """Give a draft that knows some of the target's tokens the target's whole vocabulary."""
+    with friendly_errors():
+        matching = compare_models(target, str(draft)).matching
+        if matching is None:
+            fail(f"{draft} has the target's vocabulary already")
+        write(target, draft, folder, matching)
 
 
 def write(target: str, draft: Path, folder: Path, matching: Matching) -> None:
-    """Writes the draft with the target's whole vocabulary; of its tokenizer, if that is a folder.
+    """Writes the draft with the target's whole vocabulary, and its tokenizer if it is a folder.
 
     Args:
         target, draft: The models.
@@ -128,4 +128,4 @@ def widened(
 
 
 if __name__ == "__main__":
-    main()
+    app(prog_name="python -m benchmarks.whole_vocabulary")

@@ -169,12 +169,17 @@ def test_long_commands_are_understood(command, folder, monkeypatch):
     monkeypatch.chdir(folder)
     Path("PROMPTS").write_text("")
     words = shlex.split(command)
-    tool = app if words[0] == "sequoia-vllm" else import_module(f"{words[2]}.__main__").app
+    tool = app if words[0] == "sequoia-vllm" else app_of(words[2])
     options = words[1:] if tool is app else words[3:]
     parser = typer.main.get_command(tool)
     if isinstance(parser, typer.core.TyperGroup):
         parser, options = parser.get_command(None, options[0]), options[1:]
     parser.make_context("it", options)
+
+
+def app_of(module: str) -> typer.Typer:
+    found = getattr(import_module(module), "app", None)
+    return found or import_module(f"{module}.__main__").app
 
 
 def run_tool(words: list[str], monkeypatch) -> None:

@@ -93,7 +93,7 @@ def test_draft_models_are_taken_unless_a_head_is_asked_for():
     assert found.kind == "model"
     assert (
         "a DFlash head exists, too (RedHatAI/Qwen3-8B-speculator.dflash): ask for it with "
-        '"drafter": "dflash" (such heads never ran on a GPU)' in found.why
+        '"drafter": "dflash" (none with trained weights ran on a GPU)' in found.why
     )
     assert [known.kind for known in known_drafts("Qwen/Qwen3-8B", ALL, "dflash")] == ["dflash"] * 2
 

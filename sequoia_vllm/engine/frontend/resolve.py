@@ -227,7 +227,7 @@ def _none_known(
 
 def _asked_for(kind: Drafter) -> str:
     """Says how to choose a kind that is not taken by default."""
-    return f'ask for it with "drafter": "{kind.kind}" (such heads never ran on a GPU)'
+    return f'ask for it with "drafter": "{kind.kind}" (none with trained weights ran on a GPU)'
 
 
 def _why(
