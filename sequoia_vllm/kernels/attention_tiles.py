@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import triton
 
@@ -39,6 +40,7 @@ class Tile:
     max_registers: int | None = None
 
 
+@cache  # steps that also read a prompt ask in every layer, while the device waits
 def choose_tile(
     rows: int,
     head_size: int,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -180,6 +181,7 @@ def tree_attention(
     max_queries: int | None = None,
     written: Tensor | None = None,
     max_slots: int | None = None,
+    max_keys: int | None = None,
     context_lse: Tensor | None = None,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
@@ -214,6 +216,8 @@ def tree_attention(
             value in the cache. Nobody sees others, whose rows get numbers without meaning;
             None: all have.
         max_slots: Nor do nodes from this position on; None: all that have a block do.
+        max_keys: Bound on the positions of any request, its nodes included; None: its blocks
+            are. Splits are for so many; only speed depends on it.
         context_lse: float32 ``[Hq, T]``, rows of any stride: ``output`` holds the attention
             of each row over its context alone, from another kernel, and this the natural
             log-sum-exp of its scores (-inf: it saw nothing). The tree's nodes are added.
@@ -265,13 +269,14 @@ def tree_attention(
     if mask.window is not None:
         window = min(mask.window, max_positions + len(mask.words))  # in 32 bits
         most_read = min(max_positions, window + len(mask.words) + tile.keys)
+    if max_keys is not None:
+        most_read = min(most_read, max_keys)
     splits = 1
     if context_lse is None:
         splits = choose_splits(units, tile, workspace.processors, most_read)
     partial_rows = splits * units * tile.rows if splits > 1 else 0
     partial_output, partial_lse = workspace.partials(partial_rows, head_size)
-    shared = _shared_constants(group, head_size, tile.keys)
-    shared["WINDOWED"] = mask.window is not None
+    shared = _shared_constants(group, head_size, tile.keys, mask.window is not None)
     tree_attention_kernel[(row_tiles * splits, key_heads, requests)](
         query, key_cache, value_cache, block_table, context_lens, query_start_loc,
         context_lens if written is None else written, mask.words,
@@ -345,7 +350,8 @@ def attend_to_contexts(
     return context_lse
 
 
-def _shared_constants(group: int, head_size: int, keys: int) -> dict[str, int]:
+@cache
+def _shared_constants(group: int, head_size: int, keys: int, windowed: bool) -> dict[str, int]:
     """Constants that both kernels are compiled with."""
     return {
         "GROUP": group,
@@ -353,6 +359,7 @@ def _shared_constants(group: int, head_size: int, keys: int) -> dict[str, int]:
         "PADDED_HEAD_SIZE": triton.next_power_of_2(head_size),
         "KEYS": keys,
         "MIN_BLOCKS": MIN_POSITIONS_PER_SPLIT // keys,
+        "WINDOWED": windowed,
     }
 
 

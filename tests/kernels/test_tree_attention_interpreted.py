@@ -15,6 +15,7 @@ from sequoia_vllm.kernels.tree_attention import (
 )
 from tests.oracles.attention import random_ancestors
 from tests.support.attending import UNTOUCHED, Batch
+from tests.v2.launches import counted_launches
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +174,23 @@ def test_long_contexts_make_longer_splits():
     batch = Batch([1300, 40], [4, 4], heads=(1, 1), block_size=64)
     assert splits_of(batch, processors=2) == 2
     assert_close(batch.run(processors=2), batch.expected())
+
+
+def test_short_contexts_are_not_split_where_their_length_is_known():
+    """Nor is anything merged; the blocks would have room for four splits."""
+    batch = Batch([200, 3], [7, 2], heads=(2, 1), spare_blocks=45)
+    assert splits_of(batch, processors=32) >= 3
+    with counted_launches() as launches:
+        output = batch.run(processors=32, max_keys=207)
+    assert_close(output, batch.expected())
+    names = {name for _, _, name in launches.counts if name.endswith("_kernel")}
+    assert names == {"tree_attention_kernel"}
+
+
+@pytest.mark.parametrize("max_keys", [257, 600, 1 << 20])
+def test_a_bound_on_keys_changes_no_result(max_keys):
+    batch = Batch([200, 3], [7, 2], heads=(2, 1), spare_blocks=45)
+    assert_close(batch.run(processors=32, max_keys=max_keys), batch.expected())
 
 
 def test_more_splits_than_are_merged_at_once():

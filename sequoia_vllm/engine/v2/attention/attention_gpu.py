@@ -83,7 +83,7 @@ class GPUTreeQueries:
         max_queries: The most nodes of any request.
         workspace: The kernel's buffers.
         others: The batch's other rows; None: it has none.
-        written, max_slots: See `tree_attention`.
+        max_keys, written, max_slots: See `tree_attention`.
         flash_max_context: Longest context, if FlashAttention reads the contexts; None: our
             kernel reads them.
     """
@@ -96,6 +96,7 @@ class GPUTreeQueries:
     first_node: int
     max_queries: int
     workspace: TreeAttentionWorkspace
+    max_keys: int
     others: OtherChains | None = None
     written: Tensor | None = None
     max_slots: int | None = None
@@ -161,6 +162,7 @@ class GPUTreeForward(TreeForward):
             max_queries=tree.max_queries,
             written=tree.written,
             max_slots=tree.max_slots,
+            max_keys=tree.max_keys,
             context_lse=context_lse,
             soft_cap=self.logits_soft_cap or 0.0,
             sinks=self.sinks,

@@ -85,6 +85,7 @@ class GPUTreeBackend(TreeBackend):
             first_node=0,
             max_queries=trees.max_nodes,
             workspace=self._workspace,
+            max_keys=trees.max_keys,
             others=other_chains(trees, metadata),
             flash_max_context=trees.max_keys if self._context_attention == "flash" else None,
         )
@@ -103,6 +104,7 @@ class GPUTreeBackend(TreeBackend):
                 first_node=queries.first,
                 max_queries=queries.width,
                 workspace=self._workspace,
+                max_keys=queries.max_keys,
                 written=queries.written,
                 max_slots=queries.max_slots,
             ),
