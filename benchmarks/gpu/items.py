@@ -58,7 +58,7 @@ ITEMS = (
     MACHINE,
     Item(
         "trees-8b-eagle3", "8B with an EAGLE-3 head: steps, mixed steps, changes, kernels' shares",
-        TREES, 6, {"pair": "8b-eagle3"},
+        TREES, 4, {"pair": "8b-eagle3"},
     ),
     Item(
         "plain-8b", "plain 8B: the same steps and arrivals", PLAIN, 3,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _MODELS = Path(__file__).parents[2] / "examples" / "models"
 _TARGET_PARAMETERS, _DRAFT_PARAMETERS = 6.74e9, 68e6
+_TARGET_HIDDEN = 4096  # of the trained target's 256: MLPs stay as narrow as in models in use
 _PROMPTS, _MAX_TOKENS, _ROUNDS = 4, 128, 3
 _CHAINS = ["4"]
 _TREES = ["16x5", "64x8"]
@@ -62,9 +63,10 @@ def _synthetic(folder: Path) -> tuple[str, str]:
     from benchmarks.synthetic_target.write import write_synthetic_target
 
     folders = []
-    for role, size in (("target", _TARGET_PARAMETERS), ("draft", _DRAFT_PARAMETERS)):
+    sizes = {"target": (_TARGET_PARAMETERS, _TARGET_HIDDEN), "draft": (_DRAFT_PARAMETERS, None)}
+    for role, (size, hidden) in sizes.items():
         made = write_synthetic_target(
-            str(_MODELS / role), folder / role, parameters=size, dtype="bfloat16"
+            str(_MODELS / role), folder / role, parameters=size, hidden=hidden, dtype="bfloat16"
         )
         folders.append(str(made.folder))
     return folders[0], folders[1]
