@@ -146,3 +146,9 @@ def test_what_is_timed_has_graphs_of_its_own_size():
     for batch in sizes.batches:
         for drafts in sizes.drafts[1:]:
             assert (drafts + 1, batch) in shapes or batch * (drafts + 1) > MOST_TOKENS
+
+
+def test_results_of_an_h100_are_shown(capsys):
+    path = Path(command.__file__).with_name("h100-eagle3.jsonl")
+    assert command.main(["--report", str(path)]) == 0
+    assert "batch 1, 59 drafts 62 13.520 7.122" in " ".join(capsys.readouterr().out.split())
