@@ -6,7 +6,8 @@ another vocabulary vLLM falls back to V1.
 
 Tokens that the draft lacks get a logit far below all others, which needs a hidden state whose sign
 is known. So the hidden size grows by some channels. One of them holds a constant, and the others
-hold zeros. The constant is small enough to leave the norms' sums as they are in bfloat16.
+hold zeros. The constant is too small to change what norms divide by. Rounding aside, other logits
+stay; where several of the draft's tokens mean one of the target's, one of them is kept.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _CONSTANT = 0.01
-# The final norm's weight for the constant: its state is then some hundredths of this.
-_AMPLIFIED = 20000.0
+# The final norm's weight for the constant. Such a logit is then the negative of 10,000 over the
+# root mean square of the final state, which is 1 to 300 in models that we looked at.
+_AMPLIFIED = 1e6
+_DTYPES = ("bfloat16", "float32")  # float16 ends at 65,504
 _ALIGNED = 16  # channels, which GPUs read at once
 _EMBEDDING, _OUTPUT, _FINAL_NORM = (
     "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight",
@@ -41,7 +44,7 @@ _EMBEDDING, _OUTPUT, _FINAL_NORM = (
 
 @app.command()
 def main(
-    target: Annotated[str, typer.Argument(help="A folder, or a name on the Hub.")],
+    target: Annotated[str, typer.Argument(help="The target's folder.")],
     draft: Annotated[Path, typer.Argument(help="Folder of a Llama-type draft, in one file.")],
     folder: Annotated[Path, typer.Argument(help="Where the new draft goes.")],
 ) -> None:
@@ -54,21 +57,25 @@ def main(
 
 
 def write(target: str, draft: Path, folder: Path, matching: Matching) -> None:
-    """Writes the draft with the target's whole vocabulary, and its tokenizer if it is a folder.
+    """Writes the draft with the target's whole vocabulary, and the target's tokenizer.
 
     Args:
         target, draft: The models.
-        folder: Where the new draft goes; made if it is not there.
+        folder: Where the new draft goes; made if it is not there, must be empty.
         matching: How their tokens belong together.
 
     Raises:
-        SequoiaError: If the draft is no Llama.
+        SequoiaError: If the draft is no Llama, or has biases or float16 weights; if the target
+            is no folder, or ``folder`` holds something.
     """
     from safetensors.torch import load_file, save_file
 
     config = json.loads((draft / "config.json").read_text("utf-8"))
-    if config.get("architectures") != ["LlamaForCausalLM"]:
-        raise SequoiaError(f"{draft} is {config.get('architectures')}; can use LlamaForCausalLM")
+    check(config, draft)
+    if not (Path(target) / "tokenizer.json").is_file():
+        raise SequoiaError(f"{target}: give the target's folder, with its tokenizer.json")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise SequoiaError(f"{folder} is not empty: give a new folder")
     tensors = widened(load_file(draft / "model.safetensors"), config, matching)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -76,6 +83,21 @@ def write(target: str, draft: Path, folder: Path, matching: Matching) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (Path(target) / name).is_file():
             shutil.copy(Path(target) / name, folder / name)
+
+
+def check(config: dict[str, Any], draft: Path) -> None:
+    """Checks that a draft with this config.json can be widened.
+
+    Raises:
+        SequoiaError: If it cannot.
+    """
+    if config.get("architectures") != ["LlamaForCausalLM"]:
+        raise SequoiaError(f"{draft} is {config.get('architectures')}; can use LlamaForCausalLM")
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        raise SequoiaError(f"{draft} has biases, which cannot be widened: use another draft")
+    dtype = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise SequoiaError(f"{draft} has {dtype} weights; convert it to {' or '.join(_DTYPES)}")
 
 
 def wide_size(config: dict[str, Any]) -> int:

@@ -86,14 +86,15 @@ class _Shape:
                 kernel=tree_attention_kernel,
                 signature=_signature(self.query, self.cache),
                 constexprs={
-                    **tree_attention._shared_constants(self.group, self.head_size, tile.keys),
+                    **tree_attention._shared_constants(
+                        self.group, self.head_size, tile.keys, self.windowed
+                    ),
                     "BLOCK_SIZE": self.block_size,
                     "WORDS": self.words,
                     "QUANTIZED": quantized,
                     "SCALES_IN_MEMORY": True,
                     "ROWS": tile.rows,
                     "ONLY_NODES": self.only_nodes,
-                    "WINDOWED": self.windowed,
                     "SOFT_CAPPED": self.soft_capped,
                     "HAS_SINKS": self.has_sinks,
                 },
@@ -113,8 +114,7 @@ def _merge_variants() -> list[Variant]:
             merge_splits_kernel,
             _signature("bf16", "bf16"),
             {
-                **tree_attention._shared_constants(4, head_size, 64),
-                "WINDOWED": windowed,
+                **tree_attention._shared_constants(4, head_size, 64, windowed),
                 "SPLITS_AT_ONCE": tree_attention._SPLITS_AT_ONCE,
             },
         )

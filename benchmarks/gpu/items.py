@@ -20,7 +20,8 @@ class Item:
         what: One line for the table.
         measure: Function that measures it, ``module:function``, called with an `ItemRun` and
             ``options``.
-        minutes: What it takes on an H100, estimated. It is ended after twice as long.
+        minutes: What it takes on an H100; all but the first engine's are estimates. It is ended
+            after twice as long.
         options: More arguments of the function.
         environment: Variables that its process begins with.
         needs_vllm: False: torch and Triton are enough.

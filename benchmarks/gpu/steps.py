@@ -17,7 +17,8 @@ _WARM_UP = 4  # steps, prompts included
 
 
 def speculation(batches: tuple[int, ...], drafts: tuple[int, ...], **more: Any) -> dict[str, Any]:
-    """Keys of ``speculative_config`` with which these numbers of drafts have graphs at all sizes.
+    """Keys of ``speculative_config`` with which these numbers of drafts have graphs at all sizes
+    up to 1,024 tokens.
 
     Batches above the largest never come. They put each number into the schedule, and an engine that
     adapts captures a number of the schedule for all batch sizes.

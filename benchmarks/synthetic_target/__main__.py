@@ -56,8 +56,10 @@ def synthetic_target(
     """
     from benchmarks.synthetic_target.write import DTYPES, write_synthetic_target
 
-    if (params is None) == (layers is None and width is None):
-        fail("give either --params, or --layers and/or --width")
+    if params is not None and (layers is not None or width is not None):
+        fail("--params chooses layers and width: leave out --layers and --width")
+    if params is layers is width is hidden is None:
+        fail("give --params, or some of --layers, --width and --hidden")
     if dtype not in DTYPES:
         fail(f"--dtype {dtype!r}: give one of {', '.join(DTYPES)}")
     count = None if params is None else parse_parameters(params)

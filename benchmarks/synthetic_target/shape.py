@@ -23,7 +23,7 @@ class SourceShape:
     Attributes:
         layers: Decoder layers.
         width: MLP width (``intermediate_size``).
-        hidden: Hidden size; the counts that follow are with it.
+        hidden: Hidden size; the counts below are for it.
         outside: Parameters outside the layers: embeddings, final norm.
         per_layer: Parameters of a layer outside the columns of its MLP.
         per_column: Parameters that one more column of MLP width adds to a layer.

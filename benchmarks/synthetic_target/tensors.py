@@ -1,8 +1,9 @@
 """Tensors of a synthetic target, from those of its source.
 
-A hidden size ``times`` that of the source holds the source's residual stream so many times over, so
-norms divide by what they divided by. Projections read its first copy. Added columns come in pairs
-of opposite sign, which read equal copies and cancel. The final norm keeps the first copy alone.
+The hidden size is ``times`` that of the source, and holds as many copies of its residual stream. So
+norms divide by the same numbers. Projections read the first copy. Their added columns come in pairs
+of opposite sign, which read equal copies and cancel; one copy that is left over meets zeros. The
+final norm keeps the first copy alone.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Growth:
         return torch.ones(size, dtype=dtype) if "norm" in part else self._random(size, dtype)
 
     def _random(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Normal numbers, of which there are some millions: billions would take minutes to draw."""
+        """Repeats a pool of 4 million normal numbers: drawing billions would take minutes."""
         import torch
 
         if dtype not in self._pools:

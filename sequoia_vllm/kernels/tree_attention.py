@@ -216,8 +216,8 @@ def tree_attention(
             value in the cache. Nobody sees others, whose rows get numbers without meaning;
             None: all have.
         max_slots: Nor do nodes from this position on; None: all that have a block do.
-        max_keys: Bound on the positions of any request, its nodes included; None: its blocks
-            are. Splits are for so many; only speed depends on it.
+        max_keys: Upper bound of the positions of any request, its nodes included; None: what
+            its blocks hold. It sets the number of splits: speed and rounding.
         context_lse: float32 ``[Hq, T]``, rows of any stride: ``output`` holds the attention
             of each row over its context alone, from another kernel, and this the natural
             log-sum-exp of its scores (-inf: it saw nothing). The tree's nodes are added.

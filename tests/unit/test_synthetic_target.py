@@ -82,7 +82,7 @@ def test_the_function_is_preserved(source, tmp_path):
     assert check_synthetic_target(str(source), made.folder, made.dtype).difference < 1e-4
 
 
-@pytest.mark.parametrize("times", [2, 3])
+@pytest.mark.parametrize("times", [2, 3, 5])
 def test_a_larger_hidden_size_preserves_the_function(source, tmp_path, times):
     made = write_synthetic_target(str(source), tmp_path / "made", layers=4, hidden=64 * times)
     torch.testing.assert_close(logits(made.folder), logits(source), rtol=1e-4, atol=1e-4)
@@ -93,10 +93,18 @@ def test_a_larger_hidden_size_preserves_the_function(source, tmp_path, times):
     assert sum(parameter.numel() for parameter in model.parameters()) == made.shape.parameters
 
 
-def test_a_hidden_size_that_is_no_multiple_is_refused(tmp_path):
+@pytest.mark.parametrize(("hidden", "like"), [(100, 128), (32, 64)])
+def test_a_hidden_size_that_is_no_multiple_is_refused(tmp_path, hidden, like):
     source = save_model("llama", tmp_path / "source")
-    with pytest.raises(SyntheticTargetError, match="multiple of it, like 128"):
-        write_synthetic_target(str(source), tmp_path / "made", layers=4, hidden=100)
+    with pytest.raises(SyntheticTargetError, match=f"multiple of it, like {like}"):
+        write_synthetic_target(str(source), tmp_path / "made", layers=4, hidden=hidden)
+
+
+def test_parameters_are_met_with_a_larger_hidden_size(tmp_path):
+    source = save_model("llama", tmp_path / "source")
+    made = write_synthetic_target(str(source), tmp_path / "made", parameters=4e6, hidden=128)
+    assert made.shape.hidden == 128
+    assert made.shape.parameters == pytest.approx(4e6, rel=0.02)
 
 
 def test_parameters_and_shape_are_as_said(source, tmp_path):
@@ -278,8 +286,8 @@ def test_command(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "either --params"),
-        (["--params", "1M", "--layers", "9"], "either --params"),
+        ([], "give --params, or some of"),
+        (["--params", "1M", "--layers", "9"], "leave out --layers and --width"),
         (["--params", "large"], "like 800M"),
         (["--layers", "9", "--dtype", "int8"], "auto, float32"),
     ],

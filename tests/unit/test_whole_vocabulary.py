@@ -1,16 +1,20 @@
 """A draft with the target's whole vocabulary proposes what it did before."""
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
-from benchmarks.whole_vocabulary import write
+from benchmarks.whole_vocabulary import app, write
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.vocabulary.matching import Matching
-from tests.support.models import DRAFT
+from tests.support.models import DRAFT, TARGET
 
 TOKENS = 4096
 KEPT = 1500
@@ -28,21 +32,77 @@ def matching():
     return Matching(drawn, read, np.empty((0, 2), dtype=np.int64))
 
 
-def test_tokens_that_it_has_keep_their_logits_and_others_are_never_drawn(tmp_path, matching):
-    write(str(tmp_path), Path(DRAFT), tmp_path / "wide", matching)
-    small = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)
-    wide = AutoModelForCausalLM.from_pretrained(tmp_path / "wide", dtype=torch.float32)
-    tokens = torch.randint(KEPT + ADDED, (2, 40), generator=torch.Generator().manual_seed(0))
+@pytest.fixture
+def target(tmp_path):
+    shutil.copytree(TARGET, tmp_path / "target")
+    return str(tmp_path / "target")
+
+
+def logits(folder, tokens):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
-        expected = small(torch.from_numpy(matching.read)[tokens]).logits
-        found = wide(tokens).logits
+        return model(tokens).logits
+
+
+@pytest.mark.parametrize("scale", [1.0, 60.0])
+def test_tokens_that_it_has_keep_their_logits_and_others_are_never_drawn(
+    tmp_path, target, matching, scale
+):
+    """Also where the final states are large."""
+    draft = shutil.copytree(DRAFT, tmp_path / "draft")
+    tensors = load_file(draft / "model.safetensors")
+    last = max(int(name.split(".")[2]) for name in tensors if ".layers." in name)
+    name = f"model.layers.{last}.mlp.down_proj.weight"
+    tensors[name] = tensors[name] * scale
+    save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+    write(target, draft, tmp_path / "wide", matching)
+    tokens = torch.randint(KEPT + ADDED, (2, 40), generator=torch.Generator().manual_seed(0))
+    expected = logits(draft, torch.from_numpy(matching.read)[tokens])
+    found = logits(tmp_path / "wide", tokens)
     has = torch.from_numpy(matching.drawn >= 0)
     expected = expected[..., torch.from_numpy(matching.drawn[matching.drawn >= 0])]
-    torch.testing.assert_close(found[..., has], expected, rtol=0, atol=0.1)
+    torch.testing.assert_close(found[..., has], expected, rtol=0.02, atol=0.1)
     assert torch.softmax(found, -1)[..., ~has].sum(-1).max() < 1e-9
 
 
-def test_other_architectures_are_refused(tmp_path, matching):
-    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
-    with pytest.raises(SequoiaError, match="can use LlamaForCausalLM"):
-        write("target", tmp_path, tmp_path / "wide", matching)
+def test_an_output_layer_of_its_own_is_kept(tmp_path, target, matching):
+    model = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 0.5)
+    model.save_pretrained(tmp_path / "draft")
+    write(target, tmp_path / "draft", tmp_path / "wide", matching)
+    tokens = torch.arange(30)[None]
+    has = torch.from_numpy(matching.drawn >= 0)
+    expected = logits(tmp_path / "draft", torch.from_numpy(matching.read)[tokens])
+    torch.testing.assert_close(
+        logits(tmp_path / "wide", tokens)[..., has],
+        expected[..., torch.from_numpy(matching.drawn[matching.drawn >= 0])],
+        rtol=0.001, atol=0.01,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "can use LlamaForCausalLM"),
+        ({"attention_bias": True}, "has biases"),
+        ({"dtype": "float16"}, "float16 weights; convert it to bfloat16 or float32"),
+    ],
+)
+def test_what_cannot_be_widened_is_refused(tmp_path, target, matching, change, message):
+    config = json.loads((Path(DRAFT) / "config.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(SequoiaError, match=message):
+        write(target, tmp_path, tmp_path / "wide", matching)
+
+
+def test_nothing_is_overwritten(tmp_path, target, matching):
+    with pytest.raises(SequoiaError, match="not empty"):
+        write(target, Path(DRAFT), Path(target), matching)
+
+
+def test_the_command(tmp_path):
+    """The embedded pair has one vocabulary: there is nothing to widen."""
+    done = CliRunner().invoke(app, [TARGET, DRAFT, str(tmp_path / "wide")])
+    assert done.exit_code != 0
+    assert "has the target's vocabulary already" in done.output + str(done.stderr)

@@ -62,7 +62,7 @@ class DFlash(BlockHead):
     kind = "dflash"
     name = "a DFlash head"
     rank = 2
-    by_default = False  # none has run on a GPU yet
+    by_default = False  # none has run on a GPU
     method = "dflash"
     proposer = f"{_V2}.block_proposer.BlockTreeProposer"
     proposers = MappingProxyType({

@@ -47,7 +47,7 @@ class Eagle3(Drafter):
     kind = "eagle3"
     name = "an EAGLE-3 head"
     rank = 3
-    by_default = False  # none has run on a GPU yet
+    by_default = False  # none with trained weights has run on a GPU
     method = "eagle3"
     proposer = "sequoia_vllm.engine.v2.drafting.head_proposer.HeadTreeProposer"
     may_look_like_model = True

@@ -1,0 +1,86 @@
+"""What GPU attention is told of a batch, and weights that are made up; nothing runs here."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sequoia_vllm.drafting.growth import DraftQueries
+from sequoia_vllm.engine.v2.attention.scoring import TreeScoring
+from sequoia_vllm.tree import TokenTree
+
+pytestmark = pytest.mark.engine
+
+TREE = TokenTree([-1, 0, 0, 1])
+NUMBERS = torch.zeros(4, dtype=torch.int32)
+
+
+@pytest.fixture
+def backend():
+    from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
+
+    return GPUTreeBackend(torch.from_numpy(TREE.ancestor_mask.copy()), "triton")
+
+
+def batch(lengths, drafts):
+    """A batch whose requests with trees come first, as vLLM sorts them."""
+    scheduled = np.array(drafts) + 1
+    return SimpleNamespace(
+        num_reqs=len(lengths),
+        num_draft_tokens=sum(drafts),
+        num_draft_tokens_per_req=np.array(drafts),
+        num_scheduled_tokens=scheduled,
+        seq_lens_cpu_upper_bound=torch.tensor(lengths),
+        query_start_loc=NUMBERS,
+        query_start_loc_np=np.cumsum([0, *scheduled]),
+    )
+
+
+def test_contexts_are_split_for_the_longest_request_with_a_tree(backend):
+    """Not for all that its blocks hold, nor for a prompt that is read beside it."""
+    scoring = TreeScoring(TREE, 4, torch.device("cpu"))
+    trees = scoring.trees_of(batch([40, 300, 9000], [3, 3, 0]))
+    alone = scoring.trees_of(batch([40, 300], [3, 3]))
+    assert trees.max_keys == alone.max_keys == 300
+    metadata = SimpleNamespace(block_table=torch.zeros(2, 600, dtype=torch.int32))
+    assert backend.scoring_queries(alone, metadata).max_keys == 300
+
+
+def test_graphs_are_captured_for_the_longest_requests(backend):
+    scoring = TreeScoring(TREE, 4, torch.device("cpu"))
+    captured = scoring.trees_to_capture(batch([8, 8], [3, 3]), 4, 131072)
+    metadata = SimpleNamespace(block_table=torch.zeros(2, 8192, dtype=torch.int32))
+    assert backend.scoring_queries(captured, metadata).max_keys == 131072
+
+
+def test_levels_are_split_for_the_longest_request(backend):
+    queries = DraftQueries(
+        NUMBERS,
+        NUMBERS,
+        1,
+        2,
+        torch.from_numpy(TREE.ancestor_mask.copy()),
+        max_keys=77,
+        max_slots=4096,
+    )
+    assert backend.draft_metadata(queries, NUMBERS[None], NUMBERS).tree.max_keys == 77
+
+
+def test_a_head_whose_weights_are_made_up_keeps_its_own_output_layer():
+    from vllm.config import LoadConfig
+    from vllm.v1.worker.gpu.spec_decode.eagle.utils import _should_share
+
+    from benchmarks.gpu.made_up_weights import MadeUpWeights
+
+    target, other = nn.Linear(4, 96), nn.Linear(4, 96)
+    head = nn.Module()
+    head.lm_head = nn.Linear(4, 32)
+    head.draft_id_to_target_id = nn.Parameter(torch.zeros(32), requires_grad=False)
+    loader = MadeUpWeights(LoadConfig(load_format="dummy"))
+    assert _should_share(head, "has_own_lm_head", head.lm_head, target)
+    for model in (head, other):
+        loader.load_weights(model, None)
+    assert not _should_share(head, "has_own_lm_head", head.lm_head, target)
+    assert not hasattr(other, "has_own_lm_head")
