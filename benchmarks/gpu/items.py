@@ -98,7 +98,7 @@ ITEMS = (
         {"pair": "8b-0.6b"}, is_tiny=False,
     ),
     Item(
-        "bench", "a synthetic 6.7B target of the trained pair: plain, chain and trees",
+        "bench", "a chat model at an 8B model's cost: plain, chains and trees",
         "benchmarks.gpu.stages:compare_methods", 9, is_tiny=False,
     ),
 )  # fmt: skip

@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.gpu.item_run import ItemRun
+from benchmarks.gpu.results import GpuRunError
 
 if TYPE_CHECKING:
     from sequoia_vllm.bench.rounds import BenchSettings
 
-_MODELS = Path(__file__).parents[2] / "examples" / "models"
-_TARGET_PARAMETERS, _DRAFT_PARAMETERS = 6.74e9, 68e6
-_TARGET_HIDDEN = 4096  # 16 times the trained target's, so MLPs are no wider than usual (8,192)
-_PROMPTS, _MAX_TOKENS, _ROUNDS = 4, 128, 3
-_CHAINS = ["4"]
-_TREES = ["16x5", "64x8"]
+_EXAMPLES = Path(__file__).parents[2] / "examples"
+_DRAFT = _EXAMPLES / "models" / "smollm2-draft"
+_QUESTIONS = _EXAMPLES / "smollm2" / "questions.jsonl"
+# Llama-3.1-8B's layers and MLPs; the hidden size is a multiple of SmolLM2's.
+_LAYERS, _WIDTH, _HIDDEN = 32, 14336, 4032
+_PROMPTS, _MAX_TOKENS, _ROUNDS = 12, 64, 3
+_CACHE_GIB = 1.7  # four engines share the device
+_CHAINS = ["6", "3:probabilistic:block"]
+_BATCHES, _TEMPERATURES = (1, 8, 32), (0.0, 0.6)
 
 
 def describe_machine(run: ItemRun) -> None:
@@ -52,58 +56,66 @@ def check_kernels(run: ItemRun) -> None:
 
 
 def compare_methods(run: ItemRun) -> None:
-    """Plain vLLM, its chain and trees, on a synthetic target made of the trained pair."""
+    """Plain vLLM, its chains and trees, on a chat model at the cost of one of 8B parameters."""
     from sequoia_vllm.measuring.engine_processes import engines_end_here
 
     with tempfile.TemporaryDirectory() as folder, engines_end_here():
-        run.measure("bench", lambda: _compared(_settings(*_synthetic(Path(folder)))))
+        run.measure("bench", lambda: _compared(_settings(*_models(Path(folder)))))
 
 
-def _synthetic(folder: Path) -> tuple[str, str]:
+def _models(folder: Path) -> tuple[str, str]:
+    """The enlarged target, and its draft with the target's whole vocabulary.
+
+    Raises:
+        GpuRunError: The chat model is not in the cache directory.
+    """
     from benchmarks.synthetic_target.write import write_synthetic_target
+    from benchmarks.whole_vocabulary import write
+    from examples.smollm2.cache import cached_folder, is_cached
+    from sequoia_vllm.measuring.engines import compare_models
 
-    folders = []
-    sizes = {"target": (_TARGET_PARAMETERS, _TARGET_HIDDEN), "draft": (_DRAFT_PARAMETERS, None)}
-    for role, (size, hidden) in sizes.items():
-        made = write_synthetic_target(
-            str(_MODELS / role), folder / role, parameters=size, hidden=hidden, dtype="bfloat16"
-        )
-        folders.append(str(made.folder))
-    return folders[0], folders[1]
+    if not is_cached(chat := cached_folder()):
+        raise GpuRunError(f"{chat} is not there: run python -m examples.smollm2 first")
+    made = write_synthetic_target(
+        str(chat), folder / "target", layers=_LAYERS, width=_WIDTH, hidden=_HIDDEN, dtype="bfloat16"
+    )
+    target = str(made.folder)
+    matching = compare_models(target, str(_DRAFT)).matching
+    assert matching is not None
+    write(target, _DRAFT, folder / "draft", matching)
+    return target, str(folder / "draft")
 
 
 def _settings(target: str, draft: str) -> BenchSettings:
-    from sequoia_vllm.bench.methods import methods
+    from sequoia_vllm.bench.methods import AUTO, methods
     from sequoia_vllm.bench.rounds import BenchSettings
     from sequoia_vllm.measuring.engines import EngineSpec
     from sequoia_vllm.prompts import encode_prompts, load_prompts, load_tokenizer
 
-    prompts = load_prompts(None, _PROMPTS)
+    prompts = load_prompts(_QUESTIONS, _PROMPTS)
     return BenchSettings(
-        EngineSpec(target, draft),
-        methods=tuple(methods(draft, _CHAINS, _TREES)),
+        EngineSpec(target, draft, kv_cache_gib=_CACHE_GIB),
+        methods=tuple(methods(draft, _CHAINS, [AUTO])),
         prompts=tuple(encode_prompts(prompts, load_tokenizer(target), raw=False)),
-        temperatures=(0.0, 1.0),
+        batch_sizes=_BATCHES,
+        temperatures=_TEMPERATURES,
         max_tokens=_MAX_TOKENS,
         rounds=_ROUNDS,
     )
 
 
 def _compared(settings: BenchSettings) -> dict[str, object]:
-    from sequoia_vllm.bench.predict import PredictionBasis
     from sequoia_vllm.bench.run import run_bench
 
     def progress(what: str, done: int, total: int) -> None:
         print(f"bench: {what} ({done} of {total})", flush=True)
 
-    basis = PredictionBasis.measured(settings, None, False, progress)
     described = {"max_tokens": settings.max_tokens, "rounds": settings.rounds}
-    report = run_bench(settings, basis, described, progress)
+    report = run_bench(settings, None, described, progress)
     wrong = 0
     if report.greedy is not None:
         wrong = sum(not mismatch.near_tie for mismatch in report.greedy.mismatches)
     return {
         "greedy_outputs_unlike_plain": wrong,
         "report": report.to_dict(),
-        "profile": basis.profile.to_dict(),
     }

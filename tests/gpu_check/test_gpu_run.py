@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import psutil
 import pytest
+from transformers import AutoConfig
 
-from benchmarks.gpu import command
+from benchmarks.gpu import command, stages
 from benchmarks.gpu.item_run import run_item
 from benchmarks.gpu.items import ITEMS, MACHINE, Item, in_order
 from benchmarks.gpu.models import pair_of, write_models
@@ -20,6 +22,7 @@ from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.hardware.budget import drafts_by_batch, rungs
 from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, decode_shapes
 from sequoia_vllm.hardware.model_config import read_shape
+from tests.support.models import TARGET
 
 
 def item(function: str, **options: str) -> Item:
@@ -152,3 +155,29 @@ def test_results_of_an_h100_are_shown(capsys):
     path = Path(command.__file__).with_name("h100-eagle3.jsonl")
     assert command.main(["--report", str(path)]) == 0
     assert "batch 1, 59 drafts 62 13.520 7.122" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_chat_model_that_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(GpuRunError, match=r"run python -m examples\.smollm2 first"):
+        stages._models(tmp_path)
+
+
+def test_methods_are_compared_on_real_questions(tmp_path, monkeypatch):
+    """With the embedded target in place of the chat model, and a draft that knows half of it."""
+    cached = tmp_path / "sequoia-vllm" / "smollm2-135m-instruct"
+    shutil.copytree(TARGET, cached)
+    (cached / "origin.json").write_text("{}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(stages, "_LAYERS", 5)
+    monkeypatch.setattr(stages, "_WIDTH", 704)
+    monkeypatch.setattr(stages, "_HIDDEN", 512)
+    target, draft = stages._models(tmp_path / "models")
+    assert AutoConfig.from_pretrained(target).hidden_size == 512
+    assert AutoConfig.from_pretrained(draft).vocab_size == 4096
+    settings = stages._settings(target, draft)
+    names = [method.name for method in settings.methods]
+    assert names == [
+        "plain vLLM", "chain of 6", "chain of 3, probabilistic, block", "Sequoia auto",
+    ]  # fmt: skip
+    assert len(settings.prompts) == 12
