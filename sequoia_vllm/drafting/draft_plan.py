@@ -14,6 +14,10 @@ import numpy as np
 from sequoia_vllm.graph_batches import half_octaves, last_with
 from sequoia_vllm.tree import TokenTree
 
+# Tokens of a request, and rows in all, of captured passes that read short prompts, too. Steps with
+# a prompt wait for the host: a pass without a graph took 4 ms on an H100, whatever its rows.
+_OF_PROMPTS, _MOST_OF_PROMPTS = (16, 64), 512
+
 
 class DraftPlan:
     """The batches that an engine drafts for.
@@ -89,13 +93,11 @@ class DraftPlan:
     @property
     def most_rows_read(self) -> int:
         """Most rows in which requests with trees read committed tokens; at least 1."""
-        return max(
-            (
-                self.most_requests(drafts) * (self._trimmed(drafts).depth + 1)
-                for drafts in self.drafts
-            ),
-            default=1,
+        captured = (width * sizes[-1] for width, sizes in self.read_sizes.items())
+        paths = (
+            self.most_requests(drafts) * (self._trimmed(drafts).depth + 1) for drafts in self.drafts
         )
+        return max((*captured, *paths), default=1)
 
     def rows_per_request(self, drafts: int) -> int:
         """Rows of a request in the widest pass: a level's nodes, or a path that is read."""
@@ -116,13 +118,19 @@ class DraftPlan:
         """Requests of the CUDA graphs that read committed tokens, by tokens per request.
 
         A request reads a path of the largest tree that its batch drafts, and the root. Numbers
-        of drafts whose trees are equally deep share these graphs.
+        of drafts whose trees are equally deep share these graphs. Wider ones are for batches of
+        which some requests read short prompts.
         """
         sizes: dict[int, set[int]] = {}
         for drafts in self.drafts:
             width = self._trimmed(drafts).depth + 1
             sizes.setdefault(width, set()).update(self.graph_sizes(drafts))
-        return {width: sorted(requests) for width, requests in sizes.items()}
+        rows = min(_MOST_OF_PROMPTS, self._most_rows)
+        largest = max(map(self.most_requests, self.drafts), default=0)
+        for width in _OF_PROMPTS:
+            if width > max(sizes, default=width):
+                sizes[width] = set(half_octaves(min(largest, rows // width)))
+        return {width: sorted(requests) for width, requests in sizes.items() if requests}
 
     def _fitting(self, drafts: int) -> int:
         _, largest = self._batches.get(drafts, (1, self._largest_batch))

@@ -165,13 +165,14 @@ class TreeGrowth:
         # A few new tokens are a tree without branches below what the draft has read.
         causal = torch.ones(depth + 1, depth + 1, dtype=torch.bool, device=batch.slots.device)
         self._chain = causal.tril_()
+        self._wide_chains: dict[int, Tensor] = {}
 
     def read_committed(self, num_reqs: int, width: int, max_keys: int) -> None:
         """Reads up to ``width`` committed tokens of each request, and keeps the roots' states.
 
         Args:
             num_reqs: Requests of the batch, R.
-            width: At most the depth of the engine's tree + 1.
+            width: Up to the depth of the engine's tree + 1, or more where prompts are read.
             max_keys: No request has more committed tokens.
         """
         states = self._read_rows(num_reqs, width, max_keys)
@@ -217,7 +218,17 @@ class TreeGrowth:
             recurrent_states = self._model.combine_hidden_states(
                 self._target_states[: num_reqs * width]
             )
-        return self._forward(starts, 0, width, self._chain, max_keys, recurrent_states, counts)
+        chain = self._chain_of(width)
+        return self._forward(starts, 0, width, chain, max_keys, recurrent_states, counts)
+
+    def _chain_of(self, width: int) -> Tensor:
+        """The mask of so many tokens in a row: at most a path's, or those of a captured pass."""
+        if width <= len(self._chain):
+            return self._chain
+        if width not in self._wide_chains:
+            wide = self._chain.new_ones(width, width)
+            self._wide_chains[width] = wide.tril_()
+        return self._wide_chains[width]
 
     def grow(self, num_reqs: int, levels: DraftLevels, max_keys: int) -> None:
         """Grows trees below the roots whose states were kept.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -141,7 +142,12 @@ def join_and_abort(llm: Any, requests: list[Any]) -> dict[str, Any]:
     engine, done = llm.llm_engine, {}
     waiting = list(zip(map(str, range(len(requests))), requests, params(), strict=True))
     step = 0
-    with counting_eager_growth() as eager, counting_modes(runner_of(llm)) as modes:
+    proposer = runner_of(llm).speculator
+    with (
+        counting_eager_growth() as eager,
+        counting_modes(runner_of(llm)) as modes,
+        patch.object(proposer, "_read_ragged", wraps=proposer._read_ragged) as ragged,
+    ):
         while waiting or engine.has_unfinished_requests():
             if waiting and step % 2 == 0:
                 engine.add_request(*waiting.pop(0))
@@ -155,6 +161,7 @@ def join_and_abort(llm: Any, requests: list[Any]) -> dict[str, Any]:
         "counts": counted(llm),
         "eager growth": eager,
         "modes": dict(modes),
+        "reads without a graph": ragged.call_count,
     }
 
 
@@ -201,6 +208,11 @@ def test_preemption_and_prompts_in_chunks_beside_trees_at_the_end_of_the_budget(
     assert found["tokens"] == answers["plain"]["tokens"]
     assert found["counts"]["preemptions"] > 0
     assert found["counts"]["tokens_per_tree"] > 1.3
+
+
+def test_short_prompts_are_read_in_graphs_beside_trees(answers):
+    assert max(LENGTHS) <= 64
+    assert answers["joining"]["reads without a graph"] == 0
 
 
 @pytest.mark.parametrize("which", ["joining", "pressed"])

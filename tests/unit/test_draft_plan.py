@@ -66,9 +66,24 @@ def test_fewer_drafts_are_captured_for_all_batches_that_may_change_over_to_them(
 
 def test_trees_that_are_equally_deep_share_the_graphs_that_read():
     plan = DraftPlan(TREE, [6] * 4 + [3] * 12 + [0] * 100, most_rows=2048)
-    assert plan.read_sizes == {3: [1, 2, 3, 4, 6, 8, 12, 16]}
+    assert paths_read(plan) == {3: [1, 2, 3, 4, 6, 8, 12, 16]}
     plan = DraftPlan(TREE, [6] * 4 + [1] * 2 + [0] * 100, most_rows=2048)
-    assert plan.read_sizes == {3: [1, 2, 3, 4], 2: [6]}
+    assert paths_read(plan) == {3: [1, 2, 3, 4], 2: [6]}
+
+
+def paths_read(plan: DraftPlan) -> dict[int, list[int]]:
+    return {width: sizes for width, sizes in plan.read_sizes.items() if width < 16}
+
+
+def test_short_prompts_of_few_requests_are_read_in_graphs():
+    plan = DraftPlan(TREE, [6] * 4 + [3] * 12 + [0] * 100, most_rows=2048)
+    assert {width: sizes[-1] for width, sizes in plan.read_sizes.items()} == {3: 16, 16: 16, 64: 8}
+    assert plan.most_rows_read == 512
+    few_rows = DraftPlan(TREE, [6] * 4 + [3] * 12 + [0] * 100, most_rows=60)
+    assert {width: sizes[-1] for width, sizes in few_rows.read_sizes.items()} == {3: 16, 16: 3}
+    deep = DraftPlan(TokenTree.chain(20), [20] * 4, most_rows=2048)
+    assert list(deep.read_sizes) == [21, 64]
+    assert DraftPlan(TREE, [0] * 4, most_rows=2048).read_sizes.keys() <= {16, 64}
 
 
 def test_a_schedule_may_be_exceeded_where_that_is_planned():

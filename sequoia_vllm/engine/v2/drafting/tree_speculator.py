@@ -220,9 +220,12 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Replaces vLLM's, which captures no graphs of standalone draft models."""
         growth_sizes = {drafts: self.plan.graph_sizes(drafts) for drafts in self.plan.drafts}
+        # With a sliding window prompts need `leave_out_before_windows`, which no graph has.
+        widest = self.tree.depth + 1 if self._cache.windows else self.max_num_tokens
+        read_sizes = {w: sizes for w, sizes in self.plan.read_sizes.items() if w <= widest}
         self._read_graphs, self._growth_graphs = (
             DraftGraphs(self.vllm_config, self.device, cudagraph_mode, sizes)
-            for sizes in (self.plan.read_sizes, growth_sizes)
+            for sizes in (read_sizes, growth_sizes)
         )
 
     def capture_next(self, on_trial: bool) -> None:
