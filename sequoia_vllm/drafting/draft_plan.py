@@ -128,7 +128,7 @@ class DraftPlan:
         rows = min(_MOST_OF_PROMPTS, self._most_rows)
         largest = max(map(self.most_requests, self.drafts), default=0)
         for width in _OF_PROMPTS:
-            if width > max(sizes, default=width):
+            if sizes and width >= 2 * max(sizes):
                 sizes[width] = set(half_octaves(min(largest, rows // width)))
         return {width: sorted(requests) for width, requests in sizes.items() if requests}
 

@@ -328,5 +328,5 @@ class TreeGrowth:
 
 
 def chain_width(levels: DraftLevels) -> int:
-    """Tokens per request that the captured pass reads: a path of such a tree, and the root."""
+    """Tokens per request that are read after such a tree: a path of it, and the root."""
     return levels.tree.depth + 1

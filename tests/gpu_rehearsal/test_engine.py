@@ -55,6 +55,10 @@ def start_and_generate(models: str) -> dict[str, Any]:
     ):
         answers["start"] = since(before)
         answers["held"] = [len(held.graphs) for held in draft_graphs(llm)]
+        answers["orders"] = [
+            [shape.num_tokens for shapes in held._capture_descs.values() for shape in shapes]
+            for held in draft_graphs(llm)
+        ]
         answers["untried"] = untried(llm)
         started = set(kernels)
         answers["settings"] = settings(llm)
@@ -173,6 +177,8 @@ def test_few_of_the_drafts_graphs_are_captured_on_trial(generated):
     """Two of those that read, and two of those that grow: vLLM profiles their memory."""
     assert min(generated["held"]) > 2
     assert generated["start"]["captured"]["DraftGraphs"] == sum(generated["held"]) + 2 * 2
+    # The largest first: what is tried stands for all.
+    assert generated["orders"] == [sorted(order, reverse=True) for order in generated["orders"]]
     assert generated["untried"] == (generated["held"][1] - 2) * (3 << 20)
 
 

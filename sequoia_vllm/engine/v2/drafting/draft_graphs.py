@@ -17,7 +17,7 @@ class DraftGraphs(CudaGraphManager):
     """vLLM's graph manager (memory pool, capture, replay) for one of the draft's passes.
 
     An engine has one for passes that read committed tokens, and one for passes that grow trees.
-    They are separate because a step with a prompt reads without a graph and grows with one.
+    They are separate because a step with a long prompt reads without a graph and grows with one.
     vLLM's own draft models run without graphs, and its capture sizes are the target's.
 
     Args:
@@ -41,9 +41,8 @@ class DraftGraphs(CudaGraphManager):
             for tokens in (sorted(sizes) if full else ())
         }
         # The largest first: smaller graphs then reuse its memory.
-        shapes = [
-            shape for tokens in reversed(self._shapes) for shape in reversed(self._shapes[tokens])
-        ]
+        every = [shape for shapes in self._shapes.values() for shape in shapes]
+        shapes = sorted(every, key=lambda shape: shape.num_tokens, reverse=True)
         self._capture_descs = {CUDAGraphMode.FULL: shapes} if shapes else {}
 
     def capture_all(

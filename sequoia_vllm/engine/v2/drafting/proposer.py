@@ -21,6 +21,9 @@ from sequoia_vllm.drafting.tree_tables import DraftLevels
 from sequoia_vllm.engine.v2.drafting.ragged_rows import RaggedRows
 from sequoia_vllm.engine.v2.drafting.tree_speculator import TreeSpeculator
 
+# Rows times context tokens of a pass that reads short prompts: its padding reads contexts, too.
+_MOST_READ = 512 * 4096
+
 Begin = Callable[[DraftLevels, int, int], NDArray[np.int32]]
 """`TreeProposerV2._begin`, bound to one step."""
 
@@ -34,6 +37,7 @@ class TreeProposerV2(TreeSpeculator):
 
     accepted: Tensor | None = None
     _last_grown: DraftLevels | None = None
+    _last_width: int | None = None
 
     # -- what drafts read besides tokens: here nothing --------------------------------------
 
@@ -142,7 +146,7 @@ class TreeProposerV2(TreeSpeculator):
         width = self._width_read(batch, num_trees, levels)
         readers = num_reqs if width is None else num_trees
         bounds = begin(levels, readers, num_trees)
-        self._last_grown = levels
+        self._last_grown, self._last_width = levels, width
         self._read(batch, bounds, num_trees, width)
         if not (self._growth_graphs and self._growth_graphs.replay(num_trees, drafts)):
             self._growth.grow(num_trees, levels, max_keys(batch))
@@ -150,14 +154,21 @@ class TreeProposerV2(TreeSpeculator):
     def _width_read(self, batch: InputBatch, num_trees: int, levels: DraftLevels) -> int | None:
         """Rows per request for reading the requests that get trees, a graph's if one fits.
 
-        None: some request has more to read (a prompt); all are read without a graph.
+        None: some request has more to read (a long prompt), or padding would attend to long
+        contexts; all are read without a graph.
         """
+        path = chain_width(levels)
         captured = self._read_graphs.tokens_for(num_trees) if self._read_graphs else []
-        unread = self.progress.most_unread(batch.idx_mapping_np)
+        unread = self.progress.most_unread(batch.idx_mapping_np[:num_trees])
+        later = batch.idx_mapping_np[num_trees:]
+        if len(later) and self.progress.most_unread(later) > path:
+            return None
+        most_rows = _MOST_READ // max_keys(batch)
         fitting = (
             width
-            for width in (*captured, chain_width(levels))
+            for width in (*captured, path)
             if width >= unread and self._fits_growth(num_trees, batch.num_reqs, width)
+            if width <= self.tree.depth + 1 or num_trees * width <= most_rows
         )
         return next(fitting, None)
 
@@ -261,7 +272,8 @@ class TreeProposerV2(TreeSpeculator):
         if self._last_grown is None:
             return []
         deeper = self._last_grown.levels[1:]
-        return [chain_width(self._last_grown), *(level.width for level in deeper)]
+        width = self._last_width or chain_width(self._last_grown)
+        return [width, *(level.width for level in deeper)]
 
 
 def max_keys(batch: InputBatch) -> int:

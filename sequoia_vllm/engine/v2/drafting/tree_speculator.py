@@ -233,7 +233,7 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         self.on_trial, self.untried_bytes = on_trial, 0
 
     def capture(self) -> None:
-        """Replaces vLLM's: captures passes that read a few tokens, and passes that grow trees."""
+        """Replaces vLLM's: captures passes that read, and passes that grow trees."""
         captures = list(self._captures())
         if not captures:
             return
