@@ -93,11 +93,7 @@ class DraftPlan:
     @property
     def most_rows_read(self) -> int:
         """Most rows in which requests with trees read committed tokens; at least 1."""
-        captured = (width * sizes[-1] for width, sizes in self.read_sizes.items())
-        paths = (
-            self.most_requests(drafts) * (self._trimmed(drafts).depth + 1) for drafts in self.drafts
-        )
-        return max((*captured, *paths), default=1)
+        return max((width * sizes[-1] for width, sizes in self.read_sizes.items()), default=1)
 
     def rows_per_request(self, drafts: int) -> int:
         """Rows of a request in the widest pass: a level's nodes, or a path that is read."""
