@@ -14,13 +14,19 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sequoia_vllm.cli.common import fail, friendly_errors
+from benchmarks.synthetic_target.checkpoint import (
+    SourceCheckpoint,
+    copy_tokenizer,
+    find_checkpoint,
+    make_new,
+    write_checkpoint,
+)
+from sequoia_vllm.cli.common import friendly_errors
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.measuring.engines import compare_models
 
@@ -45,15 +51,24 @@ _EMBEDDING, _OUTPUT, _FINAL_NORM = (
 @app.command()
 def main(
     target: Annotated[str, typer.Argument(help="The target's folder.")],
-    draft: Annotated[Path, typer.Argument(help="Folder of a Llama-type draft, in one file.")],
+    draft: Annotated[Path, typer.Argument(help="Folder of a Llama-type draft.")],
     folder: Annotated[Path, typer.Argument(help="Where the new draft goes.")],
 ) -> None:
     """Give a draft that knows some of the target's tokens the target's whole vocabulary."""
     with friendly_errors():
-        matching = compare_models(target, str(draft)).matching
-        if matching is None:
-            fail(f"{draft} has the target's vocabulary already")
-        write(target, draft, folder, matching)
+        write(target, draft, folder, matching_of(target, draft))
+
+
+def matching_of(target: str, draft: Path) -> Matching:
+    """How the tokens of two models with different vocabularies belong together.
+
+    Raises:
+        SequoiaError: If their vocabularies are one.
+    """
+    matching = compare_models(target, str(draft)).matching
+    if matching is None:
+        raise SequoiaError(f"{draft} has the target's vocabulary already")
+    return matching
 
 
 def write(target: str, draft: Path, folder: Path, matching: Matching) -> None:
@@ -68,21 +83,16 @@ def write(target: str, draft: Path, folder: Path, matching: Matching) -> None:
         SequoiaError: If the draft is no Llama, or has biases or float16 weights; if the target
             is no folder, or ``folder`` holds something.
     """
-    from safetensors.torch import load_file, save_file
-
     config = json.loads((draft / "config.json").read_text("utf-8"))
     check(config, draft)
     if not (Path(target) / "tokenizer.json").is_file():
         raise SequoiaError(f"{target}: give the target's folder, with its tokenizer.json")
-    if folder.is_dir() and any(folder.iterdir()):
-        raise SequoiaError(f"{folder} is not empty: give a new folder")
-    tensors = widened(load_file(draft / "model.safetensors"), config, matching)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    make_new(folder)
+    checkpoint = SourceCheckpoint(find_checkpoint(str(draft)))
+    tensors = {name: checkpoint.tensor(name) for name in checkpoint.names()}
+    write_checkpoint(folder, iter(widened(tensors, config, matching).items()))
+    copy_tokenizer(Path(target), folder)
     (folder / "config.json").write_text(json.dumps(widened_config(config, matching), indent=1))
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (Path(target) / name).is_file():
-            shutil.copy(Path(target) / name, folder / name)
 
 
 def check(config: dict[str, Any], draft: Path) -> None:
@@ -146,7 +156,7 @@ def widened(
     found[_OUTPUT][drawn < 0] = 0
     found[_OUTPUT][drawn < 0, hidden] = -1
     found[_FINAL_NORM][hidden] = _AMPLIFIED
-    return {name: tensor.contiguous() for name, tensor in found.items()}
+    return found
 
 
 if __name__ == "__main__":

@@ -70,9 +70,8 @@ def _models(folder: Path) -> tuple[str, str]:
         GpuRunError: The chat model is not in the cache directory.
     """
     from benchmarks.synthetic_target.write import write_synthetic_target
-    from benchmarks.whole_vocabulary import write
+    from benchmarks.whole_vocabulary import matching_of, write
     from examples.smollm2.cache import cached_folder, is_cached
-    from sequoia_vllm.measuring.engines import compare_models
 
     if not is_cached(chat := cached_folder()):
         raise GpuRunError(f"{chat} is not there: run python -m examples.smollm2 first")
@@ -80,9 +79,7 @@ def _models(folder: Path) -> tuple[str, str]:
         str(chat), folder / "target", layers=_LAYERS, width=_WIDTH, hidden=_HIDDEN, dtype="bfloat16"
     )
     target = str(made.folder)
-    matching = compare_models(target, str(_DRAFT)).matching
-    assert matching is not None
-    write(target, _DRAFT, folder / "draft", matching)
+    write(target, _DRAFT, folder / "draft", matching_of(target, _DRAFT))
     return target, str(folder / "draft")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json",
+    "chat_template*", "generation_config.json",
+)  # fmt: skip
 SHARD_BYTES = 1 << 30  # at most so much is in memory before it is written
 
 
@@ -86,6 +91,27 @@ class SourceCheckpoint:
             with path.open("rb") as file:
                 total.update(hashlib.file_digest(file, "sha256").digest())
         return total.hexdigest()
+
+
+def make_new(folder: Path) -> None:
+    """Makes a folder, or takes an empty one.
+
+    Raises:
+        SyntheticTargetError: If it holds something.
+    """
+    if folder.is_dir() and any(folder.iterdir()):
+        raise SyntheticTargetError(f"{folder} is not empty: give a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def copy_tokenizer(origin: Path, folder: Path) -> None:
+    """Copies a model's tokenizer, chat template and generation config."""
+    for pattern in _TOKENIZER_FILES:
+        for path in origin.glob(pattern):
+            if path.is_file():
+                shutil.copy(path, folder / path.name)
+            else:
+                shutil.copytree(path, folder / path.name)
 
 
 def write_checkpoint(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

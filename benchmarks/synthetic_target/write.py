@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.synthetic_target.checkpoint import (
     SourceCheckpoint,
     SyntheticTargetError,
+    copy_tokenizer,
     find_checkpoint,
+    make_new,
     write_checkpoint,
 )
 from benchmarks.synthetic_target.shape import (
@@ -44,10 +45,6 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 # float32 makes a thousandth of this.
 TOLERANCE = 1e-3
 _SEQUENCES, _LENGTH = 2, 32
-_TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json",
-    "chat_template*", "generation_config.json",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,9 +104,7 @@ def write_synthetic_target(
         else shape_for_parameters(wider, parameters)
     )
     name = _dtype_name(config, checkpoint) if dtype == "auto" else dtype
-    if folder.is_dir() and any(folder.iterdir()):
-        raise SyntheticTargetError(f"{folder} is not empty: give a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_new(folder)
     write_checkpoint(folder, _tensors(checkpoint, own, shape, name, report))
     changed = _changed_config(config, own, shape, name)
     changed[CONFIG_KEY] = {
@@ -124,7 +119,7 @@ def write_synthetic_target(
         "parameters": shape.parameters,
     }
     # Last, so that an interrupted run leaves nothing that loads.
-    _copy_tokenizer(origin, folder)
+    copy_tokenizer(origin, folder)
     (folder / "config.json").write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
     return SyntheticTarget(folder, shape, own, name)
 
@@ -243,15 +238,6 @@ def _attention(config: dict[str, Any], times: int) -> dict[str, int]:
         "num_key_value_heads": int(config.get("num_key_value_heads") or heads) * times,
         "head_dim": int(config.get("head_dim") or hidden // heads),
     }
-
-
-def _copy_tokenizer(origin: Path, folder: Path) -> None:
-    for pattern in _TOKENIZER_FILES:
-        for path in origin.glob(pattern):
-            if path.is_file():
-                shutil.copy(path, folder / path.name)
-            else:
-                shutil.copytree(path, folder / path.name)
 
 
 @dataclass(frozen=True)
