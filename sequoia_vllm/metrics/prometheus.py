@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Metric
+from prometheus_client.values import MutexValue, ValueClass
 
 from sequoia_vllm.metrics.counts import TreeCounts
 from sequoia_vllm.tree import TokenTree
@@ -17,7 +20,7 @@ _LABELS = ("model_name", "engine")  # as vLLM's
 
 Reason = Literal[
     "asked", "structured_outputs", "logprob_token_ids", "thinking_token_budget",
-    "custom_logits_processors", "no_generation",
+    "custom_logits_processors", "no_generation", "longer_than_draft",
 ]  # fmt: skip
 """Why a request has no drafts: it asked for none, or has what trees cannot serve."""
 
@@ -43,6 +46,13 @@ class PrometheusKinds:
         self._made.append(made)
         return made
 
+    def remove(self, gauge: Any, labels: Sequence[str]) -> None:
+        """Makes a gauge absent; it is NaN where each process writes metrics into its own file."""
+        if ValueClass is MutexValue:
+            gauge.remove(*labels)
+        else:
+            gauge.labels(*labels).set(math.nan)
+
     def collect(self) -> list[Metric]:
         """All metrics that were made, for readers in this process."""
         return [family for made in self._made for family in made.collect()]
@@ -65,10 +75,12 @@ HELP = {
     "undrafted_requests": "Requests that are served without drafts, by reason.",
     "draft_failures": "Errors of the draft model; after the first the engine drafts no more.",
     "tree_info": "1, labelled with size (nodes, root included), depth and source of the tree.",
-    "drafted_nodes": "Tokens drafted per request and step at this load; 0: speculation is off.",
+    "drafted_nodes": "Tokens drafted per request and step at this load; 0: speculation is off; "
+    "absent while idle.",
     "expected_speedup": "Speed with drafts over plain decoding that was expected at start, for "
     "one request.",
-    "measured_speedup": "Speed with drafts over plain decoding, measured over the last seconds.",
+    "measured_speedup": "Speed with drafts over plain decoding, measured over the last seconds; "
+    "absent while idle.",
 }
 """The text of each metric, by its name after ``sequoia:``; ``docs/metrics.md`` says more."""
 
@@ -83,7 +95,8 @@ class TreeMetrics:
     levels.
 
     The counts of a step are small integers that `observe` adds up; the many
-    counters are brought up to date by `flush`, which need not follow each step.
+    counters are brought up to date by `flush`, which need not follow each step. Gauges of the
+    present load are there from an engine's first step until `rest`. Any thread may call.
 
     Args:
         tree: The engines' tree.
@@ -104,6 +117,7 @@ class TreeMetrics:
         expected_speedup: float | None = None,
     ) -> None:
         self._kinds = kinds or PrometheusKinds()
+        self._lock = threading.Lock()
         self._pending = {engine: TreeCounts.zeros(tree) for engine in engines}
         self._labels = {engine: (model_name, str(engine)) for engine in engines}
         self._counters = self._make_counters(tree)
@@ -116,12 +130,9 @@ class TreeMetrics:
         failures = self._counter("draft_failures")
         self.failures = {e: failures.labels(*labels) for e, labels in self._labels.items()}
         info = self._gauge("tree_info", "size", "depth", "source")
-        drafted = self._gauge("drafted_nodes")
         for labels in self._labels.values():
             info.labels(*labels, tree.size, tree.depth, first_clause(source)).set(1)
-        self._drafted = {e: drafted.labels(*labels) for e, labels in self._labels.items()}
-        for gauge in self._drafted.values():
-            gauge.set(tree.num_speculative_tokens)
+        self._drafted = self._gauge("drafted_nodes")
         expected = self._gauge("expected_speedup")
         self._measured = self._gauge("measured_speedup")
         if expected_speedup is not None:
@@ -141,29 +152,40 @@ class TreeMetrics:
         Args:
             engine: Its index.
             counts: What the step counted; None: no tree was verified.
-            drafts: Nodes drafted per request; None: not known.
+            drafts: Nodes drafted per request; None: no request was scheduled.
             undrafted: The reason of each request that began and has no drafts.
             speedup: Against no drafts, as measured; None: not known.
         """
-        for reason in undrafted:
-            self._undrafted[engine, reason].inc()
-        if counts is not None:
-            self._pending[engine].add(counts)
-        if drafts is not None:
-            self._drafted[engine].set(drafts)
-        if speedup is not None:
-            self._measured.labels(*self._labels[engine]).set(speedup)
+        labels = self._labels[engine]
+        with self._lock:
+            for reason in undrafted:
+                self._undrafted[engine, reason].inc()
+            if counts is not None:
+                self._pending[engine].add(counts)
+            if drafts is not None:
+                self._drafted.labels(*labels).set(drafts)
+                if speedup is not None:
+                    self._measured.labels(*labels).set(speedup)
 
     def flush(self, engine: int) -> None:
         """Makes the counters show everything observed."""
         pending = self._pending[engine]
         counters = self._counters[engine]
-        for index in np.flatnonzero(pending.values).tolist():
-            counters[index].inc(int(pending.values[index]))
-        pending.clear()
+        with self._lock:
+            for index in np.flatnonzero(pending.values).tolist():
+                counters[index].inc(int(pending.values[index]))
+            pending.clear()
+
+    def rest(self, engine: int) -> None:
+        """Takes away the gauges of an engine's load, as it has none."""
+        with self._lock:
+            for gauge in (self._drafted, self._measured):
+                self._kinds.remove(gauge, self._labels[engine])
 
     def collect(self) -> list[Metric]:
-        """The metrics as this process shows them."""
+        """The metrics with everything observed, as this process shows them."""
+        for engine in self._labels:
+            self.flush(engine)
         return self._kinds.collect()
 
     def unregister(self) -> None:

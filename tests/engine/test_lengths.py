@@ -1,11 +1,14 @@
 """Requests longer than the draft model are served, without drafts beyond its length."""
 
+import logging
+
 import pytest
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from sequoia_vllm.engine import hooks
+from sequoia_vllm.engine.core import eligibility
 from sequoia_vllm.engine.v1.proposer import TreeProposerV1
 from tests.support.engines import metric, running, sequoia, tokens_of
 from tests.support.models import TARGET, save_llama
@@ -39,8 +42,11 @@ def draft_positions(monkeypatch):
 
 
 @pytest.mark.engine
-def test_requests_beyond_the_drafts_length_are_those_of_plain_vllm(pair, draft_positions):
+def test_requests_beyond_the_drafts_length_are_those_of_plain_vllm(
+    pair, draft_positions, caplog, monkeypatch
+):
     """Prompts that end before it, at it and behind it, and completions across it."""
+    monkeypatch.setattr(eligibility, "logger", logging.getLogger("trees"))
     target, draft = pair
     lengths = [20, SHORT - 8, SHORT - 1, SHORT, SHORT + 1, 2 * SHORT]
     prompts = [
@@ -61,6 +67,16 @@ def test_requests_beyond_the_drafts_length_are_those_of_plain_vllm(pair, draft_p
         found = tokens_of(llm.generate(prompts, params, use_tqdm=False))
         trees = metric(llm, "vllm:spec_decode_num_drafts")
         accepted = metric(llm, "vllm:spec_decode_num_accepted_tokens")
+        undrafted = {
+            m.labels["reason"]: m.value
+            for m in llm.get_metrics()
+            if m.name == "sequoia:undrafted_requests" and m.value
+        }
+    # Four prompts, of which the draft can follow none with a token more and its child.
+    assert undrafted == {"longer_than_draft": 4}
+    [line] = [message for message in caplog.messages if "has no drafts" in message]
+    assert f"a prompt of {SHORT - 1} tokens" in line
+    assert f"{draft} reads requests of up to {SHORT} tokens" in line
     assert found == expected
     assert 0 < trees < 120  # only as far as the draft reaches: 44 + 8 + 1 tokens at most
     assert accepted > trees

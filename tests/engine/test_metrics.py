@@ -1,19 +1,27 @@
 """From the worker's counts to vLLM's metrics and log: the messages, and the real `LLM`."""
 
 import logging
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.worker.gpu_worker import Worker
 
 from sequoia_vllm import plugin
 from sequoia_vllm.engine.compat.ledger import OVERRIDES
 from sequoia_vllm.engine.core import tree_reports
+from sequoia_vllm.engine.runner.step_stats import StepStats
+from sequoia_vllm.engine.v2.path_copies import PathCopies
+from sequoia_vllm.engine.v2.runner import TreeRunner
+from sequoia_vllm.engine.worker.worker_base import SequoiaWorker
 from sequoia_vllm.metrics.counts import paths_of
 from sequoia_vllm.metrics.prometheus import PrometheusKinds, TreeMetrics
 from sequoia_vllm.tree import TokenTree
@@ -94,16 +102,43 @@ class Front:
         return self.registry.get_sample_value(f"sequoia:{name}_total", labels)
 
 
-def test_metrics_are_brought_up_to_date_every_second_and_when_idle(monkeypatch):
-    clock = iter([100.0, 100.5, 101.1, 101.2])
-    monkeypatch.setattr(tree_reports.time, "monotonic", lambda: next(clock))
+def test_metrics_are_exact_when_idle_and_current_without_another_step():
     front = Front()
-    shown = []
-    for running_requests in (1, 1, 1, 0):
+    for running_requests, shown in ((1, 0), (0, 2)):
         front.record(0, trees=1, running=running_requests)
-        shown.append(front.shown(0))
-    assert shown == [1, 1, 3, 4]
-    assert front.shown(1) == 0
+        assert front.shown(0) == shown
+    front.record(0, trees=1)
+    front.record(1, trees=3)
+    end = time.monotonic() + 60
+    while (front.shown(0), front.shown(1)) != (3, 3):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def scheduler_with(alive: str) -> SimpleNamespace:
+    """A scheduler that knows requests a to c, of which only these have not ended."""
+    requests = {
+        name: SimpleNamespace(is_finished=lambda name=name: name not in alive) for name in "abc"
+    }
+    return SimpleNamespace(vllm_config=None, requests=requests)
+
+
+def test_trees_of_requests_that_were_aborted_meanwhile_are_not_counted(monkeypatch):
+    """As vLLM counts: what it would have emitted goes to nobody."""
+    settings = SimpleNamespace(tree=TREE)
+    monkeypatch.setattr(tree_reports.SequoiaSettings, "of", lambda config: settings)
+    steps = [paths_of(TREE, np.full((1, 1), n), np.array([4])).tobytes() for n in (1, 2, 3)]
+    scheduled = SimpleNamespace(
+        # c only reads its prompt, d has drafts, and the order is not the batch's.
+        scheduled_spec_decode_tokens={"d": [5], "b": [6], "c": [], "a": [7]}
+    )
+    output = SimpleNamespace(req_ids=["a", "b", "c", "d"])
+    for alive, expected in (("abc", (0, 1)), ("bc", (1,)), ("c", ())):
+        scheduler = scheduler_with(alive)
+        kept = tree_reports._without_ended(scheduler, scheduled, output, b"".join(steps))
+        assert kept == b"".join(steps[i] for i in expected)
+    late = steps[0]  # of a step before
+    assert tree_reports._without_ended(scheduler_with("c"), scheduled, output, late) == late
 
 
 def test_steps_without_a_report_and_engines_that_joined_later_are_passed_over():
@@ -183,6 +218,60 @@ def tree_metrics(llm) -> dict:
     return found
 
 
+def abort_all(llm, texts) -> None:
+    """Ends requests amid their answers, some while a step runs; the engine makes no other step."""
+    engine, params = llm.llm_engine, SamplingParams(temperature=0, max_tokens=40)
+    for index, text in enumerate(texts):
+        engine.add_request(str(index), text, params)
+    for _ in range(4):
+        engine.step()
+    core = engine.engine_core.engine_core
+    ids = list(core.scheduler.requests)
+    assert len(ids) == len(texts)
+    core.aborts_queue.put_nowait(ids[:2])
+    engine.step()
+    assert list(core.scheduler.requests) == ids[2:]
+    engine.abort_request([str(index) for index in range(len(texts))])
+    assert not core.scheduler.requests
+
+
+class LateEvent:
+    """A copy that arrives only when it is waited for."""
+
+    has_come = False
+
+    def query(self) -> bool:
+        return self.has_come
+
+    def synchronize(self) -> None:
+        self.has_come = True
+
+
+def test_the_last_trees_come_with_the_step_without_requests(monkeypatch):
+    """On GPUs copies arrive late: without it they would wait for the next request."""
+    runner = object.__new__(TreeRunner)
+    runner.stats, runner._paths = StepStats(TREE), PathCopies(torch.device("cpu"))
+    # One request had a tree; the other read its prompt.
+    paths = torch.tensor([[4, 1, -1], [1, -1, -1]], dtype=torch.int32)
+    runner._paths._under_way.append((paths, LateEvent()))
+    runner._observe_arrived()
+    assert runner.stats.take_paths() == b""
+
+    monkeypatch.setattr(Worker, "execute_model", lambda self, step: EMPTY_MODEL_RUNNER_OUTPUT)
+    worker = object.__new__(SequoiaWorker)
+    worker.model_runner, worker.use_v2_model_runner = runner, True
+    nothing = SimpleNamespace(
+        total_num_scheduled_tokens=0, has_structured_output_requests=False,
+        scheduled_spec_decode_tokens={},
+    )  # fmt: skip
+    output = worker.execute_model(nothing)
+    brought, *_ = getattr(output, tree_reports._OUTCOME)
+    assert brought == one_step()
+    assert tree_reports._without_ended(scheduler_with("a"), nothing, output, brought) == brought
+    worker.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
+    assert worker.execute_model(nothing) is EMPTY_MODEL_RUNNER_OUTPUT
+
+
 @pytest.mark.engine
 def test_llm_shows_what_the_worker_counted(log):
     schedule = [[1, 3, 15], [4, 8, 3]]
@@ -203,6 +292,9 @@ def test_llm_shows_what_the_worker_counted(log):
         }
         llm.llm_engine.do_log_stats()
         [info] = [m for m in llm.get_metrics() if m.name == "sequoia:tree_info"]
+        abort_all(llm, texts)
+        assert tree_metrics(llm)["trees",] == metric(llm, "vllm:spec_decode_num_drafts")
+        assert tree_metrics(llm)["trees",] > found["trees",]
 
     for answer in answers:
         of_request = answer.outputs[0].spec_decode_metrics.to_dict()

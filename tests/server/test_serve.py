@@ -293,7 +293,7 @@ def test_tree_metrics_agree_with_each_other_and_with_vllms(servers):
     [info] = [s for s in server.samples() if s.name == "sequoia:tree_info"]
 
     drafts, accepted = vllms() - vllms_before
-    new = {key: value - before[key] for key, value in after.items()}
+    new = {key: value - before.get(key, 0) for key, value in after.items()}
     depth = int(info.labels["depth"])
     by_depth = [new["accepted_depth", str(d)] for d in range(depth + 1)]
     assert new["trees",] == sum(by_depth) == drafts > 0

@@ -1,6 +1,10 @@
 """Counting trees, carrying the counts, and showing them as metrics and as a log line."""
 
+import os
 import re
+import subprocess
+import sys
+import time
 from typing import get_args
 
 import numpy as np
@@ -11,6 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sequoia_vllm.engine.runner.step_stats import StepStats
+from sequoia_vllm.metrics import watch
 from sequoia_vllm.metrics.counts import TreeCounts, interval_line
 from sequoia_vllm.metrics.prometheus import PrometheusKinds, Reason, TreeMetrics
 from sequoia_vllm.tree import TokenTree
@@ -136,7 +141,7 @@ def test_metrics_show_what_was_flushed():
     metrics = TreeMetrics(TREE, "a test", "model", [0, 1], PrometheusKinds(registry))
     start = samples(registry)
     assert start["sequoia:tree_info", "3", "0", "8", "a test"] == 1
-    assert start["sequoia:drafted_nodes", "0"] == 7
+    assert ("sequoia:drafted_nodes", "0") not in start  # there is no load yet
     assert {value for key, value in start.items() if key[0].endswith("_total")} == {0}
 
     for step in ([[1, 3, 7], [2]], [[]]):
@@ -146,7 +151,7 @@ def test_metrics_show_what_was_flushed():
     for _ in range(2):  # nothing is counted twice
         metrics.flush(0)
         found = samples(registry)
-        changed = {k: v for k, v in found.items() if start[k] != v}
+        changed = {k: v for k, v in found.items() if start.get(k) != v}
         assert changed == {
             ("sequoia:drafted_nodes", "0"): 5,
             ("sequoia:trees_total", "0"): 3,
@@ -197,7 +202,8 @@ def test_engines_are_kept_apart():
     metrics.flush(5)
     found = samples(registry)
     assert (found["sequoia:trees_total", "2"], found["sequoia:trees_total", "5"]) == (0, 1)
-    assert (found["sequoia:drafted_nodes", "2"], found["sequoia:drafted_nodes", "5"]) == (7, 0)
+    assert found["sequoia:drafted_nodes", "5"] == 0
+    assert ("sequoia:drafted_nodes", "2") not in found
 
 
 def test_requests_without_drafts_are_counted_by_reason():
@@ -248,3 +254,91 @@ def test_help_texts_say_what_is_counted_without_the_name():
         assert re.search(r"\b(tree|trees|draft|drafts|drafted)\b", family.documentation, re.I)
         assert 8 <= len(family.documentation.split()) <= 25, family.documentation
         assert not re.search(r"\b([Tt]hose|[Tt]hese|[Tt]hem)\b", family.documentation)
+
+
+GAUGES = ("sequoia:drafted_nodes", "sequoia:measured_speedup")
+
+
+def eventually(shows) -> bool:
+    """Whether it shows so within a minute, on however slow a machine."""
+    end = time.monotonic() + 60
+    while not shows():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.fixture
+def quick_watch(monkeypatch):
+    monkeypatch.setattr(watch, "_FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "_IDLE_SECONDS", 0.1)
+
+
+def test_metrics_stay_current_after_the_last_step(quick_watch):
+    """No step comes any more, and nobody reads: counters are complete, gauges of a load go."""
+    registry = CollectorRegistry()
+    metrics = TreeMetrics(TREE, "a test", "model", [0, 1], PrometheusKinds(registry), 2.0)
+    watched = watch.Watch(metrics)
+    for round in (1, 2):  # it goes on after a pause
+        for engine in (0, 1):
+            metrics.observe(engine, counted([[1]]), drafts=5, speedup=1.1)
+            watched.note_step(engine)
+        for engine in ("0", "1"):
+            assert eventually(
+                lambda e=engine: not any((gauge, e) in samples(registry) for gauge in GAUGES)
+            )
+            assert samples(registry)["sequoia:trees_total", engine] == round
+        assert samples(registry)["sequoia:expected_speedup", "0"] == 2
+        assert eventually(lambda: not watched._has_thread)
+
+
+def test_busy_engines_keep_their_gauges(quick_watch, monkeypatch):
+    """Engine 0 made its last step long ago, engine 1 has just made one."""
+    monkeypatch.setattr(watch, "_IDLE_SECONDS", 1e9)
+    registry = CollectorRegistry()
+    metrics = TreeMetrics(TREE, "a test", "model", [0, 1], PrometheusKinds(registry))
+    watched = watch.Watch(metrics)
+    for engine in (0, 1):
+        metrics.observe(engine, counted([[1]]), drafts=5, speedup=1.1)
+        watched.note_step(engine)
+    with watched._lock:
+        watched._stepped[0] -= 2e9
+    assert eventually(lambda: not any((gauge, "0") in samples(registry) for gauge in GAUGES))
+    assert all((gauge, "1") in samples(registry) for gauge in GAUGES)
+    assert samples(registry)["sequoia:trees_total", "1"] == 1  # flushed meanwhile
+    with watched._lock:
+        watched._stepped.clear()
+
+
+def test_servers_of_many_processes_show_nan_while_idle(tmp_path):
+    """Each writes gauges into a file of its own, from which none can be removed."""
+    program = """
+import sys
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+from sequoia_vllm.metrics.prometheus import PrometheusKinds, TreeMetrics
+from sequoia_vllm.tree import TokenTree
+metrics = TreeMetrics(TokenTree.chain(2), "a test", "model", [0], PrometheusKinds())
+metrics.observe(0, None, drafts=2, speedup=1.1)
+collected = CollectorRegistry()
+multiprocess.MultiProcessCollector(collected)
+for _ in range(2):
+    print(generate_latest(collected).decode())
+    metrics.rest(0)
+"""
+    variables = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env=variables, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    labels = '{engine="0",model_name="model"}'
+    for gauge, busy in zip(GAUGES, ("2.0", "1.1"), strict=True):
+        shown = re.findall(rf"^{re.escape(gauge + labels)} (\S+)$", done.stdout, re.MULTILINE)
+        assert shown == [busy, "NaN"]
+
+
+def test_readers_in_this_process_get_all_that_was_observed():
+    metrics = TreeMetrics(TREE, "a test", "model", [0], PrometheusKinds(CollectorRegistry()))
+    metrics.observe(0, counted([[1]], [[2]]), drafts=5)
+    [trees] = [family for family in metrics.collect() if family.name == "sequoia:trees"]
+    assert trees.samples[0].value == 2

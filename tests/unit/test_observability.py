@@ -81,6 +81,18 @@ def test_alerts_fire_when_they_should():
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_alerts_on_gauges_ask_for_traffic():
+    """A gauge says nothing of an engine without requests, whatever its last value was."""
+    [group] = yaml.safe_load((FOLDER / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+    on_gauges = [
+        rule["expr"]
+        for rule in group["rules"]
+        if any(not name.endswith("_total") for name in names(rule["expr"], "sequoia"))
+    ]
+    assert on_gauges
+    assert all("rate(vllm:generation_tokens_total" in expression for expression in on_gauges)
+
+
 def test_the_image_is_a_supported_vllm_with_all_that_the_wheel_takes():
     lines = (DOCKER / "Dockerfile").read_text(encoding="utf-8").splitlines()
     assert f"FROM vllm/vllm-openai:v{SUPPORTED_VERSIONS['gpu'][-1]}" in lines

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,10 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core.adapting import follow, freeze, measured_speedup
 from sequoia_vllm.engine.core.core_messages import keep_drafts
-from sequoia_vllm.engine.core.eligibility import has_custom_processors, reason_without_drafts
-from sequoia_vllm.engine.core.grammar import thinks_first
+from sequoia_vllm.engine.core.eligibility import reasons_of_new
 from sequoia_vllm.metrics.counts import TreeCounts, interval_line
 from sequoia_vllm.metrics.prometheus import PrometheusKinds, Reason, TreeMetrics
+from sequoia_vllm.metrics.watch import Watch
 from sequoia_vllm.tree import TokenTree
 
 logger = logging.getLogger("vllm.sequoia")
@@ -37,7 +38,6 @@ REPORT = "sequoia_report"  # field that is added to SchedulerStats
 _OUTCOME = "sequoia_outcome"  # set on a step's ModelRunnerOutput
 _LIMIT = "sequoia_draft_limit"  # set on a scheduler while drafts are limited
 _CHECKSUM = "_sequoia_checksum"  # set on a scheduler
-_FLUSH_SECONDS = 1.0
 
 _shown: TreeMetrics | None = None  # in vLLM's registry, which has one engine's metrics at a time
 
@@ -121,26 +121,48 @@ def update_from_output(
 ) -> Any:
     """Updates like the scheduler, and adds the step's report to its statistics if it makes any."""
     started = time.perf_counter()
+    paths, limit, has_failed = getattr(model_runner_output, _OUTCOME, (b"", None, False))
+    served = _without_ended(self, scheduler_output, model_runner_output, paths)
     outputs = original(self, scheduler_output, model_runner_output)
     keep_drafts(self, model_runner_output)
-    paths, limit, has_failed = getattr(model_runner_output, _OUTCOME, (b"", None, False))
     _limit_drafts(self, limit)
     follow(self, scheduler_output, paths, started)
     if getattr(self, "spec_decode_metrics_level", "none") != "none":
         _end_histograms(self.vllm_config, outputs)
-    if not self.log_stats or not SequoiaSettings.enabled(self.vllm_config):
+    if not SequoiaSettings.enabled(self.vllm_config):
+        return outputs
+    undrafted = reasons_of_new(self, scheduler_output)
+    if not self.log_stats:
         return outputs
     for output in outputs.values():
         if output.scheduler_stats is not None:  # vLLM gives them to one front end
             scheduled = scheduler_output.total_num_scheduled_tokens > 0
             drafts = scheduler_output.num_spec_tokens_to_schedule if scheduled else None
-            undrafted = _undrafted(self, scheduler_output)
-            tree = _checksum(self) if paths else 0
+            tree = _checksum(self) if served else 0
             speedup = measured_speedup(self)
-            report = StepReport(drafts, paths, undrafted, speedup, tree, has_failed)
+            report = StepReport(drafts, served, undrafted, speedup, tree, has_failed)
             setattr(output.scheduler_stats, REPORT, report)
             break
     return outputs
+
+
+def _without_ended(scheduler: Any, scheduled: Any, output: Any, paths: bytes) -> bytes:
+    """Leaves out trees of requests that were aborted while the step ran.
+
+    Nobody gets their tokens, and vLLM counts none of them. Where the paths are of another step
+    than ``output``, all are kept.
+    """
+    if not paths:
+        return paths
+    drafts = scheduled.scheduled_spec_decode_tokens
+    requests = [scheduler.requests.get(i) for i in output.req_ids if drafts.get(i)]
+    kept = [request is not None and not request.is_finished() for request in requests]
+    if all(kept):
+        return paths
+    size = TreeCounts.path_bytes(SequoiaSettings.of(scheduler.vllm_config).tree)
+    if len(paths) != size * len(kept):
+        return paths
+    return b"".join(paths[i * size : (i + 1) * size] for i, keeps in enumerate(kept) if keeps)
 
 
 def _end_histograms(vllm_config: Any, outputs: Any) -> None:
@@ -166,16 +188,6 @@ def _checksum(scheduler: Any) -> int:
         setattr(scheduler, _CHECKSUM, SequoiaSettings.of(scheduler.vllm_config).tree.checksum)
     checksum: int = getattr(scheduler, _CHECKSUM)
     return checksum
-
-
-def _undrafted(scheduler: Any, scheduler_output: Any) -> list[Reason]:
-    """Reasons of the requests that begin in this step and get no drafts."""
-    new = scheduler_output.scheduled_new_reqs
-    if has_custom_processors(scheduler.vllm_config):
-        return ["custom_logits_processors"] * len(new)
-    thinks = thinks_first(scheduler.vllm_config)
-    reasons = (reason_without_drafts(request.sampling_params, thinks) for request in new)
-    return [reason for reason in reasons if reason is not None]
 
 
 # -- in the front end ------------------------------------------------------------------------
@@ -235,6 +247,10 @@ class LoggerKinds(PrometheusKinds):
         """A gauge like those of vLLM that this logger shows."""
         return self._class._gauge_cls(name, documentation, labels)
 
+    def remove(self, gauge: Any, labels: Sequence[str]) -> None:
+        """Makes a gauge NaN: those of Ray cannot be removed."""
+        gauge.labels(*labels).set(math.nan)
+
 
 def get_metrics(original: Callable[..., list[Any]], self: Any) -> list[Any]:
     """Returns vLLM's metrics, whose names start with ``vllm:``, and the trees'."""
@@ -280,7 +296,7 @@ class TreeStatLogger(AggregateStatLoggerBase):
         self._interval = {engine: TreeCounts.zeros(tree) for engine in engine_indexes}
         self._drafts: dict[int, int] = {}
         self._speedup: dict[int, float] = {}
-        self._flushed = dict.fromkeys(engine_indexes, 0.0)
+        self._watch = Watch(metrics)
         self._others: set[int] = set()  # engines that draft another tree
         self._failed: set[int] = set()  # engines whose draft has failed
 
@@ -307,11 +323,10 @@ class TreeStatLogger(AggregateStatLoggerBase):
             self._failed.add(engine_idx)
             self._metrics.failures[engine_idx].inc()
         self._metrics.observe(engine_idx, counts, report.drafts, report.undrafted, report.speedup)
-        now = time.monotonic()
-        idle = scheduler_stats.num_running_reqs == 0
-        if idle or now - self._flushed[engine_idx] >= _FLUSH_SECONDS:
-            self._flushed[engine_idx] = now
+        if scheduler_stats.num_running_reqs == 0:
             self._metrics.flush(engine_idx)
+        if report.drafts is not None:
+            self._watch.note_step(engine_idx)
 
     def _counts_of(self, report: StepReport, engine: int) -> TreeCounts | None:
         """Counts of a report's paths; None if another tree than this front end's was drafted.

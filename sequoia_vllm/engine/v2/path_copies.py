@@ -37,12 +37,11 @@ class PathCopies:
         event.record()
         self._under_way.append((host, event))
 
-    def drop(self) -> None:
-        """Waits for the copies under way, then drops them."""
+    def wait(self) -> None:
+        """Waits for the copies under way."""
         for _, event in self._under_way:
             if event is not None:
                 event.synchronize()
-        self._under_way.clear()
 
     def arrived(self) -> list[NDArray[np.int32]]:
         """Takes the paths (see `metrics.paths_of`) of steps whose copies are done, in order."""

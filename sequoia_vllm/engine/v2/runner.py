@@ -132,9 +132,18 @@ class TreeRunner(GPUModelRunner):
     def forget_steps(self) -> None:
         """Drops the steps so far (warm-up); from now on steps serve users."""
         self.speculator.begin_to_serve()
-        self._paths.drop()
-        self.stats.take_paths()
+        self.take_last_paths()
         self.stats.reset()
+
+    def take_last_paths(self) -> bytes:
+        """Waits for what became of the latest steps' trees, for `StepStats.take_paths`."""
+        self._paths.wait()
+        self._observe_arrived()
+        return self.stats.take_paths()
+
+    def _observe_arrived(self) -> None:
+        for paths in self._paths.arrived():
+            self.stats.observe_paths(paths)
 
     # -- requests ------------------------------------------------------------------
 
@@ -202,8 +211,7 @@ class TreeRunner(GPUModelRunner):
             self.tree_backend.commit(self._target_caches, self._metadata, trees, paths[:, 1:])
             self.speculator.note_accepted(paths[:, 1:])
             self._paths.start(paths)
-        for paths in self._paths.arrived():
-            self.stats.observe_paths(paths)
+        self._observe_arrived()
         return output
 
     def take_draft_token_ids(self) -> Any:

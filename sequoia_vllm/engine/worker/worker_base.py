@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -75,9 +76,15 @@ class SequoiaWorker(AgreeingWorker):
         return not self.vllm_config.scheduler_config.async_scheduling
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Calls vLLM's, timed as part of the step; samples at once where it can."""
+        """Calls vLLM's, timed as part of the step; samples at once where it can.
+
+        A step without requests, which follows the last one with any, brings what V2 copied late.
+        """
         with self.model_runner.stats.timed("step"):
             output = super().execute_model(scheduler_output)
+        if self.use_v2_model_runner and scheduler_output.total_num_scheduled_tokens == 0:
+            paths = self.model_runner.take_last_paths()
+            return attach_outcome(copy(output), paths, self._draft_limit) if paths else output
         has_masks = scheduler_output.has_structured_output_requests
         if output is None and self._takes_single_steps and not has_masks:
             return self.sample_tokens(None)

@@ -229,7 +229,7 @@ EVERYWHERE = table({
             "vLLM tells plugins how long the parts of a step take; vLLM's engine core sends "
             "workers one message per step",
             "timed for sequoia_stats; samples at once, where vLLM's engine core would send a "
-            "second message for it"),
+            "second message for it; a step without requests brings the last counts of trees"),
         subclass("sample_tokens(self, grammar_output)", _METRICS,
             "timed for sequoia_stats; its output takes the counts of trees along"),
     ],
