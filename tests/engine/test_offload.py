@@ -25,6 +25,10 @@ PROMPTS = prompts(4)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, seed=7, max_tokens=24, ignore_eos=True)
 PARAMS = [GREEDY, SEEDED, GREEDY, SEEDED]
+NEED_WEIGHTS_IN_MEMORY = (
+    "reload_weights", "reset_weights", "compute_weight_checksums", "save_sharded_state",
+    "save_tensorized_model",
+)  # fmt: skip
 
 
 def offload(disk, **keys):
@@ -56,6 +60,12 @@ def test_trees(plain_outputs, disk):
         drafts = runner_of(llm).drafter.model.model.layers
         assert all("streamed" not in layer.forward.__qualname__ for layer in drafts)
         assert list(disk.iterdir()) == []
+        for method in (*NEED_WEIGHTS_IN_MEMORY, "start_weight_update"):
+            with pytest.raises(Exception, match=rf"^{method} reads or writes|not configured"):
+                llm.collective_rpc(method)
+        llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
+        assert llm.reset_prefix_cache()
+        assert found(llm, GREEDY) == plain_outputs(PROMPTS, GREEDY)
 
 
 def test_plain_decoding_and_vllms_chain(plain_outputs, disk):
@@ -191,6 +201,13 @@ def test_two_ranks(plain_outputs, disk, monkeypatch):
         (
             {"additional_config": {"sequoia_offload": {"directory": "/tmp"}}, "enable_lora": True},
             "drop --enable-lora",
+        ),
+        (
+            {
+                "additional_config": {"sequoia_offload": {"directory": "/tmp"}},
+                "weight_transfer_config": {"backend": "nccl"},
+            },
+            "drop --weight-transfer-config",
         ),
         (
             {

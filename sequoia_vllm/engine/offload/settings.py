@@ -82,6 +82,11 @@ def choose_offloading(vllm_config: Any) -> None:
         )
     if vllm_config.lora_config is not None:
         raise ConfigError("offload does not know adapters: drop --enable-lora, or offload")
+    if vllm_config.weight_transfer_config is not None:
+        raise ConfigError(
+            "weights on a disk cannot be updated while the engine serves: drop "
+            "--weight-transfer-config, or offload"
+        )
     if parallel.worker_cls not in (_PLAIN, *_OFFLOADING):
         raise ConfigError(
             f"worker_cls is {parallel.worker_cls!r}: offload brings its own; leave it at 'auto'"

@@ -110,6 +110,14 @@ CPU_V1 = table({
             "sets our offloader before models are built; vLLM's V1 runner on CPUs never calls "
             "post_init"),
         subclass("shutdown(self)", _DISK, "ends the threads that read weights"),
+        *(
+            subclass(method, _DISK, "refused by name where weights are on a disk: parameters of "
+                "offloaded layers are buffers that layers share")
+            for method in (
+                "reload_weights", "reset_weights", "compute_weight_checksums",
+                "save_sharded_state", "save_tensorized_model",
+            )
+        ),
     ],
     "vllm.v1.worker.gpu_model_runner": [
         swap(
