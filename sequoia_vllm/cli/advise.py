@@ -9,16 +9,19 @@ from typing import Annotated
 import typer
 
 from sequoia_vllm.cli.common import console, counted, fail, friendly_errors, new_table, print_json
-from sequoia_vllm.cli.measuring import JsonOption, check_name, numbers
+from sequoia_vllm.cli.measuring import JsonOption, numbers
+from sequoia_vllm.cli.model_files import read_config, unsupported_kinds
 from sequoia_vllm.cli.tree.named import this_device_name
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.drafters.fields import Fields, ShapeError
 from sequoia_vllm.drafters.recognition import recognise
 from sequoia_vllm.drafters.registry import known_for
+from sequoia_vllm.drafters.speculators import without_format
 from sequoia_vllm.hardware.cost import check_batch_sizes
+from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, published_shape
-from sequoia_vllm.json_input import read_json
+from sequoia_vllm.hardware.support import Role, refusal
 from sequoia_vllm.library.advice import Advice, advise_pair
 from sequoia_vllm.library.pair_key import PairKey
 
@@ -44,9 +47,12 @@ def advise(
     """
     with friendly_errors():
         sizes = check_batch_sizes(list(numbers("--batch-sizes", batch_sizes)))
+        _check_support("target", model)
+        here = device or this_device_name()
         target, dtype = _read("target", model)
-        draft = draft_model or _known_draft(model)
-        pair = PairKey(device or this_device_name(), model, draft, dtype)
+        draft = draft_model or _known_draft(model, here)
+        _check_support("draft", draft)
+        pair = PairKey(here, model, draft, dtype)
         advice = advise_pair(pair, target, _read("draft", draft)[0], sizes)
     if as_json:
         said = {"command": advice.command, "conclusion": advice.conclusion}
@@ -55,15 +61,30 @@ def advise(
         _print(advice)
 
 
-def _known_draft(target: str) -> str:
-    """The draft model that an engine would use for a target."""
-    known = [known for kind, known in known_for(target) if not kind.is_head]
-    if not known:
+def _check_support(role: Role, model: str) -> None:
+    """Checks whether trees serve a model, as an engine does before anything else.
+
+    Raises:
+        ConfigError: They do not; with the engine's own words.
+    """
+    if message := refusal(model, role, unsupported_kinds(role, model)):
+        raise ConfigError(message)
+
+
+def _known_draft(target: str, device: str) -> str:
+    """The draft model that an engine would use for a target, or else the best head known for it.
+
+    Heads run on GPUs alone.
+    """
+    known = known_for(target)
+    models = [known for kind, known in known if not kind.is_head]
+    heads = [known for kind, known in known if kind.is_head and identify(device).spec is not None]
+    if not models + heads:
         fail(f"no draft model is known for {target!r}: name one with --draft-model")
-    return known[0].name_for(target)
+    return (models + heads)[0].name_for(target)
 
 
-def _read(role: str, model: str) -> tuple[ModelShape, str]:
+def _read(role: Role, model: str) -> tuple[ModelShape, str]:
     """A model's shape, and the dtype that vLLM uses by default.
 
     Raises:
@@ -72,8 +93,8 @@ def _read(role: str, model: str) -> tuple[ModelShape, str]:
     """
     if not Path(model).exists() and (shape := published_shape(model)):
         return shape, "bfloat16"
-    config = read_json(_config_file(role, model), "configuration", ConfigError)
-    config = config.get("text_config") or config if isinstance(config, dict) else {}
+    config = without_format(read_config(role, model))
+    config = config.get("text_config") or config
     found = recognise(Fields(config, model), lambda: config.get("model_type"))
     if found.kind is None:
         raise ConfigError(f"{model!r} is {found.name}, which trees do not draft with")
@@ -83,26 +104,6 @@ def _read(role: str, model: str) -> tuple[ModelShape, str]:
         raise ConfigError(f"{error}; measure the pair instead (sequoia-vllm tune)") from error
     is_half = "float16" in (config.get("dtype"), config.get("torch_dtype"))
     return shape, "float16" if is_half else "bfloat16"
-
-
-def _config_file(role: str, model: str) -> Path:
-    """A model's ``config.json``, in its folder or downloaded.
-
-    Raises:
-        ConfigError: It is not available; the message names the fix.
-    """
-    if Path(model).exists():
-        return Path(model) / "config.json"
-    check_name(role, model)
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except Exception as error:  # its type depends on the HTTP library
-        raise ConfigError(
-            f"the Hub does not give the configuration of {model!r}: log in (hf auth login) if it "
-            "is gated, or give the path of a folder"
-        ) from error
 
 
 def _print(advice: Advice) -> None:

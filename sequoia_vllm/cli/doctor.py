@@ -18,8 +18,11 @@ import typer
 
 from sequoia_vllm import __version__
 from sequoia_vllm.cli.common import console, print_json
+from sequoia_vllm.cli.model_files import unsupported_kinds
 from sequoia_vllm.cli.setup_cpu import broken_packages, missing_alias
 from sequoia_vllm.engine.compat.versions import SUPPORTED_VERSIONS, is_supported, vllm_version
+from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.hardware.support import FIX, faults
 from sequoia_vllm.installed import installed
 
 # Plain package names: pip finds them however sequoia-vllm itself was installed.
@@ -44,12 +47,16 @@ class InstallationCheck:
 
 
 def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Target model to look at, too, name or path."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check what is installed, and say what to mend; exit code 1 if anything is."""
     # This logger complains on every CPU that Triton is installed but has no driver.
     logging.getLogger("vllm.triton_utils.importing").disabled = True
-    checks = list(run_checks())
+    checks = [*run_checks(), *([] if model is None else [_target(model)])]
     if as_json:
         print_json({"ok": all(c.ok for c in checks), "checks": [asdict(c) for c in checks]})
     else:
@@ -227,6 +234,17 @@ def _offloading() -> InstallationCheck | None:
         "optional, for --cpu-offload-gb and --offload-group-size: without these every step waits "
         "for copies (VLLM_WEIGHT_OFFLOADING_DISABLE_* turn them off)" if missing else "",
     )  # fmt: skip
+
+
+def _target(model: str) -> InstallationCheck:
+    """Checks by its configuration whether trees serve a model, as engines do at their start."""
+    try:
+        kinds = unsupported_kinds("target", model)
+    except SequoiaError as error:
+        return InstallationCheck("target", False, str(error))
+    found = "; ".join(faults(model, "target", kinds))
+    fix = FIX["target"] if found else ""
+    return InstallationCheck("target", not found, found or f"trees can serve {model}", fix)
 
 
 def _print(checks: list[InstallationCheck]) -> None:

@@ -7,12 +7,9 @@ from typing import Any
 
 from sequoia_vllm.drafters.fields import Fields, ShapeError
 from sequoia_vllm.drafters.registry import DrafterKind, drafter
+from sequoia_vllm.hardware.experts import read_experts
 from sequoia_vllm.hardware.models import ModelShape
 
-# How many experts, and low ranks of attention: none in a dense model.
-_EXPERTS = (
-    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts",
-)  # fmt: skip
 _UNMODELLED = {
     "kv_lora_rank": "its attention has low-rank keys and values (MLA)",
     "block_configs": "its layers differ from each other",
@@ -22,15 +19,18 @@ _UNMODELLED = {
 _UNGATED = frozenset({"apertus", "arcee", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2"})
 _BITS_BY_METHOD = {
     "fp8": 8, "fbgemm_fp8": 8, "ptpc_fp8": 8, "modelopt": 8,
-    "mxfp8": 8, "modelopt_mxfp8": 8, "modelopt_fp4": 4, "mxfp4": 4, "nvfp4": 4,
+    "mxfp8": 8, "modelopt_mxfp8": 8, "modelopt_fp4": 4, "mxfp4": 4, "gpt_oss_mxfp4": 4, "nvfp4": 4,
     "awq": 4, "awq_marlin": 4, "bitsandbytes": 4,
 }  # fmt: skip
+
+# Methods that vLLM has no other layers for than experts.
+_EXPERTS_ALONE = frozenset({"mxfp4", "gpt_oss_mxfp4"})
 
 
 def read_shape(
     config: Any, name: str, quantization: str | None = None, kind: DrafterKind = "model"
 ) -> ModelShape:
-    """The shape of the dense decoder that a configuration describes.
+    """The shape of the decoder that a configuration describes.
 
     Args:
         config: An object or mapping with Hugging Face's names (``hidden_size``), that of
@@ -40,50 +40,43 @@ def read_shape(
         kind: What the model is.
 
     Raises:
-        ShapeError: If a field is missing, or the model is not dense, or its weights have
-            a size that is not known; says which.
+        ShapeError: If a field is missing, or the model has parts that are not modelled, or its
+            weights have a size that is not known; says which.
     """
     reader, drafts = Fields(config, name), drafter(kind)
-    if any(_more_than_one(reader.value(key)) for key in _EXPERTS):
-        raise ShapeError(
-            f"{name} is a mixture of experts: how many of them a tree reads is not modelled"
-        )
     for key, reason in _UNMODELLED.items():
         if reader.value(key):
             raise ShapeError(f"{name} is not modelled: {reason}")
     hidden = reader.count("hidden_size")
     heads = reader.count("num_attention_heads")
+    layers = drafts.layers or reader.count("num_hidden_layers")
+    experts, weight_bytes = read_experts(reader, layers), _weight_bytes(reader, quantization)
+    unused = experts.width if experts and experts.layers == layers else None
+    if experts and weight_bytes and _are_alone(reader, quantization):
+        experts = experts.model_copy(update={"weight_bytes": weight_bytes})
+        weight_bytes = None
     return ModelShape(
         name=name,
-        layers=drafts.layers or reader.count("num_hidden_layers"),
+        layers=layers,
         hidden=hidden,
-        intermediate=reader.count("intermediate_size"),
+        intermediate=reader.count("intermediate_size", unused),
         heads=heads,
         kv_heads=reader.count("num_key_value_heads", heads),
         head_size=reader.count("head_dim", max(hidden // heads, 1)),
         vocab=reader.count("vocab_size"),
         tied=bool(reader.value("tie_word_embeddings")),
         gated=reader.value("model_type") not in _UNGATED,
-        layer_weight_bytes=_layer_weight_bytes(reader, quantization),
+        layer_weight_bytes=weight_bytes,
+        experts=experts,
         head=drafts.head_shape(reader),
     )
 
 
-def _more_than_one(experts: Any) -> bool:
-    """Lists give a number for each layer."""
-    if isinstance(experts, (list, tuple)):
-        return any(_more_than_one(entry) for entry in experts)
-    return isinstance(experts, int) and experts > 1
-
-
-def _layer_weight_bytes(reader: Fields, quantization: str | None) -> float | None:
-    """Bytes of a weight in the layers, scales not counted; None: not quantized."""
-    stated = reader.value("quantization_config") or reader.value("compression_config")
-    if stated is not None and not isinstance(stated, Mapping):
-        stated = stated.to_dict() if hasattr(stated, "to_dict") else vars(stated)
+def _weight_bytes(reader: Fields, quantization: str | None) -> float | None:
+    """Bytes of a quantized weight, scales not counted; None: none is quantized."""
+    stated = _stated(reader)
     if not stated and not quantization:
         return None
-    stated = stated or {}
     method = str(quantization or stated.get("quant_method") or "").lower()
     bits = _stated_bits(stated, method)
     if bits is None:
@@ -92,6 +85,23 @@ def _layer_weight_bytes(reader: Fields, quantization: str | None) -> float | Non
             "whose size is not known"
         )
     return bits / 8
+
+
+def _stated(reader: Fields) -> Mapping[str, Any]:
+    """What a configuration says of quantization; empty: nothing."""
+    stated = reader.value("quantization_config") or reader.value("compression_config")
+    if stated is not None and not isinstance(stated, Mapping):
+        stated = stated.to_dict() if hasattr(stated, "to_dict") else vars(stated)
+    return stated or {}
+
+
+def _are_alone(reader: Fields, quantization: str | None) -> bool:
+    """Whether a mixture's experts alone are quantized, and its attention is not."""
+    stated = _stated(reader)
+    if {quantization, stated.get("quant_method")} & _EXPERTS_ALONE:
+        return True
+    left_out = stated.get("modules_to_not_convert") or stated.get("ignore") or ()
+    return any("attn" in str(name) for name in left_out)
 
 
 def _stated_bits(stated: Mapping[str, Any], method: str) -> float | None:

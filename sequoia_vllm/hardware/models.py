@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from sequoia_vllm.drafters.registry import DrafterKind, HeadShape
+from sequoia_vllm.hardware.experts import Experts
 from sequoia_vllm.hardware.streaming import StreamedWeights
 from sequoia_vllm.json_file import FileModel, read_model
 
@@ -18,12 +19,12 @@ _FILE = Path(__file__).with_name("models.json")
 
 
 class ModelShape(FileModel):
-    """What the roofline needs of a dense decoder-only transformer."""
+    """What the roofline needs of a decoder-only transformer."""
 
     name: str = Field(min_length=1, description="Model, as on the Hugging Face Hub.")
     layers: int = Field(ge=1)
     hidden: int = Field(ge=1, description="Width of the residual stream.")
-    intermediate: int = Field(ge=1, description="Width of the gated MLP.")
+    intermediate: int = Field(ge=1, description="Width of the gated MLP, of dense layers.")
     heads: int = Field(ge=1, description="Query heads.")
     kv_heads: int = Field(ge=1, description="Key/value heads.")
     head_size: int = Field(ge=1)
@@ -36,9 +37,15 @@ class ModelShape(FileModel):
         description="Bytes of a weight in the layers, where quantized; none: the model's type.",
     )
 
+    experts: Experts | None = Field(default=None, description="None: all layers are dense.")
     head: HeadShape | None = Field(
         default=None, description="Of a drafter that reads the target's hidden states."
     )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights of its layers are."""
+        return bool(self.layer_weight_bytes or (self.experts and self.experts.weight_bytes))
 
     @property
     def drafts_in_one_pass(self) -> bool:
@@ -48,10 +55,25 @@ class ModelShape(FileModel):
     @property
     def layer_parameters(self) -> int:
         """Parameters of all layers, without norms."""
+        return self._dense_parameters + self._routed_parameters(None)
+
+    @property
+    def _dense_parameters(self) -> int:
+        """Parameters of the layers that every token is multiplied with."""
         attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
         mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
         own = self.head.input_parameters(self) if self.head is not None else 0
-        return self.layers * (attention + mlp) + own
+        if self.experts is None:
+            return self.layers * (attention + mlp) + own
+        dense = (self.layers - self.experts.layers) * mlp
+        return self.layers * attention + dense + self.experts.other_parameters(self.hidden) + own
+
+    def _routed_parameters(self, rows: float | None) -> int:
+        """Parameters of the routed experts that a pass over so many rows reads; None: of all."""
+        if self.experts is None:
+            return 0
+        read = self.experts.count if rows is None else self.experts.read_by(rows)
+        return round(self.experts.routed_parameters(read, self.hidden))
 
     @property
     def output_vocab(self) -> int:
@@ -71,8 +93,8 @@ class ModelShape(FileModel):
 
     @property
     def matmul_parameters(self) -> int:
-        """Parameters read, and multiplied with, in every forward pass."""
-        return self.layer_parameters + self.output_parameters
+        """Parameters that a forward pass multiplies each token with."""
+        return self._dense_parameters + self._routed_parameters(1) + self.output_parameters
 
     @property
     def parameters(self) -> int:
@@ -86,13 +108,14 @@ class ModelShape(FileModel):
             return (1 if self.tied else 2) * self.hidden * self.vocab
         return 0 if self.head.output_vocab is None else self.output_parameters
 
-    def matmul_bytes(self, value_bytes: float) -> float:
-        """Bytes of `matmul_parameters`: quantization leaves the output matrix as it is.
+    def matmul_bytes(self, value_bytes: float, rows: float = 1) -> float:
+        """Bytes that a forward pass reads: quantization leaves the output matrix as it is.
 
         Args:
             value_bytes: Bytes of a value in the model's type.
+            rows: Tokens of the pass: the more, the more experts it reads.
         """
-        return self.layers_bytes(value_bytes) + self.output_parameters * value_bytes
+        return self._layers_bytes(value_bytes, rows) + self.output_parameters * value_bytes
 
     def reading_bytes(self, value_bytes: float) -> float:
         """Bytes of `reading_parameters`; argument as of `matmul_bytes`."""
@@ -100,7 +123,12 @@ class ModelShape(FileModel):
 
     def layers_bytes(self, value_bytes: float) -> float:
         """Bytes of all layers: what can be offloaded; argument as of `matmul_bytes`."""
-        return self.layer_parameters * (self.layer_weight_bytes or value_bytes)
+        return self._layers_bytes(value_bytes, None)
+
+    def _layers_bytes(self, value_bytes: float, rows: float | None) -> float:
+        size = self.layer_weight_bytes or value_bytes
+        of_experts = (self.experts and self.experts.weight_bytes) or size
+        return self._dense_parameters * size + self._routed_parameters(rows) * of_experts
 
     def weights_bytes(self, value_bytes: float) -> float:
         """Bytes of all `parameters`; argument as of `matmul_bytes`."""
@@ -161,7 +189,7 @@ class PairShapes:
     def quantized(self) -> bool:
         """Whether either model's weights are."""
         shapes = self.target, self.draft
-        return any(shape is not None and shape.layer_weight_bytes for shape in shapes)
+        return any(shape is not None and shape.is_quantized for shape in shapes)
 
 
 class ModelClass(FileModel):

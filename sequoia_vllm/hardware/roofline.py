@@ -15,6 +15,9 @@ reductions, whose bytes grow with the tokens and whose number with the layers. T
 like the target, as vLLM requires. Its products shrink too, but its launches and reductions do not.
 So a draft level becomes dearer relative to the target, and the best trees become shallower.
 
+Of a mixture of experts a token is multiplied with a few, and more tokens read more of them
+(`sequoia_vllm.hardware.experts`). So scoring a tree costs more there than one token.
+
 Weights that do not fit the memory may be streamed (`sequoia_vllm.hardware.streaming`): the
 target's pass then takes the longer of this and reading them, or both.
 
@@ -219,7 +222,7 @@ class _Forward:
     ) -> float:
         """Time for ``tokens`` tokens of each of ``batch`` requests."""
         rows = tokens * batch
-        moved = shape.matmul_bytes(self._value_bytes)
+        moved = shape.matmul_bytes(self._value_bytes, rows)
         if streamed is not None:
             outside = streamed.bytes_per_pass - streamed.from_device_bytes
             moved = max(0.0, moved - outside * self._devices)

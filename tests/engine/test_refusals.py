@@ -1,5 +1,6 @@
 """Set-ups that would run and be wrong are refused at start-up, with the reason and the fix."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ from sequoia_vllm.engine.runner import attention_layers, cpu_attention
 from sequoia_vllm.engine.v2.attention import attention_gpu
 from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 from sequoia_vllm.engine.worker import worker_base
+from sequoia_vllm.hardware.support import kinds_of, refusal
 from sequoia_vllm.tree import TokenTree
 from tests.support.engines import running, sequoia
 from tests.support.models import DRAFT, TARGET, save_llama
@@ -100,9 +102,19 @@ def save_config(path: Path, config) -> str:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_target_models(kind, tmp_path):
+    """Before a draft is asked for, in the words of commands that read the configuration alone."""
     make, reason = MODELS[kind]
     target = save_config(tmp_path, make())
-    refused(reason, model=target, enable_prefix_caching=False, skip_tokenizer_init=True)
+    with pytest.raises((ConfigError, ValueError)) as error:
+        engine_config(
+            model=target, speculative_config={"method": "sequoia"}, enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+        )  # fmt: skip
+    said = str(error.value)
+    assert reason in said
+    assert "no draft" not in said
+    kinds = kinds_of(json.loads((tmp_path / "config.json").read_text()))
+    assert refusal(target, "target", kinds) in said
 
 
 def test_draft_models(tmp_path):
@@ -111,32 +123,10 @@ def test_draft_models(tmp_path):
     refused(f"the draft model {draft} {reason}", speculative_config=sequoia(draft=draft))
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "reason"),
-    [
-        ("uses_mrope", True, "uses multi-axis RoPE"),
-        ("attention_chunk_size", 8192, "uses chunked local attention (past a chunk's end"),
-        ("is_multimodal_model", True, "is multimodal"),
-        ("runner_type", "pooling", "is a pooling model"),
-    ],
-)
-def test_models_that_need_packages_we_do_not_install(attribute, value, reason):
+def test_models_that_are_served():
     config = engine_config()
-    model = SimpleNamespace(
-        **{
-            name: getattr(config.model_config, name)
-            for name in (
-                "model", "use_mla", "attention_chunk_size", "is_hybrid", "is_attention_free",
-                "has_inner_state", "uses_alibi", "uses_mrope", "is_multimodal_model",
-                "is_encoder_decoder", "runner_type",
-            )
-        }
-    )  # fmt: skip
-    assert refusals._model_reasons(model, "target") == []
-    setattr(model, attribute, value)
-    [found] = refusals._model_reasons(model, "target")
-    assert reason in found
-    assert "serve it without Sequoia" in found
+    for model in (config.model_config, config.speculative_config.draft_model_config):
+        assert refusals.kinds_in_vllm(model) == set()
 
 
 def test_draft_vocabulary(tmp_path):

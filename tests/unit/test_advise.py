@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sequoia_vllm.cli import app
+from sequoia_vllm.drafters.registry import known_for
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import identify
@@ -14,6 +15,7 @@ from sequoia_vllm.hardware.models import published_shape
 from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.tree_library import shipped_directory
+from tests.support.families import MIXTURES
 
 ROOT = Path(__file__).parents[2]
 PAIR = str(ROOT / "examples" / "models" / "target")
@@ -112,6 +114,50 @@ def test_heads_are_read_from_their_folder():
     assert found["batches"][0]["tree_speedup"] > 1
 
 
+EAGLE_3 = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
+    "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "draft_vocab_size": 32000,
+}  # fmt: skip
+
+
+def test_mixtures_of_experts_are_predicted(tmp_path):
+    """Against a dense target of the parameters of one token, trees are smaller and gain less."""
+    head, sparse, dense = (str(tmp_path / name) for name in ("head", "sparse", "dense"))
+    config = MIXTURES["Qwen3-30B-A3B"][0]
+    for path, fields in (
+        (head, EAGLE_3),
+        (sparse, config),
+        (dense, config | {"num_experts": None, "intermediate_size": 8 * 768}),
+    ):
+        Path(path).mkdir()
+        (Path(path) / "config.json").write_text(json.dumps(fields))
+    rows = [
+        advice(path, "--draft-model", head, "--device", "h100", "--batch", "1")["batches"][0]
+        for path in (sparse, dense)
+    ]
+    assert rows[0]["plain_tokens_per_second"] == pytest.approx(
+        rows[1]["plain_tokens_per_second"], rel=0.02
+    )
+    assert rows[0]["tree_nodes"] < rows[1]["tree_nodes"]
+    assert rows[0]["tree_speedup"] < rows[1]["tree_speedup"]
+
+
+def test_heads_that_are_known_for_a_mixture_are_taken(tmp_path, monkeypatch):
+    """No draft model is known for it. Heads need a GPU."""
+    target, head = tmp_path / "Qwen3-30B-A3B", tmp_path / "AngelSlim" / "Qwen3-a3B_eagle3"
+    for path, fields in ((target, MIXTURES["Qwen3-30B-A3B"][0]), (head, EAGLE_3)):
+        path.mkdir(parents=True)
+        (path / "config.json").write_text(json.dumps(fields))
+    known = [pair for pair in known_for(str(target)) if pair[0].kind == "eagle3"]
+    assert [pair.draft for _, pair in known] == ["AngelSlim/Qwen3-a3B_eagle3"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sequoia_vllm.cli.advise.known_for", lambda name: known)
+    found = advice(str(target), "--device", "h100", "--batch", "1")
+    assert found["pair"]["draft"] == "AngelSlim/Qwen3-a3B_eagle3"
+    assert "no draft model is known" in advise(str(target), "--device", "AMD EPYC", code=2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -131,8 +177,8 @@ def test_errors_name_the_fix(arguments, said):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_local_experts": 8}, "mixture of experts: how many of them a tree reads is not "
-         "modelled; measure the pair instead (sequoia-vllm tune)"),
+        ({"num_local_experts": 8}, "does not say how many a token goes to; measure the pair "
+         "instead (sequoia-vllm tune)"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({}, "no draft model is known for"),
     ],

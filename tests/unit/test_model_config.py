@@ -10,6 +10,7 @@ from sequoia_vllm.hardware.device import known_devices
 from sequoia_vllm.hardware.model_config import ShapeError, read_shape
 from sequoia_vllm.hardware.models import model_classes
 from sequoia_vllm.hardware.roofline import roofline_profile
+from tests.support.families import MIXTURES
 from tests.support.models import MODELS
 
 LLAMA_3 = {
@@ -71,10 +72,10 @@ def test_mlps_without_a_gate():
         ({"hidden_size": None}, "a/model has no hidden_size"),
         ({"vocab_size": 0}, "has 0 as vocab_size"),
         ({"intermediate_size": [1, 2]}, r"has \[1, 2\] as intermediate_size"),
-        ({"num_experts": 128}, "a/model is a mixture of experts"),
-        ({"num_local_experts": 8}, "mixture of experts"),
-        ({"n_routed_experts": 256}, "mixture of experts"),
-        ({"moe_num_experts": [64, 64]}, "mixture of experts"),
+        ({"num_experts": 128}, "a/model is a mixture of experts, .* how many a token goes to"),
+        ({"moe_num_experts": [64, 64], "moe_topk": 128}, "how many a token goes to"),
+        ({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": "x"}, "how wide"),
+        ({"num_experts": 8, "model_type": "arctic"}, "whose layers are not modelled"),
         ({"kv_lora_rank": 512}, "low-rank keys"),
         ({"block_configs": [{}]}, "layers differ"),
         ({"quantization_config": {"quant_method": "torchao"}}, "quantized by torchao"),
@@ -88,6 +89,72 @@ def test_what_cannot_be_modelled_is_said(changes, message):
 
 def test_one_expert_is_dense():
     assert shape(LLAMA_3, num_local_experts=1) == shape(LLAMA_3)
+    every_layer = list(range(LLAMA_3["num_hidden_layers"]))
+    assert shape(LLAMA_3, num_experts=8, mlp_only_layers=every_layer) == shape(LLAMA_3)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_published_sizes_of_mixtures(name):
+    config, parameters, active = MIXTURES[name]
+    found = read_shape(config, name)
+    assert found.parameters == pytest.approx(parameters, rel=5e-3)
+    assert found.matmul_parameters == pytest.approx(active, rel=2e-2)
+    assert read_shape(SimpleNamespace(**config), name) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({}, 48),
+        ({"mlp_only_layers": [0, 5]}, 46),
+        ({"decoder_sparse_step": 2}, 24),
+        ({"first_k_dense_replace": 3}, 45),
+        ({"moe_layer_freq": [0] * 8 + [1] * 40, "decoder_sparse_step": None}, 40),
+        ({"mlp_layer_types": ["dense"] + ["sparse"] * 47}, 47),
+        ({"moe_layer_start_index": 2, "moe_layer_end_index": 11}, 10),
+    ],
+)
+def test_layers_with_experts(changes, sparse):
+    experts = shape(MIXTURES["Qwen3-30B-A3B"][0], **changes).experts
+    assert (experts.layers, experts.count, experts.per_token) == (sparse, 128, 8)
+
+
+def test_a_pass_reads_the_experts_that_its_rows_go_to():
+    """One row reads its own, two share some, and many read all; computing follows the rows."""
+    found = shape(MIXTURES["Mixtral-8x7B"][0])
+    one_expert = 32 * 3 * 4096 * 14336 * 2
+    read = [found.matmul_bytes(2.0, rows) for rows in (1, 2, 1000)]
+    assert read[0] == 2 * found.matmul_parameters
+    assert read[1] - read[0] == pytest.approx((8 * (1 - 0.75**2) - 2) * one_expert)
+    assert read[2] - read[0] == pytest.approx(6 * one_expert)
+    assert found.weights_bytes(2.0) == 2 * found.parameters
+
+
+def test_trees_cost_more_where_they_read_more_experts():
+    device, sparse = known_devices()["l4"], shape(MIXTURES["Qwen3-30B-A3B"][0])
+    as_wide = sparse.experts.per_token * sparse.experts.width
+    dense = sparse.model_copy(update={"experts": None, "intermediate": as_wide})
+    draft, ratios = shape(QWEN_3), []
+    for target in (sparse, dense):
+        curve = roofline_profile(device, target, draft, tokens=(1, 16)).target_forward[0]
+        ratios.append(curve.seconds[1] / curve.seconds[0])
+    assert ratios[1] < 1.2 < 2 < ratios[0]
+
+
+def test_experts_alone_may_be_quantized():
+    """The attention of gpt-oss is in half precision."""
+    config = MIXTURES["gpt-oss-20b"][0]
+    found = shape(config)
+    assert (found.layer_weight_bytes, found.experts.weight_bytes) == (None, 0.5)
+    assert found.is_quantized
+    attention = 24 * 2 * 2880 * 64 * (64 + 8) * 2
+    assert found.layers_bytes(2.0) == pytest.approx(
+        attention + 24 * (32 * 3 * 2880 * 2880 / 2 + 2880 * 32 * 2)
+    )
+    whole = shape(config, quantization_config={"quant_method": "fp8"})
+    assert (whole.layer_weight_bytes, whole.experts.weight_bytes) == (1.0, None)
+    alone = {"quant_method": "gptq", "bits": 4, "modules_to_not_convert": ["re:.*self_attn.*"]}
+    assert shape(config, quantization_config=alone).experts.weight_bytes == 0.5
 
 
 def compressed(*bits: int) -> dict:

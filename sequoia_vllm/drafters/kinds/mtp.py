@@ -40,18 +40,8 @@ class MTPLayer(Drafter):
         """See `Drafter.target_problem`."""
         if not re.fullmatch(MODEL_TYPES, layers.model_type):
             return "has no layer of multi-token prediction (MTP) that vLLM knows"
-        refused = {
-            "uses multi-head latent attention (MLA), which trees do not have": target.use_mla,
-            "has recurrent (Mamba or linear-attention) layers, which trees cannot take back": (
-                target.is_hybrid or target.has_inner_state
-            ),
-            "is multimodal, and so is what its MTP layer reads": target.is_multimodal_model,
-            "is a mixture of experts, and trees draft with MTP layers of dense targets alone": (
-                target.is_moe
-            ),
-        }
-        if reason := next((reason for reason, found in refused.items() if found), None):
-            return reason
+        if target.is_moe:
+            return "is a mixture of experts, and trees draft with MTP layers of dense targets alone"
         architecture = layers.architectures[0]
         if architecture not in DENSE:
             return f"has MTP layers of a kind that trees do not draft with ({architecture})"

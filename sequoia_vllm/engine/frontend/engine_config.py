@@ -25,7 +25,7 @@ from sequoia_vllm.engine.compat.contract import check_contract
 from sequoia_vllm.engine.frontend.command_errors import short_in_commands
 from sequoia_vllm.engine.frontend.drafts import DraftReader, check_method, draft_problem, kinds_here
 from sequoia_vllm.engine.frontend.expected_gain import gain_line
-from sequoia_vllm.engine.frontend.refusals import refuse_unsupported
+from sequoia_vllm.engine.frontend.refusals import refuse_model, refuse_unsupported
 from sequoia_vllm.engine.frontend.request import sequoia_request
 from sequoia_vllm.engine.frontend.resolve import Resolved, find_draft, resolve
 from sequoia_vllm.engine.offload.settings import choose_offloading, with_offload
@@ -128,6 +128,7 @@ def create_speculative_config(
     request = sequoia_request(self)
     if request is None:
         return original(self, target_model_config, target_parallel_config)
+    refuse_model(target_model_config, "target")
     config = SequoiaConfig.parse(request).loaded()
     self.additional_config = with_offload(self.additional_config, config.offload)
     source = weight_source(self)
@@ -178,6 +179,7 @@ def create_speculative_config(
     except (ValueError, OSError) as error:
         raise ConfigError(draft_problem(draft.name, error)) from error
     check_method(draft.kind, draft.name, speculative_config.method)
+    refuse_model(speculative_config.draft_model_config, "draft")
     found = resolved.settings
     if not drafter(draft.kind).is_head:  # heads bring no tokenizer
         found = _with_vocabulary(

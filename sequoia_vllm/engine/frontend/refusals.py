@@ -13,6 +13,7 @@ from sequoia_vllm.engine.common.replicas import fault_of_lock_step, in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload.vllms import offloading_backend
 from sequoia_vllm.hardware.budget import warm_up_length
+from sequoia_vllm.hardware.support import Kind, Role, as_error, refusal
 
 _PIPELINE_V1 = (
     "pipeline parallelism is not supported, as accepted paths would have to reach every stage "
@@ -25,29 +26,54 @@ _PIPELINE_V2 = (
 )
 
 
+def refuse_model(model: Any, role: Role) -> None:
+    """Raises if trees cannot serve a model. Its layers are checked again at loading.
+
+    Args:
+        model: vLLM's configuration of it.
+        role: What it is to be.
+
+    Raises:
+        ConfigError: With every reason, and the fix.
+    """
+    if message := refusal(model.model, role, kinds_in_vllm(model)):
+        raise ConfigError(message)
+
+
 def refuse_unsupported(vllm_config: Any) -> None:
-    """Raises if this engine must not run with Sequoia.
+    """Raises if this engine must not run with Sequoia, whatever its models are.
 
     Raises:
         ConfigError: With every reason found, and its fix.
     """
-    reasons = unsupported_reasons(vllm_config)
-    if reasons:
-        raise ConfigError("Sequoia cannot run with this set-up: " + "; ".join(reasons))
+    if reasons := unsupported_reasons(vllm_config):
+        raise ConfigError(as_error(reasons))
 
 
 def unsupported_reasons(vllm_config: Any) -> list[str]:
-    """Every reason why this engine must not run with Sequoia; empty if it may."""
-    draft = vllm_config.speculative_config.draft_model_config
+    """Every reason besides its models why this engine must not run; empty if it may."""
     return [
         *_platform_reasons(vllm_config),
         *_drafter_reasons(vllm_config),
         *_parallel_reasons(vllm_config),
-        *_model_reasons(vllm_config.model_config, "target"),
-        *_model_reasons(draft, "draft"),
         *_feature_reasons(vllm_config),
         *_size_reasons(vllm_config),
     ]
+
+
+def kinds_in_vllm(model: Any) -> set[Kind]:
+    """The kinds of model that vLLM takes this one for."""
+    found: dict[Kind, bool] = {
+        "mla": model.use_mla,
+        "chunked": model.attention_chunk_size is not None,
+        "alibi": model.uses_alibi,
+        "recurrent": model.is_hybrid or model.is_attention_free or model.has_inner_state,
+        "mrope": model.uses_mrope,
+        "multimodal": model.is_multimodal_model,
+        "encoder-decoder": model.is_encoder_decoder,
+        "pooling": model.runner_type == "pooling",
+    }
+    return {kind for kind, is_so in found.items() if is_so}
 
 
 def _present(checks: dict[str, bool]) -> list[str]:
@@ -125,30 +151,6 @@ def _parallel_reasons(vllm_config: Any) -> list[str]:
             ),
         }
     )
-
-
-def _model_reasons(model: Any, role: str) -> list[str]:
-    """Reasons why trees cannot serve a model; its layers are checked again at loading."""
-    kinds = {
-        "uses multi-head latent attention (MLA)": model.use_mla,
-        "uses chunked local attention (past a chunk's end a tree's nodes have other contexts)": (
-            model.attention_chunk_size is not None
-        ),
-        "uses ALiBi (a bias by distance, which tree attention does not add)": model.uses_alibi,
-        "has recurrent (Mamba or linear-attention) layers": (
-            model.is_hybrid or model.is_attention_free or model.has_inner_state
-        ),
-        "uses multi-axis RoPE (M-RoPE)": model.uses_mrope,
-        "is multimodal": model.is_multimodal_model,
-        "is an encoder-decoder model": model.is_encoder_decoder,
-        "is a pooling model": model.runner_type == "pooling",
-    }
-    return [
-        f"the {role} model {model.model} {kind}: serve it without Sequoia, or choose another "
-        f"{role} model"
-        for kind, found in kinds.items()
-        if found
-    ]
 
 
 def _feature_reasons(vllm_config: Any) -> list[str]:

@@ -53,12 +53,12 @@ class OffloadedLayers:
     def streamed(
         self, target: ModelShape, dtype: str, device: str, devices: int
     ) -> StreamedWeights | None:
-        """The bytes of a pass and their rate; None where only some parameters are offloaded.
+        """The bytes of a pass and their rate; None where passes read only some of the parameters.
 
         Raises:
             ValueError: If the type is not known.
         """
-        if self.parameters:
+        if self.parameters or (self.backend == "uva" and target.experts):
             return None
         value_bytes = bytes_per_value(dtype)
         size = self.bytes_on_each

@@ -1,0 +1,140 @@
+"""Kinds of models that trees do not serve: one check and one text, for engines and commands.
+
+An engine asks vLLM what its models are (`sequoia_vllm.engine.frontend.refusals`). Commands that
+start no engine read the configuration (`kinds_of`). A test compares both over vLLM's models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
+
+Kind = Literal[
+    "mla", "chunked", "alibi", "recurrent", "mrope", "multimodal", "encoder-decoder", "pooling"
+]
+Role = Literal["target", "draft"]
+
+UNSUPPORTED: dict[Kind, str] = {
+    "mla": "uses multi-head latent attention (MLA)",
+    "chunked": "uses chunked local attention (past a chunk's end a tree's nodes have other "
+    "contexts)",
+    "alibi": "uses ALiBi (a bias by distance, which tree attention does not add)",
+    "recurrent": "has recurrent (Mamba or linear-attention) layers",
+    "mrope": "uses multi-axis RoPE (M-RoPE)",
+    "multimodal": "is multimodal",
+    "encoder-decoder": "is an encoder-decoder model",
+    "pooling": "is a pooling model",
+}
+"""Kinds of models, each with what makes trees impossible."""
+
+FIX: dict[Role, str] = {
+    "target": "serve it without Sequoia, or choose another target model",
+    "draft": "choose another draft model",
+}
+
+# Fields that only models of a kind have, unless the field is false or empty.
+_FIELDS: dict[Kind, tuple[str, ...]] = {
+    "mla": ("kv_lora_rank", "compress_ratios"),
+    "chunked": ("attention_chunk_size",),
+    "alibi": ("alibi",),
+    "recurrent": (
+        "linear_num_key_heads", "linear_attn_config", "mamba_d_state", "mamba_num_heads",
+        "mamba_n_heads", "ssm_cfg", "ssm_state_size", "state_size",
+    ),
+    "mrope": ("mrope_section", "xdrope_section"),
+    "multimodal": ("vision_config", "audio_config", "thinker_config"),
+    "encoder-decoder": ("is_encoder_decoder",),
+}  # fmt: skip
+# Architectures, where no field tells.
+_ARCHITECTURES: dict[Kind, str] = {
+    "alibi": r"Bloom.*",
+    "recurrent": r"(Bailing(MoeV2_5|MoeV3)|Falcon(H1|Mamba)|GraniteMoeHybrid|Jamba|Lfm2|Mamba|"
+    r"MiniCPMV4_6|NemotronH|OlmoHybrid|Qwen3(Next|_5)|Zamba).*",
+    "multimodal": r"(?!ChatGLM|Inkling).*ForConditionalGeneration|"
+    r"(DeepseekVLV2|Deepseek(OCR2?|V41)|Dots3Note|DotsOCR|GLM4V|MiMoV2Omni|Molmo|Moondream3|"
+    r"MoonshotKimia|Ovis2_6(_Moe)?|Phi3V|Phi4MM|UnlimitedOCR)ForCausalLM|Phi4ForCausalLMV|"
+    r"(H2OVL|InternVL|SkyworkR1V)ChatModel|(MossAudio|Qwen2_5Omni|Ultravox|MiDashengLM)Model|"
+    r"Llama_Nemotron_Nano_VL|NemotronH_(Nano_VL_V2|.*Omni_Reasoning_V3)|MiniCPM[OV]|Ovis(2_5)?|"
+    r"HfMoondream|NVLM_D|OpenVLA.*|DiffusionGemma.*|.*RealtimeGeneration",
+    "encoder-decoder": r"(Whisper|M?Bart|M?T5|Florence2|NemotronParse)ForConditionalGeneration",
+    "pooling": r".*(Classification|ForMaskedLM|ForTextEncoding|ForRetrieval|ForRanking|"
+    r"(?<!Chat)(?<!LMHead)(?<!ChatGLM)(?<!Omni)(?<!Audio)(?<!Ultravox)(?<!MiDashengLM)Model)",
+}
+# Low ranks of keys and values that vLLM does not keep in its cache.
+_KEEPS_KEYS = frozenset({"minicpm3"})
+# Where a model of several parts describes its text model.
+_TEXT_MODELS = ("text_config", "language_config", "llm_config", "thinker_config")
+
+
+def faults(name: str, role: Role, kinds: Collection[Kind]) -> list[str]:
+    """The reasons why trees do not serve a model; none: they do.
+
+    Args:
+        name: Name or path of the model.
+        role: What it is to be.
+        kinds: The kinds of model that it is.
+    """
+    return [
+        f"the {role} model {name} {words}" for kind, words in UNSUPPORTED.items() if kind in kinds
+    ]
+
+
+def refusal(name: str, role: Role, kinds: Collection[Kind]) -> str | None:
+    """The message that refuses a model, with the fix; None: trees serve it. As of `faults`."""
+    found = [f"{fault}: {FIX[role]}" for fault in faults(name, role, kinds)]
+    return as_error(found) if found else None
+
+
+def as_error(reasons: list[str]) -> str:
+    """The message of all reasons together."""
+    return "Sequoia cannot run with this set-up: " + "; ".join(reasons)
+
+
+def kinds_of(config: Mapping[str, Any]) -> set[Kind]:
+    """The kinds of model that a configuration describes.
+
+    Args:
+        config: ``config.json`` as it is on the disk.
+    """
+    parts = list(_parts(config))
+    names = [str(name) for name in config.get("architectures") or ()]
+    found = {
+        kind
+        for kind in UNSUPPORTED
+        if any(part.get(field) for part in parts for field in _FIELDS.get(kind, ()))
+        or any(re.fullmatch(_ARCHITECTURES.get(kind, "(?!)"), name) for name in names)
+        or any(_is_told(kind, part) for part in parts)
+    }
+    if any(part.get("model_type") in _KEEPS_KEYS for part in parts):
+        found.discard("mla")
+    return found
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The configuration, and those of its text models."""
+    yield config
+    for key in _TEXT_MODELS:
+        if isinstance(part := config.get(key), Mapping):
+            yield from _parts(part)
+
+
+def _is_told(kind: Kind, part: Mapping[str, Any]) -> bool:
+    """Whether the value of a field tells that a model is of this kind."""
+    if kind == "alibi":
+        attention = part.get("attn_config")
+        types = part.get("position_encoding_type"), part.get("position_embedding_type")
+        return "alibi" in types or bool(isinstance(attention, Mapping) and attention.get("alibi"))
+    if kind == "recurrent":
+        words = re.compile(r".*(linear|mamba|recurrent|conv|ssm).*")
+        return any(words.fullmatch(str(layer)) for layer in part.get("layer_types") or ())
+    if kind == "mrope":
+        rope = [part.get("rope_parameters"), part.get("rope_scaling")]
+        rope += [inner for outer in rope if isinstance(outer, Mapping) for inner in outer.values()]
+        return any(
+            inner.get(field)
+            for inner in rope
+            if isinstance(inner, Mapping)
+            for field in _FIELDS["mrope"]
+        )
+    return False

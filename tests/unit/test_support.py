@@ -1,0 +1,161 @@
+"""One check of models that trees do not serve, with one text: of the engine, `advise`, `doctor`."""
+
+import ast
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from sequoia_vllm.cli import app
+from sequoia_vllm.hardware.support import UNSUPPORTED, kinds_of, refusal
+from tests.support.families import KINDS, MIXTURES, REFUSED
+
+pytest.importorskip("vllm")
+import vllm
+from vllm.model_executor.models import registry
+
+from sequoia_vllm.cli.doctor import _target
+from sequoia_vllm.config import ConfigError
+from sequoia_vllm.engine.frontend import engine_config, refusals
+
+DRAFT = str(Path(__file__).parents[2] / "examples" / "models" / "draft")
+
+
+def save(path: Path, config: dict) -> str:
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def advise(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["advise", *arguments, "--device", "h100"])
+    assert done.exit_code == 2, done.output
+    return done.stderr.strip().removeprefix("error: ")
+
+
+def as_in_vllm(name: str, kinds: set) -> SimpleNamespace:
+    """The configuration that vLLM has of a model of these kinds."""
+    return SimpleNamespace(
+        model=name,
+        use_mla="mla" in kinds,
+        attention_chunk_size=8192 if "chunked" in kinds else None,
+        uses_alibi="alibi" in kinds,
+        is_hybrid="recurrent" in kinds,
+        is_attention_free=False,
+        has_inner_state=False,
+        uses_mrope="mrope" in kinds,
+        is_multimodal_model="multimodal" in kinds,
+        is_encoder_decoder="encoder-decoder" in kinds,
+        runner_type="pooling" if "pooling" in kinds else "generate",
+    )
+
+
+@pytest.mark.parametrize("draft", [[], ["--draft-model", DRAFT]], ids=["no draft", "draft"])
+@pytest.mark.parametrize("family", REFUSED)
+def test_advise_and_engine_refuse_a_target_in_the_same_words(family, draft, tmp_path):
+    """Before they ask for a draft, and without a prediction or a command."""
+    target = save(tmp_path, REFUSED[family])
+    assert kinds_of(REFUSED[family]) == KINDS[family]
+    with pytest.raises(ConfigError) as error:
+        refusals.refuse_model(as_in_vllm(target, KINDS[family]), "target")
+    said = advise(target, *draft)
+    assert said == str(error.value)
+    assert all(UNSUPPORTED[kind] in said for kind in KINDS[family])
+    assert "serve it without Sequoia, or choose another target model" in said
+
+
+def test_an_engine_refuses_a_target_before_it_reads_its_own_configuration(monkeypatch):
+    monkeypatch.setattr(engine_config, "sequoia_request", lambda arguments: {"tree": "nonsense"})
+    target = as_in_vllm("a/target", {"mla"})
+    with pytest.raises(ConfigError, match="the target model a/target uses multi-head latent"):
+        engine_config.create_speculative_config(lambda *_: 1 / 0, SimpleNamespace(), target, None)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_drafts_are_refused_too(family, tmp_path):
+    target = str(Path(DRAFT).with_name("target"))
+    draft = save(tmp_path, REFUSED[family])
+    said = advise(target, "--draft-model", draft)
+    assert said == refusal(draft, "draft", KINDS[family])
+    assert "serve it without" not in said
+
+
+def test_doctor_looks_at_a_target(tmp_path):
+    target = save(tmp_path, REFUSED["deepseek"])
+    check = _target(target)
+    assert (check.ok, check.found) == (
+        False, f"the target model {target} uses multi-head latent attention (MLA)"
+    )  # fmt: skip
+    assert check.fix == "serve it without Sequoia, or choose another target model"
+    assert _target(DRAFT).ok
+    assert not _target("none").ok
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_of_experts_are_served(name):
+    assert kinds_of(MIXTURES[name][0]) == set()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["LlamaForCausalLM"], "alibi": False, "attention_chunk_size": None},
+        {"architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3", "kv_lora_rank": 256},
+        {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["sliding_attention"]},
+        {"architectures": ["GPT2LMHeadModel"]},
+        {"architectures": ["ChatGLMModel"]},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+        {},
+    ],
+)
+def test_what_looks_like_it_and_is_not(config):
+    assert kinds_of(config) == set()
+
+
+# -- vLLM's own models ---------------------------------------------------------------
+
+
+def interfaces(module: str, name: str) -> set[str]:
+    """What a class of vLLM's models derives from, as far as its module says."""
+    path = Path(vllm.__file__).parent / "model_executor" / "models" / f"{module}.py"
+    if not path.exists():  # in a package of its own
+        return set()
+    bases = {
+        node.name: [ast.unparse(base) for base in node.bases]
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    seen: set[str] = set()
+    wanted = [name]
+    while wanted:
+        if (found := wanted.pop()) not in seen:
+            seen.add(found)
+            wanted += bases.get(found, [])
+    return seen
+
+
+def test_multimodal_models_of_vllm_are_known_by_their_architecture():
+    found = {name for name in registry._MULTIMODAL_MODELS if "multimodal" in of(name)}
+    assert set(registry._MULTIMODAL_MODELS) - found == set()
+    text = set(registry._TEXT_GENERATION_MODELS)
+    assert {name for name in text if of(name) & {"multimodal", "pooling"}} == set()
+
+
+def test_recurrent_models_of_vllm_are_known_by_their_architecture():
+    models = {**registry._TEXT_GENERATION_MODELS, **registry._MULTIMODAL_MODELS}
+    signs = {"IsHybrid", "HasInnerState", "IsAttentionFree"}
+    recurrent = {name for name, place in models.items() if interfaces(*place) & signs}
+    assert "Qwen3_5ForConditionalGeneration" in recurrent
+    assert {name for name in models if "recurrent" in of(name)} == recurrent
+
+
+@pytest.mark.parametrize("models", ["_REWARD_MODELS", "_TOKEN_CLASSIFICATION_MODELS"])
+def test_pooling_models_of_vllm_are_known_by_their_architecture(models):
+    names = [name for name in getattr(registry, models) if not of(name) - {"pooling"}]
+    assert names
+    assert [name for name in names if "pooling" not in of(name) and "Joint" not in name] == []
+
+
+def of(architecture: str) -> set:
+    return set(kinds_of({"architectures": [architecture]}))
