@@ -104,6 +104,13 @@ class DraftController:
         """Speed relative to plain decoding in the last seconds, see `Speeds`; None: not known."""
         return self._known.gain
 
+    def decided(self, batch_size: int) -> int:
+        """Drafts at this batch size, as before the trial if there is one."""
+        octave = self._octaves.get(batch_size.bit_length())
+        if octave is None or octave.trial is None:
+            return self.lookup[batch_size]
+        return octave.trial.before[batch_size - self._batch_sizes(batch_size).start]
+
     def _follow_preemptions(self, step: Step) -> None:
         """Goes to the next smaller size for a while after requests were preempted.
 
@@ -173,8 +180,7 @@ class DraftController:
             octave.due[drafts] = octave.steps + _SHORTEST_WAIT
             return
         if self.lookup[batch_size] == 0 and self._known.times.known(drafts, batch_size) is not None:
-            self._known.count()
-            self._known.acceptance[step.workload].fade(_OLD_TREES)  # from before the pause
+            self._known.fade(step.workload, _OLD_TREES)  # from before the pause
         self._known.times.forget(drafts, batch_size)
         octave.trial = Trial(drafts, before=self.lookup[self._batch_sizes(batch_size)])
         self._set(batch_size, drafts)

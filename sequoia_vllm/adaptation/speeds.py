@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import inf
-from operator import add
 from typing import get_args
 
-from sequoia_vllm.adaptation.acceptance import FadingAcceptance
+from sequoia_vllm.adaptation.acceptance import HALF_LIFE, FadingAcceptance
 from sequoia_vllm.adaptation.state import Workload
 from sequoia_vllm.adaptation.step_times import StepTimes
 from sequoia_vllm.adaptation.trials import Step
@@ -19,6 +18,8 @@ WORKLOADS: tuple[Workload, ...] = get_args(Workload)
 _COUNT_EVERY = 32  # steps: counting many trees takes as long as counting those of one step
 # With fewer trees, expected tokens are noise.
 _FEWEST_TREES = 16
+# Accepted tokens that count as received before any was: a single end says little.
+_RECEIVED = 16.0
 # Weight of one step in the share of requests with trees, and in the mix that is served.
 _SHARE_FADES, _MIX_FADES = 0.02, 0.01
 _GAIN_HALF_LIFE = 5.0  # seconds: vLLM's log has a line every ten
@@ -42,9 +43,11 @@ class Speeds:
         self._tree = tree
         self._path_bytes = TreeCounts.path_bytes(tree)
         self._took = self._plain_took = 0.0  # recent seconds, and plain decoding's for the same
-        # Sums over steps whose trees are not counted yet: requests, seconds, plain seconds per
-        # token, plain seconds whatever was accepted.
-        self._uncounted = [0.0] * 4
+        # The same, and received tokens beyond one per request, of steps not counted yet.
+        self._uncounted = self._plain_uncounted = 0.0
+        self._gained = 0
+        # Recent tokens that were accepted, and received: the others were behind a request's end.
+        self._accepted = self._received = 0.0
         self._pending: dict[Workload, list[bytes]] = {workload: [] for workload in WORKLOADS}
         self._steps = 0
         self._with_trees = 1.0  # share of the requests that have trees where drafts are scheduled
@@ -67,6 +70,7 @@ class Speeds:
             self._mixed += ((step.prompts > 0) - self._mixed) * moves
             self._seconds += (step.seconds - self._seconds) * moves
             self._compare(step, step.seconds)
+        self._gained += step.gained
         if step.drafts is None:
             return trees
         if step.drafts > 0:
@@ -80,36 +84,56 @@ class Speeds:
         """Adds a step to the gain; a step without drafts counts as plain decoding."""
         plain = self.times.known(0, step.batch_size, step.context)
         if step.drafts == 0:
-            sums = 0.0, seconds, 0.0, seconds
-        elif plain is None:
-            sums = float(step.batch_size), 0.0, 0.0, 0.0
-        else:
-            prompts = step.prompts * self.times.prompt_price(0)
-            sums = float(step.batch_size), seconds, plain, prompts
-        self._uncounted = list(map(add, self._uncounted, sums))
+            self._uncounted += seconds
+            self._plain_uncounted += seconds
+        elif plain is not None:
+            self._uncounted += seconds
+            self._plain_uncounted += plain * step.gained / step.batch_size  # for each request
+            self._plain_uncounted += plain + self._reading(step, seconds, plain)
+
+    def _reading(self, step: Step, seconds: float, plain: float) -> float:
+        """Seconds that plain decoding would take for a step's prompts, beside decoding.
+
+        The step's own time tells them better than prices do, less what drafts cost in it.
+        """
+        times, drafts = self.times, step.drafts or 0
+        level = times.known(drafts, step.batch_size, step.context) if step.drafts else None
+        if step.prompts == 0 or level is None:
+            return step.prompts * times.prompt_price(0)
+        draft_reads = step.prompts * (times.prompt_price(drafts) - times.prompt_price(0))
+        return max(seconds - level - draft_reads, 0.0)
 
     def count(self) -> None:
         """Counts the trees of the latest steps."""
-        accepted = 0
         for workload, paths in self._pending.items():
             if paths:
                 counts = TreeCounts.from_bytes(self._tree, b"".join(paths))
                 self.acceptance[workload].add(counts)
-                accepted += counts.tokens - counts.trees
+                kept = 0.5 ** (counts.trees / HALF_LIFE)
+                self._accepted = kept * self._accepted + counts.tokens - counts.trees
+                self._received *= kept
                 paths.clear()
-        requests, seconds, plain, others = self._uncounted
-        self._uncounted = [0.0] * 4
-        kept = 0.5 ** (seconds / _GAIN_HALF_LIFE)
-        tokens = 1 + accepted / max(requests, 1.0)  # per request and step
-        self._plain_took = kept * self._plain_took + tokens * plain + others
-        self._took = kept * self._took + seconds
+        self._received += self._gained
+        kept = 0.5 ** (self._uncounted / _GAIN_HALF_LIFE)
+        self._took = kept * self._took + self._uncounted
+        self._plain_took = kept * self._plain_took + self._plain_uncounted
+        self._uncounted = self._plain_uncounted = 0.0
+        self._gained = 0
         if self._took > 0:
             self.gain = self._plain_took / self._took
 
+    def fade(self, workload: Workload, trees: float) -> None:
+        """Lowers the weight of counts to at most so many trees: they may be out of date."""
+        self.count()
+        kept = min(1.0, trees / max(self.acceptance[workload].trees, 1.0))
+        self.acceptance[workload].fade(trees)
+        self._accepted, self._received = kept * self._accepted, kept * self._received
+
     def tokens(self, workload: Workload) -> list[float]:
-        """Expected tokens per request and step with 0, 1, 2, ... drafts."""
+        """Tokens that a request is expected to receive per step with 0, 1, 2, ... drafts."""
         expected = self.acceptance[workload].expected_tokens()
-        return (1 + self._with_trees * (expected - 1)).tolist()
+        received = (self._received + _RECEIVED) / (self._accepted + _RECEIVED)
+        return (1 + self._with_trees * min(received, 1.0) * (expected - 1)).tolist()
 
     def ranges(
         self, batch_size: int, workload: Workload, sizes: Iterable[int]

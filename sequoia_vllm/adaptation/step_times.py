@@ -23,6 +23,9 @@ _LEAST_NOISE = 0.01
 _CLIPPED = 0.06
 # Steps that read prompts weigh less: a prompt token's price varies in small steps.
 _MIXED, _MIXED_EVIDENCE = 8.0, 0.25
+# How firmly each price is presumed to be 0. Steps without drafts that read prompts may be rare. Then
+# nothing else tells the draft's share of reading them, which is small.
+_PRESUMED = (1.0, 25.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 _Sample = tuple[int, int, int, float]  # batch size, prompt tokens, context tokens, seconds
 
@@ -205,7 +208,7 @@ class StepTimes:
             centred = inputs - mean_inputs[kinds]
             weighted = weights[:, None] * centred
             # Ridge: without evidence a price is 0; its effect is presumed below a usual step.
-            ridge = (noise / usual) ** 2 * np.eye(len(scales))
+            ridge = (noise / usual) ** 2 * np.diag(_PRESUMED)
             prices = _not_negative(
                 centred.T @ weighted + ridge, weighted.T @ (seconds - mean_seconds[kinds])
             )

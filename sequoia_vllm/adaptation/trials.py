@@ -24,12 +24,15 @@ class Step:
         batch_size: Requests in it.
         drafts: Drafts per request, in this step and the one before; None: the number has just
             changed.
-        seconds: Time since the step before; None: not known, or the engine was idle.
+        seconds: Time since the step before, or since it was scheduled if the engine was idle;
+            None: not known.
         workload: Whether its requests are greedy.
         paths: Its verified trees, as bytes (`TreeCounts.from_bytes`).
         prompts: Prompt tokens that it read.
         context: Context tokens of all its requests.
-        preempted: Requests that lost their KV cache before it.
+        preempted: Requests that lost their KV cache before it, for want of memory.
+        gained: Tokens that requests received beyond one each: accepted ones, less those that were
+            cut off at a request's end.
     """
 
     batch_size: int
@@ -40,6 +43,7 @@ class Step:
     prompts: int = 0
     context: int = 0
     preempted: int = 0
+    gained: int = 0
 
 
 @dataclass

@@ -45,7 +45,7 @@ def selection(entry: TreeEntry, reasons: list[str]) -> Selection:
     """The selection of this entry, logged once."""
     estimate = entry.to_schedule().estimate(1)
     size, depth = entry.tree.size, entry.tree.depth
-    shape = f"{size} nodes, depth {depth}" if size > 1 else "no drafts"
+    shape = f"{size - 1} drafts, depth {depth}" if size > 1 else "no drafts for one request"
     reason = (
         f"tree {entry.name}: {shape}, expected "
         f"{estimate.speedup:.2f}x plain decoding at batch size {estimate.batch_size} "

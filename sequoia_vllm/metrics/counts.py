@@ -143,7 +143,10 @@ def _children_of(tree: TokenTree) -> NDArray[np.int64]:
 
 
 def interval_line(
-    tree: TokenTree, counts: TreeCounts, drafts: int | None, speedup: float | None = None
+    tree: TokenTree,
+    counts: TreeCounts,
+    load: tuple[int, int] | None,
+    speedup: float | None = None,
 ) -> str | None:
     """Describes the trees of an interval; None if none was verified.
 
@@ -154,15 +157,16 @@ def interval_line(
     Args:
         tree: The engine's tree.
         counts: What the interval counted.
-        drafts: Nodes drafted for each request at the current batch size; None: not known.
+        load: Drafts of each request in the latest step, and its requests; None: not known.
         speedup: Measured against plain decoding; None: not known.
     """
     if counts.trees == 0:
         return None
-    shape = f"tree {tree.size} nodes, depth {tree.depth}"
-    if drafts is not None and drafts < tree.num_speculative_tokens:
-        present = f"{drafts + 1} nodes" if drafts > 0 else "off"
-        shape += f" ({present} at this load)"
+    shape = f"up to {tree.num_speculative_tokens} drafts, depth {tree.depth}"
+    if load is not None:
+        drafts, requests = load
+        now = f"{drafts or 'no'} draft{'s' * (drafts != 1)}"
+        shape += f" ({now} with {requests} request{'s' * (requests != 1)})"
     by_depth = _shares(counts.accepted.sum(axis=1), counts.offered[:, 0])
     by_child = _shares(counts.accepted.sum(axis=0), counts.offered.sum(axis=0))
     gain = "" if speedup is None else f"; {speedup:.2f}x plain"

@@ -51,18 +51,33 @@ def step_of(new=(), cached=(), drafts=3, preempted=()) -> SchedulerOutput:
 
 def test_steps_are_told_with_their_prompts_contexts_and_preemptions(told):
     adapter = SchedulerAdapter(told, "a-pair", keeps=False)
-    adapter.follow(step_of(new=[("a", 100, 0, 0)]), b"", 1.0, is_busy=True)
-    adapter.follow(step_of(cached=[("a", 4, 3, 100)]), b"", 1.5, is_busy=True)
+    adapter.before_step(0.75, set())
+    adapter.follow(step_of(new=[("a", 100, 0, 0)]), b"", 0, 1.0, is_busy=True)
+    adapter.before_step(1.25, set())  # within the step
+    adapter.follow(step_of(cached=[("a", 4, 3, 100)]), b"", 2, 1.5, is_busy=True)
     mixed = step_of(new=[("b", 50, 0, 16)], cached=[("a", 4, 3, 103)], preempted=["c"])
-    adapter.follow(mixed, b"", 1.75, is_busy=False)
-    adapter.follow(step_of(cached=[("a", 4, 3, 105), ("b", 1, 0, 66)], drafts=1), b"", 9.0, True)
+    adapter.follow(mixed, b"", 1, 1.75, is_busy=False)
+    adapter.before_step(8.0, set())
+    changed = step_of(cached=[("a", 4, 3, 105), ("b", 1, 0, 66)], drafts=1)
+    adapter.follow(changed, b"", 0, 9.0, is_busy=True)
     first, alone, mixed, changed = told.steps
-    assert (first.drafts, first.seconds, first.prompts, first.context) == (None, None, 99, 0)
+    assert (first.drafts, first.seconds, first.prompts, first.context) == (None, 0.25, 99, 0)
     assert (alone.drafts, alone.seconds, alone.prompts, alone.context) == (3, 0.5, 0, 100)
     assert (mixed.drafts, mixed.seconds, mixed.prompts, mixed.context) == (3, 0.25, 49, 119)
     assert [step.preempted for step in told.steps] == [0, 0, 1, 0]
-    assert (changed.drafts, changed.seconds, changed.prompts) == (None, None, 0)
+    assert (changed.drafts, changed.seconds, changed.prompts) == (None, 1.0, 0)
+    assert [step.gained for step in told.steps] == [0, 2, 1, 0]
     assert changed.workload == "greedy"
+
+
+def test_requests_that_a_user_reset_were_not_preempted(told):
+    """Drafts that took too much memory are fewer for a while; a reset says nothing of memory."""
+    adapter = SchedulerAdapter(told, "a-pair", keeps=False)
+    adapter.before_step(1.0, {"a", "b"})
+    adapter.follow(step_of(cached=[("c", 4, 3, 9)], preempted=["a", "b", "d"]), b"", 0, 1.5, True)
+    adapter.before_step(1.5, set())
+    adapter.follow(step_of(cached=[("c", 4, 3, 9)], preempted=["a"]), b"", 0, 2.0, True)
+    assert [step.preempted for step in told.steps] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -92,5 +107,5 @@ def test_larger_batches_begin_with_twice_the_nodes_of_one_request(
     scheduler = SimpleNamespace(
         vllm_config=SimpleNamespace(use_v2_model_runner=False), dynamic_sd_lookup=[15, *scheduled]
     )
-    assert adapting._adapter_of(scheduler) is not None
+    assert adapting.adapter_of(scheduler) is not None
     assert scheduler.dynamic_sd_lookup[1:] == begins

@@ -92,7 +92,7 @@ class Front:
         stats = SchedulerStats(num_running_reqs=running)
         paths = one_step(trees, tree) if trees else b""
         report = tree_reports.StepReport(
-            drafts, paths, speedup=speedup, tree=tree.checksum, has_failed=has_failed
+            drafts, paths, speedup=speedup, tree=tree.checksum, has_failed=has_failed, requests=5
         )
         setattr(stats, tree_reports.REPORT, report)
         self.logger.record(stats, None, engine_idx=engine)
@@ -162,7 +162,7 @@ def test_trees_of_a_node_with_another_tree_are_not_counted(log, other):
     assert (front.shown(0), front.shown(1)) == (2, 0)
     warning, line = log.messages
     assert warning.startswith("Sequoia: engine 1 drafts another tree than the one configured here")
-    assert line.startswith("Sequoia: engine 000: tree 4 nodes")
+    assert line.startswith("Sequoia: engine 000: up to 3 drafts")
 
 
 def test_each_engine_has_its_line_per_interval(log):
@@ -174,8 +174,8 @@ def test_each_engine_has_its_line_per_interval(log):
     front.record(0, trees=0)
     front.logger.log()
     assert log.messages == [
-        "Sequoia: engine 001: tree 4 nodes, depth 2 (2 nodes at this load); 2.00 tokens per step; "
-        "accepted by depth 1.00, 0.00; by child 0.50, 0.00"
+        "Sequoia: engine 001: up to 3 drafts, depth 2 (1 draft with 5 requests); 2.00 tokens per "
+        "step; accepted by depth 1.00, 0.00; by child 0.50, 0.00"
     ]
     assert front.shown(1) == 4
 
@@ -197,7 +197,9 @@ def test_line_of_all_engines(log):
     front.logger.log()
     [line] = log.messages
     assert line.endswith("; 1.30x plain")
-    assert line.startswith("Sequoia: 2 engines: tree 4 nodes, depth 2; 2.00 tokens")
+    assert line.startswith(
+        "Sequoia: 2 engines: up to 3 drafts, depth 2 (3 drafts with 5 requests); 2.00"
+    )
 
 
 def test_no_line_where_vllm_writes_none(log):

@@ -131,7 +131,7 @@ def test_killed_runs_are_completed_without_loss_or_repetition(cluster, tmp_path,
     finally:
         session.kill()
     assert f"{len(kept)} of {len(LINES) + 2} prompts have their answers" in session.log
-    assert "tree of 16 nodes" in session.log
+    assert "up to 15 drafts" in session.log
     assert run.lines()[: len(kept)] == kept
     answers = [json.loads(line) for line in run.answers.read_text().splitlines()]
     by_index = {answer["index"]: answer for answer in answers}

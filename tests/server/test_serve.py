@@ -415,7 +415,7 @@ def test_a_wrong_option_is_a_bad_request_that_names_the_right_one(server, option
 def test_log_names_the_draft_and_the_tree(server):
     [line] = [line for line in server.log.splitlines() if "Sequoia: draft model" in line]
     assert DRAFT in line
-    assert re.search(r"tree of \d+ nodes, depth \d+", line)
+    assert re.search(r"up to \d+ drafts, depth \d+", line)
 
 
 def test_sigterm_with_a_request_under_way(servers):

@@ -173,7 +173,7 @@ class Server:
             self.clock += seconds
             seconds *= self.rng.lognormal(0, self.machine.noise)
             seconds *= 3 if self.rng.random() < self.machine.disturbed else 1
-            paths = self._verify([r for r in decoding if r.drafts])
+            gained, paths = self._verify([r for r in decoding if r.drafts])
             for r in decoding:
                 if r.emitted == 0:
                     r.first = self.clock
@@ -182,8 +182,8 @@ class Server:
             if self.observe is not None:
                 self.observe(
                     batch_size=len(scheduled), drafts=drafts, is_steady=drafts == before,
-                    seconds=seconds, paths=paths, prompts=prompts, context=context,
-                    preempted=preempted,
+                    seconds=seconds, paths=paths, gained=gained, prompts=prompts,
+                    context=context, preempted=preempted,
                 )  # fmt: skip
             before = drafts
             self.history.append(drafts)
@@ -222,10 +222,14 @@ class Server:
                 left -= tokens if r.unread else 0
         return scheduled
 
-    def _verify(self, drafted: list[Request]) -> bytes:
-        """Counts accepted nodes of requests with trees; returns their paths, see `paths_of`."""
+    def _verify(self, drafted: list[Request]) -> tuple[int, bytes]:
+        """Counts accepted nodes of requests with trees.
+
+        Returns:
+            Those that users receive, and the paths, see `paths_of`.
+        """
         if not drafted:
-            return b""
+            return 0, b""
         places = [(r.number * 7919 + r.emitted * 977) % _WALKS for r in drafted]  # in any server
         sizes = np.array([r.drafts for r in drafted])
         walks = np.stack(
@@ -235,11 +239,13 @@ class Server:
             ]
         )
         accepted = np.where(walks <= sizes[:, None], walks, -1)
+        gained = 0
         for r, tokens in zip(drafted, (accepted >= 0).sum(axis=1).tolist(), strict=True):
+            gained += min(tokens, r.output - r.emitted - 1)
             r.emitted, r.read = r.emitted + tokens, r.read + tokens
         if self.observe is None:
-            return b""
-        return paths_of(self.tree, accepted, sizes + 1).tobytes()
+            return gained, b""
+        return gained, paths_of(self.tree, accepted, sizes + 1).tobytes()
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ class Engine:
     history: list = field(default_factory=list)
     tokens: float = 0.0
     seconds: float = 0.0
+    gained: int = 0
 
     def time_of(self, drafts: int) -> float:
         return 1.0 + (self.draft + self.slope * drafts) * (drafts > 0)
@@ -69,7 +70,8 @@ class Engine:
         walks = walks_of(TREE, self.acceptance)
         accepted = walks[self.rng.integers(len(walks), size=trees)]
         accepted = np.where(accepted <= drafts, accepted, -1)  # a prefix of the tree
-        self.tokens += (accepted >= 0).sum()
+        self.gained = int((accepted >= 0).sum())
+        self.tokens += self.gained
         return paths_of(TREE, accepted, np.full(trees, drafts + 1)).tobytes()
 
     def run(self, steps: int) -> "Engine":
@@ -81,6 +83,7 @@ class Engine:
                 seconds *= 1.5
             if drafts > 0 and self.last == 0:
                 self.unread = self.reading
+            self.gained = 0
             paths = b"" if self.unread > 0 else self.paths(drafts)
             if self.unread > 0:
                 self.unread -= 1
@@ -88,7 +91,9 @@ class Engine:
             self.tokens += self.batch_size
             self.seconds += seconds
             same = drafts if drafts == self.last else None
-            self.controlled.observe(Step(self.batch_size, same, seconds, self.workload, paths))
+            self.controlled.observe(
+                Step(self.batch_size, same, seconds, self.workload, paths, gained=self.gained)
+            )
             self.last = drafts
             self.history.append(drafts)
         return self
@@ -142,13 +147,15 @@ def test_the_speedup_is_of_the_last_seconds(batch_size):
     controlled._known.times.restore([(0, batch_size, 0.02), (15, batch_size, 0.03)])
     controlled._decide = controlled._try = lambda *_: None  # drafts as scripted
     first = np.full((batch_size, 1), TREE.children[0][0])
-    for drafts, seconds, seen, expected in [
-        (15, 0.03, paths_of(TREE, first, np.full(batch_size, 16)).tobytes(), 2 / 1.5),
-        (15, 0.03, nothing_accepted(batch_size), 1 / 1.5),
-        (0, 0.02, b"", 1.0),
+    accepted = paths_of(TREE, first, np.full(batch_size, 16)).tobytes()
+    for drafts, seconds, seen, gained, expected in [
+        (15, 0.03, accepted, batch_size, 2 / 1.5),
+        (15, 0.03, accepted, 0, 1 / 1.5),  # behind the ends of requests
+        (15, 0.03, nothing_accepted(batch_size), 0, 1 / 1.5),
+        (0, 0.02, b"", 0, 1.0),
     ]:
         for _ in range(1000):
-            controlled.observe(Step(batch_size, drafts, seconds, "greedy", seen))
+            controlled.observe(Step(batch_size, drafts, seconds, "greedy", seen, gained=gained))
         assert controlled.speedup == pytest.approx(expected, rel=0.05)
 
 
@@ -524,6 +531,33 @@ def test_times_that_were_not_seen_lie_on_a_line():
     assert times.likely(15, 1) == pytest.approx(2.0, rel=0.01)  # half as steep
 
 
+@pytest.mark.parametrize("answer", [2, 3, 8, 20, 100])
+@pytest.mark.parametrize("machine", [GPU, CPU])
+def test_the_speedup_is_what_clients_see(machine, answer):
+    """One request after the other; tokens behind a request's end are nothing to its user."""
+
+    def ends(server: Server) -> np.ndarray:
+        trace = [Request(0.0, 40, answer, PROSE, number) for number in range(4000 // answer)]
+        return np.array([request.last for request in server.serve(trace)])
+
+    plain = Server(TREE, machine, [0] * BATCHES, most_running=1)
+    server = controlled_server(machine, most_running=1)
+    told, observe = [], server.observe
+
+    def keep(**step) -> None:
+        observe(**step)
+        told.append((server.clock, server.controlled.speedup))
+
+    server.observe = keep
+    ours, theirs = ends(server), ends(plain)
+    half = len(ours) // 2
+    clients = (theirs[-1] - theirs[half]) / (ours[-1] - ours[half])
+    times, gains = map(np.array, zip(*(one for one in told if one[0] > ours[half]), strict=True))
+    shown = np.average(gains[1:], weights=np.diff(times))
+    assert shown == pytest.approx(clients, rel=0.05)
+    assert clients > 0.98
+
+
 def test_a_pessimistic_schedule_is_exceeded():
     server = controlled_server(GPU, drafts=1)
     server.serve(steady(4, CODE, 100)())
@@ -552,7 +586,8 @@ def test_where_drafts_cause_preemptions_trees_shrink_first():
     seen = [Seen.of(server.serve(trace())) for server in fixed.values()]
     server = controlled_server(GPU, **limits)
     adapted = Seen.of(server.serve(trace()))
-    assert server.preemptions < fixed[15].preemptions
+    per_step = server.preemptions / len(server.history)  # counts differ by chance, either way
+    assert per_step < 0.9 * fixed[15].preemptions / len(fixed[15].history)
     assert adapted.drained_per_second >= 0.95 * max(one.drained_per_second for one in seen)
 
 

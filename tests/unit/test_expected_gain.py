@@ -12,12 +12,12 @@ from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.tree import TokenTree
 
-ADAPTS = "drafts as much of it as measurements show to pay"
+ADAPTS = "drafts as many as measurements show to pay"
 
 
 def line(gain, size=16, adapts=True, on_cpu=False):
     level, text = gain_line(gain, "d", size, 4, adapts=adapts, on_cpu=on_cpu)
-    assert text.startswith(f"draft model d; tree of {size} nodes, depth 4: ")
+    assert text.startswith(f"draft model d; up to {size - 1} drafts, depth 4: ")
     assert len(text) < 240
     return level, text.split("depth 4: ")[1]
 
@@ -43,7 +43,7 @@ def test_what_is_expected(gain, words):
     [
         (ExpectedGain(1.0, "measured", 1.0), 16, "expected not to pay here"),
         (ExpectedGain(made_for="h200"), 128, "made for h200, and may not pay here"),
-        (ExpectedGain(tokens=4.0), 128, "more nodes than usually pay on CPUs, 64"),
+        (ExpectedGain(tokens=4.0), 128, "more drafts than usually pay on CPUs, 63"),
     ],
 )
 def test_warnings_are_for_those_who_force_drafts(gain, size, words):

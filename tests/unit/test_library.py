@@ -266,7 +266,10 @@ def test_unknown_devices_get_the_nearest_with_one_log_line(library, caplog):
 
 def test_entries_without_drafts_say_so(library):
     entry = library.entry("x86-cpu/4.16m-1.67m/shipped")
-    assert ": no drafts, expected 1.00x plain decoding" in selection_of(entry, []).reason
+    assert (
+        ": no drafts for one request, expected 1.00x plain decoding"
+        in selection_of(entry, []).reason
+    )
 
 
 def test_devices_with_a_datasheet_but_no_trees(library):

@@ -105,23 +105,24 @@ def test_interval_line():
     # 3 trees emit 4 + 2 + 1 tokens. The root went on in 2 of 3, nodes 1 and 2 in 1 of 2,
     # node 3 always. First children were taken at 3 (0, 1, 3) of the 6 nodes that have one.
     words = (
-        "tree 8 nodes, depth 3; 2.33 tokens per step; "
+        "up to 7 drafts, depth 3; 2.33 tokens per step; "
         "accepted by depth 0.67, 0.50, 1.00; by child 0.50, 0.25, 0.00"
     )
-    assert interval_line(TREE, counts, drafts=7) == words
-    assert interval_line(TREE, counts, drafts=7, speedup=1.309) == f"{words}; 1.31x plain"
+    assert interval_line(TREE, counts, None) == words
+    assert interval_line(TREE, counts, None, speedup=1.309) == f"{words}; 1.31x plain"
 
 
 def test_interval_line_of_a_trimmed_tree_and_of_none():
     stats = StepStats(TREE)
     observe(stats, [[2]], [3])
-    line = interval_line(TREE, stats.counts, drafts=2)
+    line = interval_line(TREE, stats.counts, (2, 3))
     assert line == (
-        "tree 8 nodes, depth 3 (3 nodes at this load); 2.00 tokens per step; "
+        "up to 7 drafts, depth 3 (2 drafts with 3 requests); 2.00 tokens per step; "
         "accepted by depth 1.00; by child 0.00, 1.00"
     )
-    assert "depth 3 (off at this load); " in interval_line(TREE, stats.counts, drafts=0)
-    assert interval_line(TREE, TreeCounts.zeros(TREE), drafts=7) is None
+    assert "depth 3 (no drafts with 1 request); " in interval_line(TREE, stats.counts, (0, 1))
+    assert "depth 3 (1 draft with 1 request); " in interval_line(TREE, stats.counts, (1, 1))
+    assert interval_line(TREE, TreeCounts.zeros(TREE), (7, 1)) is None
 
 
 def samples(registry: CollectorRegistry) -> dict:

@@ -159,7 +159,7 @@ def follow_an_hour(monkeypatch, keeps: bool) -> None:
         finished_req_ids=[],
     )  # fmt: skip
     for minute in range(60):
-        adapter.follow(idle, b"", time.perf_counter() + 61 * minute, is_busy=False)
+        adapter.follow(idle, b"", 0, time.perf_counter() + 61 * minute, is_busy=False)
 
 
 @pytest.mark.usefixtures("nowhere")

@@ -35,37 +35,23 @@ _GROWTH = 2
 _ADAPTER = "_sequoia_adapter"  # set on a scheduler
 
 
-def follow(scheduler: Any, scheduler_output: Any, paths: bytes, started: float) -> None:
-    """Takes a step whose outcome a scheduler is told, and sets its drafts by batch size.
-
-    Args:
-        scheduler: vLLM's.
-        scheduler_output: What it had scheduled.
-        paths: The step's verified trees, see `TreeCounts.from_bytes`.
-        started: When it was told, by ``time.perf_counter``.
-    """
+def adapter_of(scheduler: Any) -> SchedulerAdapter | None:
+    """The adapter of vLLM's scheduler, made when it is first asked for; None: it does not adapt."""
     if not hasattr(scheduler, _ADAPTER):
-        setattr(scheduler, _ADAPTER, _adapter_of(scheduler))
-    adapter: SchedulerAdapter | None = getattr(scheduler, _ADAPTER)
-    if adapter is not None:
-        adapter.follow(scheduler_output, paths, started, bool(scheduler.running))
-
-
-def measured_speedup(scheduler: Any) -> float | None:
-    """See `DraftController.speedup`; also None for schedulers that do not adapt."""
-    adapter: SchedulerAdapter | None = getattr(scheduler, _ADAPTER, None)
-    return None if adapter is None else adapter.controller.speedup
+        setattr(scheduler, _ADAPTER, _new_adapter(scheduler))
+    found: SchedulerAdapter | None = getattr(scheduler, _ADAPTER)
+    return found
 
 
 def freeze(scheduler: Any) -> None:
     """Ends adaptation: from now on drafts are as configured, and measuring tools limit them."""
-    adapter: SchedulerAdapter | None = getattr(scheduler, _ADAPTER, None)
+    adapter = adapter_of(scheduler)
     if adapter is not None:
         scheduler.dynamic_sd_lookup = adapter.controller.schedule
     setattr(scheduler, _ADAPTER, None)
 
 
-def _adapter_of(scheduler: Any) -> SchedulerAdapter | None:
+def _new_adapter(scheduler: Any) -> SchedulerAdapter | None:
     config = scheduler.vllm_config
     if not SequoiaSettings.enabled(config) or scheduler.dynamic_sd_lookup is None:
         return None
@@ -100,11 +86,32 @@ class SchedulerAdapter:
         self._greedy: set[str] = set()
         self._drafts = -1  # of the step before
         self._before: float | None = None
+        self._reset: set[str] = set()  # requests that lost their cache because a user reset it
         self._saved, self._saved_decisions = time.perf_counter(), 0
         self._restore()
 
-    def follow(self, scheduled: Any, paths: bytes, now: float, is_busy: bool) -> None:
-        """Takes one step; arguments as of the module's `follow`."""
+    def before_step(self, now: float, reset: set[str]) -> None:
+        """Notes that a step is about to be scheduled.
+
+        Args:
+            now: By ``time.perf_counter``.
+            reset: Requests that lost their KV cache since the step before. No step was short of
+                memory then: a user reset the cache.
+        """
+        self._reset |= reset
+        if self._before is None:
+            self._before = now
+
+    def follow(self, scheduled: Any, paths: bytes, gained: int, now: float, is_busy: bool) -> None:
+        """Takes one step, and sets drafts by batch size.
+
+        Args:
+            scheduled: vLLM's `SchedulerOutput` of the step.
+            paths: Its verified trees, see `TreeCounts.from_bytes`.
+            gained: See `Step`.
+            now: When its outcome came, by ``time.perf_counter``.
+            is_busy: Whether requests go on.
+        """
         self._follow_requests(scheduled)
         requests, drafts = (
             len(scheduled.num_scheduled_tokens),
@@ -114,6 +121,7 @@ class SchedulerAdapter:
             scored = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
             contexts = [new.num_computed_tokens for new in scheduled.scheduled_new_reqs]
             contexts += scheduled.scheduled_cached_reqs.num_computed_tokens
+            preempted = scheduled.preempted_req_ids or set()
             # Where drafts scored and grown differ in number the time is of neither.
             is_steady = drafts == self._drafts
             self.controller.observe(
@@ -123,12 +131,14 @@ class SchedulerAdapter:
                     seconds=None if self._before is None else now - self._before,
                     workload=self._workload(),
                     paths=paths,
+                    gained=gained,
                     prompts=max(scheduled.total_num_scheduled_tokens - requests - scored, 0),
                     context=sum(contexts),
-                    preempted=len(scheduled.preempted_req_ids or ()),
+                    preempted=len(preempted - self._reset),
                 )
             )
             self._drafts = drafts
+            self._reset -= preempted
         self._before = now if is_busy else None
         has_decided = self.controller.decisions != self._saved_decisions
         if self._keeps and now - self._saved > (_SAVE_DECISIONS if has_decided else _SAVE_EVERY):

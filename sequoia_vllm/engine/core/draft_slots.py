@@ -8,11 +8,13 @@ number before, by the requests that run.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from sequoia_vllm.engine.common.config_tag import tagged_depth
 from sequoia_vllm.engine.common.settings import SequoiaSettings
+from sequoia_vllm.engine.core.adapting import adapter_of
 
 
 class DraftsAtMost:
@@ -39,6 +41,8 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     """
     if self.dynamic_sd_lookup is None or not SequoiaSettings.enabled(self.vllm_config):
         return original(self, *args, **kwargs)
+    if (adapter := adapter_of(self)) is not None:
+        adapter.before_step(time.perf_counter(), self.reset_preempted_req_ids)
     lookup, slots = self.dynamic_sd_lookup, self.num_lookahead_tokens
     most = _most_drafts(self)
     self.dynamic_sd_lookup = DraftsAtMost(lookup, most)

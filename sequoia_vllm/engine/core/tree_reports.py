@@ -24,7 +24,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.core.adapting import follow, freeze, measured_speedup
+from sequoia_vllm.engine.core.adapting import adapter_of, freeze
 from sequoia_vllm.engine.core.core_messages import keep_drafts
 from sequoia_vllm.engine.core.eligibility import reasons_of_new
 from sequoia_vllm.metrics.counts import TreeCounts, interval_line
@@ -47,12 +47,14 @@ class StepReport:
     """The report of a step to the front end.
 
     Attributes:
-        drafts: Nodes drafted per request at its batch size; None: no request was scheduled.
+        drafts: Drafts per request at its batch size, trials left out; None: no request was
+            scheduled.
         paths: Its verified trees, for `TreeCounts.from_bytes`; empty: there was none.
         undrafted: The reason of each request that began with it and has no drafts.
         speedup: Against no drafts, as measured while serving; None: not known.
         tree: `TokenTree.checksum` of the tree that they are of; 0 without paths.
         has_failed: Whether the draft has: the engine drafts no more.
+        requests: Requests in the step.
     """
 
     drafts: int | None
@@ -61,6 +63,7 @@ class StepReport:
     speedup: float | None = None
     tree: int = 0
     has_failed: bool = False
+    requests: int = 0
 
 
 def add_report_field() -> None:
@@ -126,7 +129,8 @@ def update_from_output(
     outputs = original(self, scheduler_output, model_runner_output)
     keep_drafts(self, model_runner_output)
     _limit_drafts(self, limit)
-    follow(self, scheduler_output, paths, started)
+    if SequoiaSettings.enabled(self.vllm_config) and (adapter := adapter_of(self)) is not None:
+        adapter.follow(scheduler_output, paths, _gained(outputs), started, bool(self.running))
     if getattr(self, "spec_decode_metrics_level", "none") != "none":
         _end_histograms(self.vllm_config, outputs)
     if not SequoiaSettings.enabled(self.vllm_config):
@@ -136,11 +140,14 @@ def update_from_output(
         return outputs
     for output in outputs.values():
         if output.scheduler_stats is not None:  # vLLM gives them to one front end
-            scheduled = scheduler_output.total_num_scheduled_tokens > 0
-            drafts = scheduler_output.num_spec_tokens_to_schedule if scheduled else None
+            requests = len(scheduler_output.num_scheduled_tokens)
+            adapter = adapter_of(self)
+            drafts = scheduler_output.num_spec_tokens_to_schedule if requests else None
+            if adapter is not None and requests:
+                drafts = adapter.controller.decided(requests)
             tree = _checksum(self) if served else 0
-            speedup = measured_speedup(self)
-            report = StepReport(drafts, served, undrafted, speedup, tree, has_failed)
+            speedup = None if adapter is None else adapter.controller.speedup
+            report = StepReport(drafts, served, undrafted, speedup, tree, has_failed, requests)
             setattr(output.scheduler_stats, REPORT, report)
             break
     return outputs
@@ -163,6 +170,12 @@ def _without_ended(scheduler: Any, scheduled: Any, output: Any, paths: bytes) ->
     if len(paths) != size * len(kept):
         return paths
     return b"".join(paths[i * size : (i + 1) * size] for i, keeps in enumerate(kept) if keeps)
+
+
+def _gained(outputs: dict[int, Any]) -> int:
+    """Tokens that the front ends receive of a step, beyond one for each request."""
+    new = [len(one.new_token_ids) for output in outputs.values() for one in output.outputs]
+    return sum(new) - sum(map(bool, new))
 
 
 def _end_histograms(vllm_config: Any, outputs: Any) -> None:
@@ -294,7 +307,7 @@ class TreeStatLogger(AggregateStatLoggerBase):
         self._logs = logs
         self._aggregate = aggregate
         self._interval = {engine: TreeCounts.zeros(tree) for engine in engine_indexes}
-        self._drafts: dict[int, int] = {}
+        self._drafts: dict[int, tuple[int, int]] = {}  # and the requests of that step
         self._speedup: dict[int, float] = {}
         self._watch = Watch(metrics)
         self._others: set[int] = set()  # engines that draft another tree
@@ -316,7 +329,7 @@ class TreeStatLogger(AggregateStatLoggerBase):
         if counts is not None:
             self._interval[engine_idx].add(counts)
         if report.drafts is not None:
-            self._drafts[engine_idx] = report.drafts
+            self._drafts[engine_idx] = report.drafts, report.requests
         if report.speedup is not None:
             self._speedup[engine_idx] = report.speedup
         if report.has_failed and engine_idx not in self._failed:

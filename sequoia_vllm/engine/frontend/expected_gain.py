@@ -69,9 +69,9 @@ def gain_line(
     else:
         words = "what it brings is not known before it runs"
     name = DRAFTERS[drafter].short_name
-    line = f"{name} {draft}; tree of {size} nodes, depth {depth}: {words}"
+    line = f"{name} {draft}; up to {size - 1} drafts, depth {depth}: {words}"
     if adapts:
-        return logging.INFO, f"{line}; drafts as much of it as measurements show to pay"
+        return logging.INFO, f"{line}; drafts as many as measurements show to pay"
     if doubt is None:
         return logging.INFO, line
     return logging.WARNING, f'{line}; it drafts all the same, as "adapt" or a schedule fixes that'
@@ -83,5 +83,5 @@ def _doubt(gain: ExpectedGain, size: int, on_cpu: bool) -> str | None:
     if gain.made_for is not None:
         return f"made for {gain.made_for}, and may not pay here"
     if on_cpu and size > _MOST_ON_CPUS and gain.pays is None:
-        return f"more nodes than usually pay on CPUs, {_MOST_ON_CPUS}"
+        return f"more drafts than usually pay on CPUs, {_MOST_ON_CPUS - 1}"
     return None
