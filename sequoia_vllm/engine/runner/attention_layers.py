@@ -50,7 +50,9 @@ class TreeForward(ABC):
             raise KeysAreWritten
         tree = getattr(attn_metadata, "tree", None)
         if tree is None or not tree.only_trees:
-            chains = self._chains(tree, query, attn_metadata, output)
+            chains = query, attn_metadata, output
+            if tree is not None:
+                chains = self._chains(tree, *chains)
             super().forward(  # type: ignore[misc]
                 layer, chains[0], key, value, kv_cache, *chains[1:],
                 output_scale, output_block_scale,

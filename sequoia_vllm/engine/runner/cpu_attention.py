@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -90,13 +89,13 @@ class TreeQueries:
 
 @dataclass
 class CPUTreeAttentionMetadata(CPUAttentionMetadata):
-    """vLLM's metadata; ``tree`` is None for a batch without tree nodes."""
+    """vLLM's metadata of a batch with tree nodes."""
 
     tree: TreeQueries | None = None
 
 
 class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Builds `CPUTreeAttentionMetadata`, and pins a cache layout we can read."""
+    """Pins a cache layout that we can read."""
 
     isa: str
 
@@ -108,16 +107,6 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             self.isa = "vec"
             self._set_isa_to_layers(self.layer_names)
         load_kernels()  # compiled now, not in the first step
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> CPUTreeAttentionMetadata:
-        """vLLM's metadata as our subclass, with no trees yet."""
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return CPUTreeAttentionMetadata(**vars(metadata))
 
 
 class CPUTreeAttentionImpl(TreeForward, CPUAttentionBackendImpl):

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.sequence import IntermediateTensors
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, build_logitsprocs
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -135,6 +136,37 @@ class SequoiaCPUModelRunner(CPUModelRunner):
 
     # -- before the target's forward -------------------------------------------------
 
+    def execute_model(
+        self,
+        scheduler_output: SchedulerOutput,
+        intermediate_tensors: IntermediateTensors | None = None,
+    ) -> Any:
+        """Calls vLLM's; a step that neither scores nor grows trees runs as without speculation."""
+        self._speculates(
+            bool(scheduler_output.scheduled_spec_decode_tokens)
+            or self._drafts_each(scheduler_output) > 0
+        )
+        output = super().execute_model(scheduler_output, intermediate_tensors)
+        if output is not None:  # there is nothing to sample
+            self._speculates(True)
+        return output
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        """Calls vLLM's, and ends what `execute_model` began."""
+        try:
+            return super().sample_tokens(grammar_output)
+        finally:
+            self._speculates(True)
+
+    def _speculates(self, does: bool) -> None:
+        self.speculative_config = self.vllm_config.speculative_config if does else None
+
+    def _drafts_each(self, scheduler_output: SchedulerOutput) -> int:
+        """Nodes that this step grows for each request."""
+        if self.draft_has_failed or self._has_custom_processors:
+            return 0
+        return min(scheduler_output.num_spec_tokens_to_schedule, self.max_drafts)
+
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         """Calls vLLM's, and notes requests that finish, start, or resume after preemption."""
         for request_id in scheduler_output.finished_req_ids:
@@ -171,6 +203,9 @@ class SequoiaCPUModelRunner(CPUModelRunner):
             prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         finally:
             self.speculative_config = speculative
+        if not scheduler_output.scheduled_spec_decode_tokens:
+            self._trees = None
+            return prepared
         num_reqs = self.input_batch.num_reqs
         self._trees = schedule_trees(
             self.tree,
@@ -302,12 +337,11 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         Returns:
             Draft tokens of each request in stored tree order; empty: no tree.
         """
-        if not self.draft_has_failed:
-            try:
-                return self._grow_trees(scheduler_output, sampled_token_ids, sampling_metadata)
-            except Exception:
-                survive_draft(self.vllm_config)
-                self.draft_has_failed = True
+        try:
+            return self._grow_trees(scheduler_output, sampled_token_ids, sampling_metadata)
+        except Exception:
+            survive_draft(self.vllm_config)
+            self.draft_has_failed = True
         return [[] for _ in range(self.input_batch.num_reqs)]
 
     def _grow_trees(
@@ -317,8 +351,8 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         sampling_metadata: SamplingMetadata,
     ) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in range(self.input_batch.num_reqs)]
-        drafts_each = min(scheduler_output.num_spec_tokens_to_schedule, self.max_drafts)
-        if drafts_each == 0 or self._has_custom_processors:
+        drafts_each = self._drafts_each(scheduler_output)
+        if drafts_each == 0:
             return drafts
         committed = self._committed_tokens(sampled_token_ids)
         if committed is None:

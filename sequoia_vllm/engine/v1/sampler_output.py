@@ -28,6 +28,8 @@ def without_discarded(metadata: SamplingMetadata, discarded: NDArray[np.bool_]) 
         metadata: The batch's own.
         discarded: bool ``[requests]``: whose sampled token vLLM discards.
     """
+    if not metadata.generators:
+        return metadata
     kept = {r: generator for r, generator in metadata.generators.items() if not discarded[r]}
     return replace(metadata, generators=kept)
 

@@ -61,8 +61,6 @@ CPU_V1 = table({
     ],
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder": [
         "_set_isa_to_layers",
-        subclass("build(self, common_prefix_len, common_attn_metadata, fast_build)", _TREE_MASK,
-            "metadata that can carry a tree"),
         instance("isa", _CPU_KERNEL, "the cache layout that our kernel reads"),
     ],
     "vllm.v1.attention.backends.registry": ["AttentionBackendEnum.CPU_ATTN.clear_override()"],
@@ -140,8 +138,15 @@ CPU_V1 = table({
             "tree nodes have the RoPE position of their depth, and a slot of their own"),
         instance("speculative_config",
             "vLLM prepares no drafts where none are scheduled",
-            "None while inputs without drafts are prepared: vLLM would prepare drafts that are not "
-            "there, which takes longer than such a step has to spare"),
+            "None while inputs without drafts are prepared, and in steps that draft nothing: vLLM "
+            "would prepare drafts that are not there, which takes longer than such a step has to "
+            "spare"),
+        subclass("execute_model(self, scheduler_output, intermediate_tensors)",
+            "vLLM prepares no drafts where none are scheduled",
+            "a step that neither scores nor grows trees runs as without speculation"),
+        subclass("sample_tokens(self, grammar_output)",
+            "vLLM prepares no drafts where none are scheduled",
+            "ends what execute_model began"),
         subclass(
             "_calc_spec_decode_metadata(self, num_draft_tokens, "
             "cu_num_scheduled_tokens)", _V2_ON_CPUS,

@@ -130,10 +130,10 @@ class GPUTreeForward(TreeForward):
     sinks: Tensor | None
 
     def _chains(
-        self, tree: GPUTreeQueries | None, query: Tensor, attn_metadata: Any, output: Tensor
+        self, tree: GPUTreeQueries, query: Tensor, attn_metadata: Any, output: Tensor
     ) -> tuple[Tensor, Any, Tensor]:
         """Leaves out tree nodes; keys and values need no cut, as the cache has all rows'."""
-        if tree is None or tree.others is None:
+        if tree.others is None:
             return query, attn_metadata, output
         first = tree.others.first
         return query[first:], tree.others.metadata, output[first:]
