@@ -23,8 +23,8 @@ _LEAST_NOISE = 0.01
 _CLIPPED = 0.06
 # Steps that read prompts weigh less: a prompt token's price varies in small steps.
 _MIXED, _MIXED_EVIDENCE = 8.0, 0.25
-# How firmly each price is presumed to be 0. Where no step without drafts reads prompts, nothing else
-# tells what the draft takes for them. That is a small share.
+# How firmly each price is presumed to be 0. Where no step without drafts reads prompts, nothing
+# tells what share of reading them is the draft's. It is small.
 _PRESUMED = (1.0, 25.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 _Sample = tuple[int, int, int, float]  # batch size, prompt tokens, context tokens, seconds
