@@ -46,6 +46,7 @@ NO_DRAFTS = {MOST_DRAFTS: 0}
 WITHOUT_DRAFTS = {
     "none asked for": {"extra_args": NO_DRAFTS},
     "thinking budget": {"thinking_token_budget": 5},
+    "no thinking": {"thinking_token_budget": 0},
 }
 # All prompts have a bracket, and hardly any answer this word.
 THINKING = {"reasoning_config": {"reasoning_start_str": "(", "reasoning_end_str": "return"}}
@@ -58,9 +59,28 @@ def greedy_and_seeded(keys: dict) -> list[SamplingParams]:
     ]
 
 
+def with_short_budgets() -> list[SamplingParams]:
+    """Two more than run at once. Some end amid their thinking, and others move into their rows.
+
+    Those have few drafts, or none: then the sampler sees the row.
+    """
+    regex = STRUCTURED["structured_regex"]
+    few, none = {"extra_args": {MOST_DRAFTS: 2}}, {"extra_args": NO_DRAFTS}
+    thinking = {"thinking_token_budget": 7}
+    kinds = [
+        *[{**thinking, "max_tokens": 3}] * 3, {"thinking_token_budget": 9}, none, {**few, **regex},
+        {**none, **regex}, few, *[{**thinking, "max_tokens": 5}] * 2,
+    ]  # fmt: skip
+    return [SamplingParams(**{"temperature": 0, "max_tokens": 40, **keys}) for keys in kinds]
+
+
 @pytest.fixture(scope="module")
 def special():
-    """Tokens by kind, alone, and of all in one batch: ours, plain vLLM's, and our counters."""
+    """Tokens by kind, alone, and of all in one batch: ours, plain vLLM's, and our counters.
+
+    Of "ends of budgets" plain vLLM's are of one request after another: it leaves a budget that
+    has ended with the request that moves into its row.
+    """
     kinds = {**EDITED, **STRUCTURED, **WITHOUT_DRAFTS, "capped": {"extra_args": {MOST_DRAFTS: 2}}}
     params = {name: greedy_and_seeded(keys) for name, keys in kinds.items()}
     mixed = [one for pair in params.values() for one in pair]
@@ -70,6 +90,11 @@ def special():
             name: tokens_of(llm.generate(prompts(len(own)), own, use_tqdm=False))
             for name, own in params.items()
         }
+        params["ends of budgets"] = with_short_budgets()
+        plain["ends of budgets"] = [
+            tokens_of(llm.generate(text, one, use_tqdm=False))[0]
+            for text, one in zip(prompts(10), params["ends of budgets"], strict=True)
+        ]
     found = {}
     config = {**sequoia(), "tree": {"parents": SIBLINGS_FIRST}}
     with running(config, **THINKING) as llm:
@@ -86,7 +111,10 @@ def undrafted(llm) -> dict[str, int]:
     return {m.labels["reason"]: m.value for m in llm.get_metrics() if m.name == name and m.value}
 
 
-@pytest.mark.parametrize("name", [*EDITED, *STRUCTURED, *WITHOUT_DRAFTS, "capped", "all"])
+BATCHES = ["capped", "all", "ends of budgets"]
+
+
+@pytest.mark.parametrize("name", [*EDITED, *STRUCTURED, *WITHOUT_DRAFTS, *BATCHES])
 def test_tokens_are_those_of_plain_vllm(name, special):
     found, plain, _ = special[name]
     assert found == plain
@@ -114,15 +142,16 @@ def test_others_have_none(name, special):
 def test_requests_without_drafts_are_counted_by_reason(special):
     """Two of each kind alone, and two among all."""
     _, _, stats = special["all"]
-    assert stats["undrafted"] == {"asked": 4, "thinking_token_budget": 4}
+    assert stats["undrafted"] == {"asked": 4, "thinking_token_budget": 8}
 
 
 def test_a_thinking_budget_is_kept(special):
     """Else the test above would see nothing."""
-    (thinking, *_), (free, *_) = special["thinking budget"], special["none asked for"]
-    for ours, without in zip(thinking, free, strict=True):
-        assert 1491 in ours[:6]  # the word "return"
-        assert ours != without
+    free, *_ = special["none asked for"]
+    for name, budget in (("thinking budget", 5), ("no thinking", 0)):
+        for ours, without in zip(special[name][0], free, strict=True):
+            assert 1491 in ours[: budget + 1]  # the word "return"
+            assert ours != without
 
 
 def test_a_request_may_cap_its_tree(special):

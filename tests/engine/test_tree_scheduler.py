@@ -107,6 +107,21 @@ def test_requests_whose_logits_are_edited_draft(scheduler):
     assert set(step(scheduler, requests).values()) == {DRAFTS}
 
 
+def test_a_thinking_budget_follows_no_placeholders(scheduler):
+    """A budget of 0 is one: no token of thinking."""
+    for budget in (0, 7):
+        thinking = SamplingParams(thinking_token_budget=budget)
+        assert step(scheduler, {"a": thinking, "b": GREEDY}) == {"a": 0, "b": DRAFTS}
+
+
+def test_zeros_that_ask_for_nothing_special_draft(scheduler):
+    zeros = {"temperature": 0, "seed": 0, "top_k": 0, "min_p": 0, "min_tokens": 0,
+        "logprobs": 0, "prompt_logprobs": 0, "logprob_token_ids": [], "stop": [], "bad_words": [],
+        "logit_bias": {}, "extra_args": {}, "thinking_token_budget": -1}  # fmt: skip
+    requests = {name: SamplingParams(**{name: value}) for name, value in zeros.items()}
+    assert step(scheduler, requests) == dict.fromkeys(zeros, DRAFTS)
+
+
 def test_a_grammar_of_a_backend_that_can_follows_trees():
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
     params.structured_outputs._backend = "xgrammar"  # as the front end decides

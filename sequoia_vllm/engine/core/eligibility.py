@@ -41,7 +41,7 @@ def reason_without_drafts(sampling_params: Any, thinks_first: bool) -> Reason | 
         return "structured_outputs"
     if getattr(p, "logprob_token_ids", None):
         return "logprob_token_ids"
-    if getattr(p, "thinking_token_budget", None):
+    if getattr(p, "thinking_token_budget", None) is not None:
         return "thinking_token_budget"
     return None
 
@@ -120,4 +120,5 @@ def may_carry_placeholders(sampling_params: Any) -> bool:
     p = sampling_params
     if p is None or p.structured_outputs is not None:
         return False
-    return not (getattr(p, "logprob_token_ids", None) or getattr(p, "thinking_token_budget", None))
+    budget = getattr(p, "thinking_token_budget", None)
+    return budget is None and not getattr(p, "logprob_token_ids", None)

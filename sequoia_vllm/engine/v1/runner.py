@@ -41,6 +41,7 @@ from sequoia_vllm.engine.v1.proposer import TreeProposerV1
 from sequoia_vllm.engine.v1.sampler_output import combine_outputs, without_discarded
 from sequoia_vllm.engine.v1.seeded import SessionSeeds
 from sequoia_vllm.engine.v1.target_distribution import TargetDistribution, truncation_of
+from sequoia_vllm.engine.v1.thinking_budgets import forget_stale_budgets
 from sequoia_vllm.engine.v1.verifier import TreeVerifierV1
 from sequoia_vllm.verification.methods import method_of
 from sequoia_vllm.verification.topology import VerifyResult
@@ -271,6 +272,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         if self.input_batch.thinking_budget_state_holder is not None:
             # The sampler gets one row per request, not one per draft.
             self.input_batch.thinking_budget_state_holder.in_spec_mode = False
+            forget_stale_budgets(self.input_batch.thinking_budget_state_holder, self._params())
         metadata = without_discarded(
             self.input_batch.sampling_metadata, self.discard_request_mask.np
         )

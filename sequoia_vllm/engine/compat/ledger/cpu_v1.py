@@ -65,10 +65,16 @@ CPU_V1 = table({
     ],
     "vllm.v1.attention.backends.registry": ["AttentionBackendEnum.CPU_ATTN.clear_override()"],
     "vllm.v1.core.sched.output": ["CachedRequestData.resumed_req_ids"],
-    "vllm.v1.sample.logits_processor": ["BUILTIN_LOGITS_PROCESSORS"],
+    "vllm.v1.sample.logits_processor": [
+        "BUILTIN_LOGITS_PROCESSORS", "BatchUpdate(batch_size, removed, added, moved)",
+    ],
     "vllm.v1.sample.ops.topk_topp_sampler": ["apply_top_k_top_p(logits, k, p, ...)"],
     "vllm.v1.sample.sampler:Sampler": [
         "greedy_sample(logits, ...)", "gather_logprobs(logprobs, num_logprobs, token_ids, ...)",
+    ],
+    # A budget stays in the row of a request that ended (0.32): we tell it of rows without one.
+    "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder": [
+        "has_tracked_requests(self)", "sync_batch(self, batch_update)",
     ],
     "vllm.v1.spec_decode.draft_model:DraftModelProposer": [
         "(vllm_config, device, runner)",
