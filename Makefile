@@ -25,7 +25,7 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/sequoia-vllm setup-cpu
 	touch $@
 
-# The packages that read the real model's file; without them the small pair runs.
+# The packages that read the real model's file; without them the demo says what is missing.
 demo: setup
 	$(BIN)/python -c 'import gguf, accelerate' 2> /dev/null || \
 	  $(BIN)/python -m pip install --quiet --no-compile --retries 2 --editable '.[smollm2]' || true

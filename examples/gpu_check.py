@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sequoia_vllm.gpu_check import main
+from benchmarks.gpu.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,12 +9,13 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.json_input import parse_json
+from sequoia_vllm.model_source import hub_problem
 
 BUILTIN = Path(__file__).with_name("builtin_prompts.jsonl")
 _LINE_HELP = '{"prompt": "text"} or {"messages": [{"role": "user", "content": "text"}]}'
@@ -54,6 +55,9 @@ class Prompt(_Line):
         return self
 
 
+AnyPrompt = TypeVar("AnyPrompt", bound=Prompt)
+
+
 def load_prompts(path: Path | None, count: int | None = None) -> list[Prompt]:
     """Reads the prompts of a file, or those that come with the package.
 
@@ -70,6 +74,23 @@ def load_prompts(path: Path | None, count: int | None = None) -> list[Prompt]:
     if count is not None and count < 1:
         raise PromptError(f"{count} prompts asked for: at least one is needed")
     file = BUILTIN if path is None else path
+    prompts = [prompt for _, prompt in numbered_prompts(file, Prompt, count)]
+    if not prompts or (count is not None and len(prompts) < count):
+        raise PromptError(
+            f"prompts {file} holds {len(prompts)} prompts, not {count or 'any'}: "
+            "give a larger file with --prompts, or ask for fewer"
+        )
+    return prompts
+
+
+def numbered_prompts(
+    file: Path, kind: type[AnyPrompt], count: int | None = None
+) -> list[tuple[int, AnyPrompt]]:
+    """Reads the first ``count`` prompts of a file (None: all), with the numbers of their lines.
+
+    Raises:
+        PromptError: If it is missing or has another format; names the line that is wrong.
+    """
     if file.suffix.lower() not in (".jsonl", ".txt"):
         raise PromptError(
             f"prompts {file}: give a .jsonl file with {_LINE_HELP} per line, or a .txt file with "
@@ -78,18 +99,15 @@ def load_prompts(path: Path | None, count: int | None = None) -> list[Prompt]:
     is_text = file.suffix.lower() == ".txt"
     numbered = enumerate(_read(file).split("\n"), start=1)
     lines = [(number, line) for number, line in numbered if line.strip()][:count]
-    prompts = [
-        Prompt(prompt=line.rstrip("\r"))
-        if is_text
-        else _parse_json(line, f"prompts {file}, line {number}")
+    return [
+        (
+            number,
+            kind(prompt=line.rstrip("\r"))
+            if is_text
+            else _parse_json(line, kind, f"prompts {file}, line {number}"),
+        )
         for number, line in lines
     ]
-    if not prompts or (count is not None and len(prompts) < count):
-        raise PromptError(
-            f"prompts {file} holds {len(prompts)} prompts, not {count or 'any'}: "
-            "give a larger file with --prompts, or ask for fewer"
-        )
-    return prompts
 
 
 def prompts_sha256(prompts: Sequence[Prompt]) -> str:
@@ -105,19 +123,22 @@ def source_name(path: Path | None) -> str:
 
 
 def _read(path: Path) -> str:
+    data = b""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        data = path.read_bytes()
+        return data.decode("utf-8-sig")
     except OSError as error:
         raise PromptError(
             f"cannot read prompts {path}: {error.strerror or error}; name a file with --prompts"
         ) from error
     except UnicodeDecodeError as error:
-        raise PromptError(f"prompts {path} is not UTF-8 text: {error}") from error
+        line = data[: error.start].count(b"\n") + 1
+        raise PromptError(f"prompts {path}, line {line} is not UTF-8 text: {error}") from error
 
 
-def _parse_json(line: str, where: str) -> Prompt:
+def _parse_json(line: str, kind: type[AnyPrompt], where: str) -> AnyPrompt:
     try:
-        return Prompt.model_validate(parse_json(line))
+        return kind.model_validate(parse_json(line))
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         field = ".".join(map(str, problem["loc"]))
@@ -138,6 +159,10 @@ def load_tokenizer(model: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model)
     except (ValueError, OSError) as error:
+        if not Path(model).exists():
+            raise PromptError(
+                f"no tokenizer for the target: {hub_problem(model, error)}"
+            ) from error
         raise PromptError(f"no tokenizer for the target {model!r}: {error}") from error
 
 

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None, start_method: str = "spawn") ->
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m sequoia_vllm.gpu_check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     names = ", ".join(item.name for item in ITEMS)
     parser.add_argument(
         "--items", help=f"what to measure, separated by commas, of {names} (all, in this order)"

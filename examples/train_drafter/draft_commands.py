@@ -51,9 +51,10 @@ def draft_data(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help='Lines of {"prompt": …}, also with a "kind". Default: prompts of five kinds '
-            "that were written for this script.",
+            help='Lines of {"prompt": …} or {"messages": …}, also with a "kind". Default: prompts '
+            "of five kinds that were written for this script.",
             exists=True,
+            dir_okay=False,
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Decides prompts and answers.")] = 0,
@@ -63,8 +64,9 @@ def draft_data(
     """Let the target answer prompts, and keep its distribution of every token."""
     set_up_torch(threads)
     recipe = DraftDataRecipe(
-        str(target.absolute()), str(prompts.absolute()) if prompts else None, answer, seed, dtype
-    )
+        str(target.absolute()), str(prompts.absolute()) if prompts else None, answer, seed, dtype,
+        digest(target, "*.safetensors"), digest(prompts.parent, prompts.name) if prompts else None,
+    )  # fmt: skip
     with progress() as listener:
         record = write_draft_data(recipe, texts, out, listener)
     write_json(out / "data.json", {**record, "provenance": provenance()})
@@ -72,6 +74,11 @@ def draft_data(
         f"{record['answered_tokens']:,} tokens in {record['hours']:.2f} hours: "
         f"{record['tokens_per_second']:.0f} tokens/s"
     )
+    learnt = sum(len(shard.ends) for shard in read_shards(out, "training"))
+    if learnt < texts:
+        console.print(
+            f"note: {prompts} has prompts for {learnt} answers to learn from, not {texts}"
+        )
 
 
 def train_draft_model(

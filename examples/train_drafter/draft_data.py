@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from draft_tokens import load_tokenizer
 from errors import PairError
 from numpy.typing import NDArray
 from pair import Listener
+
+from sequoia_vllm.prompts import Prompt as Given
+from sequoia_vllm.prompts import PromptError, encode_prompts
 
 TEMPERATURES = (0.0, 0.6, 1.0)  # of the answers, in turn
 LIKELIEST = 16  # tokens whose probability is kept
@@ -43,6 +47,8 @@ class DraftDataRecipe:
         answer: Most tokens of an answer.
         seed: Decides prompts and answers.
         dtype: vLLM's, of the target.
+        target_sha256: Of the target's weights; None: data of an earlier version.
+        prompts_sha256: Of the file of prompts; None: there is none, or data of an earlier version.
     """
 
     target: str
@@ -50,6 +56,17 @@ class DraftDataRecipe:
     answer: int
     seed: int
     dtype: str
+    target_sha256: str | None = None
+    prompts_sha256: str | None = None
+
+    def same(self, other: DraftDataRecipe) -> bool:
+        """Whether both give the same answers; files are compared by content where it is known."""
+        mine, others = asdict(self), asdict(other)
+        for path in ("target", "prompts"):
+            content = f"{path}_sha256"
+            unknown = path if None not in (mine[content], others[content]) else content
+            del mine[unknown], others[unknown]
+        return mine == others
 
 
 @dataclass(frozen=True)
@@ -81,7 +98,7 @@ class Shard:
 def write_draft_data(
     recipe: DraftDataRecipe, texts: int, out: Path, listener: Listener
 ) -> dict[str, Any]:
-    """Writes shards that are not there yet; returns numbers of tokens and hours.
+    """Writes answers that are not there yet; returns numbers of tokens and hours.
 
     Args:
         recipe: What decides the answers. Data that is there must have the same.
@@ -90,28 +107,30 @@ def write_draft_data(
         listener: Told of every shard.
 
     Raises:
-        PairError: If the folder has data of another recipe.
+        PairError: If the folder has data of another recipe, or a prompt cannot be asked.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    _keep_recipe(recipe, out)
     tokenizer = load_tokenizer(Path(recipe.target))
     opening = None if recipe.prompts else _opening(tokenizer)
+    _check_prompts(recipe, tokenizer)
+    out.mkdir(parents=True, exist_ok=True)
+    _keep_recipe(recipe, out)
     # Validation first: a draft can be trained on what a stopped run left.
     todo = [
-        (part, number, questions)
+        (part, number, questions, answered)
         for part in reversed(PARTS)
         for number, questions in enumerate(_questions(recipe, part, texts, opening is not None))
-        if not _shard_path(out, part, number).is_file()
+        if (answered := _answered(_shard_path(out, part, number))) < len(questions)
     ]
     listener.on_stage("answers", len(todo))
     if todo:
         with _engine(recipe) as llm:
-            for part, number, questions in todo:
-                seed, began = _first_seed(recipe, part, number), time.monotonic()
+            for part, number, questions, answered in todo:
+                path, began = _shard_path(out, part, number), time.monotonic()
+                seed, left = _first_seed(recipe, part, number) + answered, questions[answered:]
                 if opening is not None:
-                    questions = _ask(llm, tokenizer, opening, questions, seed)
-                shard = _answer(llm, tokenizer, recipe, questions, seed, began)
-                _save(shard, _shard_path(out, part, number))
+                    left = _ask(llm, tokenizer, opening, left, seed)
+                shard = _answer(llm, tokenizer, recipe, left, answered, seed, began)
+                _save(_joined(_read_shard(path), shard) if answered else shard, path)
                 listener.on_step(None)
     return summary(out)
 
@@ -138,12 +157,29 @@ def read_shards(folder: Path, part: str) -> list[Shard]:
     paths = sorted((folder / part).glob("*.npz"))
     if not paths:
         raise PairError(f"{folder} has no {part} data; write it first, with draft-data")
-    shards = []
-    for path in paths:
-        with np.load(path) as file:
-            fields = {name: file[name] for name in file.files}
-        shards.append(Shard(**{**fields, "seconds": float(fields["seconds"])}))
-    return shards
+    return [_read_shard(path) for path in paths]
+
+
+def _read_shard(path: Path) -> Shard:
+    with np.load(path) as file:
+        fields = {name: file[name] for name in file.files}
+    return Shard(**{**fields, "seconds": float(fields["seconds"])})
+
+
+def _answered(path: Path) -> int:
+    """How many answers a shard has; 0: there is none."""
+    return len(_read_shard(path).ends) if path.is_file() else 0
+
+
+def _joined(first: Shard, second: Shard) -> Shard:
+    """One shard of the answers of two."""
+    before = int(first.ends[-1])
+    later = asdict(replace(second, ends=second.ends + before))
+    fields = {
+        name: value + later[name] if name == "seconds" else np.concatenate([value, later[name]])
+        for name, value in asdict(first).items()
+    }
+    return Shard(**fields)
 
 
 def read_recipe(folder: Path) -> DraftDataRecipe:
@@ -156,9 +192,32 @@ def read_recipe(folder: Path) -> DraftDataRecipe:
 
 def _keep_recipe(recipe: DraftDataRecipe, out: Path) -> None:
     path = out / "recipe.json"
-    if path.is_file() and (there := read_recipe(out)) != recipe:
+    if path.is_file() and not (there := read_recipe(out)).same(recipe):
         raise PairError(f"{out} has data of another recipe, {asdict(there)}: choose another folder")
     path.write_text(json.dumps(asdict(recipe), indent=2) + "\n", "utf-8")
+
+
+def _check_prompts(recipe: DraftDataRecipe, tokenizer: Any) -> None:
+    """Encodes all prompts of the user's file, before an engine starts.
+
+    Raises:
+        PairError: If one is wrong or too long; names its line.
+    """
+    if recipe.prompts is None:
+        return
+    path, most = Path(recipe.prompts), _longest(recipe) - 1
+    for held_out in (False, True):
+        for one in read_prompts(path, held_out, sys.maxsize, recipe.seed):
+            where = f"prompts {path}, line {one.line}"
+            try:
+                length = len(_encode(tokenizer, one))
+            except PromptError as error:
+                raise PairError(f"{where}: {error}") from error
+            if length > most:
+                raise PairError(
+                    f"{where} has {length:,} tokens, and the target reads {most:,} at most here: "
+                    "shorten it, or leave it out"
+                )
 
 
 def _questions(
@@ -198,7 +257,7 @@ def _engine(recipe: DraftDataRecipe) -> Iterator[Any]:
 
     llm = LLM(
         recipe.target, dtype=recipe.dtype, enforce_eager=True, max_num_seqs=ANSWERED_AT_ONCE,
-        max_logprobs=LIKELIEST, max_model_len=min(2048, _positions(recipe)),
+        max_logprobs=LIKELIEST, max_model_len=_longest(recipe),
         kv_cache_memory_bytes=1 << 30,
         enable_chunked_prefill=False,  # on CPUs vLLM cannot read a seeded prompt in chunks
     )  # fmt: skip
@@ -210,10 +269,11 @@ def _engine(recipe: DraftDataRecipe) -> Iterator[Any]:
         cleanup_dist_env_and_memory()
 
 
-def _positions(recipe: DraftDataRecipe) -> int:
+def _longest(recipe: DraftDataRecipe) -> int:
+    """Most tokens of a prompt with its answer."""
     from transformers import AutoConfig
 
-    return int(AutoConfig.from_pretrained(recipe.target).max_position_embeddings)
+    return min(2048, int(AutoConfig.from_pretrained(recipe.target).max_position_embeddings))
 
 
 def _first_seed(recipe: DraftDataRecipe, part: str, number: int) -> int:
@@ -253,14 +313,26 @@ def _ask(
 
 
 def _answer(
-    llm: Any, tokenizer: Any, recipe: DraftDataRecipe, questions: Sequence[Prompt], seed: int,
-    began: float,
+    llm: Any, tokenizer: Any, recipe: DraftDataRecipe, questions: Sequence[Prompt], first: int,
+    seed: int, began: float,
 ) -> Shard:  # fmt: skip
-    """Lets the target answer the prompts of one shard, whose work began at that time."""
+    """Lets the target answer prompts of one shard.
+
+    Args:
+        llm: The engine.
+        tokenizer: The target's.
+        recipe: What decides the answers.
+        questions: The prompts.
+        first: Place of the first one in the shard.
+        seed: Of the first one.
+        began: When the work began.
+    """
     from vllm import SamplingParams
 
-    asked = [{"prompt_token_ids": _encode(tokenizer, one.text)} for one in questions]
-    temperatures = [TEMPERATURES[place % len(TEMPERATURES)] for place in range(len(questions))]
+    asked = [{"prompt_token_ids": _encode(tokenizer, one)} for one in questions]
+    temperatures = [
+        TEMPERATURES[(first + place) % len(TEMPERATURES)] for place in range(len(questions))
+    ]
     sampling = [
         SamplingParams(
             temperature=temperature, max_tokens=recipe.answer, logprobs=LIKELIEST,
@@ -287,12 +359,18 @@ def _answer(
     )
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    """A chat's first turn, or the bare text for a tokenizer without a chat template."""
+def _encode(tokenizer: Any, one: Prompt) -> list[int]:
+    """A chat until the target answers, or the bare text for a tokenizer without a chat template.
+
+    Raises:
+        PromptError: A conversation is given, and there is no template or it refuses this one.
+    """
+    if one.messages:
+        return encode_prompts([Given(messages=one.messages)], tokenizer)[0]
     if tokenizer.chat_template is None:
-        return tokenizer(text).input_ids
+        return tokenizer(one.text).input_ids
     return tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}],
+        [{"role": "user", "content": one.text}],
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,

@@ -27,5 +27,7 @@ def digest(folder: Path, pattern: str) -> str:
     """SHA-256 over the files of a folder that a pattern finds, in the order of their names."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob(pattern)):
-        found.update(path.read_bytes())
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                found.update(chunk)
     return found.hexdigest()

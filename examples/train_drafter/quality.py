@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from sequoia_vllm.prompts import Prompt, PromptError, numbered_prompts
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -50,10 +52,19 @@ class PairQuality:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """One ``{"prompt": …}`` object per line."""
-    if not path.is_file():
-        raise PairError(f"{path}: no such file of prompts")
-    return [json.loads(line)["prompt"] for line in path.read_text("utf-8").splitlines()]
+    """One ``{"prompt": …}`` object per line.
+
+    Raises:
+        PairError: If the file is missing or a line is wrong; names it.
+    """
+    try:
+        lines = numbered_prompts(path, Prompt)
+    except PromptError as error:
+        raise PairError(str(error)) from error
+    for number, one in lines:
+        if one.prompt is None:
+            raise PairError(f'{path}, line {number}: a pair continues texts: give a "prompt"')
+    return [one.prompt or "" for _, one in lines]
 
 
 def write_prompts(path: Path, prompts: Sequence[str]) -> None:

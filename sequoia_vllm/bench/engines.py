@@ -223,11 +223,11 @@ def speculative_config(method: Method, engine: EngineSpec) -> dict[str, Any] | N
 def _start_order(method: Method) -> tuple[bool, bool]:
     """Sort key that starts Sequoia's engines first, which matters for engines in this process.
 
-    vLLM adds an extension to a worker class only if no base class has it yet. "auto" comes after
-    trees, as it may turn out to be a plain engine.
+    vLLM adds an extension to a worker class only if no base class has it yet. Trees that the engine
+    chooses come after others, as it may turn out to be a plain engine.
     """
-    is_auto = (method.speculative_config or {}).get("tree") == AUTO
-    return method.kind is not Kind.SEQUOIA, is_auto
+    is_chosen = (method.speculative_config or {}).get("tree", AUTO) == AUTO
+    return method.kind is not Kind.SEQUOIA, is_chosen
 
 
 def check_runner(engine: BenchEngine) -> None:

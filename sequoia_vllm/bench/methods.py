@@ -14,6 +14,8 @@ from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.library.tree_reference import find_tree, is_tree_file
 
 AUTO = "auto"
+SERVED = "served"
+"""The tree of ``--speculative-config sequoia``: of all its options only the draft is given."""
 _SHAPE = re.compile(r"(\d+)x(\d+)")
 # Size assumed for a tree whose size is not known before its engine starts.
 _AUTO_SIZE = 128
@@ -127,7 +129,7 @@ def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
 
     Args:
         draft: Draft model.
-        tree: "auto"; ``16x4`` (16 nodes, root included, at most 4 deep); a
+        tree: `SERVED`; "auto"; ``16x4`` (16 nodes, root included, at most 4 deep); a
             tree file (``.json``); or a name in the library.
         acceptance: File to optimise ``16x4`` trees for; None: a published vector.
 
@@ -135,7 +137,10 @@ def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
         TreeError, LibraryError: If there is no such tree.
         BenchError: If a shape is too small.
     """
-    config: dict[str, Any] = {"method": "sequoia", "model": draft, "tree": tree}
+    config: dict[str, Any] = {"method": "sequoia", "model": draft}
+    if tree == SERVED:
+        return Method("Sequoia", Kind.SEQUOIA, config, _AUTO_SIZE - 1)
+    config["tree"] = tree
     if tree == AUTO:
         return Method("Sequoia auto", Kind.SEQUOIA, config, _AUTO_SIZE - 1)
     config["adapt"] = False  # compare the whole tree: adaptation might draft a part of it

@@ -15,6 +15,9 @@ from sequoia_vllm.json_file import FileModel
 MOST_SPREAD = 1.15
 """Rounds disagree if highest / lowest exceeds this: something disturbed the machine."""
 
+LEAST_DRAFTED = 0.01
+"""Trees per step below which an engine counts as plain: adaptation tries drafting now and then."""
+
 
 class Spread(FileModel):
     """Median and range of a value over several rounds."""
@@ -32,6 +35,11 @@ class Spread(FileModel):
     def disagrees(self) -> bool:
         """Whether rounds differ by more than `MOST_SPREAD`."""
         return self.high > MOST_SPREAD * self.low
+
+    @property
+    def in_words(self) -> str:
+        """The range of a speedup, like ``1.06x to 1.32x``."""
+        return f"{self.low:.2f}x to {self.high:.2f}x"
 
 
 class StepSplit(FileModel):
@@ -94,6 +102,23 @@ class Result(FileModel):
         default=None, description="Speedups; none: not predicted."
     )
     note: str | None = Field(default=None, description="Remark that belongs to this number.")
+    drafted: float | None = Field(
+        default=None,
+        ge=0,
+        description="Sequoia's trees per request and step; none: another method.",
+    )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether Sequoia drafted nothing: it ran plain vLLM, and its speedup is noise."""
+        return self.drafted is not None and self.drafted < LEAST_DRAFTED
+
+    @property
+    def speed_in_words(self) -> str:
+        """The speedup with its range; ``= plain`` where nothing was drafted."""
+        if self.is_plain:
+            return "= plain"
+        return f"{self.speedup.median:.2f}x ({self.speedup.in_words})"
 
 
 class SearchedChain(FileModel):
@@ -175,6 +200,21 @@ class BenchReport(FileModel):
     notes: list[str] = Field(description="Remarks that belong to all numbers.")
     provenance: dict[str, Any] = Field(
         description="Arguments, time, versions, CPU, git revision, environment."
+    )
+
+
+def disagreement(results: Sequence[Result]) -> str | None:
+    """Warns of methods whose speedup differs too much between rounds; None: there are none."""
+    disturbed = [
+        f"{one.method} at T={one.temperature:g}, batch {one.batch_size}: {one.speedup.in_words}"
+        for one in results
+        if one.speedup.disagrees
+    ]
+    if not disturbed:
+        return None
+    return (
+        f"rounds disagree by more than {MOST_SPREAD - 1:.0%} ({'; '.join(disturbed)}): something "
+        "else ran on this machine; repeat the command when it is quiet"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from sequoia_vllm.bench.chains import ChainSearch
 from sequoia_vllm.bench.decode_rate import PARTS, pooled
 from sequoia_vllm.bench.measure import BenchRuns, MethodRuns, measure
-from sequoia_vllm.bench.methods import AUTO, Kind, chain
+from sequoia_vllm.bench.methods import Kind, chain
 from sequoia_vllm.bench.predict import PredictionBasis
 from sequoia_vllm.bench.report import (
     BenchModel,
@@ -23,6 +23,7 @@ from sequoia_vllm.bench.report import (
     SearchedChain,
     Spread,
     StepSplit,
+    disagreement,
 )
 from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun
 from sequoia_vllm.library.pair_key import PairKey
@@ -39,7 +40,7 @@ CHAIN_SAMPLES_WRONGLY = (
     "(vllm-project/vllm#55005). Its tokens are not the target's, and it accepts fewer drafts than "
     "it should. So its speed there says nothing of vLLM's chain elsewhere"
 )
-DECLINED = '"auto" does not speculate here'
+DECLINED = "the engine chose not to speculate here"
 Predict = Callable[[MethodRuns, EngineCase], PredictedSpeed | None]
 
 
@@ -84,6 +85,8 @@ def run_bench(
         BenchModel(name=name, hashes=model_hashes(name), grown_from=synthetic_origin(name))
         for name in (engine.target, engine.draft)
     )
+    summed = results(found, predict, chain_is_wrong=chain_samples_wrongly())
+    synthetic = [synthetic_note(model) for model in (target, draft)]
     return BenchReport(
         date=datetime.datetime.now(datetime.UTC).date(),
         device=stated["device"],
@@ -91,10 +94,10 @@ def run_bench(
         draft=draft,
         dtype=found.dtype,
         settings=described,
-        results=results(found, predict, chain_is_wrong=chain_samples_wrongly()),
+        results=summed,
         searched=None if found.search is None else searched(found.search, engine.draft),
         greedy=found.greedy,
-        notes=[note for model in (target, draft) if (note := synthetic_note(model)) is not None],
+        notes=[note for note in (*synthetic, disagreement(summed)) if note is not None],
         provenance=stated,
     )
 
@@ -127,7 +130,9 @@ def _result(
     speedup = Spread.of([rate / base for rate, base in zip(rates, _rates(plain), strict=True)])
     steady = pooled([one.steady for one in runs.rounds])
     depth = 0 if runs.tree is None else runs.tree.trim(runs.drafts + 1).depth
-    return Result(
+    trees = sum(one.counters["tree_steps"] for one in runs.rounds if one.counters)
+    drafted = trees / (steady.steps * case.batch_size)
+    summed = Result(
         method=runs.method.name,
         kind=runs.method.kind,
         batch_size=case.batch_size,
@@ -143,16 +148,18 @@ def _result(
         engine_parts=engine_parts([one.counters for one in runs.rounds if one.counters]),
         best_chain=best_chain,
         predicted=predicted,
-        measured_over_predicted=speedup.median / predicted.speedup if predicted else None,
         note=note,
+        drafted=drafted if runs.method.kind is Kind.SEQUOIA else None,
     )
+    if predicted is None or summed.is_plain:
+        return summed
+    return summed.model_copy(update={"measured_over_predicted": speedup.median / predicted.speedup})
 
 
 def _note(case: EngineCase, runs: MethodRuns, chain_is_wrong: bool) -> str | None:
     if runs.method.kind is Kind.CHAIN and case.temperature > 0 and chain_is_wrong:
         return CHAIN_SAMPLES_WRONGLY
-    config = runs.method.speculative_config or {}
-    return DECLINED if config.get("tree") == AUTO and runs.drafts == 0 else None
+    return DECLINED if runs.method.kind is Kind.SEQUOIA and runs.drafts == 0 else None
 
 
 def searched(search: ChainSearch, draft: str) -> list[SearchedChain]:

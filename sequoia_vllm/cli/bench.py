@@ -25,6 +25,7 @@ from sequoia_vllm.cli.measuring import (
     check_models,
     check_output,
     check_plot,
+    known_draft,
     measuring,
     numbers,
     offload_spec,
@@ -44,7 +45,7 @@ BEST, NONE = "best", "none"  # of --chain
 
 def bench(
     target: TargetOption,
-    draft: DraftOption,
+    draft: DraftOption = "",
     prompts: PromptsOption = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each round.")] = 4,
     raw_prompts: RawPromptsOption = False,
@@ -53,10 +54,11 @@ def bench(
     trees: Annotated[
         str,
         typer.Option(
-            help="Sequoia's trees: auto (what an engine would choose), 16x4 (16 nodes, at most 4 "
+            help="Sequoia's trees: served (as a server with --speculative-config sequoia runs: its "
+            "tree, adapting), auto (the same, but may choose none), 16x4 (16 nodes, at most 4 "
             "deep), a name in the library, or a tree file."
         ),
-    ] = "auto",
+    ] = "served",
     chain: Annotated[
         str,
         typer.Option(
@@ -105,8 +107,10 @@ def bench(
     cannot explain it: some later token is further below the target's best one than two units in
     the last place of a logit.
     """
-    options = dict(locals())
     quiet_engines(verbose)
+    with friendly_errors():
+        draft = draft or known_draft(target)
+    options = dict(locals())
     check_output("--output", output)
     if (profile is None) != (acceptance is None) or (predict and profile is not None):
         fail("give both --profile and --acceptance, or --predict to measure them, or neither")
@@ -235,18 +239,17 @@ def _speeds(results: list[Result]) -> Table:
     table = new_table(
         "T", "batch", "method", "tokens/s", "speed", "tokens per step", "step ms",
         *(["predicted", "measured/predicted"] if predicted else []), left=["method"],
-        title="Speed of decoding: medians of rounds (lowest–highest)",
+        title="Speed of decoding: medians of rounds (lowest to highest)",
         caption="+ vLLM's best chain here; * see the notes",
     )  # fmt: skip
     for _, group in groupby(results, key=lambda result: (result.temperature, result.batch_size)):
         for number, result in enumerate(group):
-            speedup = result.speedup
             marks = (" +" if result.best_chain else "") + (" *" if result.note else "")
             table.add_row(
                 *(("", "") if number else (f"{result.temperature:g}", str(result.batch_size))),
                 escape(result.method) + marks,
                 f"{result.tokens_per_second.median:.1f}",
-                f"{speedup.median:.2f}x ({speedup.low:.2f}–{speedup.high:.2f})",
+                result.speed_in_words,
                 f"{result.tokens_per_step:.2f}",
                 f"{1e3 * result.step_seconds:.2f}",
                 *(_prediction(result) if predicted else ()),
@@ -256,10 +259,11 @@ def _speeds(results: list[Result]) -> Table:
 
 
 def _prediction(result: Result) -> tuple[str, str]:
-    if result.predicted is None or result.measured_over_predicted is None:
+    if result.predicted is None:
         return "not predicted" if result.kind == "sequoia" else "", ""
     words = " (extrapolated)" if result.predicted.extrapolated else ""
-    return f"{result.predicted.speedup:.2f}x{words}", f"{result.measured_over_predicted:.2f}"
+    ratio = result.measured_over_predicted
+    return f"{result.predicted.speedup:.2f}x{words}", "" if ratio is None else f"{ratio:.2f}"
 
 
 def _searched(searched: list[SearchedChain]) -> Table:

@@ -18,7 +18,7 @@ from sequoia_vllm.cli.common import (
     note,
     print_json,
 )
-from sequoia_vllm.cli.demo_pair import EMBEDDED, chosen_pair
+from sequoia_vllm.cli.demo_pair import EMBEDDED, chat_pair
 from sequoia_vllm.cli.measuring import (
     DraftOption,
     TargetOption,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sequoia_vllm.bench.measure import MethodRuns
-    from sequoia_vllm.bench.report import Result, Spread
+    from sequoia_vllm.bench.report import Result
     from sequoia_vllm.bench.rounds import BenchSettings
 
 TEMPERATURES = (0.0, 0.7)
@@ -50,7 +50,8 @@ def demo(
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens per completion.")] = 32,
     tree: Annotated[
-        str, typer.Option(help="Sequoia's tree, like bench's --trees; default with SmolLM2: auto.")
+        str,
+        typer.Option(help="Sequoia's tree, like bench's --trees; default with SmolLM2: served."),
     ] = "",
     chain: Annotated[
         str, typer.Option(help="vLLM's chains, like bench's --chain; bench finds the best one.")
@@ -63,16 +64,23 @@ def demo(
             help="Compile no models. The default on CPUs, where compiling takes three minutes.",
         ),
     ] = None,
+    small_pair: Annotated[
+        bool,
+        typer.Option(
+            "--small-pair",
+            help="The package's own models: shows equal answers, and needs no clone or download. "
+            "Trees are not faster there.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Answer the same questions with plain vLLM, its chain speculation, and Sequoia.
 
-    In a clone, SmolLM2-135M-Instruct answers, with a draft that was trained for it. Elsewhere a
-    small pair from the package does.
+    In a clone, SmolLM2-135M-Instruct answers, with a draft that was trained for it.
     """
     quiet_engines()
     with friendly_errors():
-        pair = EMBEDDED if target or draft else chosen_pair()
+        pair = EMBEDDED if target or draft or small_pair else chat_pair()
         target, draft = target or pair.target, draft or pair.draft
         check_models(target, draft)
         from vllm.platforms import current_platform
@@ -99,7 +107,7 @@ def demo(
 
 def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
     from sequoia_vllm.bench.measure import measure
-    from sequoia_vllm.bench.report import MOST_SPREAD
+    from sequoia_vllm.bench.report import disagreement
     from sequoia_vllm.bench.run import chain_samples_wrongly, results
     from sequoia_vllm.measuring.provenance import provenance
 
@@ -127,11 +135,8 @@ def _compare(settings: BenchSettings, asked: list[str], as_json: bool) -> None:
         _print_answers(asked, greedy, parts[0])
         _print(parts[0], identical, settings.engine.enforce_eager)
         _print(parts[1], None, settings.engine.enforce_eager)
-    if disturbed := disagreeing(shown):
-        note(
-            f"rounds disagree by more than {MOST_SPREAD - 1:.0%} ({', '.join(disturbed)}): "
-            "something else ran on this machine; repeat the demo when it is quiet"
-        )
+    if (disturbed := disagreement(shown)) is not None:
+        note(disturbed)
     if not as_json:
         console().print(said, soft_wrap=True)
     if not all(identical[-1]) and found.dtype == "float32":
@@ -147,16 +152,12 @@ def _identical(runs: MethodRuns, plain: MethodRuns) -> list[bool]:
     ]
 
 
-def disagreeing(results: Sequence[Result]) -> list[str]:
-    """Methods whose speedup differs too much between rounds, with the range."""
-    return [f"{one.method}: {_range(one.speedup)}" for one in results if one.speedup.disagrees]
-
-
 def summary(
     greedy: Sequence[Result], sampled: Sequence[Result], rounds: int, identical: bool, dtype: str
 ) -> str:
     """Tells in one sentence what Sequoia gained, and whether its output is the same."""
-    slower = ", which is slower" if greedy[-1].speedup.median < 1 else ""
+    is_slower = greedy[-1].speedup.median < 1 and not greedy[-1].is_plain
+    slower = ", which is slower" if is_slower else ""
     if identical:
         output = "is identical to plain vLLM's, token for token"
     elif dtype == "float32":
@@ -172,13 +173,11 @@ def summary(
 
 def _gained(results: Sequence[Result]) -> str:
     speedup = results[-1].speedup
-    text = f"{speedup.median:.2f}x as fast as plain vLLM ({_range(speedup)})"
+    if results[-1].is_plain:
+        return "as fast as plain vLLM, as it drafted nothing"
+    text = f"{speedup.median:.2f}x as fast as plain vLLM ({speedup.in_words})"
     chains = [speedup.median / one.speedup.median for one in results if one.best_chain]
     return text + "".join(f" and {one:.2f}x as fast as its chain" for one in chains)
-
-
-def _range(speedup: Spread) -> str:
-    return f"{speedup.low:.2f}x to {speedup.high:.2f}x"
 
 
 def _as_dict(runs: MethodRuns, result: Result) -> dict[str, Any]:
@@ -223,7 +222,7 @@ def _print(results: list[Result], identical: list[list[bool]] | None, eager: boo
             one.method + (" +" if has_choice and one.best_chain else ""),
             f"{one.tokens_per_step:.2f}",
             f"{one.tokens_per_second.median:.0f}",
-            f"{one.speedup.median:.2f}x ({_range(one.speedup)})",
+            one.speed_in_words,
             f"{sum(identical[row])} of {len(identical[row])}" if identical else "",
         )
     console().print(table)

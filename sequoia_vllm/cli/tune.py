@@ -25,6 +25,7 @@ from sequoia_vllm.cli.measuring import (
     check_models,
     check_output,
     check_plot,
+    known_draft,
     note_synthetic,
     numbers,
     offload_spec,
@@ -94,7 +95,7 @@ def _budgeted(panel: str, field: str, explained: str, **checks: Any) -> Any:
 
 def tune(
     target: TargetOption,
-    draft: DraftOption,
+    draft: DraftOption = "",
     only: Annotated[TuneStep | None, typer.Option(
         help="Make one measurement and write it to --output. acceptance: how often drafts are "
         "accepted; times: how long the parts of a step take.")] = None,
@@ -162,8 +163,10 @@ def tune(
     both measurements beside it, and is for exactly this device, pair and dtype.
     Ctrl-C keeps what was counted: the same command goes on from it.
     """
-    options = dict(locals())
     quiet_engines(verbose)
+    with friendly_errors():
+        draft = draft or known_draft(target)
+    options = dict(locals())
     from sequoia_vllm.calibration.acceptance_task import class_name
 
     with friendly_errors():

@@ -19,7 +19,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
+from sequoia_vllm.checkout import find_checkout
 from sequoia_vllm.drafters.fields import Fields
+from sequoia_vllm.file_hash import file_hash
 from sequoia_vllm.json_file import FileModel
 
 
@@ -46,26 +48,46 @@ class Sign:
     model_type: str | None = None
 
 
+_MOST_HASHED = 1 << 29  # bytes; larger files take longer than a start should, and are others
+
+
 @dataclass(frozen=True)
 class KnownDrafter:
     """A published drafter for a family of targets.
 
     Attributes:
         target: Pattern for the whole target name, case-insensitive.
-        draft: Name of the drafter; ``{0}`` is the folder that the target lies in.
+        draft: Name of the drafter; ``{0}`` is the folder that the target lies in, ``{1}`` the
+            checkout of this repository.
         note: Why this one; for a head, where its publisher or vLLM names it.
         architecture: For a head: what vLLM loads its publisher's format as, by the name in its
             model registry.
+        target_sha256: Of the target's ``model.safetensors``: it is known in any folder.
     """
 
     target: str
     draft: str
     note: str
     architecture: str | None = None
+    target_sha256: str | None = None
 
     def name_for(self, target: str) -> str:
         """The drafter's name or path, for a target of this name or path."""
-        return self.draft.format(Path(target).parent)
+        return self.draft.format(Path(target).parent, find_checkout())
+
+    def fits(self, target: str) -> bool:
+        """Whether it is for this target, by its name, path or weights; and is there."""
+        if "{1}" in self.draft and not Path(self.name_for(target), "config.json").is_file():
+            return False
+        if re.fullmatch(self.target, target, flags=re.IGNORECASE):
+            return True
+        weights = Path(target, "model.safetensors")
+        return (
+            self.target_sha256 is not None
+            and weights.is_file()
+            and weights.stat().st_size <= _MOST_HASHED
+            and file_hash(weights) == self.target_sha256
+        )
 
 
 class Drafter:
@@ -181,12 +203,9 @@ def drafter(kind: str) -> Drafter:
 
 
 def known_for(target: str) -> list[tuple[Drafter, KnownDrafter]]:
-    """Published drafters of a target, by its name or path; the best first."""
+    """Published drafters of a target, by its name, path or weights; the best first."""
     return [
-        (kind, known)
-        for kind in DRAFTERS.values()
-        for known in kind.known
-        if re.fullmatch(known.target, target, flags=re.IGNORECASE)
+        (kind, known) for kind in DRAFTERS.values() for known in kind.known if known.fits(target)
     ]
 
 

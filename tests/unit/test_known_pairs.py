@@ -1,6 +1,7 @@
 """The table of published drafters: which is chosen for a target, and that vLLM loads them."""
 
 import ast
+import json
 import logging
 import re
 from pathlib import Path
@@ -12,12 +13,14 @@ pytest.importorskip("vllm")
 import vllm
 from vllm.model_executor.models import registry
 
+from sequoia_vllm.cli.measuring import known_draft as named_draft
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.registry import DRAFTERS, DrafterKind
 from sequoia_vllm.engine.frontend import drafts
 from sequoia_vllm.engine.frontend.drafts import kinds_here, recognise
 from sequoia_vllm.engine.frontend.resolve import KnownDraft, find_draft, known_drafts
 
+SMOLLM2_DRAFT = Path(__file__).parents[2] / "examples" / "models" / "smollm2-draft"
 ALL: tuple[DrafterKind, ...] = ("model", "eagle3", "dflash")
 
 
@@ -106,6 +109,29 @@ def test_kinds_that_run_are_ordered_by_what_they_are_predicted_to_gain(monkeypat
     assert kinds == ["dflash", "dflash", "eagle3", "eagle3", "model"]
     assert known_draft("Qwen/Qwen3-14B", ALL).kind == "eagle3"
     assert known_draft("meta-llama/Llama-2-7b-hf", ALL).kind == "model"
+
+
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+@pytest.mark.parametrize("target", [SMOLLM2, "/home/a/smollm2-135m-instruct", "renamed"])
+def test_the_draft_in_this_repository_is_known(target, tmp_path, monkeypatch):
+    """By the target's name, and by its weights in a folder of any name."""
+    if target == "renamed":
+        target = str(tmp_path)
+        (tmp_path / "model.safetensors").write_bytes(b"weights")
+        metrics = json.loads((SMOLLM2_DRAFT / "metrics.json").read_text("utf-8"))
+        known = metrics["sha256"]["the target's weights"]
+        with pytest.raises(ConfigError):
+            known_draft(target)
+        monkeypatch.setattr("sequoia_vllm.drafters.registry.file_hash", lambda _: known)
+    assert known_draft(target).name == named_draft(target) == str(SMOLLM2_DRAFT)
+
+
+def test_without_a_checkout_its_draft_is_not_known(monkeypatch):
+    monkeypatch.setattr("sequoia_vllm.drafters.registry.find_checkout", lambda: None)
+    with pytest.raises(ConfigError, match="no draft model is known"):
+        known_draft(SMOLLM2)
 
 
 def test_what_is_passed_over_is_said():

@@ -6,7 +6,8 @@ import hashlib
 import json
 import re
 import time
-from dataclasses import asdict
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +93,44 @@ def data(scripts, target, tmp_path_factory):
     return folder
 
 
+GOOD = '{"prompt": "a"}'
+
+
 class TestPrompts:
+    @pytest.mark.parametrize(
+        ("line", "words"),
+        [
+            (b'{"prompt": ', "is not JSON"),
+            (b'{"prompt": ""}', "at least 1 character"),
+            (b'{"prompt": null}', "a line holds"),
+            (b"null", "valid dictionary"),
+            (b'{"prompt": "a", "kind": 3}', "kind"),
+            (b'{"messages": []}', "messages"),
+            (b'{"prompt": "caf\xe9"}', "is not UTF-8"),
+            (b'{"messages": [{"role": "user", "content": "a"}]}', "no chat template"),
+            (json.dumps({"prompt": "many " * 600}).encode(), "tokens, and the target reads 511"),
+        ],
+    )
+    def test_a_wrong_line_is_named_before_the_engine_starts(self, line, words, target, tmp_path):
+        path = tmp_path / "prompts.jsonl"
+        path.write_bytes(b"\n".join([GOOD.encode(), b"", line, GOOD.encode()]))
+        options = ["--target", target, "--prompts", path, "--out", tmp_path / "out"]
+        done = run_here("draft-data", *options)
+        assert done.returncode == 1
+        assert f"error: prompts {path}, line 3" in done.stderr
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 0
+        assert not (tmp_path / "out").exists()
+
+    def test_conversations_are_asked_as_they_are(self, scripts, target, tmp_path):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+        tokenizer.chat_template = "{% for one in messages %}{{ one.content }}.{% endfor %}"
+        turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+        (tmp_path / "prompts.jsonl").write_text(f"{GOOD}\n{json.dumps({'messages': turns})}")
+        [one] = scripts.chat_prompts.read_prompts(tmp_path / "prompts.jsonl", False, 9, seed=0)
+        found = scripts.draft_data._encode(tokenizer, one)
+        assert tokenizer.decode(found) == "user.assistant.user."
+
     def test_kinds_take_turns_and_subjects_are_held_out(self, scripts):
         learnt, held = (scripts.chat_prompts.prompts(part, 2000, seed=0) for part in (False, True))
         assert [one.kind for one in held[:5]] == list(scripts.chat_prompts.KINDS)
@@ -342,6 +380,58 @@ class TestTrainDraft:
         done = run_here("draft-data", "--target", target, "--out", data, "--answer", "99")
         assert done.returncode == 1
         assert "data of another recipe" in done.stderr
+
+    def test_files_are_known_by_content_and_not_by_path(self, scripts):
+        recipe = scripts.draft_data.DraftDataRecipe("t", "p", ANSWER, 0, "auto", "one", "two")
+        assert recipe.same(replace(recipe, target="moved", prompts="moved"))
+        assert not recipe.same(replace(recipe, prompts_sha256="edited"))
+        assert not recipe.same(replace(recipe, target_sha256="trained on"))
+        before = replace(recipe, target_sha256=None, prompts_sha256=None)  # of an older version
+        assert recipe.same(before)
+        assert not recipe.same(replace(before, prompts="other"))
+
+    @pytest.mark.parametrize("own", [False, True])
+    def test_more_texts_continue_a_shard(self, own, scripts, target, tmp_path, monkeypatch):
+        """The same answers as if all of them had been asked for at first."""
+        draft_data = scripts.draft_data
+
+        def answer(llm, tokenizer, recipe, questions, first, seed, began):
+            places = range(len(questions))
+            return draft_data.Shard(
+                tokens=np.array([seed + place for place in places]),
+                ends=np.arange(1, len(questions) + 1),
+                prompt_lengths=np.array([len(one.text) for one in questions]),
+                kinds=np.array([one.kind for one in questions]),
+                temperatures=np.array([(first + place) % 3 for place in places]),
+                likely=np.zeros((len(questions), 2)),
+                log_probabilities=np.zeros((len(questions), 2)), seconds=1.0,
+            )  # fmt: skip
+
+        def ask(llm, tokenizer, opening, questions, seed):
+            return [
+                replace(one, text="?" * ((seed + place) % 7))
+                if one.kind == scripts.chat_prompts.OWN else one
+                for place, one in enumerate(questions)
+            ]  # fmt: skip
+
+        monkeypatch.setattr(draft_data, "_engine", lambda recipe: nullcontext())
+        monkeypatch.setattr(draft_data, "_answer", answer)
+        monkeypatch.setattr(draft_data, "_ask", ask)
+        monkeypatch.setattr(draft_data, "_opening", lambda tokenizer: [1] if own else None)
+        recipe = draft_data.DraftDataRecipe(str(target), None, ANSWER, 0, "auto")
+        listener = draft_data.Listener(lambda *_: None, lambda _: None)
+        for texts in (20, 60, 200, 100):
+            draft_data.write_draft_data(recipe, texts, tmp_path / "grown", listener)
+        draft_data.write_draft_data(recipe, 200, tmp_path / "whole", listener)
+        for part, count in (("training", 200), ("validation", 30)):
+            grown, whole = (
+                draft_data.read_shards(tmp_path / name, part) for name in ("grown", "whole")
+            )
+            assert sum(len(one.ends) for one in grown) == count
+            for one, other in zip(grown, whole, strict=True):
+                for name, value in asdict(one).items():
+                    if name != "seconds":
+                        np.testing.assert_array_equal(value, getattr(other, name))
 
     def test_without_data_says_what_to_run(self, tmp_path):
         done = run_here("train-draft", "--data", tmp_path, "--out", tmp_path / "draft")

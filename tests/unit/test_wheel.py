@@ -6,13 +6,17 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
+from typer.testing import CliRunner
 
 pytest.importorskip("torch")
+from sequoia_vllm import checkout
+from sequoia_vllm.bench.methods import SERVED
 from sequoia_vllm.bench.report import Result, Spread
-from sequoia_vllm.cli import demo_pair
-from sequoia_vllm.cli.demo import disagreeing, stream, summary
-from sequoia_vllm.cli.demo_pair import EMBEDDED, MODELS, chosen_pair, shipped_models
+from sequoia_vllm.cli import app, demo_pair
+from sequoia_vllm.cli.demo import stream, summary
+from sequoia_vllm.cli.demo_pair import MODELS, chat_pair, shipped_models
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -33,7 +37,10 @@ def test_the_demos_models_are_in_the_wheel_where_it_looks_for_them(tmp_path):
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
-    """A clone with a draft for SmolLM2, and a cache without the model."""
+    """A clone with a draft for SmolLM2, in which an installed package is run."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "sequoia-vllm"\n', "utf-8")
+    monkeypatch.setattr(checkout, "_PACKAGE", Path("/nowhere/sequoia_vllm"))
+    monkeypatch.chdir(tmp_path)
     draft = tmp_path / "examples" / "models" / "smollm2-draft"
     draft.mkdir(parents=True)
     (draft / "config.json").write_text("{}", encoding="utf-8")
@@ -52,28 +59,62 @@ def fetching(code: int, error: str = ""):
     return run
 
 
-class TestChosenPair:
-    def test_without_a_draft_the_small_pair_runs(self, tmp_path, capsys):
-        assert chosen_pair(tmp_path) == EMBEDDED
-        assert "in a clone of the repository" in capsys.readouterr().err
+def test_a_checkout_is_found_from_below_it_and_from_within(clone, monkeypatch):
+    assert checkout.find_checkout() == clone
+    monkeypatch.chdir(clone / "examples" / "models")
+    assert checkout.find_checkout() == clone
+    monkeypatch.chdir("/")
+    assert checkout.find_checkout() is None
+    monkeypatch.undo()
+    monkeypatch.chdir("/")
+    assert checkout.find_checkout() == ROOT
 
+
+def test_another_project_is_no_checkout(clone):
+    (clone / "pyproject.toml").write_text('[project]\nname = "other"\n', "utf-8")
+    assert checkout.find_checkout() is None
+
+
+@pytest.mark.parametrize("words", [["gpu-check"], ["demo"]])
+def test_what_only_a_checkout_has_says_so(words, clone, monkeypatch):
+    monkeypatch.chdir("/")
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert "clone" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_gpu_check_of_the_checkout_runs(clone, monkeypatch):
+    ran = []
+    monkeypatch.setattr("os.execve", lambda *given: ran.append(given))
+    CliRunner().invoke(app, ["gpu-check", "--items", "kernels"])
+    [(program, command, environment)] = ran
+    assert program == command[0]
+    assert command[2:4] == ["-m", "benchmarks.gpu"]
+    assert command[-2:] == ["--items", "kernels"]
+    assert environment["PYTHONPATH"].split(":")[0] == str(clone)
+
+
+class TestChatPair:
     def test_the_model_is_fetched_once(self, clone, monkeypatch, capsys):
         monkeypatch.setattr(demo_pair.subprocess, "run", fetching(0))
-        first = chosen_pair(clone)
+        first = chat_pair()
         assert first.target == str(clone / "smollm2-135m-instruct")
         assert first.draft == str(clone / "examples" / "models" / "smollm2-draft")
-        assert (first.prompts, first.tree) == (None, "auto")
+        assert (first.prompts, first.tree) == (None, SERVED)
         assert "once: 93 MB" in capsys.readouterr().err
         monkeypatch.setattr(demo_pair.subprocess, "run", None)
-        assert chosen_pair(clone) == first
+        assert chat_pair() == first
         assert capsys.readouterr().err == ""
 
-    def test_offline_the_small_pair_runs_and_one_line_says_why(self, clone, monkeypatch, capsys):
+    def test_offline_one_line_says_why_and_what_else_there_is(self, clone, monkeypatch, capsys):
         error = "downloading\nerror: offline: no index answers;\n  name the file with --source\n"
         monkeypatch.setattr(demo_pair.subprocess, "run", fetching(1, error))
-        assert chosen_pair(clone) == EMBEDDED
+        with pytest.raises(typer.Exit):
+            chat_pair()
         last = capsys.readouterr().err.splitlines()[-1]
         assert "cannot be had (offline: no index answers; name the file with --source)" in last
+        assert "--small-pair" in last
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -86,14 +127,11 @@ def test_answers_are_streamed_to_terminals_alone(terminal, monkeypatch):
     assert waits == ([0.5] * 4 if terminal else [])
 
 
-def measured(method: str, low: float, median: float, high: float) -> Result:
+def measured(method: str, low: float, median: float, high: float, drafted=1.0) -> Result:
     spread = Spread(low=low, median=median, high=high)
-    return Result.model_construct(method=method, speedup=spread, best_chain="chain" in method)
-
-
-def test_one_disturbed_round_is_told_of():
-    quiet, disturbed = measured("chain of 4", 0.95, 1.0, 1.09), measured("tree", 0.7, 0.71, 2.78)
-    assert disagreeing([quiet, disturbed]) == ["tree: 0.70x to 2.78x"]
+    return Result.model_construct(
+        method=method, speedup=spread, best_chain="chain" in method, drafted=drafted
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,6 +152,13 @@ def test_the_last_sentence_says_what_was_gained(speed, identical, dtype, words):
     )
     said = summary([chain, tree], [measured("tree", 1.3, 1.4, 1.5)], 3, identical, dtype)
     assert words in said
+
+
+def test_a_demo_without_drafts_claims_no_gain():
+    same = [measured("tree", 1.1, 1.19, 1.3, drafted=0.0)]
+    said = summary(same, same, 3, True, "float32")
+    assert said.count("as fast as plain vLLM, as it drafted nothing") == 2
+    assert "1.19x" not in said
 
 
 def test_everything_that_is_included_is_there():

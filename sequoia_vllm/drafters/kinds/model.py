@@ -40,4 +40,9 @@ class StandaloneModel(Drafter):
         KnownDrafter(
             r"(.*/)?examples/models/target/?", "{0}/draft", "the pair in this repository"
         ),
+        KnownDrafter(
+            r"(.*/)?SmolLM2-135M-Instruct/?", "{1}/examples/models/smollm2-draft",
+            "which this repository has for it",
+            target_sha256="7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b",
+        ),
     )  # fmt: skip

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,13 +23,12 @@ from sequoia_vllm.drafters.registry import DRAFTERS, Drafter, DrafterKind, draft
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, PairShapes
+from sequoia_vllm.model_source import folder_problem, hub_problem
 
-_GIVE = "give the path of a model's folder, or its name on the Hub"
 # In the order in which they are looked for in vLLM's message.
 _FIXES = (
     ("quantization", 'mend or leave out "quantization"'),
     ("tensor_parallel", "leave draft_tensor_parallel_size out: it is the target's"),
-    ("repository id", f'there is none of this name: as "model" {_GIVE}'),
 )
 _UNREADABLE = (OSError, ValueError, RuntimeError)
 """Errors of a configuration that cannot be read. vLLM reads it again, and says what is wrong."""
@@ -217,16 +215,10 @@ def check_folder(role: str, model: str) -> None:
     """Checks that a model that is given as a path is there; names on the Hub are not looked up.
 
     Raises:
-        ConfigError: There is no such folder, or no model's configuration in it.
+        ConfigError: There is no such folder, no model's configuration in it, or it is a file.
     """
-    folder = Path(model)  # as vLLM, for which "~" is a folder like any other
-    if not model or not folder.exists():
-        if model.startswith(("/", "~", "./", "../")) or not model:
-            raise ConfigError(f"there is no {role} model at {model!r}: {_GIVE}")
-    elif folder.is_dir() and not any(
-        (folder / name).exists() for name in ("config.json", "params.json")
-    ):
-        raise ConfigError(f"no {role} model lies in {model!r}, as it has no config.json: {_GIVE}")
+    if problem := folder_problem(role, model):
+        raise ConfigError(problem)
 
 
 def draft_problem(draft: str, error: Exception) -> str:
@@ -234,6 +226,9 @@ def draft_problem(draft: str, error: Exception) -> str:
     said = str(error)
     if isinstance(error, ValidationError):
         said = error.errors()[0]["msg"].removeprefix("Value error, ")
+    if "repository id" in said.lower():
+        cause = error.errors()[0]["ctx"]["error"] if isinstance(error, ValidationError) else error
+        return f"vLLM cannot use the draft model {draft!r}: {hub_problem(draft, cause)}"
     first = (said.strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
     fix = next(
         (fix for word, fix in _FIXES if word in first.lower()),
