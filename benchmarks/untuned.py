@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.embedded_pair import DRAFT, TARGET, encoded_prompts
 from benchmarks.tokens_per_step import tokens_per_step
+from sequoia_vllm.measuring.engine_processes import engines_end_here
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=160, help="of every request and round")
     parser.add_argument("--rounds", type=int, default=8)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as learned:
+    with tempfile.TemporaryDirectory() as learned, engines_end_here():
         os.environ["SEQUOIA_VLLM_TREES"] = learned
         _compare(options)
 

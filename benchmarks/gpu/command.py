@@ -16,6 +16,8 @@ from benchmarks.gpu.item_run import LOG, run_item
 from benchmarks.gpu.items import ITEMS, MACHINE, Item, chosen_items, in_order
 from benchmarks.gpu.results import FILE, GpuRunError, Results
 from benchmarks.gpu.table import lines_of
+from sequoia_vllm.measuring.engine_processes import processes_end_here
+from sequoia_vllm.measuring.interrupts import exit_code
 
 WRONG, CANNOT = 1, 2  # exit codes
 _CHECKOUT = Path(__file__).parents[2]
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str] | None = None, start_method: str = "spawn") ->
             anything of a GPU.
 
     Returns:
-        Exit code: 0, 1 if something is wrong or failed, 2 if nothing can be measured.
+        Exit code: 0, 1 if something is wrong or failed, 2 if nothing can be measured, a signal's.
     """
     given = _parsed(arguments)
     try:
@@ -41,10 +43,15 @@ def main(arguments: Sequence[str] | None = None, start_method: str = "spawn") ->
             results, items = Results(given.report), list(ITEMS)
         else:
             items = chosen_items(given.items)
-            results = run_items(items, given.output, given.tiny, 60 * given.minutes, start_method)
+            seconds = 60 * given.minutes
+            with processes_end_here():
+                results = run_items(items, given.output, given.tiny, seconds, start_method)
     except GpuRunError as error:
         print(f"error: {error}", file=sys.stderr)
         return CANNOT
+    except KeyboardInterrupt as interrupt:
+        _say("interrupted: the same command goes on with what is left")
+        return exit_code(interrupt)
     print("\n".join(lines_of(results, items)))
     failed = [i.name for i in items if results.of(i.name).state not in ("done", None)]
     return WRONG if failed else 0

@@ -19,7 +19,7 @@ from benchmarks.gpu.results import FILE, Results, State
 from benchmarks.gpu.sizes import ON_A_GPU, TINY
 
 LOG = "log.txt"
-_SECONDS_TO_END = 10.0
+_SECONDS_TO_END = 3.0
 
 
 class ItemRun:
@@ -136,12 +136,12 @@ def _main(item: Item, folder: Path, tiny: bool) -> None:
 def _end(process: Any) -> None:
     """Ends the process and its children, whatever they do."""
     for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + _SECONDS_TO_END
         try:
             os.killpg(process.pid, number)
         except (ProcessLookupError, PermissionError):
             break
         process.join(_SECONDS_TO_END)
-        deadline = time.monotonic() + _SECONDS_TO_END
         while _is_there(process.pid) and time.monotonic() < deadline:
             time.sleep(0.1)
     if process.is_alive():  # it had no session of its own yet

@@ -23,6 +23,8 @@ from errors import PairError
 from numpy.typing import NDArray
 from pair import Listener
 
+from sequoia_vllm.measuring.engine_processes import engines_end_here
+from sequoia_vllm.measuring.interrupts import interrupts_get_through
 from sequoia_vllm.prompts import Prompt as Given
 from sequoia_vllm.prompts import PromptError, encode_prompts
 
@@ -255,18 +257,20 @@ def _engine(recipe: DraftDataRecipe) -> Iterator[Any]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm = LLM(
-        recipe.target, dtype=recipe.dtype, enforce_eager=True, max_num_seqs=ANSWERED_AT_ONCE,
-        max_logprobs=LIKELIEST, max_model_len=_longest(recipe),
-        kv_cache_memory_bytes=1 << 30,
-        enable_chunked_prefill=False,  # on CPUs vLLM cannot read a seeded prompt in chunks
-    )  # fmt: skip
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
+    with engines_end_here():
+        with interrupts_get_through():
+            llm = LLM(
+                recipe.target, dtype=recipe.dtype, enforce_eager=True,
+                max_num_seqs=ANSWERED_AT_ONCE, max_logprobs=LIKELIEST,
+                max_model_len=_longest(recipe), kv_cache_memory_bytes=1 << 30,
+                enable_chunked_prefill=False,  # on CPUs vLLM cannot read a seeded prompt in chunks
+            )  # fmt: skip
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            cleanup_dist_env_and_memory()
 
 
 def _longest(recipe: DraftDataRecipe) -> int:

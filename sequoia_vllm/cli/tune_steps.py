@@ -64,7 +64,7 @@ def count_into(
 
 def finish_counting(measured: AcceptanceFile, path: Path) -> None:
     """Notes where the result is and how far it got; ends the program if it was interrupted."""
-    from sequoia_vllm.measuring.engine_processes import exit_code, last_interrupt
+    from sequoia_vllm.measuring.interrupts import exit_code, last_interrupt
 
     state = _state(measured)
     if not state.complete:

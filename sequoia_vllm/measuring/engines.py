@@ -14,7 +14,7 @@ from sequoia_vllm.config import OffloadSpec
 from sequoia_vllm.engine.offload.settings import with_offload
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.budget import warm_up_length
-from sequoia_vllm.measuring.engine_processes import interrupts_get_through
+from sequoia_vllm.measuring.interrupts import interrupts_get_through
 from sequoia_vllm.model_source import hub_problem
 
 if TYPE_CHECKING:

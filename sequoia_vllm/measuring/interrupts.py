@@ -1,0 +1,203 @@
+"""SIGINT and SIGTERM end a program within ten seconds, whatever its main thread does."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from sequoia_vllm.measuring import process_tree
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SECONDS_IN_ALL = 7.0  # after a signal; then this process ends without any clean-up
+_END = b"\0"
+
+
+class Terminated(KeyboardInterrupt):
+    """Raised for SIGTERM, so that it is handled like Ctrl-C; by default it skips all clean-up."""
+
+
+def exit_code(interrupt: KeyboardInterrupt) -> int:
+    """The exit code that shells report for a program ended by this signal."""
+    return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
+
+
+def last_interrupt() -> KeyboardInterrupt:
+    """The interrupt that ended a measurement, for raising it again after its counts are saved."""
+    return Terminated() if _Signals.first == signal.SIGTERM else KeyboardInterrupt()
+
+
+class _Signals:
+    """The handler of both signals.
+
+    Attributes:
+        first: The first signal that came within the last block.
+        is_used: Whether a block is open.
+        mask: What was blocked before a fork that is being made.
+    """
+
+    first: int | None = None
+    is_used = False
+    mask: set[int] = set()  # noqa: RUF012 (never changed in place)
+
+    def __init__(self) -> None:
+        self._is_held = False
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Raises the signal's interrupt, unless it is held."""
+        _Signals.first = _Signals.first or number
+        if not self._is_held:
+            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds a first signal's interrupt back until the block ends; later signals do nothing."""
+        before, self._is_held = _Signals.first, True
+        try:
+            yield
+        finally:
+            self._is_held = False
+        if before is None and _Signals.first is not None:
+            raise last_interrupt()
+
+
+@contextmanager
+def signals_end_this(spared: Collection[int]) -> Iterator[_Signals]:
+    """Ends this process soon after either signal, with all below it except those spared.
+
+    A signal raises a KeyboardInterrupt in the main thread. Processes that run `SECONDS_TO_END`
+    later are killed, and this one ends itself if it is in the block after `SECONDS_IN_ALL`.
+    Ignored signals count, too: scripts start commands in the background with SIGINT ignored.
+    In threads that may not handle signals this does nothing.
+    """
+    signals, outer = _Signals(), _Signals.is_used
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    _Signals.first, _Signals.is_used = None, True
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)  # as Python asks for
+    watcher = threading.Thread(target=_watch, args=(reader, spared), name="signals", daemon=True)
+    watcher.start()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        with _handled(dict.fromkeys(_SIGNALS, signals.handle)):
+            yield signals
+    finally:
+        signal.set_wakeup_fd(before)
+        os.write(writer, _END)  # forks have the pipe open, too
+        watcher.join()
+        os.close(writer)
+        os.close(reader)
+        _Signals.is_used = outer
+
+
+def _watch(reader: int, spared: Collection[int]) -> None:
+    """Kills what is late after a signal, in a thread: the main one may be deep in C code.
+
+    The pipe has a byte for each signal that comes, and `_END` at the end of the block.
+    """
+    while (byte := os.read(reader, 1))[0] not in _SIGNALS:
+        if byte == _END:
+            return
+    deadline = time.monotonic() + SECONDS_IN_ALL
+    if _ends(reader, process_tree.SECONDS_TO_END):
+        return
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, byte[0])  # once more: libraries swallow interrupts
+    while time.monotonic() < deadline:
+        process_tree.kill_processes(spared)
+        if _ends(reader, 0.2):
+            return
+    process_tree.kill_processes(spared)
+    os._exit(128 + byte[0])
+
+
+def _ends(reader: int, seconds: float) -> bool:
+    """Waits so long for the end of the block."""
+    poll, deadline = select.poll(), time.monotonic() + seconds
+    poll.register(reader, select.POLLIN)
+    while (left := deadline - time.monotonic()) > 0:
+        if poll.poll(1000 * left) and os.read(reader, 1) == _END:
+            return True
+    return False
+
+
+def _block() -> None:
+    if _Signals.is_used:
+        _Signals.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _unblock() -> None:
+    if _Signals.is_used:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _Signals.mask)
+
+
+def _begin_fork() -> None:
+    """Gives a fork the system's handlers, so that its signals are not taken for this process's."""
+    if _Signals.is_used:
+        signal.set_wakeup_fd(-1)
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        _unblock()
+        _Signals.is_used = False
+
+
+os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_begin_fork)
+
+
+@contextmanager
+def interrupts_get_through() -> Iterator[None]:
+    """Lets a signal's KeyboardInterrupt leave code that swallows it.
+
+    vLLM swallows it while an engine starts (`zmq_socket_ctx`), and then waits for ever.
+
+    Raises:
+        KeyboardInterrupt: The one that the signal's handler raised.
+    """
+
+    def unswallowed(previous: Any) -> Any:
+        def handle(number: int, frame: FrameType | None) -> None:
+            try:
+                previous(number, frame)
+            except KeyboardInterrupt as interrupt:
+                raise _Stop(interrupt) from None
+
+        return handle
+
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    unswallowing = {number: unswallowed(own) for number, own in handlers.items() if callable(own)}
+    try:
+        with _handled(unswallowing):
+            yield
+    except _Stop as stop:
+        raise stop.interrupt from None
+
+
+class _Stop(BaseException):
+    """Carries an interrupt out of vLLM."""
+
+    def __init__(self, interrupt: KeyboardInterrupt) -> None:
+        super().__init__(interrupt)
+        self.interrupt = interrupt
+
+
+@contextmanager
+def _handled(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Gives signals these handlers; does nothing in threads that may not set any."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

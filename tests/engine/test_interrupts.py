@@ -1,0 +1,112 @@
+"""Real engines end with their command, at whatever moment it is interrupted.
+
+Two moments run in CI. ``SEQUOIA_VLLM_MOMENTS=10`` adds ten random ones, with compilation.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.ending import ENDED, in_the_background, processes_with
+from tests.support.serving import DRAFT, ROOT, TARGET, environment
+
+pytestmark = pytest.mark.engine
+
+RANDOM_MOMENTS = int(os.environ.get("SEQUOIA_VLLM_MOMENTS", "0"))
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
+COMMAND = (
+    Path(sys.executable).with_name("sequoia-vllm"), "tune", "--only", "acceptance",
+    "--model", TARGET, "--draft-model", DRAFT, "--dtype", "float32", "--kv-cache-gib", "0.1",
+    "--precision", "0.001", "--num-prompts", "8",
+)  # fmt: skip
+WITH_A_WORKER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+SECONDS_TO_END = 10.0
+SECONDS_TO_BEGIN = 400.0
+
+
+def spawned(process: psutil.Process) -> list[psutil.Process]:
+    """Processes below this one: the engine core, then its worker."""
+    found = []
+    for one in process.children(recursive=True):
+        words = " ".join(one.cmdline())
+        if "spawn_main" in words or "VLLM::" in words:
+            found.append(one)
+    return found
+
+
+def compiles(process: psutil.Process) -> bool:
+    return any(one.name() == "cc1plus" for one in process.children(recursive=True))
+
+
+MOMENTS: dict[str, Callable[[psutil.Process, Path], bool]] = {
+    "imports": lambda process, output: True,
+    "engine core": lambda process, output: len(spawned(process)) > 0,
+    "worker": lambda process, output: len(spawned(process)) > 1,
+    "compilation": lambda process, output: compiles(process),
+    "measuring": lambda process, output: output.exists(),
+}
+
+
+def wait_for(moment: str, process: psutil.Process, output: Path) -> None:
+    deadline = time.monotonic() + SECONDS_TO_BEGIN
+    while True:
+        try:
+            if MOMENTS[moment](process, output):
+                return
+        except psutil.NoSuchProcess:  # a process below it has just ended
+            pass
+        assert process.poll() is None, "the command ended by itself"
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def interrupt(
+    folder: Path, moment: str, seconds: float, number: signal.Signals, *options: str
+) -> float:
+    """Interrupts the command so long after the moment; seconds until all of it had ended."""
+    output, mark = folder / "acceptance.json", f"SEQUOIA_TEST_{uuid.uuid4().hex}"
+    caches = {name: str(folder / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")}
+    with (folder / "log").open("wb") as log:
+        process = psutil.Popen(
+            [*COMMAND, "--output", output, *options],
+            cwd=ROOT, env={**environment(), **WITH_A_WORKER, **caches, mark: ""},
+            stdout=log, stderr=log, preexec_fn=in_the_background,
+        )  # fmt: skip
+    try:
+        wait_for(moment, process, output)
+        time.sleep(seconds)
+        assert process.poll() is None, (folder / "log").read_text()
+        began = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(60) in ENDED[number], (folder / "log").read_text()
+        while left := processes_with(mark):
+            assert time.monotonic() < began + 60, left
+            time.sleep(0.05)
+        return time.monotonic() - began
+    finally:
+        for one in processes_with(mark):
+            one.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_while_an_engine_starts(tmp_path, number):
+    interrupt(tmp_path, "worker", 0.5, number, "--eager")
+
+
+@pytest.mark.parametrize("seed", range(RANDOM_MOMENTS))
+def test_random_moments(tmp_path, seed):
+    rng = random.Random(seed)
+    moment, number = list(MOMENTS)[seed % len(MOMENTS)], rng.choice(SIGNALS)
+    seconds = rng.uniform(0, 5)
+    took = interrupt(tmp_path, moment, seconds, number)
+    print(f"{moment} + {seconds:.1f} s, {number.name}: all ended after {took:.1f} s")
+    # A compiler ends by itself after its engine was killed.
+    assert took < SECONDS_TO_END or (moment == "compilation" and number == signal.SIGKILL)
