@@ -21,8 +21,9 @@ _LABELS = ("model_name", "engine")  # as vLLM's
 Reason = Literal[
     "asked", "structured_outputs", "logprob_token_ids", "thinking_token_budget",
     "custom_logits_processors", "no_generation", "longer_than_draft",
+    "max_tokens",
 ]  # fmt: skip
-"""Why a request has no drafts: it asked for none, or has what trees cannot serve."""
+"""Why a request has no drafts: it asked for none, is too short, or has what trees cannot serve."""
 
 
 class PrometheusKinds:

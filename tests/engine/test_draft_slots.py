@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 
 from sequoia_vllm.engine.common.config_tag import tag
+from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from sequoia_vllm.engine.core import draft_slots
 from tests.support.engines import metric, running, sequoia
 from tests.support.models import prompts
@@ -23,7 +24,13 @@ def scheduler(lookup, running, waiting, beyond=0, ours=True):
     if ours:
         tag(speculative, DEPTH, {})
     return SimpleNamespace(
-        vllm_config=SimpleNamespace(speculative_config=speculative),
+        vllm_config=SimpleNamespace(
+            speculative_config=speculative,
+            model_config=SimpleNamespace(logits_processors=None),
+            structured_outputs_config=SimpleNamespace(reasoning_parser=None),
+        ),
+        requests={},
+        _sequoia_adapter=None,
         dynamic_sd_lookup=lookup,
         num_spec_tokens=LARGEST,
         num_lookahead_tokens=LARGEST + beyond,
@@ -36,11 +43,15 @@ def step(of, throttle_prefills=False):
     """In vLLM's place: look-ahead slots, and drafts by the number of requests scheduled."""
     assert throttle_prefills
     drafts = [of.dynamic_sd_lookup[batch] for batch in range(1, of.max_num_running_reqs + 1)]
-    return of.num_lookahead_tokens, drafts
+    return SimpleNamespace(
+        slots_and_drafts=(of.num_lookahead_tokens, drafts),
+        num_scheduled_tokens=dict.fromkeys(of.requests, 1),
+        num_spec_tokens_to_schedule=LARGEST,
+    )
 
 
 def scheduled(of):
-    return draft_slots.schedule(step, of, throttle_prefills=True)
+    return draft_slots.schedule(step, of, throttle_prefills=True).slots_and_drafts
 
 
 @given(
@@ -70,6 +81,17 @@ def test_large_batches_reserve_little():
     assert scheduled(scheduler(lookup, running=5, waiting=9))[0] == 3
     assert scheduled(scheduler(lookup, running=0, waiting=9))[0] == LARGEST
     assert scheduled(scheduler(lookup, running=16, waiting=0, beyond=1))[0] == DEPTH + 1
+
+
+@pytest.mark.parametrize("undrafted", [{"extra_args": {MOST_DRAFTS: 0}}, {"max_tokens": 2}])
+def test_a_step_of_requests_that_never_draft_is_one_without_drafts(undrafted):
+    of = scheduler([0, 9, 9, 9], running=2, waiting=0)
+    of.requests["a"] = SimpleNamespace(sampling_params=SamplingParams(**undrafted))
+    found = draft_slots.schedule(step, of, throttle_prefills=True)
+    assert found.num_spec_tokens_to_schedule == 0
+    of.requests["b"] = SimpleNamespace(sampling_params=GREEDY)
+    found = draft_slots.schedule(step, of, throttle_prefills=True)
+    assert found.num_spec_tokens_to_schedule == LARGEST
 
 
 def test_a_step_that_fails_leaves_the_scheduler_as_it_was():

@@ -9,7 +9,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
 from sequoia_vllm.engine.core import eligibility
-from sequoia_vllm.engine.core.eligibility import never_drafts
+from sequoia_vllm.engine.core.eligibility import ends_with, most_committed, never_drafts
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.v2 import scheduler as scheduling
 from sequoia_vllm.engine.v2.scheduler import TreeScheduler
@@ -96,6 +96,46 @@ def test_a_grammar_follows_no_placeholders(scheduler):
     both = {"a": GRAMMAR, **{str(index): GREEDY for index in range(20)}, "b": UNDRAFTED}
     found = step(scheduler, both)
     assert (found["a"], found["b"], found["1"]) == (0, 0, DRAFTS)
+
+
+def test_a_step_of_requests_that_never_draft_is_one_without_drafts(scheduler, monkeypatch):
+    """So its steps are known to be plain, and are measured as such."""
+    scheduled = []
+    update = AsyncScheduler._update_after_schedule
+
+    def noting(self, output):
+        scheduled.append(output.num_spec_tokens_to_schedule)
+        update(self, output)
+
+    monkeypatch.setattr(AsyncScheduler, "_update_after_schedule", noting)
+    step(scheduler, {"a": UNDRAFTED, "b": GRAMMAR})
+    step(scheduler, {"a": UNDRAFTED, "b": GRAMMAR, "c": GREEDY})
+    step(scheduler, {"a": UNDRAFTED, "b": GRAMMAR}, new=False)
+    assert scheduled == [0, DRAFTS, 0]
+
+
+def test_a_tree_needs_two_tokens_to_come():
+    def most(max_tokens, longest=99, **keys):
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, **keys)
+        return most_committed(params, False, prompt_tokens=10, longest=longest)
+
+    # With 11 tokens, after its first, a request of 3 has two to come.
+    assert [most(1), most(2), most(3), most(4)] == [0, 0, 11, 12]
+    assert [never_drafts(SamplingParams(max_tokens=count), False) for count in (1, 2, 3)] == [
+        True, True, False,
+    ]  # fmt: skip
+    assert most(None) == most(200) == 99
+    # The draft cannot read so far, not even in pieces.
+    assert [most(50, longest=longest) for longest in (9, 10, 11)] == [0, 0, 11]
+    assert most(50, extra_args={MOST_DRAFTS: 0}) == 0
+
+
+def test_tokens_that_end_a_request():
+    params = SamplingParams(stop_token_ids=[3, 4])
+    assert ends_with(params, [7, 4, -1])
+    assert not ends_with(params, [7, -1, -1])
+    params._eos_token_id = 7  # as the front end has it
+    assert ends_with(params, [7, -1, -1])
 
 
 def test_requests_whose_logits_are_edited_draft(scheduler):

@@ -54,7 +54,8 @@ def take_and_fill():
                 progress.start(slot, tokens_cached, [blocks[slot // 2]])
             numbers = (np.array(values, dtype=np.int32) for values in (cached, scheduled))
             progress.gain(np.array(slots), *numbers, None, np.ones(len(slots), dtype=bool))
-            return progress.take_bounds(np.array(slots), 64)
+            reads = np.ones(len(slots), dtype=bool)
+            return progress.take_bounds(np.array(slots), reads, 64)
 
         bounds_after([2], [0], [3])  # the draft fills three blocks, which slot 2 finds again
         bounds = bounds_after([2, 0], [3, 0], [2, 7])

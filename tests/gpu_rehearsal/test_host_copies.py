@@ -161,7 +161,7 @@ def test_drafting_may_follow_the_event_that_the_host_waits_for(copies, monkeypat
     for step in range(8):
         progress.start(step % 4, 0, [])
         events.append(copies.mark())  # of the step's tokens, which are there before it drafts
-        progress.take_bounds(np.array([step % 4]), 8)
+        progress.take_bounds(np.array([step % 4]), np.array([True]), 8)
         if step > 0:
             copies.wait(events[step - 1])
     assert launches == [[step % 4] for step in range(8)]

@@ -23,7 +23,10 @@ LONGEST = 40
 
 @dataclass
 class Request:
-    """A request; `computed` of its `tokens` are in the target's cache."""
+    """A request; `computed` of its `tokens` are in the target's cache.
+
+    With more than `most` committed tokens it can use no tree.
+    """
 
     name: str
     tokens: list[int]
@@ -32,6 +35,7 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     rejected: int = 0  # drafts of its last step that the scheduler still counts as accepted
+    most: int = LONGEST
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,9 @@ class Engine:
         document = [self.random.randrange(2)] * self.random.randrange(20)
         tail = [self.random.randrange(2) for _ in range(self.random.randrange(1, 4))]
         self.names += 1
-        return Request(str(self.names), document + tail, len(document + tail))
+        prompt = len(document + tail)
+        most = self.random.choice([0, prompt + self.random.randrange(1, 8), LONGEST - 4])
+        return Request(str(self.names), document + tail, prompt, most=most)
 
     def _admit(self, request: Request) -> bool:
         """Gives a request a slot and what the cache has of it, if there is room."""

@@ -83,7 +83,7 @@ class V1Reader:
     """The V1 `ModelDraftProgress` among the requests of an `Engine`."""
 
     def __init__(self):
-        self.progress = v1_progress.DraftProgressV1(LONGEST - 4, 0, DraftBlocks({0: BLOCK}))
+        self.progress = v1_progress.DraftProgressV1(0, DraftBlocks({0: BLOCK}))
 
     def start(self, request):
         self.progress.start(request.name, request.computed, [request.blocks])
@@ -106,7 +106,11 @@ class V1Reader:
             sampled[row, : len(scheduled.sampled)] = scheduled.sampled
             tokens[row, : known[row]] = scheduled.request.tokens[: known[row]]
         counts = np.array([len(scheduled.sampled) for scheduled in batch], dtype=np.int64)
-        taken = self.progress.take(names, tokens, np.array(known, dtype=np.int64), sampled, counts)
+        known = np.array(known, dtype=np.int64)
+        most = np.array([scheduled.request.most for scheduled in batch])
+        taken = self.progress.take(
+            names, tokens, known, sampled, counts, reads=most >= known + counts
+        )
         if taken is None:
             return {}
         assert taken.counts.sum() <= budget
@@ -168,10 +172,16 @@ class V2Reader:
         )
         if not (batch and drafting):
             return {}
-        most = self.progress.most_unread(slots)
-        bounds = self.progress.take_bounds(slots, budget)
+        committed = self.progress.committed_at_least(slots)
+        for scheduled, at_least in zip(batch, committed.tolist(), strict=True):
+            if scheduled.sampled:
+                assert at_least <= scheduled.request.computed + 1
+        reading = np.array([scheduled.request.most for scheduled in batch]) >= committed
+        most = self.progress.most_unread(slots[reading])
+        bounds = self.progress.take_bounds(slots, reading, budget)
         assert bounds.sum() <= budget
         assert bounds.max() <= most
+        assert not bounds[~reading].any()
         reads = {}
         for scheduled, bound in zip(batch, bounds.tolist(), strict=True):
             # As `kernels.begin_drafting` does it.
@@ -230,3 +240,18 @@ def test_no_pass_attends_to_keys_that_were_not_written(name, seed):
     engine = Engine(Random(seed), READERS[name]())
     for _ in range(40):
         engine.step()
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_requests_that_can_use_no_tree_are_not_read(name):
+    """What they leave in the prefix cache is read for the first that drafts."""
+    reader = READERS[name]()
+    undrafted, scheduled = starting("a", 9, 0, [1, 2, 3], 1)
+    drafted, later = starting("b", 10, 8, [1, 2, 4], 0)
+    undrafted.most = 0
+    found = []
+    for request, step in ((undrafted, scheduled), (drafted, later)):
+        reader.start(request)
+        request.computed = request.prompt
+        found.append(reader.read([step], True, 40))
+    assert found == [{}, {"b": (0, 11)}]

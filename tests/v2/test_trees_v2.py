@@ -148,10 +148,13 @@ def grammar_params() -> list[Any]:
 
 def generate_special() -> dict[str, Any]:
     """Tokens and logprobs of plain V2 and of trees."""
+    from vllm import SamplingParams
+
     params = special_params()
     texts = prompts(len(params))
     thinking = {"reasoning_start_str": "(", "reasoning_end_str": "return"}
     answers: dict[str, Any] = {}
+    two = SamplingParams(temperature=0, max_tokens=2)
     for name, config in (("plain", None), ("trees", sequoia(size=8, depth=3))):
         with running(config, reasoning_config=thinking) as llm:
             outputs = llm.generate(texts, params, use_tqdm=False)
@@ -178,6 +181,19 @@ def generate_special() -> dict[str, Any]:
                     "rows": rows,
                     "counts": counted(llm),
                 }
+                chosen = (
+                    [texts[place] for place in UNDRAFTED],
+                    [params[place] for place in UNDRAFTED],
+                )
+                with counting_passes() as passes:
+                    outputs = llm.generate(*chosen, use_tqdm=False)
+                    short = llm.generate(texts[:1], two, use_tqdm=False)
+                    answers["undrafted"] = {"passes": list(passes)}
+                    llm.generate(texts[0], params[0], use_tqdm=False)
+                answers["undrafted"] |= {
+                    "tokens": tokens_of(outputs), "short": tokens_of(short), "then": passes,
+                    "counts": counted(llm),
+                }  # fmt: skip
                 # Amid the second step's trees, while the third is scheduled with drafts.
                 with failing_draft(at=4) as said, counting_rows() as rows:
                     failed = tokens_of(llm.generate(texts, params, use_tqdm=False))
@@ -204,6 +220,26 @@ def generate_in_turns(llm: Any, texts: list[str]) -> list[list[list[int]]]:
 
 # One that asks for no drafts between two requests that draft: one of few, it carries placeholders.
 PADDED = [0, 1, 4]
+
+
+# They ask for no drafts, or have what trees cannot serve.
+UNDRAFTED = [1, 7, 8]
+
+
+@contextmanager
+def counting_passes() -> Iterator[list[int]]:
+    """Rows of each forward of the draft within the block."""
+    from sequoia_vllm.engine.common.patched import patched
+    from sequoia_vllm.engine.v2.drafting.model_proposer import ModelTreeProposer
+
+    run_draft, found = ModelTreeProposer.run_draft, []
+
+    def recording(self: Any, token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(len(token_ids))
+        return run_draft(self, token_ids, *args, **kwargs)
+
+    with patched(ModelTreeProposer, "run_draft", recording):
+        yield found
 
 
 @contextmanager
@@ -273,6 +309,15 @@ def test_one_request_without_drafts_is_scored_like_the_others(special):
     check_logprobs(padded["logprobs"], [plain["logprobs"][place] for place in PADDED])
     # The tree that nobody drew is not counted, and no token of it was accepted.
     assert padded["counts"]["tokens_per_tree"] > 1.2
+
+
+def test_the_draft_does_not_run_where_no_request_can_use_a_tree(special):
+    found, plain = special["undrafted"], special["plain"]["tokens"]
+    assert found["tokens"] == [plain[place] for place in UNDRAFTED]
+    assert found["short"] == [plain[0][:2]]
+    assert found["passes"] == []
+    assert len(found["then"]) > 2
+    assert found["counts"]["tree_steps"] > 0
 
 
 def test_a_draft_that_fails_ends_speculation_only(special, greedy):

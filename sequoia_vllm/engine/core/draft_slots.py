@@ -15,6 +15,8 @@ from typing import Any
 from sequoia_vllm.engine.common.config_tag import tagged_depth
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core.adapting import adapter_of
+from sequoia_vllm.engine.core.eligibility import has_custom_processors, never_drafts
+from sequoia_vllm.engine.core.grammar import thinks_first
 
 
 class DraftsAtMost:
@@ -37,7 +39,8 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     """Schedules like vLLM, with slots for the drafts of this batch and no more drafts than those.
 
     The batch may be smaller than expected, for example while a request's last token is under way.
-    In that step it drafts no more than a batch of all running requests.
+    In that step it drafts no more than a batch of all running requests. A step none of whose
+    requests ever drafts is scheduled, and measured, as one without drafts.
     """
     if self.dynamic_sd_lookup is None or not SequoiaSettings.enabled(self.vllm_config):
         return original(self, *args, **kwargs)
@@ -48,9 +51,23 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     self.dynamic_sd_lookup = DraftsAtMost(lookup, most)
     self.num_lookahead_tokens = _slots_for(self, most)
     try:
-        return original(self, *args, **kwargs)
+        scheduled = original(self, *args, **kwargs)
     finally:
         self.dynamic_sd_lookup, self.num_lookahead_tokens = lookup, slots
+    if not some_draft(self, scheduled):
+        scheduled.num_spec_tokens_to_schedule = 0
+    return scheduled
+
+
+def some_draft(scheduler: Any, scheduled: Any) -> bool:
+    """Whether one of the scheduled requests may ever draft."""
+    if has_custom_processors(scheduler.vllm_config):
+        return False
+    thinks = thinks_first(scheduler.vllm_config)
+    return any(
+        not never_drafts(scheduler.requests[request].sampling_params, thinks)
+        for request in scheduled.num_scheduled_tokens
+    )
 
 
 def handle_stopped_request(original: Callable[..., bool], self: Any, request: Any) -> bool:

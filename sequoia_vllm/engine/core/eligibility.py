@@ -18,6 +18,9 @@ logger = logging.getLogger("vllm.sequoia")
 
 _SAID = "_sequoia_said_too_long"  # set on a scheduler that has had a prompt too long for the draft
 
+# A step emits one token without drafts. So a tree gains nothing before a request's last token.
+_LEAST_GAIN = 2
+
 
 def reason_without_drafts(sampling_params: Any, thinks_first: bool) -> Reason | None:
     """Why this request gets no drafts, or None if it gets trees.
@@ -43,6 +46,8 @@ def reason_without_drafts(sampling_params: Any, thinks_first: bool) -> Reason | 
         return "logprob_token_ids"
     if getattr(p, "thinking_token_budget", None) is not None:
         return "thinking_token_budget"
+    if p.max_tokens is not None and p.max_tokens <= _LEAST_GAIN:  # no tree before the first token
+        return "max_tokens"
     return None
 
 
@@ -108,6 +113,31 @@ def _say_once(scheduler: Any, prompt_tokens: int) -> None:
             "requests of up to %d tokens",
             prompt_tokens, draft.model, draft.max_model_len,
         )  # fmt: skip
+
+
+def most_committed(
+    sampling_params: Any, thinks_first: bool, prompt_tokens: int, longest: int
+) -> int:
+    """The most committed tokens with which this request can use a tree; 0: it never can.
+
+    The draft reads a request only up to there.
+
+    Args:
+        sampling_params, thinks_first: See `reason_without_drafts`.
+        prompt_tokens: Tokens of its prompt.
+        longest: The most committed tokens with which any request gets a tree.
+    """
+    if never_drafts(sampling_params, thinks_first):
+        return 0
+    if sampling_params.max_tokens is not None:
+        longest = min(longest, prompt_tokens + sampling_params.max_tokens - _LEAST_GAIN)
+    return longest if longest > prompt_tokens else 0
+
+
+def ends_with(sampling_params: Any, tokens: Sequence[int]) -> bool:
+    """Whether one of the tokens that a step emitted ends this request."""
+    stops = {sampling_params.eos_token_id, *(sampling_params.stop_token_ids or ())}
+    return not stops.isdisjoint(tokens)
 
 
 def may_carry_placeholders(sampling_params: Any) -> bool:

@@ -6,7 +6,7 @@ cache. It must have read all of a request's committed tokens before it can draft
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,16 +49,15 @@ class DraftProgressV1:
     and counts them as read; `TreeProposerV1.advance` reads them at once.
 
     While the schedule asks for no drafts, the draft reads nothing; later the requests catch up.
-    The draft skips tokens from the prefix cache that it has read for another request.
+    It never reads requests that can use no tree. If another shares their blocks, it reads these
+    then. The draft skips tokens from the prefix cache that it has read for another request.
 
     Args:
-        max_len: Tokens of the longest request that the draft model can read.
         budget: The most tokens to read in one step; the rest waits for the next.
         blocks: Which cache blocks the draft has filled.
     """
 
-    def __init__(self, max_len: int, budget: int, blocks: DraftBlocks) -> None:
-        self.max_len = max_len
+    def __init__(self, budget: int, blocks: DraftBlocks) -> None:
         self.budget = budget
         self._blocks = blocks
         self._read: dict[str, int] = {}
@@ -95,6 +94,7 @@ class DraftProgressV1:
         known: np.ndarray,
         sampled: np.ndarray,
         num_sampled: np.ndarray,
+        reads: np.ndarray,
     ) -> CommittedTokens | None:
         """Chooses the tokens to read now, and counts them as read.
 
@@ -105,12 +105,14 @@ class DraftProgressV1:
                 this step, drafts not counted.
             sampled: int ``[requests, W]``: the tokens that this step emitted.
             num_sampled: int ``[requests]``: how many of those each request emitted.
+            reads: bool ``[requests]``: whether the draft reads a request.
 
         Returns:
             The tokens; None if there is nothing to read.
         """
         ends = known + num_sampled
-        starts, counts, taken = self._take_each(request_ids, ends)
+        readers = {request_ids[row]: row for row in np.flatnonzero(reads).tolist()}
+        starts, counts, taken = self._take_each(readers, ends)
         requests = np.flatnonzero(taken)
         if len(requests) == 0:
             return None
@@ -133,7 +135,7 @@ class DraftProgressV1:
         )
 
     def _take_each(
-        self, request_ids: Sequence[str], ends: NDArray[np.int64]
+        self, readers: Mapping[str, int], ends: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """How much each request reads, int64 ``[requests]`` each.
 
@@ -141,7 +143,7 @@ class DraftProgressV1:
         cache may share blocks that an earlier request fills in this same pass.
 
         Args:
-            request_ids: See `take`.
+            readers: The rows of the requests that the draft reads, in the batch's order.
             ends: int64 ``[requests]``: how many committed tokens each request has.
 
         Returns:
@@ -149,14 +151,12 @@ class DraftProgressV1:
             number that the budget allows to read now.
         """
         starts, counts, taken = np.zeros((3, len(ends)), dtype=np.int64)
-        rows = {request_id: row for row, request_id in enumerate(request_ids)}
-        beginning = [request_id for request_id in self._cached if request_id in rows]
+        beginning = [request_id for request_id in self._cached if request_id in readers]
         left = self.budget
-        for request_id in [*(i for i in request_ids if i in self._read), *beginning]:
-            row = rows[request_id]
+        for request_id in [*(i for i in readers if i in self._read), *beginning]:
+            row = readers[request_id]
             start = self._first_unread(request_id)
-            fits = ends[row] <= self.max_len
-            counts[row] = max(int(ends[row]) - start, 0) if fits else 0
+            counts[row] = max(int(ends[row]) - start, 0)
             starts[row], taken[row] = start, min(int(counts[row]), left)
             if taken[row] > 0:
                 left -= int(taken[row])

@@ -40,15 +40,13 @@ class TreeScheduler(AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """Calls vLLM's, then takes placeholders away from requests that never draft."""
-        if self._nobody_drafts:
-            scheduler_output.num_spec_tokens_to_schedule = 0
-        super()._update_after_schedule(scheduler_output)
-        if self._nobody_drafts:
-            return
         self._remember(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
         undrafted = self._without_drafts.keys() & scheduled.keys()
-        if not undrafted or self._is_padded(undrafted, len(scheduled)):
+        if self._nobody_drafts or len(undrafted) == len(scheduled):
+            scheduler_output.num_spec_tokens_to_schedule = 0
+        super()._update_after_schedule(scheduler_output)
+        if self._nobody_drafts or not undrafted or self._is_padded(undrafted, len(scheduled)):
             return
         for request_id in undrafted:
             self.requests[request_id].spec_token_ids = []

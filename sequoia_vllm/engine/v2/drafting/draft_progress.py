@@ -28,8 +28,9 @@ class DraftProgress:
 
     Before the target's forward, the runner calls `start` for requests that begin or resume
     and `extend` for those that get more cache blocks. After every step the proposer calls
-    `gain`. If the draft is to read, `most_unread` decides how, and `take_bounds` gives the rows
-    of its pass. The pass adds the tokens that it has really read to `read` on the device.
+    `gain`. `committed_at_least` tells which requests can still use a tree. If the draft is to
+    read, `most_unread` decides how, and `take_bounds` gives the rows of its pass. The pass adds
+    the tokens that it has really read to `read` on the device.
 
     This class follows the requests of a head, which reads in every step.
 
@@ -42,6 +43,8 @@ class DraftProgress:
     def __init__(self, max_num_reqs: int, depths: Sequence[int], device: torch.device) -> None:
         self._depths = np.array(depths, dtype=np.int32)
         self._bounds = np.zeros(max_num_reqs, dtype=np.int32)
+        # Lower bounds of the positions up to which the target has read.
+        self._computed_at_least = np.zeros(max_num_reqs, dtype=np.int32)
         self._read = StagedWriteTensor(
             max_num_reqs, dtype=torch.int32, device=device, max_concurrency=_BUFFERS
         )
@@ -71,6 +74,7 @@ class DraftProgress:
             block_ids: The ids of its blocks, for each cache group.
         """
         self._read.stage_write_elem(slot, num_computed_tokens)
+        self._computed_at_least[slot] = num_computed_tokens
 
     def extend(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
         """Notes new blocks of the request in this slot, by their ids for each cache group."""
@@ -95,25 +99,41 @@ class DraftProgress:
         """
         drafts = np.zeros_like(num_scheduled) if num_drafts is None else num_drafts
         self._bounds[slots] = num_scheduled - drafts + self._depths[drafts]
+        self._computed_at_least[slots] += num_scheduled - drafts
+
+    def committed_at_least(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
+        """The fewest committed tokens that these requests may have, if the step sampled for them.
+
+        Each step commits a token, which the target computes in the next.
+        """
+        return self._computed_at_least[slots] + 1
 
     def most_unread(self, slots: NDArray[np.intp]) -> int:
         """The most tokens that the draft may have to read for one of these requests."""
-        return int(self._bounds[slots].max())
+        return int(self._bounds[slots].max(initial=0))
 
-    def take_bounds(self, slots: NDArray[np.intp], budget: int) -> NDArray[np.int32]:
+    def take_bounds(
+        self, slots: NDArray[np.intp], reads: NDArray[np.bool_], budget: int
+    ) -> NDArray[np.int32]:
         """Rows to read now, int32 ``[R]``: all there may be, up to ``budget`` in sum.
 
         A head stays within it, as it reads no more rows than the target had in the step.
+
+        Args:
+            slots: ``[R]``.
+            reads: ``[R]``: whether the draft reads a request. Once it does not, it never does.
+            budget: Rows.
         """
         self._read.apply_write()
-        return self._bounds[slots]
+        return np.where(reads, self._bounds[slots], 0)
 
 
 class ModelDraftProgress(DraftProgress):
     """Follows how many tokens of each request the draft model has read.
 
     While the schedule asks for no drafts, the draft reads nothing; later the requests catch up.
-    The draft skips tokens from the prefix cache that it has read for another request.
+    It never reads requests that can use no tree. If another shares their blocks, it reads these
+    then. The draft skips tokens from the prefix cache that it has read for another request.
 
     Args:
         max_num_reqs, depths, device: See `DraftProgress`.
@@ -130,8 +150,7 @@ class ModelDraftProgress(DraftProgress):
     ) -> None:
         super().__init__(max_num_reqs, depths, device)
         self._unknown_drafts = unknown_drafts
-        # Lower bounds of the positions up to which the target and the draft have read.
-        self._computed_at_least = np.zeros(max_num_reqs, dtype=np.int32)
+        # Lower bounds of the positions up to which the draft has read.
         self._read_at_least = np.zeros(max_num_reqs, dtype=np.int32)
         # Cached tokens of requests that have not begun to read, in order of their start.
         self._cached: dict[int, int] = {}
@@ -168,24 +187,31 @@ class ModelDraftProgress(DraftProgress):
         certain = num_scheduled - drafts
         self._bounds[slots] += certain + is_prefilling + self._depths[drafts]
         at_least = computed + certain - np.where(is_prefilling, 0, self._unknown_drafts)
-        self._computed_at_least[slots] = np.maximum(self._computed_at_least[slots], at_least)
+        self._computed_at_least[slots] = np.maximum(
+            self._computed_at_least[slots] + certain, at_least
+        )
 
     def most_unread(self, slots: NDArray[np.intp]) -> int:
         """See `DraftProgress.most_unread`."""
         bounds = self._bounds[slots]
         for slot, row in self._beginning(slots).items():
             bounds[row] += self._unread_cached(slot)
-        return int(bounds.max())
+        return int(bounds.max(initial=0))
 
-    def take_bounds(self, slots: NDArray[np.intp], budget: int) -> NDArray[np.int32]:
+    def take_bounds(
+        self, slots: NDArray[np.intp], reads: NDArray[np.bool_], budget: int
+    ) -> NDArray[np.int32]:
         """See `DraftProgress.take_bounds`.
 
         Requests that begin to read come last, in the order in which they started: the prefix
         cache may share blocks that an earlier request fills in this same pass.
         """
         beginning = self._beginning(slots)
-        has_begun = np.ones(len(slots), dtype=bool)
+        has_begun = reads.copy()
         has_begun[list(beginning.values())] = False
+        for slot in [slot for slot, row in beginning.items() if not reads[row]]:
+            self._read.stage_write_elem(slot, 0)  # instead of what an earlier request left
+            del self._cached[slot], beginning[slot]
         bounds = np.where(has_begun, self._bounds[slots], 0)
         allowed = np.maximum(budget - (bounds.cumsum() - bounds), 0)
         taken: NDArray[np.int32] = np.minimum(bounds, allowed).astype(np.int32)

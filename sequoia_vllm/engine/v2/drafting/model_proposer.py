@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
@@ -38,9 +40,9 @@ class ModelTreeProposer(TreeProposerV2, StandaloneARSpeculator):
     def _slot_mappings(self) -> Tensor:
         return self.expanded_slot_mappings
 
-    def _reads_without_drafting(self, batch: InputBatch) -> bool:
+    def _reads_without_drafting(self, batch: InputBatch, reads: NDArray[np.bool_]) -> bool:
         """True for prompts of drafts with sliding windows: see `leave_out_before_windows`."""
-        return bool(self._cache.windows and batch.is_prefilling_np.any())
+        return bool(self._cache.windows and (batch.is_prefilling_np & reads).any())
 
     def run_draft(
         self,

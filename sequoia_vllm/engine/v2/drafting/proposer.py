@@ -24,8 +24,10 @@ from sequoia_vllm.engine.v2.drafting.tree_speculator import TreeSpeculator
 # Rows times context tokens of a pass that reads short prompts: its padding reads contexts, too.
 _MOST_READ = 512 * 4096
 
-Begin = Callable[[DraftLevels, int, int], NDArray[np.int32]]
+BeginAny = Callable[[NDArray[np.bool_], DraftLevels, int, int], NDArray[np.int32]]
 """`TreeProposerV2._begin`, bound to one step."""
+Begin = Callable[[DraftLevels, int, int], NDArray[np.int32]]
+"""The same, bound to the requests that the draft reads, too."""
 
 
 class TreeProposerV2(TreeSpeculator):
@@ -42,8 +44,12 @@ class TreeProposerV2(TreeSpeculator):
     # -- what drafts read besides tokens: here nothing --------------------------------------
 
     @abstractmethod
-    def _reads_without_drafting(self, batch: InputBatch) -> bool:
-        """Whether the draft must read this step's tokens although it drafts nothing."""
+    def _reads_without_drafting(self, batch: InputBatch, reads: NDArray[np.bool_]) -> bool:
+        """Whether the draft must read these requests' tokens although it drafts nothing."""
+
+    def _reads(self, can_draft: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which requests the draft reads, bool ``[R]``, given those that can use a tree."""
+        return can_draft
 
     def _take_target_states(
         self, batch: InputBatch, last: Tensor, auxiliary: list[Tensor] | None
@@ -123,7 +129,7 @@ class TreeProposerV2(TreeSpeculator):
         # target can embed: it scores them even where a request later gets no tree.
         return tokens.clone() if drafts < self.num_speculative_steps else tokens
 
-    def _advance(self, batch: InputBatch, begin: Begin, drafts: int) -> None:
+    def _advance(self, batch: InputBatch, begin_any: BeginAny, drafts: int) -> None:
         """Reads the step's committed tokens if the draft must, and grows the trees."""
         self.progress.gain(
             batch.idx_mapping_np,
@@ -132,26 +138,34 @@ class TreeProposerV2(TreeSpeculator):
             batch.num_draft_tokens_per_req,
             batch.is_prefilling_np,
         )
-        if drafts > 0:
-            self._draft(batch, begin, drafts)
-        elif self._reads_without_drafting(batch):
-            self._only_read(batch, begin)
-        elif self.max_drafts == 0:
-            # Placeholders scheduled earlier must not find an old tree again.
-            self.drafted.nodes.zero_()
+        slots = batch.idx_mapping_np
+        can_draft = self.modes.can_draft(slots, self.progress.committed_at_least(slots))
+        reads = self._reads(can_draft)
+        begin = partial(begin_any, reads)
+        if drafts > 0 and can_draft.any():
+            self._draft(batch, begin, reads, drafts)
+        elif reads.any() and self._reads_without_drafting(batch, reads):
+            self._only_read(batch, begin, reads)
+        else:
+            self._drop_trees()
 
-    def _draft(self, batch: InputBatch, begin: Begin, drafts: int) -> None:
+    def _draft(
+        self, batch: InputBatch, begin: Begin, reads: NDArray[np.bool_], drafts: int
+    ) -> None:
         num_reqs, levels = batch.num_reqs, self.tables.levels_of(drafts)
         num_trees = min(num_reqs, self.plan.most_requests(drafts))
-        width = self._width_read(batch, num_trees, levels)
+        width = self._width_read(batch, reads, num_trees, levels)
         readers = num_reqs if width is None else num_trees
         bounds = begin(levels, readers, num_trees)
+        self._has_trees = True
         self._last_grown, self._last_width = levels, width
         self._read(batch, bounds, num_trees, width)
         if not (self._growth_graphs and self._growth_graphs.replay(num_trees, drafts)):
             self._growth.grow(num_trees, levels, max_keys(batch))
 
-    def _width_read(self, batch: InputBatch, num_trees: int, levels: DraftLevels) -> int | None:
+    def _width_read(
+        self, batch: InputBatch, reads: NDArray[np.bool_], num_trees: int, levels: DraftLevels
+    ) -> int | None:
         """Rows per request for reading the requests that get trees, a graph's if one fits.
 
         None: some request has more to read (a long prompt), or padding would attend to long
@@ -159,9 +173,9 @@ class TreeProposerV2(TreeSpeculator):
         """
         path = chain_width(levels)
         captured = self._read_graphs.tokens_for(num_trees) if self._read_graphs else []
-        unread = self.progress.most_unread(batch.idx_mapping_np[:num_trees])
-        later = batch.idx_mapping_np[num_trees:]
-        if len(later) and self.progress.most_unread(later) > path:
+        slots = batch.idx_mapping_np
+        unread = self.progress.most_unread(slots[:num_trees][reads[:num_trees]])
+        if self.progress.most_unread(slots[num_trees:][reads[num_trees:]]) > path:
             return None
         most_rows = _MOST_READ // max_keys(batch)
         fitting = (
@@ -172,7 +186,7 @@ class TreeProposerV2(TreeSpeculator):
         )
         return next(fitting, None)
 
-    def _only_read(self, batch: InputBatch, begin: Begin) -> None:
+    def _only_read(self, batch: InputBatch, begin: Begin, reads: NDArray[np.bool_]) -> None:
         """Reads the requests' unread tokens, and grows nothing."""
         bounds = begin(self.tables.levels_of(1), batch.num_reqs, 0)
         if bounds.any():
@@ -196,17 +210,19 @@ class TreeProposerV2(TreeSpeculator):
         num_sampled: Tensor,
         temperature: Tensor,
         seeds: Tensor,
+        reads: NDArray[np.bool_],
         levels: DraftLevels,
         readers: int,
         num_trees: int,
     ) -> NDArray[np.int32]:
         """Prepares the pass; returns the most rows of each request, int32 ``[R]``.
 
-        The first ``readers`` requests read, and the first ``num_trees`` get trees.
+        Of the first ``readers`` requests those that the draft reads are read, and the first
+        ``num_trees`` get trees.
         """
         bounds = np.zeros(batch.num_reqs, dtype=np.int32)
         bounds[:readers] = self.progress.take_bounds(
-            batch.idx_mapping_np[:readers], self.max_num_tokens
+            batch.idx_mapping_np[:readers], reads[:readers], self.max_num_tokens
         )
         self.batch.begin(
             requests=batch.idx_mapping,
@@ -224,7 +240,7 @@ class TreeProposerV2(TreeSpeculator):
             drafted_nodes=self.drafted.nodes,
             drafted_rows=self.drafted.rows,
             levels=levels,
-            longest=min(self.draft_model_config.max_model_len, self.max_model_len) - 1,
+            longest=self.longest,
             max_trees=num_trees,
         )
         return bounds

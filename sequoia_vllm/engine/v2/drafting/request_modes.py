@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
 from sequoia_vllm.engine.common.request_options import most_drafts
-from sequoia_vllm.engine.core.eligibility import never_drafts
+from sequoia_vllm.engine.core.eligibility import most_committed, never_drafts
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
 from sequoia_vllm.verification.sampling import GREEDY_BELOW
 
@@ -23,14 +23,25 @@ class RequestModes:
 
     In a step that adds requests, the runner calls `start` for each of them, then `apply_starts`.
     The kernels that draw and verify drafts read `gpu`. On the host, the verifier asks which
-    requests are `sampled`, and the runner which requests ever have drafts.
+    requests are `sampled`, the runner which requests ever have drafts, and the proposer which
+    can still use some.
+
+    Attributes:
+        some_draft: False if no request of this engine ever drafts.
+
+    Args:
+        max_num_reqs: How many request slots the engine has.
+        thinks_first: See `reason_without_drafts`.
+        longest: The most committed tokens with which a request gets a tree.
     """
 
-    def __init__(self, max_num_reqs: int, thinks_first: bool) -> None:
+    def __init__(self, max_num_reqs: int, thinks_first: bool, longest: int) -> None:
         self._modes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
         self._most_nodes = UvaBackedTensor(max_num_reqs, dtype=torch.int32)
-        self._without_drafts = False
+        self._most_committed = np.zeros(max_num_reqs, dtype=np.int32)
+        self.some_draft = True
         self._thinks_first = thinks_first
+        self._longest = longest
 
     @property
     def gpu(self) -> Tensor:
@@ -44,7 +55,7 @@ class RequestModes:
 
     def give_no_drafts(self) -> None:
         """Stops all drafts, for engines whose custom logits processors may read a path's tokens."""
-        self._without_drafts = True
+        self.some_draft = False
 
     def sampled(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Which requests in these slots have drafts and sample without a seed."""
@@ -54,10 +65,24 @@ class RequestModes:
         """Whether the request in this slot ever drafts."""
         return int(self._modes.np[slot]) != SKIP
 
-    def start(self, slot: int, sampling_params: Any) -> None:
+    def can_draft(self, slots: NDArray[np.intp], committed: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which requests in these slots can use a tree, now or later.
+
+        Args:
+            slots: ``[R]``.
+            committed: ``[R]``: tokens that each request has at least.
+        """
+        return self._most_committed[slots] >= committed
+
+    def start(self, slot: int, sampling_params: Any, prompt_tokens: int) -> None:
         """Notes a request that begins or resumes in this slot."""
-        undrafted = self._without_drafts or never_drafts(sampling_params, self._thinks_first)
+        undrafted = not self.some_draft or never_drafts(sampling_params, self._thinks_first)
         self._modes.np[slot] = SKIP if undrafted else mode_of(sampling_params)
+        self._most_committed[slot] = 0
+        if not undrafted:
+            self._most_committed[slot] = most_committed(
+                sampling_params, self._thinks_first, prompt_tokens, self._longest
+            )
         most = most_drafts(sampling_params)
         self._most_nodes.np[slot] = _ANY_NUMBER if most is None else most + 1
 

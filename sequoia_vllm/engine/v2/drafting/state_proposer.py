@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
@@ -28,7 +30,8 @@ class StateTreeProposer(TreeProposerV2):
 
     A step leaves the target's states (of some layers, or the last ones) at all nodes. One
     launch gathers the accepted path's before the head reads. The states do not outlive the step,
-    so the head reads in every step, whether it drafts or not.
+    so the head reads in every step, whether it drafts or not. With prefix caching it also reads
+    requests that can use no tree: others may share their blocks, and it could never catch up.
     """
 
     state_offset = 1
@@ -123,15 +126,21 @@ class StateTreeProposer(TreeProposerV2):
         with self._reading_for_keys():
             self._growth.store_keys(num_reqs, most_keys)
 
-    def _reads_without_drafting(self, batch: InputBatch) -> bool:
+    def _reads(self, can_draft: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """See `TreeProposerV2._reads`: all, if one that drafts may share their blocks."""
+        if self.vllm_config.cache_config.enable_prefix_caching and self.modes.some_draft:
+            return np.ones_like(can_draft)
+        return can_draft
+
+    def _reads_without_drafting(self, batch: InputBatch, reads: NDArray[np.bool_]) -> bool:
         """True, as this step's states do not outlive it."""
         return True
 
-    def _only_read(self, batch: InputBatch, begin: Begin) -> None:
+    def _only_read(self, batch: InputBatch, begin: Begin, reads: NDArray[np.bool_]) -> None:
         """Reads only to fill the KV cache; uses a graph if each request has one token."""
-        if self.progress.most_unread(batch.idx_mapping_np) > 1:
+        if self.progress.most_unread(batch.idx_mapping_np[reads]) > 1:
             with self._reading_for_keys():
-                super()._only_read(batch, begin)
+                super()._only_read(batch, begin, reads)
             return
         begin(self.tables.levels_of(1), batch.num_reqs, 0)
         self._before_reading(batch.num_reqs, 1)

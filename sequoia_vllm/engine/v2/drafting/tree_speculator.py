@@ -54,6 +54,7 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
 
     Attributes:
         state_offset: See `kernels.begin_drafting`.
+        longest: The most committed tokens with which a request gets a tree.
         most_scored: The most rows of the target's logits in a step, warm-up included.
         has_failed: True once the draft has failed; then it does not run again.
         on_trial: True while graphs are captured only to learn their memory, then dropped.
@@ -65,6 +66,7 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
     on_trial = False
     untried_bytes = 0
     _serves = False
+    _has_trees = False  # some request may have one, for the next step
 
     def __init__(
         self,
@@ -80,7 +82,8 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         self.max_drafts = self.tree.num_speculative_tokens  # lowered by measuring tools
         self.req_states = req_states
         self.backend = backend
-        self.modes = RequestModes(self.max_num_reqs, thinks_first(vllm_config))
+        self.longest = min(self.draft_model_config.max_model_len, self.max_model_len) - 1
+        self.modes = RequestModes(self.max_num_reqs, thinks_first(vllm_config), self.longest)
         most = most_drafts(vllm_config)
         self.most_scored = most_scored(most, tree.size, self.max_num_tokens)
         self.plan = DraftPlan(
@@ -272,7 +275,8 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
     def start_request(self, slot: int, request: NewRequestData) -> None:
         """Notes a new or resumed request in this slot; `apply_starts` follows."""
         self.progress.start(slot, request.num_computed_tokens, request.block_ids)
-        self.modes.start(slot, request.sampling_params)
+        prompt = request.prompt_token_ids or request.prefill_token_ids or []
+        self.modes.start(slot, request.sampling_params, len(prompt))
 
     def apply_starts(self) -> None:
         """Copies the started requests' modes to the device."""
@@ -300,6 +304,12 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         survive_draft(self.vllm_config)
         self.has_failed = True
         self.drafted.nodes.zero_()
+
+    def _drop_trees(self) -> None:
+        """Leaves no request a tree: steps that are scheduled already must not find an old one."""
+        if self._has_trees:
+            self.drafted.nodes.zero_()
+            self._has_trees = False
 
     # -- memory profiling ---------------------------------------------------------------
 
