@@ -82,11 +82,10 @@ class Speeds:
 
     def _compare(self, step: Step, seconds: float) -> None:
         """Adds a step to the gain; a step without drafts counts as plain decoding."""
-        plain = self.times.known(0, step.batch_size, step.context)
         if step.drafts == 0:
             self._uncounted += seconds
             self._plain_uncounted += seconds
-        elif plain is not None:
+        elif (plain := self.times.known(0, step.batch_size, step.context)) is not None:
             self._uncounted += seconds
             self._plain_uncounted += plain * step.gained / step.batch_size  # for each request
             self._plain_uncounted += plain + self._reading(step, seconds, plain)
