@@ -1,0 +1,87 @@
+"""`reference_step`: plain decoding's tokens, and the target's law, on any two models."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from sequoia_vllm import reference_step
+from sequoia_vllm.reference_step import begin, step
+from tests.support.reference_models import EMBEDDED_PARENTS, embedded_model, greedy_tokens
+
+# Tokens of the tiny pair, and how its target and draft weigh them after each last token.
+VOCABULARY = 4
+TARGET = torch.tensor([[5, 3, 1, 1], [1, 6, 2, 1], [2, 2, 2, 4], [1, 1, 7, 1]]).double().log()
+DRAFT = torch.tensor([[4, 1, 3, 2], [2, 2, 5, 1], [1, 3, 3, 3], [3, 1, 4, 2]]).double().log()
+SHAPES = {"chain": (-1, 0, 1, 2), "tree": (-1, 0, 0, 1, 1, 3), "whole vocabulary": (-1, 0, 0, 0, 0)}
+
+
+def bigram(weights):
+    """A model whose next token depends on the last one; its cache is that of a real one."""
+
+    def model(tokens, positions, sees, cache):
+        own = positions[:, None].double()
+        known = torch.cat([*cache, own], dim=-2)
+        # What it sees is its own path: one token at each position, and itself last.
+        for row, seen in enumerate(sees):
+            assert known[seen, 0].sort().values.tolist() == list(range(int(positions[row]) + 1))
+        return weights[tokens], [known]
+
+    return model
+
+
+def test_greedy_tokens_are_those_of_plain_decoding():
+    target, draft = embedded_model("target"), embedded_model("draft")
+    rng, accepted = torch.Generator().manual_seed(0), 0
+    for prompt in ([5, 9, 40, 7, 3], list(range(30, 60))):
+        request = begin(target, prompt, 0.0, rng)
+        for _ in range(12):
+            accepted += step(target, draft, request, EMBEDDED_PARENTS, 0.0, rng)
+        assert request.tokens == greedy_tokens(target, prompt, len(request.tokens) - len(prompt))
+    assert accepted > 6  # trees took part
+
+
+@pytest.mark.parametrize(
+    ("parents", "temperature"),
+    [*((SHAPES[name], 1.0) for name in SHAPES), (SHAPES["tree"], 0.5)],
+)
+def test_three_tokens_have_the_targets_law(parents, temperature):
+    """A chi-square test of all 64 outcomes; it fails by chance once in a million runs."""
+    rng = torch.Generator().manual_seed(1)
+    target, draft = bigram(TARGET), bigram(DRAFT)
+    rounds, counts = 1500, torch.zeros(VOCABULARY, VOCABULARY, VOCABULARY)
+    for _ in range(rounds):
+        request = begin(target, [0], temperature, rng)
+        while len(request.tokens) < 4:
+            step(target, draft, request, parents, temperature, rng)
+        counts[tuple(request.tokens[1:4])] += 1
+    law = (TARGET / temperature).softmax(-1)
+    expected = rounds * law[0, :, None, None] * law[:, :, None] * law[None]
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    degrees = VOCABULARY**3 - 1
+    # Wilson and Hilferty: the cube root of chi-square over its degrees is nearly normal.
+    spread = 2 / (9 * degrees)
+    assert ((statistic / degrees) ** (1 / 3) - 1 + spread) / math.sqrt(spread) < 4.75
+
+
+def test_a_verifier_that_forgets_rejected_tokens_is_caught(monkeypatch):
+    """The test above sees Algorithm 2's usual mistake: the residual left out."""
+    monkeypatch.setattr(reference_step, "verify", _without_residual)
+    with pytest.raises(AssertionError):
+        test_three_tokens_have_the_targets_law(SHAPES["tree"], 1.0)
+
+
+def _without_residual(tree, logits, temperature, rng):
+    accepted, node = [], 0
+    while True:
+        p = reference_step.distribution(logits[node], temperature)
+        for child in tree.children(node):
+            token = int(tree.tokens[child])
+            if torch.rand((), generator=rng) * tree.q[node][token] < p[token]:
+                accepted.append(child)
+                break
+        else:
+            return accepted, int(torch.multinomial(p, 1, generator=rng))
+        node = accepted[-1]
