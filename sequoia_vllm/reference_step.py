@@ -170,7 +170,9 @@ def verify(
         node = accepted[-1]
 
 
-def commit(request: Request, cache: Cache, tree: TokenTree, accepted: list[int], bonus: int) -> None:
+def commit(
+    request: Request, cache: Cache, tree: TokenTree, accepted: list[int], bonus: int
+) -> None:
     """Keeps keys and values of the root and the accepted path, in order, and the tokens."""
     context = cached(request.target_cache)
     kept = [*range(context), context, *(context + node for node in accepted)]
@@ -205,7 +207,9 @@ def step(
     return len(accepted)
 
 
-def begin(target: Model, prompt: Sequence[int], temperature: float, rng: torch.Generator) -> Request:
+def begin(
+    target: Model, prompt: Sequence[int], temperature: float, rng: torch.Generator
+) -> Request:
     """Reads a prompt with the target, and draws the first token as plain decoding does."""
     logits, cache = read(target, prompt, [])
     first = torch.multinomial(distribution(logits[-1], temperature), 1, generator=rng)

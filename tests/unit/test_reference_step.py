@@ -3,9 +3,7 @@
 import math
 
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+import torch
 
 from sequoia_vllm import reference_step
 from sequoia_vllm.reference_step import begin, step

@@ -8,6 +8,8 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from sequoia_vllm.engine.common.request_options import most_drafts
@@ -138,6 +140,33 @@ def ends_with(sampling_params: Any, tokens: Sequence[int]) -> bool:
     """Whether one of the tokens that a step emitted ends this request."""
     stops = {sampling_params.eos_token_id, *(sampling_params.stop_token_ids or ())}
     return not stops.isdisjoint(tokens)
+
+
+def requests_to_read(
+    sampling_params: Sequence[Any],
+    thinks_first: bool,
+    prompt_tokens: NDArray[np.int64],
+    longest: int,
+    committed: NDArray[np.int64],
+    sampled: NDArray[np.int64],
+) -> NDArray[np.bool_]:
+    """Which requests get a tree, now or later, bool ``[requests]``: the draft reads no others.
+
+    Args:
+        sampling_params: Of each request.
+        thinks_first, longest: See `most_committed`.
+        prompt_tokens: int ``[requests]``: tokens of each prompt.
+        committed: int64 ``[requests]``: how many tokens each request has.
+        sampled: int ``[requests, W]``: the last of them.
+    """
+    most = [
+        most_committed(one, thinks_first, prompt, longest)
+        for one, prompt in zip(sampling_params, prompt_tokens.tolist(), strict=True)
+    ]
+    reads: NDArray[np.bool_] = np.array(most) >= committed
+    for row in np.flatnonzero(reads).tolist():
+        reads[row] = not ends_with(sampling_params[row], sampled[row].tolist())
+    return reads
 
 
 def may_carry_placeholders(sampling_params: Any) -> bool:

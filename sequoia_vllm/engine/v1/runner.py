@@ -24,7 +24,7 @@ from sequoia_vllm.drafting.tree_tables import TreeTables
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.request_options import most_drafts
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.core.eligibility import ends_with, most_committed
+from sequoia_vllm.engine.core.eligibility import requests_to_read
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.attention_layers import replaced_backends, supported_layers
 from sequoia_vllm.engine.runner.cpu_attention import CPU_BACKENDS, unsupported_attention
@@ -320,7 +320,7 @@ class SequoiaCPUModelRunner(CPUModelRunner):
     # -- grow the next trees -------------------------------------------------------------
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
-        """Does not judge the whole batch as vLLM does: `_requests_to_read` decides per request."""
+        """Does not judge the whole batch as vLLM does: `requests_to_read` decides per request."""
         return common_attn_metadata is not None
 
     def propose_draft_token_ids(
@@ -396,35 +396,18 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         discarded = self.discard_request_mask.np[:num_reqs]
         known = (computed + scheduled - np.array(drafted)).astype(np.int64)
         num_sampled = np.where(discarded, 0, (sampled >= 0).sum(axis=1))
+        prompts = self.input_batch.num_prompt_tokens[:num_reqs]
+        longest = min(self.drafter.draft_max_len, self.max_model_len) - 1
         return self.draft_progress.take(
             self.input_batch.req_ids,
             self.input_batch.token_ids_cpu,
             known=known,
             sampled=sampled,
             num_sampled=num_sampled,
-            reads=self._requests_to_read(known + num_sampled, sampled),
+            reads=requests_to_read(
+                self._params(), self._thinks, prompts, longest, known + num_sampled, sampled
+            ),
         )
-
-    def _requests_to_read(
-        self, committed: NDArray[np.int64], sampled: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
-        """Which requests get a tree, now or later: the draft reads no others.
-
-        Args:
-            committed: int64 ``[requests]``: how many tokens each has.
-            sampled: int ``[requests, W]``: the last of them.
-        """
-        longest = min(self.drafter.draft_max_len, self.max_model_len) - 1
-        prompts = self.input_batch.num_prompt_tokens[: len(committed)].tolist()
-        params = self._params()
-        most = [
-            most_committed(one, self._thinks, prompt, longest)
-            for one, prompt in zip(params, prompts, strict=True)
-        ]
-        reads: NDArray[np.bool_] = np.array(most) >= committed
-        for row in np.flatnonzero(reads).tolist():
-            reads[row] = not ends_with(params[row], sampled[row].tolist())
-        return reads
 
     def _requests_to_draft(self, committed: CommittedTokens) -> NDArray[np.int64]:
         """Indices in ``committed`` of the requests that get a tree now."""
