@@ -17,6 +17,7 @@ from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.measuring.engines import Progress
+from sequoia_vllm.measuring.interrupts import last_interrupt
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _ROOT = TokenTree((-1,))
@@ -91,7 +92,7 @@ class PredictionBasis:
             )  # fmt: skip
             vector = measure_acceptance(AcceptanceTask.prepare(how, "bench"), progress=progress)
             if vector.calibration is not None and not vector.calibration.complete:
-                raise KeyboardInterrupt
+                raise last_interrupt()
             vectors.append((vector, _HERE))
         largest = min(_LARGEST, settings.most_drafts + 1)
         ladder = [size for size in (1, 2, 4, 8, 16, 32) if size < largest]

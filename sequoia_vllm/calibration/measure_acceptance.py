@@ -14,6 +14,7 @@ from sequoia_vllm.calibration.acceptance_task import AcceptanceTask
 from sequoia_vllm.calibration.counts import add_counts, estimate_acceptance, precision
 from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
 from sequoia_vllm.measuring.engines import Progress, open_engine, room_for
+from sequoia_vllm.measuring.interrupts import last_interrupt
 from sequoia_vllm.measuring.provenance import provenance, settings_as_data, synthetic_models
 from sequoia_vllm.prompts import source_name
 
@@ -57,7 +58,7 @@ def measure_acceptance(
     with suppress(KeyboardInterrupt), _engine(task, seed=run.state.started) as llm:
         run.generate(llm, on_checkpoint)
     if not run.state.complete and run.state.trees == 0:
-        raise KeyboardInterrupt
+        raise last_interrupt()
     return _file(task, run.state)
 
 

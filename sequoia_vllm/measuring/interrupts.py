@@ -15,7 +15,6 @@ from typing import Any
 from sequoia_vllm.measuring import process_tree
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SECONDS_IN_ALL = 7.0  # after a signal; then this process ends without any clean-up
 _END = b"\0"
 
 
@@ -72,7 +71,7 @@ def signals_end_this(spared: Collection[int]) -> Iterator[_Signals]:
     """Ends this process soon after either signal, with all below it except those spared.
 
     A signal raises a KeyboardInterrupt in the main thread. Processes that run `SECONDS_TO_END`
-    later are killed, and this one ends itself if it is in the block after `SECONDS_IN_ALL`.
+    later are killed. After two and a half times as long, this process ends without clean-up.
     Ignored signals count, too: scripts start commands in the background with SIGINT ignored.
     In threads that may not handle signals this does nothing.
     """
@@ -106,16 +105,16 @@ def _watch(reader: int, spared: Collection[int]) -> None:
     while (byte := os.read(reader, 1))[0] not in _SIGNALS:
         if byte == _END:
             return
-    deadline = time.monotonic() + SECONDS_IN_ALL
-    if _ends(reader, process_tree.SECONDS_TO_END):
-        return
-    main = threading.main_thread().ident
+    main, seconds = threading.main_thread().ident, process_tree.SECONDS_TO_END
     assert main is not None
+    if _ends(reader, seconds):
+        return
+    process_tree.kill_processes(spared)
+    if _ends(reader, seconds):  # the main thread has no process left to wait for
+        return
     signal.pthread_kill(main, byte[0])  # once more: libraries swallow interrupts
-    while time.monotonic() < deadline:
-        process_tree.kill_processes(spared)
-        if _ends(reader, 0.2):
-            return
+    if _ends(reader, seconds / 2):
+        return
     process_tree.kill_processes(spared)
     os._exit(128 + byte[0])
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.ending import ENDED, in_the_background, processes_with
+from tests.support.ending import ENDED, in_the_background, still_there
 from tests.support.serving import DRAFT, ROOT, TARGET, environment
 
 pytestmark = pytest.mark.engine
@@ -80,19 +80,20 @@ def interrupt(
             cwd=ROOT, env={**environment(), **WITH_A_WORKER, **caches, mark: ""},
             stdout=log, stderr=log, preexec_fn=in_the_background,
         )  # fmt: skip
+    known: list[psutil.Process] = []
     try:
         wait_for(moment, process, output)
         time.sleep(seconds)
         assert process.poll() is None, (folder / "log").read_text()
-        began = time.monotonic()
+        known, began = process.children(recursive=True), time.monotonic()
         process.send_signal(number)
         assert process.wait(60) in ENDED[number], (folder / "log").read_text()
-        while left := processes_with(mark):
+        while left := still_there(mark, known):
             assert time.monotonic() < began + 60, left
             time.sleep(0.05)
         return time.monotonic() - began
     finally:
-        for one in processes_with(mark):
+        for one in still_there(mark, known):
             one.kill()
 
 

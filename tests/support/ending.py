@@ -1,6 +1,7 @@
 """What the tests of ending commands share: processes in the background, and those left behind."""
 
 import signal
+from collections.abc import Collection
 from contextlib import suppress
 
 import psutil
@@ -12,12 +13,16 @@ ENDED = {
 }  # exit codes
 
 
-def processes_with(variable: str) -> list[psutil.Process]:
-    """Processes that began with this environment variable."""
+def still_there(variable: str, known: Collection[psutil.Process] = ()) -> list[psutil.Process]:
+    """Processes that began with this environment variable, and known ones, as far as they run.
+
+    Engines overwrite their environment with a title, so a caller must know them before.
+    """
     found = []
-    for process in psutil.process_iter():
+    for process in {*psutil.process_iter(), *known}:
         with suppress(psutil.Error):
-            if variable in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+            is_ours = process in known or variable in process.environ()
+            if is_ours and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 

@@ -17,7 +17,7 @@ from sequoia_vllm import orphans
 from sequoia_vllm.measuring import engine_processes, interrupts, process_tree
 from sequoia_vllm.measuring.engine_processes import processes_end_here
 from sequoia_vllm.measuring.interrupts import Terminated, exit_code, interrupts_get_through
-from tests.support.ending import ENDED, processes_with
+from tests.support.ending import ENDED, still_there
 
 # A command that starts one engine after the other, each with a worker. They ignore the signals, as
 # an engine core does that is starting. The main thread waits as told while an engine works.
@@ -25,7 +25,7 @@ COMMAND = """
 import hashlib, multiprocessing, signal, sys, time
 from sequoia_vllm.measuring import interrupts, process_tree
 from sequoia_vllm.measuring.engine_processes import processes_end_here
-process_tree.SECONDS_TO_END, interrupts.SECONDS_IN_ALL = 0.5, 1.5
+process_tree.SECONDS_TO_END = 0.5
 STOPPING = signal.SIGINT, signal.SIGTERM
 
 def start(method, workers):
@@ -89,11 +89,11 @@ def test_any_moment(tmp_path, seed):
         process.send_signal(number)
         assert process.wait(60) in ENDED[number]
         deadline = time.monotonic() + 60
-        while processes_with(mark):
+        while still_there(mark):
             assert time.monotonic() < deadline
             time.sleep(0.05)
     finally:
-        for left in processes_with(mark):
+        for left in still_there(mark):
             left.kill()
         process.wait()
 
