@@ -6,8 +6,9 @@ from vllm import SamplingParams
 from sequoia_vllm.engine.runner import draft_failure
 from sequoia_vllm.engine.v1.batch_trees import ScoringTreesV1
 from sequoia_vllm.engine.v1.proposer import TreeProposerV1
-from tests.support.engines import metric, running, sequoia, tokens_of, whole_trees
+from tests.support.engines import metric, runner_of, running, sequoia, tokens_of, whole_trees
 from tests.support.models import TARGET, prompts
+from tests.support.reference_models import accepted_by_depth
 
 pytestmark = pytest.mark.engine
 
@@ -24,6 +25,17 @@ def test_same_tokens_at_any_batch_size(batch, plain_outputs):
         drafts = metric(llm, "vllm:spec_decode_num_drafts")
     assert found == expected
     assert accepted / drafts > 1  # the trees do something: 1.7 measured
+
+
+def test_every_tree_is_the_reference_steps():
+    """The draft's tokens, their order, what is accepted: not the emitted tokens alone."""
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    with running(sequoia(), max_num_seqs=1) as llm:
+        [answer] = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+        tree, counts = runner_of(llm).tree, runner_of(llm).stats.counts
+    expected = accepted_by_depth([answer.prompt_token_ids], tree.parents, counts.trees)
+    assert counts.depth_counts.tolist() == expected
+    assert counts.trees > 10
 
 
 @pytest.mark.parametrize("drafts", [4, 5])

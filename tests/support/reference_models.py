@@ -1,12 +1,13 @@
 """The embedded pair as plain functions, for `sequoia_vllm.reference_step`."""
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from sequoia_vllm.reference_step import Model, read
+from sequoia_vllm.reference_step import Model, begin, read, step
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 EMBEDDED_PARENTS = (-1, 0, 1, 0, 2, 1, 3, 4)
@@ -32,6 +33,27 @@ def embedded_model(name: str) -> Model:
         return logits, [part for layer in past.layers for part in (layer.keys, layer.values)]
 
     return model
+
+
+def accepted_by_depth(prompts: list[list[int]], parents: Sequence[int], trees: int) -> list[int]:
+    """Greedy trees of the embedded pair, by how many of their nodes were accepted.
+
+    Args:
+        prompts: Token ids of requests that are answered one after the other.
+        parents: Shape of each tree.
+        trees: How many trees there are for each request.
+    """
+    rng = torch.Generator()
+    target, draft = embedded_model("target"), embedded_model("draft")
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    counts = [0] * (max(depths) + 1)
+    for prompt in prompts:
+        request = begin(target, prompt, 0.0, rng)
+        for _ in range(trees):
+            counts[step(target, draft, request, parents, 0.0, rng)] += 1
+    return counts
 
 
 def greedy_tokens(model: Model, prompt: list[int], count: int) -> list[int]:

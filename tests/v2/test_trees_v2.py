@@ -32,6 +32,7 @@ from tests.support.generating import (
 )
 from tests.support.models import DRAFT, prompts
 from tests.support.on_v2 import call_on_v2
+from tests.support.reference_models import accepted_by_depth
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -61,8 +62,11 @@ def generate_greedy() -> dict[str, Any]:
     answers = {"plain": generate(None, texts, params)}
     with running(sequoia()) as llm:
         answers["trees"] = generate_on(llm, texts, params)
+        llm.collective_rpc("sequoia_stats", args=(True,))
         alone = llm.generate(texts[:1], params[:1], use_tqdm=False)
-        answers["alone"] = {"tokens": completions(alone)}
+        [stats] = llm.collective_rpc("sequoia_stats")
+        prompt = list(alone[0].prompt_token_ids)
+        answers["alone"] = {"tokens": completions(alone), "prompt": prompt, **stats}
     with running(whole_trees(size=8, depth=3), async_scheduling=False) as llm:
         answers["synchronous"] = generate_on(llm, texts[2:], params[2:])
         with failing_draft(at=4) as said:
@@ -100,7 +104,10 @@ def test_greedy_tokens_are_those_of_both_plain_runners(greedy):
 
 
 def test_greedy_tokens_do_not_depend_on_the_batch(greedy):
-    assert greedy["alone"]["tokens"] == greedy["plain"]["tokens"][:1]
+    alone = greedy["alone"]
+    assert alone["tokens"] == greedy["plain"]["tokens"][:1]
+    expected = accepted_by_depth([alone["prompt"]], alone["tree"]["parents"], alone["tree_steps"])
+    assert alone["depth_counts"] == expected
 
 
 def test_greedy_tokens_without_asynchronous_scheduling(greedy):
