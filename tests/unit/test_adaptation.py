@@ -132,6 +132,16 @@ def test_what_is_fastest_is_found_and_kept(acceptance, batch_size, sizes):
     assert switches < 60  # trials, and few decisions: it does not wander
 
 
+def test_what_is_said_to_be_drafted_changes_with_decisions_alone():
+    """Trials come and go every few hundred steps; metrics and the log leave them out."""
+    engine, said = Engine(controller(), PROSE), []
+    for _ in range(3000):
+        engine.run(1)
+        said.append(engine.controlled.decided(1))
+    trials = np.count_nonzero(np.diff(engine.history))
+    assert np.count_nonzero(np.diff(said)) <= engine.controlled.decisions < trials / 2
+
+
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_the_speedup_is_known_once_no_drafts_were_seen(batch_size):
     engine = Engine(controller(), CODE, batch_size).run(4)
