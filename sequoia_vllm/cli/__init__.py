@@ -92,8 +92,18 @@ def main() -> None:
     try:
         with ends_quietly():
             app()
-    except SystemExit as ended:
-        if ended.code in _INTERRUPTED:  # Python would first wait for threads
+    except BaseException as ended:
+        # Python would first wait for threads, and an interrupted clean-up may end in any error.
+        if (code := _interrupted(ended)) is not None:
             sys.stderr.flush()
-            os._exit(ended.code)
+            os._exit(code)
         raise
+
+
+def _interrupted(ended: BaseException) -> int | None:
+    """The exit code of a command that a signal has ended; None: none has."""
+    if isinstance(ended, SystemExit) and ended.code in _INTERRUPTED:
+        return int(ended.code)
+    interrupts = sys.modules.get("sequoia_vllm.measuring.interrupts")
+    number = None if interrupts is None else interrupts.interrupted_by()
+    return None if number is None else 128 + int(number)

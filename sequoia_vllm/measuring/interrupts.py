@@ -32,6 +32,11 @@ def last_interrupt() -> KeyboardInterrupt:
     return Terminated() if _Signals.first == signal.SIGTERM else KeyboardInterrupt()
 
 
+def interrupted_by() -> int | None:
+    """The signal that came within the last block of `signals_end_this`, if one did."""
+    return _Signals.first
+
+
 class _Signals:
     """The handler of both signals.
 

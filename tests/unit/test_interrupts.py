@@ -197,3 +197,24 @@ def test_the_environment_is_as_before():
     with processes_end_here():
         assert os.environ.get("SEQUOIA_VLLM_PARENT") == str(os.getpid())
     assert dict(os.environ) == before
+
+
+def test_a_clean_up_that_fails_after_a_signal_does_not_keep_the_command():
+    """A second interrupt may end vLLM's clean-up in any error; its threads would be waited for."""
+    code = (
+        "import os, signal, threading, time\n"
+        "from sequoia_vllm import cli\n"
+        "from sequoia_vllm.measuring.interrupts import signals_end_this\n"
+        "def app():\n"
+        "    threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "    with signals_end_this(()):\n"
+        "        try:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "            time.sleep(600)\n"
+        "        except KeyboardInterrupt:\n"
+        "            raise RuntimeError('clean-up failed') from None\n"
+        "cli.app = app\n"
+        "cli.main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
+    assert ended.returncode == 128 + signal.SIGINT
