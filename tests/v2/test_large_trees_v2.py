@@ -16,7 +16,7 @@ LIMITS = {**TINY, "max_model_len": 2048, "max_num_batched_tokens": 2048, "max_nu
 
 
 def generate_both(models: str) -> dict[str, Any]:
-    """Answers of plain V2, and of trees; and of trees one more token that is sampled."""
+    """Answers of plain V2, and of trees; and of trees two more tokens that are sampled."""
     from vllm import SamplingParams
 
     common = {"ignore_eos": True, "detokenize": False}
@@ -27,7 +27,7 @@ def generate_both(models: str) -> dict[str, Any]:
     with running(large_tree(draft=draft), **engine) as llm:
         tree = runner_of(llm).tree
         answers["trees"] = generate_on(llm, requests, greedy)
-        answers["sampled"] = generate_on(llm, requests, SamplingParams(max_tokens=2, **common))
+        answers["sampled"] = generate_on(llm, requests, SamplingParams(max_tokens=3, **common))
     return {**answers, "tree": [tree.size, tree.depth, tree.max_branch]}
 
 
@@ -37,5 +37,5 @@ def test_a_tree_as_large_as_the_papers_for_offloading(tmp_path):
     assert answers["tree"] == [NODES, DEPTH, CHILDREN]
     assert answers["trees"]["tokens"] == answers["plain"]["tokens"]
     assert answers["trees"]["counts"]["tokens_per_tree"] > 2
-    assert answers["sampled"]["counts"]["tree_steps"] == 1
-    assert len(answers["sampled"]["tokens"][0][0]) == 2
+    assert answers["sampled"]["counts"]["tree_steps"] >= 1
+    assert len(answers["sampled"]["tokens"][0][0]) == 3
