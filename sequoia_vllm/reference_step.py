@@ -30,7 +30,7 @@ and which of these each token attends to. ``logits`` are float ``[T, V]``.
 
 
 @dataclass
-class TokenTree:
+class GrownTree:
     """A grown tree of N nodes; node 0 is the root, the last committed token.
 
     Attributes:
@@ -89,12 +89,12 @@ def read(model: Model, tokens: Sequence[int], cache: Cache) -> tuple[Tensor, Cac
 
 def grow(
     draft: Model, request: Request, parents: Sequence[int], temperature: float, rng: torch.Generator
-) -> TokenTree:
+) -> GrownTree:
     """Grows a tree (section 3.2): children of a node are drawn from Q without replacement.
 
     Only nodes with children need a pass of the draft, one pass for each level.
     """
-    tree = TokenTree(parents, torch.zeros(len(parents), dtype=torch.int64))
+    tree = GrownTree(parents, torch.zeros(len(parents), dtype=torch.int64))
     tree.tokens[0] = request.tokens[-1]
     logits, cache = read(draft, request.tokens, request.draft_cache)
     request.draft_cache = cache  # of all committed tokens; that of nodes is thrown away
@@ -128,7 +128,7 @@ def draw(logits: Tensor, count: int, temperature: float, rng: torch.Generator) -
     return logits.topk(count).indices
 
 
-def score(target: Model, request: Request, tree: TokenTree) -> tuple[Tensor, Cache]:
+def score(target: Model, request: Request, tree: GrownTree) -> tuple[Tensor, Cache]:
     """Logits ``[N, V]`` of all nodes in one pass: each sees the context and its ancestors.
 
     A node's position is its depth behind the root's. Its cache slot is its index behind the root's.
@@ -143,7 +143,7 @@ def score(target: Model, request: Request, tree: TokenTree) -> tuple[Tensor, Cac
 
 
 def verify(
-    tree: TokenTree, logits: Tensor, temperature: float, rng: torch.Generator
+    tree: GrownTree, logits: Tensor, temperature: float, rng: torch.Generator
 ) -> tuple[list[int], int]:
     """Algorithm 2: the accepted nodes below the root, and the bonus token behind them."""
     accepted, node = [], 0
@@ -171,7 +171,7 @@ def verify(
 
 
 def commit(
-    request: Request, cache: Cache, tree: TokenTree, accepted: list[int], bonus: int
+    request: Request, cache: Cache, tree: GrownTree, accepted: list[int], bonus: int
 ) -> None:
     """Keeps keys and values of the root and the accepted path, in order, and the tokens."""
     context = cached(request.target_cache)
@@ -193,7 +193,7 @@ def step(
     Args:
         target, draft: Models of one vocabulary.
         request: Changed in place.
-        parents: Shape of the tree, see `TokenTree`.
+        parents: Shape of the tree, see `GrownTree`.
         temperature: 0 is greedy.
         rng: Draws children, and decides what is accepted.
 

@@ -134,7 +134,7 @@ class TestRun:
 
     def test_a_model_that_is_missing_is_named_at_once(self, tmp_path):
         said = " ".join(call(tmp_path / "served", f"--model={tmp_path}", code=2).split())
-        assert "the draft 'draft' is no folder here" in said
+        assert "error: no target model lies in" in said
         assert not (tmp_path / "served").exists()
 
     def test_does_not_mix_settings(self, tmp_path, machine):
