@@ -170,5 +170,5 @@ def test_a_prompt_without_tokens():
 
 
 def test_no_tokenizer():
-    with pytest.raises(PromptError, match="no tokenizer for the target.*none/such/model"):
+    with pytest.raises(PromptError, match=r"no tokenizer for the target.*none/such/model"):
         load_tokenizer("none/such/model")
