@@ -67,7 +67,7 @@ def test_one_line_says_what_was_chosen_from_what(library, caplog):
         found = library.select(key(L40S, dtype="float16"), shapes=SHAPES_7B)
     assert caplog.messages == [f"Sequoia: {found.reason}"]
     for part in (
-        f"{found.entry.tree.num_speculative_tokens} drafts",
+        f"{found.entry.tree.size - 1} drafts",
         f"expected {found.entry.estimates[0].speedup:.2f}x",
         "roofline, not measured", f"device {L40S!r} is l40s",
         "computed for a target of 6.74b and a draft of 68m parameters (float16, TP size 1)",
