@@ -323,7 +323,8 @@ def test_llm_shows_what_the_worker_counted(log):
     assert info.labels["source"] == "optimal for the given size"
     [line] = [line for line in log.messages if "tokens per step" in line]
     tokens_per_step = found["emitted_tokens",] / found["trees",]
-    assert f"Sequoia: engine 000: tree 16 nodes, depth 4; {tokens_per_step:.2f} tokens" in line
+    assert line.startswith("Sequoia: engine 000: up to 15 drafts, depth 4 (15 drafts with ")
+    assert f"); {tokens_per_step:.2f} tokens per step; " in line
 
     with running(None) as llm:
         assert tree_metrics(llm) == {}
