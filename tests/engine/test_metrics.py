@@ -282,8 +282,8 @@ def test_llm_shows_what_the_worker_counted(log):
         texts = prompts(4)
         params = [SamplingParams(temperature=t, max_tokens=40) for t in (0, 0, 1.0, 0.7)]
         answers = llm.generate(texts, params, use_tqdm=False)
-        # The first step prefills all four and the second ends them: neither has fewer.
-        llm.generate(texts, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+        # The same four times: all end in one step, so none has fewer.
+        llm.generate(texts[:1] * 4, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
         assert tree_metrics(llm)["drafted_nodes",] == 3
         llm.generate(texts[:1], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
         found = tree_metrics(llm)
