@@ -40,21 +40,31 @@ class FadingAcceptance:
         self._expected: NDArray[np.float64] | None = None  # cached until counts change
         self._offered, self._accepted = np.zeros((2, tree.depth, tree.max_branch))
 
-    def add(self, counts: TreeCounts) -> None:
-        """Adds counts of the same tree; older ones fade."""
+    def add(self, counts: TreeCounts) -> float:
+        """Adds counts of the same tree; older ones fade.
+
+        Returns:
+            The share of their weight that older ones keep.
+        """
         self._expected = None
         kept = 0.5 ** (counts.trees / HALF_LIFE)
         self.trees = kept * self.trees + counts.trees
         self._vector_trees = kept * self._vector_trees + counts.trees
         self._offered = kept * self._offered + counts.offered
         self._accepted = kept * self._accepted + counts.accepted
+        return kept
 
-    def fade(self, trees: float) -> None:
-        """Lowers the weight of all counts to at most so many trees: they may be out of date."""
+    def fade(self, trees: float) -> float:
+        """Lowers the weight of all counts to at most so many trees: they may be out of date.
+
+        Returns:
+            The share of their weight that they keep.
+        """
         self._expected = None
         kept = min(1.0, trees / max(self.trees, 1.0))
         self.trees *= kept
         self._offered, self._accepted = kept * self._offered, kept * self._accepted
+        return kept
 
     def estimate(self) -> Acceptance:
         """The vector ``[depth][child]``; rarely offered positions borrow from other depths.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import get_args
 
-from sequoia_vllm.adaptation.acceptance import HALF_LIFE, FadingAcceptance
+from sequoia_vllm.adaptation.acceptance import FadingAcceptance
 from sequoia_vllm.adaptation.state import Workload
 from sequoia_vllm.adaptation.step_times import StepTimes
 from sequoia_vllm.adaptation.trials import Step
@@ -107,8 +107,7 @@ class Speeds:
         for workload, paths in self._pending.items():
             if paths:
                 counts = TreeCounts.from_bytes(self._tree, b"".join(paths))
-                self.acceptance[workload].add(counts)
-                kept = 0.5 ** (counts.trees / HALF_LIFE)
+                kept = self.acceptance[workload].add(counts)
                 self._accepted = kept * self._accepted + counts.tokens - counts.trees
                 self._received *= kept
                 paths.clear()
@@ -124,8 +123,7 @@ class Speeds:
     def fade(self, workload: Workload, trees: float) -> None:
         """Lowers the weight of counts to at most so many trees: they may be out of date."""
         self.count()
-        kept = min(1.0, trees / max(self.acceptance[workload].trees, 1.0))
-        self.acceptance[workload].fade(trees)
+        kept = self.acceptance[workload].fade(trees)
         self._accepted, self._received = kept * self._accepted, kept * self._received
 
     def tokens(self, workload: Workload) -> list[float]:

@@ -8,14 +8,13 @@ from typing import Annotated
 
 import typer
 
-from sequoia_vllm.cli.common import console, counted, fail, friendly_errors, new_table, print_json
-from sequoia_vllm.cli.measuring import JsonOption, numbers
+from sequoia_vllm.cli.common import console, counted, friendly_errors, new_table, print_json
+from sequoia_vllm.cli.measuring import JsonOption, known_draft, numbers
 from sequoia_vllm.cli.model_files import read_config, unsupported_kinds
 from sequoia_vllm.cli.tree.named import this_device_name
 from sequoia_vllm.config import ConfigError
 from sequoia_vllm.drafters.fields import Fields, ShapeError
 from sequoia_vllm.drafters.recognition import recognise
-from sequoia_vllm.drafters.registry import known_for
 from sequoia_vllm.drafters.speculators import without_format
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.hardware.device import identify
@@ -50,7 +49,8 @@ def advise(
         _check_support("target", model)
         here = device or this_device_name()
         target, dtype = _read("target", model)
-        draft = draft_model or _known_draft(model, here)
+        on_gpu = identify(here).spec is not None  # heads run there alone
+        draft = draft_model or known_draft(model, heads=on_gpu)
         _check_support("draft", draft)
         pair = PairKey(here, model, draft, dtype)
         advice = advise_pair(pair, target, _read("draft", draft)[0], sizes)
@@ -69,19 +69,6 @@ def _check_support(role: Role, model: str) -> None:
     """
     if message := refusal(model, role, unsupported_kinds(role, model)):
         raise ConfigError(message)
-
-
-def _known_draft(target: str, device: str) -> str:
-    """The draft model that an engine would use for a target, or else the best head known for it.
-
-    Heads run on GPUs alone.
-    """
-    known = known_for(target)
-    models = [known for kind, known in known if not kind.is_head]
-    heads = [known for kind, known in known if kind.is_head and identify(device).spec is not None]
-    if not models + heads:
-        fail(f"no draft model is known for {target!r}: name one with --draft-model")
-    return (models + heads)[0].name_for(target)
 
 
 def _read(role: Role, model: str) -> tuple[ModelShape, str]:

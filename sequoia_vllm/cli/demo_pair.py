@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import platformdirs
 
+from sequoia_vllm.bench.methods import SERVED
 from sequoia_vllm.checkout import find_checkout
 from sequoia_vllm.cli.common import fail, note
 from sequoia_vllm.measuring.engine_processes import processes_end_here
 
 _PACKAGE = Path(__file__).parents[1]
-SERVED = "served"  # bench's tree of this name
 
 
 class DemoPair(NamedTuple):

@@ -90,12 +90,17 @@ def measuring(description: str, if_interrupted: str) -> Iterator[Callable[[str, 
         raise typer.Exit(exit_code(interrupt)) from None
 
 
-def known_draft(target: str) -> str:
-    """The draft model that an engine takes for a target if none is named."""
-    known = [known for kind, known in known_for(target) if not kind.is_head]
-    if not known:
+def known_draft(target: str, heads: bool = False) -> str:
+    """The draft model that an engine takes for a target if none is named.
+
+    Args:
+        target: Name or path of the target.
+        heads: Whether the best known head will do where no draft model is known.
+    """
+    known = sorted(known_for(target), key=lambda one: one[0].is_head)  # models first
+    if not known or (known[0][0].is_head and not heads):
         fail(f"no draft model is known for {target!r}: name one with --draft-model")
-    return known[0].name_for(target)
+    return known[0][1].name_for(target)
 
 
 def check_models(target: str, draft: str) -> None:

@@ -152,7 +152,7 @@ def test_heads_that_are_known_for_a_mixture_are_taken(tmp_path, monkeypatch):
     known = [pair for pair in known_for(str(target)) if pair[0].kind == "eagle3"]
     assert [pair.draft for _, pair in known] == ["AngelSlim/Qwen3-a3B_eagle3"]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sequoia_vllm.cli.advise.known_for", lambda name: known)
+    monkeypatch.setattr("sequoia_vllm.cli.measuring.known_for", lambda name: known)
     found = advice(str(target), "--device", "h100", "--batch", "1")
     assert found["pair"]["draft"] == "AngelSlim/Qwen3-a3B_eagle3"
     assert "no draft model is known" in advise(str(target), "--device", "AMD EPYC", code=2)

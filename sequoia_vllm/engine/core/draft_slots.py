@@ -54,7 +54,7 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
         scheduled = original(self, *args, **kwargs)
     finally:
         self.dynamic_sd_lookup, self.num_lookahead_tokens = lookup, slots
-    if not some_draft(self, scheduled):
+    if scheduled.num_spec_tokens_to_schedule > 0 and not some_draft(self, scheduled):
         scheduled.num_spec_tokens_to_schedule = 0
     return scheduled
 

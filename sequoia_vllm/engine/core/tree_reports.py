@@ -129,19 +129,18 @@ def update_from_output(
     outputs = original(self, scheduler_output, model_runner_output)
     keep_drafts(self, model_runner_output)
     _limit_drafts(self, limit)
-    if SequoiaSettings.enabled(self.vllm_config) and (adapter := adapter_of(self)) is not None:
+    if not SequoiaSettings.enabled(self.vllm_config):
+        return outputs
+    if (adapter := adapter_of(self)) is not None:
         adapter.follow(scheduler_output, paths, _gained(outputs), started, bool(self.running))
     if getattr(self, "spec_decode_metrics_level", "none") != "none":
         _end_histograms(self.vllm_config, outputs)
-    if not SequoiaSettings.enabled(self.vllm_config):
-        return outputs
     undrafted = reasons_of_new(self, scheduler_output)
     if not self.log_stats:
         return outputs
     for output in outputs.values():
         if output.scheduler_stats is not None:  # vLLM gives them to one front end
             requests = len(scheduler_output.num_scheduled_tokens)
-            adapter = adapter_of(self)
             drafts = scheduler_output.num_spec_tokens_to_schedule if requests else None
             if adapter is not None and requests:
                 drafts = adapter.controller.decided(requests)
@@ -189,7 +188,7 @@ def _end_histograms(vllm_config: Any, outputs: Any) -> None:
         for one in output.outputs
         if one.spec_decode_metrics is not None
     ]
-    if finished and SequoiaSettings.enabled(vllm_config):
+    if finished:
         depth = SequoiaSettings.of(vllm_config).tree.depth
         for metrics in finished:
             del metrics.histogram[depth + 1 :]

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
-from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, build_logitsprocs
+from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker import gpu_model_runner
@@ -92,10 +92,6 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         self._target_metadata: dict[str, Any] = {}
         self._target_caches: TargetCaches | None = None
         self._depths = torch.from_numpy(self.tree.depths.copy()).to(device)
-        self._has_custom_processors = any(
-            type(processor) not in BUILTIN_LOGITS_PROCESSORS
-            for processor in self.input_batch.logitsprocs.all
-        )
 
     # -- model and cache -----------------------------------------------------------
 
@@ -162,9 +158,8 @@ class SequoiaCPUModelRunner(CPUModelRunner):
 
     def _drafts_each(self, scheduler_output: SchedulerOutput) -> int:
         """Nodes that this step grows for each request."""
-        if self.draft_has_failed or self._has_custom_processors:
-            return 0
-        return min(scheduler_output.num_spec_tokens_to_schedule, self.max_drafts)
+        most = 0 if self.draft_has_failed else self.max_drafts
+        return min(scheduler_output.num_spec_tokens_to_schedule, most)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         """Calls vLLM's, and notes requests that finish, start, or resume after preemption."""

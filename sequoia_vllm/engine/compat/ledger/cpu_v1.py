@@ -66,7 +66,7 @@ CPU_V1 = table({
     "vllm.v1.attention.backends.registry": ["AttentionBackendEnum.CPU_ATTN.clear_override()"],
     "vllm.v1.core.sched.output": ["CachedRequestData.resumed_req_ids"],
     "vllm.v1.sample.logits_processor": [
-        "BUILTIN_LOGITS_PROCESSORS", "BatchUpdate(batch_size, removed, added, moved)",
+        "BatchUpdate(batch_size, removed, added, moved)",
     ],
     "vllm.v1.sample.ops.topk_topp_sampler": ["apply_top_k_top_p(logits, k, p, ...)"],
     "vllm.v1.sample.sampler:Sampler": [
