@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.gpu.engine import Engine, sampling, started
 from benchmarks.gpu.item_run import ItemRun
+from benchmarks.gpu.step_parts import Record, rounded, times_of
 
 _EDITS = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {7: 1.0}}
 _SAMPLINGS: tuple[dict[str, Any], ...] = (
@@ -88,6 +89,8 @@ def serve_arrivals(engine: Engine, rate: float) -> dict[str, Any]:
         "ttft_ms": round(1e3 * mean(first[r] - begun[r] for r in begun), 2),
         "tpot_ms": round(1e3 * mean((ended[r] - first[r]) / (tokens - 1) for r in begun), 3),
         "e2e_ms": round(1e3 * mean(ended[r] - begun[r] for r in begun), 1),
+        "mixed": _times(records, lambda record: not record["decoding"] and record["requests"] > 2),
+        "decoding": _times(records, lambda record: record["decoding"]),
         "median_batch": median(record["requests"] for record in records),
         "steps_with_prompts": sum(not record["decoding"] for record in records),
         "steps_by_drafts": dict(drafts.most_common()),
@@ -95,9 +98,21 @@ def serve_arrivals(engine: Engine, rate: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _times(records: list[Record], is_wanted: Callable[[Record], bool]) -> dict[str, float] | None:
+    """Times of the steps that are wanted; None: there are none."""
+    try:
+        return rounded(times_of(records, is_wanted))
+    except ValueError:
+        return None
+
+
 def watch(run: ItemRun, pair: str) -> None:
     """Counts what vLLM's monitors write while requests of all kinds come, end and are aborted."""
-    limits = {"max_num_seqs": max(3, *run.sizes.watched), "max_model_len": run.sizes.longest}
+    limits = {
+        "max_num_seqs": max(3, *run.sizes.watched),
+        "max_model_len": run.sizes.longest,
+        "gpu_memory_utilization": 0.5,  # times do not matter: something else may run beside it
+    }
     with started(run, pair, _speculative(run), **limits) as engine:
         kinds: dict[str, Callable[[Engine], None]] = {
             "greedy and sampled together": _serve_all_kinds,

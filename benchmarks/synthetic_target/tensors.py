@@ -80,10 +80,10 @@ class Growth:
             return tensor.repeat(self.times)
         if tensor.dim() == 1:
             return torch.cat([tensor, tensor.new_zeros(size[0] - len(tensor))])
-        rows = self._random((size[0] - len(tensor), tensor.shape[1]), tensor.dtype)
+        rows = self.random((size[0] - len(tensor), tensor.shape[1]), tensor.dtype)
         first = torch.cat([tensor, rows])
         pairs = (self.times - 1) // 2
-        read = self._random((size[0], tensor.shape[1] * pairs), tensor.dtype)
+        read = self.random((size[0], tensor.shape[1] * pairs), tensor.dtype)
         rest = tensor.new_zeros(size[0], tensor.shape[1] * ((self.times - 1) % 2))
         return torch.cat([first, read, -read, rest], dim=1)
 
@@ -94,9 +94,9 @@ class Growth:
         size = self.size(part, own)
         if part.startswith(_OUTPUTS) or part.endswith(".bias"):
             return torch.zeros(size, dtype=dtype)
-        return torch.ones(size, dtype=dtype) if "norm" in part else self._random(size, dtype)
+        return torch.ones(size, dtype=dtype) if "norm" in part else self.random(size, dtype)
 
-    def _random(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def random(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Repeats a pool of 4 million normal numbers: drawing billions would take minutes."""
         import torch
 

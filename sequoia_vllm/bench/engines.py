@@ -213,7 +213,7 @@ def open_engines(
 def speculative_config(method: Method, engine: EngineSpec) -> dict[str, Any] | None:
     """Configures vLLM's chain for a draft with another vocabulary; others stay as they are."""
     config = method.speculative_config
-    if method.kind is not Kind.CHAIN or config is None:
+    if method.kind is not Kind.CHAIN or config is None or config["method"] != "draft_model":
         return config
     if compare_models(engine.target, config["model"]).matching is None:
         return config

@@ -8,18 +8,24 @@ token must be within `NEAR_TIE` of the target's best one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from sequoia_vllm.bench.chains import ChainSearch, search_chains
 from sequoia_vllm.bench.engines import BenchEngine, check_memory, most_engines, open_engines
 from sequoia_vllm.bench.methods import Method
 from sequoia_vllm.bench.report import GreedyCheck, Mismatch
 from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, run_round, warm_up
-from sequoia_vllm.measuring.engines import Progress
+from sequoia_vllm.measuring.engines import EngineSpec, Progress
 from sequoia_vllm.tree.token_tree import TokenTree
 
+Opener = Callable[
+    [Sequence[Method], EngineSpec, dict[str, Any], Progress],
+    AbstractContextManager[dict[str, BenchEngine]],
+]
+"""As `engines.open_engines`."""
 # Log-probability gap (nats) that rounding may reverse: two units in the last place of a logit
 # between 16 and 32, in this dtype.
 NEAR_TIE = {"bfloat16": 0.25, "float16": 0.03125}
@@ -75,8 +81,10 @@ class Turns:
         self.progress(what, self.done, self.total)
 
 
-def measure(settings: BenchSettings, progress: Progress | None = None) -> BenchRuns:
-    """Measures every method in every case.
+def measure(
+    settings: BenchSettings, progress: Progress | None = None, opener: Opener = open_engines
+) -> BenchRuns:
+    """Measures every method in every case; ``opener`` starts the engines.
 
     Raises:
         BenchError, CalibrationError: If engines cannot start, or the settings leave nothing to
@@ -85,7 +93,7 @@ def measure(settings: BenchSettings, progress: Progress | None = None) -> BenchR
     report = progress or (lambda what, done, total: None)
 
     def opened(methods: Sequence[Method]) -> AbstractContextManager[dict[str, BenchEngine]]:
-        return open_engines(methods, settings.engine, settings.engine_options(), report)
+        return opener(methods, settings.engine, settings.engine_options(), report)
 
     @contextmanager
     def one_opened(method: Method) -> Iterator[BenchEngine]:

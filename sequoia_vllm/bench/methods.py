@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, get_args
 
+from sequoia_vllm.drafters.fields import Fields
+from sequoia_vllm.drafters.recognition import recognise
+from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.library.tree_reference import find_tree, is_tree_file
 
@@ -97,13 +101,26 @@ def plain() -> Method:
 
 
 def chain(draft: str, drafts: int, sampling: Sampling = DEFAULT) -> Method:
-    """vLLM's own speculation with a draft model: a chain of ``drafts`` tokens."""
+    """vLLM's own speculation with a draft model or a head: a chain of ``drafts`` tokens."""
     config: dict[str, Any] = {
-        "method": "draft_model", "model": draft, "num_speculative_tokens": drafts,
+        "method": chain_method(draft), "model": draft, "num_speculative_tokens": drafts,
         **{_KEYS[word]: word for word in sampling},
     }  # fmt: skip
     name = ", ".join([f"chain of {drafts}", *sampling])
     return Method(name, Kind.CHAIN, config, drafts, sampling)
+
+
+def chain_method(draft: str) -> str:
+    """vLLM's speculative method for chains of this draft, by its ``config.json``.
+
+    Anything but a folder is taken for a draft model.
+    """
+    path = Path(draft, "config.json")
+    if not path.is_file():
+        return "draft_model"
+    config = json.loads(path.read_text("utf-8"))
+    kind = recognise(Fields(config), lambda: config.get("model_type")).kind
+    return "draft_model" if kind is None else drafter(kind).method
 
 
 def chain_of_words(draft: str, text: str) -> Method:

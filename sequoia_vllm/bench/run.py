@@ -12,7 +12,8 @@ from typing import Any
 
 from sequoia_vllm.bench.chains import ChainSearch
 from sequoia_vllm.bench.decode_rate import PARTS, pooled
-from sequoia_vllm.bench.measure import BenchRuns, MethodRuns, measure
+from sequoia_vllm.bench.engines import open_engines
+from sequoia_vllm.bench.measure import BenchRuns, MethodRuns, Opener, measure
 from sequoia_vllm.bench.methods import Kind, chain
 from sequoia_vllm.bench.predict import PredictionBasis
 from sequoia_vllm.bench.report import (
@@ -49,6 +50,7 @@ def run_bench(
     basis: PredictionBasis | None,
     described: dict[str, Any],
     progress: Progress | None = None,
+    opener: Opener = open_engines,
 ) -> BenchReport:
     """Measures, and compares with the cost model.
 
@@ -57,13 +59,14 @@ def run_bench(
         basis: Measurements to predict from; None: those of `tune` for this pair, if any.
         described: Settings as the report shows them.
         progress: Called with (what is done, turns done, turns of all cases).
+        opener: Starts the engines.
 
     Raises:
         BenchError, CalibrationError, ProfileError, AcceptanceError: If something
             cannot be measured or read.
     """
     engine = settings.engine
-    found = measure(settings, progress)
+    found = measure(settings, progress, opener)
     stated = provenance(
         git=git_revision(),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

@@ -1,0 +1,154 @@
+"""A chat model's answers in batches of thousands, in the format of ``draft-data``.
+
+vLLM answers 64 prompts at once there, and keeps 16 probabilities of each token on the host. Here
+transformers answers, and a GPU keeps them: two million tokens in some two minutes on an H100.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from chat_prompts import OWN, Prompt, prompts
+from draft_data import (
+    LIKELIEST,
+    PARTS,
+    QUESTION,
+    QUESTION_TOP_P,
+    TEMPERATURES,
+    DraftDataRecipe,
+    Shard,
+    _encode,
+    _keep_recipe,
+    _opening,
+    _save,
+    _shard_path,
+)
+from provenance import digest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+_VALIDATION = 192
+
+
+def write_answers(target: Path, out: Path, texts: int, answer: int, at_once: int) -> dict[str, Any]:
+    """Writes ``texts`` answers to learn from, and some for validation; every second question is
+    the target's own.
+
+    Args:
+        target: Folder of a chat model.
+        out: Folder for the answers, as ``draft-data`` writes it.
+        texts: How many.
+        answer: Most tokens of an answer.
+        at_once: Texts of a batch.
+    """
+    begun = time.monotonic()
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device).eval()
+    writer = _Writer(model, tokenizer, answer)
+    out.mkdir(parents=True, exist_ok=True)
+    hashed = digest(target, "*.safetensors")
+    _keep_recipe(DraftDataRecipe(str(target.absolute()), None, answer, 0, "bfloat16", hashed), out)
+    tokens = 0
+    for part, count in zip(reversed(PARTS), (min(_VALIDATION, texts), texts), strict=True):
+        asked = prompts(part == "validation", count, 0, own=True)
+        for number, first in enumerate(range(0, count, at_once)):
+            shard = writer.shard(asked[first : first + at_once])
+            _save(shard, _shard_path(out, part, number))
+            tokens += len(shard.likely)
+            print(f"answers: {part} {number}, {tokens:,} tokens", flush=True)
+    del writer, model
+    if on_gpu:
+        torch.cuda.empty_cache()
+    return {"answered_tokens": tokens, "seconds": round(time.monotonic() - begun, 1)}
+
+
+class _Writer:
+    """Samples texts of a model, a batch at a time."""
+
+    def __init__(self, model: Any, tokenizer: Any, answer: int) -> None:
+        self._model, self._tokenizer, self._answer = model, tokenizer, answer
+        end = model.generation_config.eos_token_id
+        self._ends = torch.tensor([end] if isinstance(end, int) else end, device=model.device)
+        self._opening = _opening(tokenizer)
+
+    def shard(self, asked: Sequence[Prompt]) -> Shard:
+        """The answers to these prompts; the model writes those that are empty itself."""
+        begun = time.monotonic()
+        own = sum(one.kind == OWN for one in asked)
+        written, _, _ = self._sample([self._opening] * own, [1.0] * own, QUESTION, QUESTION_TOP_P)
+        questions = iter(self._tokenizer.batch_decode(written, skip_special_tokens=True))
+        asked = [Prompt(OWN, next(questions).strip()) if one.kind == OWN else one for one in asked]
+        encoded = [_encode(self._tokenizer, one) for one in asked]
+        heats = [TEMPERATURES[place % len(TEMPERATURES)] for place in range(len(asked))]
+        answers, likely, shares = self._sample(encoded, heats, self._answer, 1.0)
+        texts = [[*prompt, *given] for prompt, given in zip(encoded, answers, strict=True)]
+        return Shard(
+            tokens=np.array([token for text in texts for token in text], dtype=np.uint16),
+            ends=np.cumsum([len(text) for text in texts], dtype=np.int64),
+            prompt_lengths=np.array([len(one) for one in encoded], dtype=np.int64),
+            kinds=np.array([one.kind for one in asked]),
+            temperatures=np.array(heats, dtype=np.float32),
+            likely=np.concatenate(likely).astype(np.uint16),
+            log_probabilities=np.concatenate(shares).astype(np.float16),
+            seconds=time.monotonic() - begun,
+        )
+
+    @torch.inference_mode()
+    def _sample(
+        self, texts: Sequence[list[int]], heats: Sequence[float], most: int, top_p: float
+    ) -> tuple[list[list[int]], list[np.ndarray], list[np.ndarray]]:
+        """Continues each text; also the 16 likeliest tokens before each token, with logarithms."""
+        device = self._model.device
+        width = max(map(len, texts))
+        tokens = torch.zeros(len(texts), width, dtype=torch.long, device=device)
+        mask = torch.zeros(len(texts), width + most, dtype=torch.long, device=device)
+        for row, text in enumerate(texts):  # padded on the left: all go on at one column
+            tokens[row, width - len(text) :] = torch.tensor(text, device=device)
+            mask[row, width - len(text) : width] = 1
+        heat = torch.tensor(heats, device=device)[:, None]
+        ended = torch.zeros(len(texts), dtype=torch.bool, device=device)
+        positions = (mask[:, :width].cumsum(1) - 1).clamp(min=0)
+        cache, columns = None, []
+        for column in range(width, width + most):
+            found = self._model(
+                input_ids=tokens, attention_mask=mask[:, :column], position_ids=positions,
+                past_key_values=cache, use_cache=True, logits_to_keep=1,
+            )  # fmt: skip
+            cache = found.past_key_values
+            logs = found.logits[:, -1].float().log_softmax(-1)
+            best = logs.topk(LIKELIEST)
+            drawn = _draw(logs, heat, top_p)
+            columns.append((drawn, ended, best.indices.int(), best.values.half()))
+            ended = ended | torch.isin(drawn, self._ends)
+            mask[:, column] = 1
+            tokens, positions = drawn[:, None], positions[:, -1:] + 1
+            if column % 16 == 0 and bool(ended.all()):
+                break
+        drawn, dead, likely, logs = (
+            torch.stack(one, 1).cpu() for one in zip(*columns, strict=True)
+        )
+        lengths = (~dead).sum(1).tolist()
+        return (
+            [row[:length].tolist() for row, length in zip(drawn, lengths, strict=True)],
+            [row[:length].numpy() for row, length in zip(likely, lengths, strict=True)],
+            [row[:length].numpy() for row, length in zip(logs, lengths, strict=True)],
+        )
+
+
+def _draw(logs: torch.Tensor, heat: torch.Tensor, top_p: float) -> torch.Tensor:
+    """A token of each row; the likeliest where its temperature is 0."""
+    scaled = logs / heat.clamp(min=1e-3)
+    if top_p < 1:
+        ordered, order = scaled.softmax(-1).sort(-1, descending=True)
+        outside = ordered.cumsum(-1) - ordered > top_p
+        scaled = scaled.masked_fill(
+            torch.zeros_like(outside).scatter(1, order, outside), -torch.inf
+        )
+    noise = torch.empty_like(scaled).exponential_().log()
+    return torch.where(heat[:, 0] > 0, (scaled - noise).argmax(-1), logs.argmax(-1))
