@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.bench_pictures import plot_report
 from benchmarks.synthetic_target import write_synthetic_target
 from sequoia_vllm.bench import chains
 from sequoia_vllm.bench.engines import open_engines
@@ -60,7 +59,6 @@ def test_bench_of_the_embedded_pair(tmp_path):
     assert done.exit_code == 0, done.stderr
     found = BenchReport.model_validate(json.loads(done.stdout))
     assert found == BenchReport.model_validate_json((tmp_path / "bench.json").read_text())
-    assert len(plot_report(found, tmp_path / "plots")) == 4
 
     cases = [(t, b) for t in (0, 1) for b in (1, 2)]
     methods = ["plain vLLM", "chain of 2", "chain of 3", "Sequoia auto", "Sequoia 8x3"]

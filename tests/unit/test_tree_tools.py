@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree as ET
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import optimizer
-from benchmarks.frontier import frontier
 from benchmarks.generate_trees import generate
 from benchmarks.predicted import Offload
 from benchmarks.roofline import roofline
@@ -279,25 +276,3 @@ class TestGenerate:
     def test_without_inputs(self, tmp_path):
         message = "no acceptance vectors in"
         assert message in run(generate, "--inputs", tmp_path, code=2).stderr
-
-
-class TestFrontier:
-    @pytest.mark.parametrize("with_profile", [False, True])
-    def test_draws(self, tmp_path, with_profile):
-        profile, picture = tmp_path / "profile.json", tmp_path / "frontier.svg"
-        run(roofline, "h200", "--class", "8b-1b", "-o", profile)
-        times = ["--profile", profile] if with_profile else []
-        run(frontier, "shipped", "--max-size", 32, *times, "-o", picture)
-        ET.fromstring(picture.read_text())
-
-    def test_errors(self, tmp_path):
-        small = run(frontier, "shipped", "--max-size", 4, "-o", tmp_path / "t.png", code=2)
-        assert "give at least 8" in small.stderr
-        other = run(frontier, "shipped", "-o", tmp_path / "t.bmp", code=2)
-        assert "name a file ending in .svg" in other.stderr
-
-
-def test_optimizer_prints_what_it_cost(monkeypatch, capsys):
-    monkeypatch.setattr(optimizer, "PROBLEMS", (optimizer.Problem(16, 4, 8, 1.0, 64.0),))
-    optimizer.main()
-    assert "size 16, depth 4, 8 branches: " in capsys.readouterr().out
