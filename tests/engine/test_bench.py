@@ -191,20 +191,3 @@ def test_the_demo_compiles_on_cpus_only_when_asked(options, eager, monkeypatch):
     assert done.exit_code == 0, done.stderr
     [settings] = found
     assert settings.engine.enforce_eager is eager
-
-
-def test_predictions_from_measurements_of_its_own():
-    done = bench(
-        "--dtype", "float32", "--batch-sizes", "1", "--temperature", "0", "--chain", "none",
-        "--trees", "8x3", "--rounds", "1", "--num-prompts", "2", "--predict",
-    )  # fmt: skip
-    assert done.exit_code == 0, done.stderr
-    plain_, tree = BenchReport.model_validate(json.loads(done.stdout)).results
-    assert plain_.predicted is None
-    assert tree.predicted is not None
-    assert tree.predicted.profile == tree.predicted.acceptance == "measured by this command"
-    assert not tree.predicted.extrapolated
-    assert 1 < tree.predicted.tokens_per_step <= 4
-    assert tree.measured_over_predicted == pytest.approx(
-        tree.speedup.median / tree.predicted.speedup
-    )

@@ -197,13 +197,11 @@ def test_progress_counts_the_turns_of_all_cases_forward(monkeypatch):
         EngineSpec("t", "d"), methods=three, prompts=([7],), temperatures=(0.0, 0.7), rounds=2
     )
     engine = SimpleNamespace(dtype="float32", tree=None, drafts=lambda batch: 0)
-    monkeypatch.setattr(
-        measure, "open_engines", lambda *_: nullcontext({one.name: engine for one in three})
-    )
     for name in ("warm_up", "run_round", "_check_outputs"):
         monkeypatch.setattr(measure, name, lambda *_: None)
     reports = []
-    measure.measure(settings, lambda *report: reports.append(report))
+    opened = nullcontext({one.name: engine for one in three})
+    measure.measure(settings, lambda *report: reports.append(report), lambda *_: opened)
     done, total = [report[1] for report in reports], {report[2] for report in reports}
     assert total == {12}
     assert done == sorted(done)
