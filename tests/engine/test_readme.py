@@ -63,7 +63,8 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    lines = [line for block in blocks("console") for line in block.splitlines()]
+    joined = (re.sub(r"\\\n\s*", "", block) for block in blocks("console"))
+    lines = [line for block in joined for line in block.splitlines()]
     return [line.removeprefix("$ ").split("  #")[0].split("   #")[0].strip() for line in lines]
 
 
