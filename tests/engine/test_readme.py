@@ -228,7 +228,7 @@ def test_predictions_are_the_roofline_models(printed):
 @pytest.mark.slow
 def test_predictions_of_offloaded_targets_are_the_models(printed):
     start = "python -m benchmarks."
-    shown = [line for line in commands() if line.startswith(f"{start}scaling --class 70b-8b")]
+    shown = [line for line in commands() if line.startswith(f"{start}scaling --class 70b-8b --acc")]
     assert len(shown) == 2
     for line in shown:
         assert f"\n\n{printed(*shlex.split(line.removeprefix(start)))}" in PREDICTIONS
