@@ -97,7 +97,6 @@ class Frontier:
         max_size: int,
         max_depth: int,
         max_branch: int | None = None,
-        progress: Progress | None = None,
     ) -> Frontier:
         """Runs the DP; arguments are as in `optimize_tree`.
 
@@ -110,7 +109,7 @@ class Frontier:
         # A tree of n nodes is at most n - 1 deep: deeper columns repeat the last one.
         depth = max(1, min(max_depth, max_size - 1))
         states = _all_depths(acceptance, depth, max_branch)
-        table = _solve(states, max_size, progress)
+        table = _solve(states, max_size)
         best = np.zeros((max_size + 1, max_depth + 1))
         best[1:, 0] = 1.0
         exact = table.gain[states.roots, 1:].T
