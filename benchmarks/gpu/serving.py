@@ -108,7 +108,7 @@ def _times(records: list[Record], is_wanted: Callable[[Record], bool]) -> dict[s
 
 def watch(run: ItemRun, pair: str) -> None:
     """Counts what vLLM's monitors write while requests of all kinds come, end and are aborted."""
-    limits = {
+    limits: dict[str, Any] = {
         "max_num_seqs": max(3, *run.sizes.watched),
         "max_model_len": run.sizes.longest,
         "gpu_memory_utilization": 0.5,  # times do not matter: something else may run beside it
