@@ -51,7 +51,8 @@ compiled: setup
 	$(BIN)/python -m benchmarks.compiled --record tests/kernels/compiled
 
 rehearse: setup
-	$(BIN)/python -m tests.gpu_rehearsal.other_versions $(CONTRACT_DIR) $(VERSION) -m '' -n 2 --dist loadfile
+	$(BIN)/python -m tests.gpu_rehearsal.other_versions $(CONTRACT_DIR) $(VERSION) \
+	  -m '' -n 2 --dist loadfile
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

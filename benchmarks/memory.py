@@ -15,7 +15,6 @@ from sequoia_vllm.hardware.streaming import StreamedWeights
 _UTILIZATION = 0.92
 # Assumed for activations, CUDA graphs and the CUDA context of each device.
 _RUNTIME_BYTES = 3 * 2**30
-_MOST_DEVICES = 16
 
 
 @dataclass(frozen=True)
@@ -90,33 +89,3 @@ def memory_fit(
     per_token = kv_values * value_bytes / tensor_parallel_size
     left = _UTILIZATION * device.memory_bytes - _RUNTIME_BYTES - weights
     return MemoryFit(device.memory_bytes, weights, per_token, max(0, math.floor(left / per_token)))
-
-
-def more_to_offload(fit: MemoryFit, tokens: int) -> float:
-    """Bytes beyond those that are offloaded, for ``tokens`` tokens to have room on each device."""
-    needed = fit.weights_bytes + tokens * fit.kv_bytes_per_token + _RUNTIME_BYTES
-    return max(0.0, needed - _UTILIZATION * fit.memory_bytes)
-
-
-def fewest_devices(
-    device: DeviceSpec,
-    target: ModelShape,
-    draft: ModelShape,
-    dtype: str = "bfloat16",
-    tokens: int = 1,
-) -> int | None:
-    """The smallest power of two of devices that hold a pair and ``tokens`` tokens; None: none.
-
-    Only sizes that both models can be split over count.
-    """
-    devices = 1
-    while devices <= _MOST_DEVICES:
-        try:
-            target.check_split(devices)
-            draft.check_split(devices)
-        except ValueError:
-            return None
-        if memory_fit(device, target, draft, dtype, devices).problem(tokens) is None:
-            return devices
-        devices *= 2
-    return None

@@ -1,4 +1,4 @@
-"""Options and output that the tools about trees and their predicted times share."""
+"""Options and output of tools about predicted times."""
 
 from __future__ import annotations
 

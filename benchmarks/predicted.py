@@ -1,14 +1,12 @@
-"""Predicted times of a step: their options, the roofline's profile, and whether the pair fits."""
+"""Predicted times of a step: their options, and the roofline's profile."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from benchmarks.memory import MemoryFit, fewest_devices, memory_fit, more_to_offload
 from sequoia_vllm.cli.common import fail
 from sequoia_vllm.hardware.device import (
     DeviceError,
@@ -213,66 +211,3 @@ def predict(
         raise
     except ValueError as error:
         raise ProfileError(str(error)) from error
-
-
-def fit_of(profile: Profile) -> MemoryFit | None:
-    """Returns how a predicted profile's pair fits its devices; None for measured profiles."""
-    pair = _predicted_pair(profile)
-    size = profile.tensor_parallel_size
-    return pair and memory_fit(*pair, profile.dtype, size, profile.streamed)
-
-
-def memory_problem(profile: Profile, tokens: int) -> str | None:
-    """Says that the pair and ``tokens`` tokens in all do not fit, and what would; None: they do."""
-    pair, fit = _predicted_pair(profile), fit_of(profile)
-    if pair is None or fit is None or (problem := fit.problem(tokens)) is None:
-        return None
-    fix = _offload_more(profile, fit, tokens) or _more_devices(pair, profile.dtype, tokens)
-    return (
-        f"{problem}: {fit.weights_bytes / 2**30:.1f} GiB of weights on each device of "
-        f"{fit.memory_bytes / 2**30:.0f} GiB; the times are of devices that had the memory ({fix})"
-    )
-
-
-def _offload_more(profile: Profile, fit: MemoryFit, tokens: int) -> str | None:
-    """Says how much offloading would do, if weights are streamed and there are so many."""
-    streamed, target = profile.streamed, profile.target_shape
-    if streamed is None or target is None:
-        return None
-    layers = target.layers_bytes(bytes_per_value(profile.dtype)) / profile.tensor_parallel_size
-    enough = math.ceil((streamed.bytes_per_pass + more_to_offload(fit, tokens)) / 2**30)
-    return f"use --offload-gb {enough}" if enough * 2**30 <= layers else None
-
-
-def _more_devices(pair: tuple[DeviceSpec, ModelShape, ModelShape], dtype: str, tokens: int) -> str:
-    """Says how many devices would do."""
-    enough = fewest_devices(*pair, dtype, tokens)
-    if enough is not None:
-        return f"use --tensor-parallel-size {enough}"
-    return "no size up to 16 would do: use a smaller dtype, fewer requests or a shorter context"
-
-
-def _predicted_pair(profile: Profile) -> tuple[DeviceSpec, ModelShape, ModelShape] | None:
-    """Returns the device and the two shapes of a predicted profile; None for measured ones."""
-    device, target, draft = profile.datasheet, profile.target_shape, profile.draft_shape
-    if profile.source != "roofline" or device is None or target is None or draft is None:
-        return None
-    return device, target, draft
-
-
-def times_json(profile: Profile) -> dict[str, Any]:
-    """Returns what the times of a profile rest on, as a JSON object."""
-    data: dict[str, Any] = {
-        "source": profile.source,
-        "device": profile.device,
-        "target": profile.target,
-        "draft": profile.draft,
-        "tensor_parallel_size": profile.tensor_parallel_size,
-    }
-    if profile.datasheet is not None and (fit := fit_of(profile)) is not None:
-        data["interconnect_gb_s"] = profile.datasheet.interconnect_gb_s
-        data["interconnect_kind"] = profile.datasheet.interconnect_kind
-        data["memory"] = fit.to_dict()
-    if profile.streamed is not None:
-        data["streamed"] = profile.streamed.to_dict()
-    return data

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import torch
 import typer
-from pair import Listener
 from rich.console import Console
 from shapes import Shape
+from training import Listener
 from transformers.utils import logging as transformers_logging
 
 from sequoia_vllm.cli.progress import progress_bar
@@ -21,28 +21,11 @@ console = Console()
 
 Device = Annotated[str, typer.Option(help="Where to run, such as cpu or cuda.")]
 Threads = Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its default.", min=0)]
-Folders = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="Folder of Python files, repeatable. Default: this Python's standard library "
-        "and installed packages.",
-        exists=True,
-        file_okay=False,
-    ),
-]
-MaxFiles = Annotated[int, typer.Option(help="Files to use.", min=10)]
-ValidationFiles = Annotated[
-    int, typer.Option(help="How many of them to hold out; at most a tenth.", min=1)
-]
 Steps = Annotated[int, typer.Option(help="Optimizer steps; 0 is one pass over the data.", min=0)]
 Warmup = Annotated[int, typer.Option(help="Warm-up steps; at most a tenth of the steps.", min=0)]
 BatchSize = Annotated[int, typer.Option(help="Sequences in a step.", min=1)]
 ShapeOption = Annotated[
     Shape, typer.Option(help="HIDDENxLAYERSxHEADSxMLP.", parser=Shape.parse, metavar="SHAPE")
-]
-PairPrompts = Annotated[
-    Path | None,
-    typer.Option(help='Lines of {"prompt": …}. Default: PAIR/prompts.jsonl.', exists=True),
 ]
 Numbers = Annotated[Path | None, typer.Option(help="Where to write the numbers as JSON.")]
 ValidateEvery = Annotated[int, typer.Option(help="Steps between losses.", min=1)]

@@ -13,9 +13,8 @@ from answers import IGNORED, Texts, cross_entropies, split, token_counts
 from draft_data import Shard, read_recipe, read_shards
 from draft_tokens import load_tokenizer, matching, reduced_tokenizer, whole_vocabulary
 from numpy.typing import NDArray
-from pair import Listener
 from shapes import Shape
-from training import CHECKPOINT, Schedule, train
+from training import CHECKPOINT, Listener, Schedule, train
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from sequoia_vllm.vocabulary.matching import Matching

@@ -29,10 +29,9 @@ from draft_data import DraftDataRecipe, read_shards, write_draft_data
 from draft_quality import DraftQuality, as_data, measure_draft
 from errors import PairError
 from heads import KINDS, HeadRecipe, train_head
-from pair import Listener
 from provenance import digest, provenance
 from rich.table import Table
-from training import CHECKPOINT, Schedule
+from training import CHECKPOINT, Listener, Schedule
 
 Data = Annotated[
     Path, typer.Option(help="Folder that draft-data wrote.", exists=True, file_okay=False)

@@ -21,7 +21,7 @@ from chat_prompts import OWN, Prompt, prompts, read_prompts
 from draft_tokens import load_tokenizer
 from errors import PairError
 from numpy.typing import NDArray
-from pair import Listener
+from training import Listener
 
 from sequoia_vllm.measuring.engine_processes import engines_end_here
 from sequoia_vllm.measuring.interrupts import interrupts_get_through

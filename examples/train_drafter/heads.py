@@ -17,9 +17,8 @@ from eagle3 import Eagle3
 from errors import PairError
 from frozen_target import FrozenTarget
 from numpy.typing import NDArray
-from pair import Listener
 from safetensors.torch import load_file, save_file
-from training import CHECKPOINT, Schedule, train
+from training import CHECKPOINT, Listener, Schedule, train
 from transformers import AutoConfig, LlamaConfig
 
 from sequoia_vllm.vocabulary.matching import Matching

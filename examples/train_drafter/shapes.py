@@ -1,15 +1,8 @@
-"""The sizes of a Llama model, and the model made from them."""
+"""The sizes of a Llama model."""
 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
-
-import torch
-from token_data import SPECIAL_TOKENS
-from transformers import LlamaConfig, LlamaForCausalLM
-
-PAD_ID, BOS_ID, EOS_ID = range(len(SPECIAL_TOKENS))
-MAX_POSITIONS = 2048
 
 
 @dataclass(frozen=True)
@@ -38,28 +31,3 @@ class Shape:
         if len(sizes) != 4 or not all(size.isdecimal() for size in sizes):
             raise ValueError(f"{text!r} is not HIDDENxLAYERSxHEADSxMLP, such as 256x4x4x672")
         return cls(*map(int, sizes))
-
-    @property
-    def peak_learning_rate(self) -> float:
-        """Narrow models bear twice the rate."""
-        return 3e-3 if self.hidden <= 192 else 1.5e-3
-
-
-def new_model(shape: Shape, vocab_size: int, seed: int) -> LlamaForCausalLM:
-    """A randomly initialised model in float32."""
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=shape.hidden,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            intermediate_size=shape.mlp,
-            max_position_embeddings=MAX_POSITIONS,
-            rms_norm_eps=1e-5,
-            tie_word_embeddings=True,
-            pad_token_id=PAD_ID,
-            bos_token_id=BOS_ID,
-            eos_token_id=EOS_ID,
-        )
-    )

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from errors import PairError
 from torch import nn
-from torch.nn import functional
-from transformers import LlamaForCausalLM
 
 FINAL_RATE = 0.05  # of the peak learning rate
 WEIGHT_DECAY = 0.1
@@ -25,8 +23,19 @@ VALIDATION_WINDOWS = 128
 CHECKPOINT = "resume.pt"  # in the folder of what is trained
 
 
+@dataclass(frozen=True)
+class Listener:
+    """Told what is going on: a new stage and its steps (None: unknown), and each step's loss.
+
+    Steps that learn nothing have no loss.
+    """
+
+    on_stage: Callable[[str, int | None], None]
+    on_step: Callable[[float | None], None]
+
+
 class Batches(ABC):
-    """What is learnt from: `token_data.Windows`, or `answers.Texts`."""
+    """What is learnt from: `answers.Texts`."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -158,14 +167,6 @@ def train(
             if on_validation is not None:
                 on_validation(points[-1])
     return points
-
-
-def next_token_loss(model: LlamaForCausalLM, windows: torch.Tensor) -> torch.Tensor:
-    """Mean next-token cross-entropy over windows of shape ``[batch, length + 1]``."""
-    windows = windows.to(model.device)
-    with torch.autocast(model.device.type, dtype=torch.bfloat16):
-        logits = model(windows[:, :-1], use_cache=False).logits
-    return functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
 
 def _optimizers(

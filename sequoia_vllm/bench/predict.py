@@ -7,24 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sequoia_vllm.bench.report import PredictedSpeed
-from sequoia_vllm.bench.rounds import BenchSettings
-from sequoia_vllm.calibration.acceptance_task import AcceptanceSettings, AcceptanceTask
-from sequoia_vllm.calibration.measure_acceptance import measure_acceptance
-from sequoia_vllm.calibration.measure_profile import ProfileSettings, measure_profile
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library import tree_library
 from sequoia_vllm.library.files import AcceptanceFile
 from sequoia_vllm.library.pair_key import PairKey
-from sequoia_vllm.measuring.engines import Progress
-from sequoia_vllm.measuring.interrupts import last_interrupt
 from sequoia_vllm.tree.token_tree import TokenTree
 
 _ROOT = TokenTree((-1,))
-_HERE = "measured by this command"
-# Largest tree to time for predictions, root included, and tokens to count acceptance on.
-_LARGEST = 64
-_TOKENS_TOTAL = 10_000
 
 
 @dataclass(frozen=True)
@@ -66,42 +56,6 @@ class PredictionBasis:
         if found is None:
             return None
         return cls.load(found.profile, [found.acceptance], context_length)
-
-    @classmethod
-    def measured(
-        cls, settings: BenchSettings, prompts: Path | None, raw_prompts: bool, progress: Progress
-    ) -> PredictionBasis:
-        """Measures times of the pair, and its acceptance at each temperature.
-
-        Args:
-            settings: The comparison to predict.
-            prompts: File of its prompts; None: the built-in set.
-            raw_prompts: Whether bare prompts go without the chat template.
-            progress: Called with (what is done, done, all).
-
-        Raises:
-            PromptError, CalibrationError: If something cannot be measured.
-            KeyboardInterrupt: If a user or signal interrupts it.
-        """
-        vectors = []
-        for temperature in settings.temperatures:
-            how = AcceptanceSettings(
-                settings.engine, prompts=prompts, num_prompts=len(settings.prompts),
-                raw_prompts=raw_prompts, max_tokens=settings.max_tokens, temperature=temperature,
-                max_tokens_total=_TOKENS_TOTAL,
-            )  # fmt: skip
-            vector = measure_acceptance(AcceptanceTask.prepare(how, "bench"), progress=progress)
-            if vector.calibration is not None and not vector.calibration.complete:
-                raise last_interrupt()
-            vectors.append((vector, _HERE))
-        largest = min(_LARGEST, settings.most_drafts + 1)
-        ladder = [size for size in (1, 2, 4, 8, 16, 32) if size < largest]
-        context = settings.middle_context
-        times = ProfileSettings(
-            settings.engine, prompts=prompts, batch_sizes=settings.batch_sizes,
-            tokens=(*ladder, max(4, largest)), contexts=(max(context, 32),),
-        )  # fmt: skip
-        return cls(measure_profile(times, progress), _HERE, vectors, context)
 
     def predict(
         self, tree: TokenTree | None, drafts: int, batch_size: int, temperature: float

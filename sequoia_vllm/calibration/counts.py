@@ -100,7 +100,7 @@ def estimate_acceptance(offered: Counts, accepted: Counts) -> AcceptanceEstimate
 
 
 def precision(estimate: AcceptanceEstimate) -> float:
-    """How well the vector is known: the number that `tune --precision` bounds.
+    """How well the vector is known: the number that `AcceptanceSettings.precision` bounds.
 
     It is the largest product of an entry's half-width (95 %) and the share of trees that reach
     its depth. The entry may make the expected accepted nodes of its depth wrong by so much.

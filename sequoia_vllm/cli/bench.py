@@ -77,12 +77,6 @@ def bench(
         str | None,
         typer.Option(help="Acceptance files to predict from, one per temperature; with --profile."),
     ] = None,
-    predict: Annotated[
-        bool,
-        typer.Option(
-            "--predict", help="Measure acceptance and times to predict from first: minutes more."
-        ),
-    ] = False,
     dtype: DtypeOption = "auto",
     eager: EagerOption = False,
     kv_cache_gib: CacheOption = 1.0,
@@ -112,8 +106,8 @@ def bench(
         draft = draft or known_draft(target)
     options = dict(locals())
     check_output("--output", output)
-    if (profile is None) != (acceptance is None) or (predict and profile is not None):
-        fail("give both --profile and --acceptance, or --predict to measure them, or neither")
+    if (profile is None) != (acceptance is None):
+        fail("give both --profile and --acceptance, or neither")
     from sequoia_vllm.bench.predict import PredictionBasis
     from sequoia_vllm.bench.run import run_bench
     from sequoia_vllm.prompts import load_prompts
@@ -128,8 +122,6 @@ def bench(
         if profile is not None:
             basis = PredictionBasis.load(profile, _paths(acceptance), settings.middle_context)
         with measuring("bench:", "interrupted: nothing was kept") as progress:
-            if predict:
-                basis = PredictionBasis.measured(settings, prompts, raw_prompts, progress)
             report = run_bench(settings, basis, _described(options, chosen), progress)
     if output is not None:
         report.save(output)

@@ -22,7 +22,7 @@ def plot_speeds(report: BenchReport, path: Path) -> None:
     for result in shown(report.results):
         name = "vLLM's best chain" if result.kind is Kind.CHAIN else result.method
         lines.setdefault(name, []).append(result)
-    chain, *trees = shades(max(3, len(lines) - 1))  # as in benchmarks/bench_pictures.py
+    chain, *trees = shades(max(3, len(lines) - 1))
     colours = {Kind.PLAIN: iter([GREY]), Kind.CHAIN: iter([chain]), Kind.SEQUOIA: iter(trees)}
     for number, (name, results) in enumerate(lines.items()):
         colour, shift = next(colours[results[0].kind]), 0.06 * (number - (len(lines) - 1) / 2)

@@ -24,7 +24,6 @@ from sequoia_vllm.cli.measuring import (
     VerboseOption,
     check_models,
     check_output,
-    check_plot,
     known_draft,
     note_synthetic,
     numbers,
@@ -33,7 +32,6 @@ from sequoia_vllm.cli.measuring import (
 )
 from sequoia_vllm.cli.tune_steps import count_into, finish_counting, time_into, tune_pair
 from sequoia_vllm.cli.tune_view import (
-    plot_profile,
     print_acceptance,
     print_profile,
     print_report,
@@ -58,9 +56,16 @@ class Budget:
     """How much to measure unless options say otherwise.
 
     Attributes:
+        precision: Count until no entry's 95 % half-width, times the share of trees that reach
+            its depth, is above this.
+        max_tokens_total: The most tokens to count on.
+        branch: Children offered at each node.
+        depth: Depths to tell apart.
         counted: Tokens per completion for counting acceptance. Few tokens of many prompts tell
             more than many tokens of few, as acceptance varies most between prompts.
+        batch_sizes, tokens, context: See the options.
         timed: Tokens per completion for timing steps.
+        rounds: Rounds; the middle one counts.
         enough_seconds: See `ProfileSettings`.
     """
 
@@ -115,17 +120,8 @@ def tune(
     num_prompts: Annotated[int | None, typer.Option(
         min=1, rich_help_panel=COUNTING,
         help="Count on the first so many prompts; none: all.")] = None,
-    precision: Annotated[float | None, _budgeted(
-        COUNTING, "precision", "Count until no entry's 95 % half-width, times the share of trees "
-        "that reach its depth, is above this.", min=1e-4, max=0.5)] = None,
     max_tokens_total: Annotated[int | None, _budgeted(
         COUNTING, "max_tokens_total", "Stop when so many tokens were generated.", min=1)] = None,
-    branch: Annotated[int | None, _budgeted(
-        COUNTING, "branch", "Children to offer at each node.", min=1, max=64)] = None,
-    depth: Annotated[int | None, _budgeted(
-        COUNTING, "depth", "Depths to tell apart.", min=1, max=16)] = None,
-    restart: Annotated[bool, typer.Option("--restart", rich_help_panel=COUNTING,
-        help="Do not go on from an earlier run: count anew.")] = False,
     profile: Annotated[Path | None, typer.Option(
         rich_help_panel=TIMING,
         help="Use this file, which --only times wrote: do not time.")] = None,
@@ -139,10 +135,6 @@ def tune(
     context: Annotated[str | None, _budgeted(
         TIMING, "context", "Tokens of context of each request. Of several, like 256,1024, the "
         "tree is chosen for the first.")] = None,
-    rounds: Annotated[int | None, _budgeted(
-        TIMING, "rounds", "Rounds; the middle one counts.", min=1)] = None,
-    plot: Annotated[Path | None, typer.Option(
-        rich_help_panel=TIMING, help="Draw t(n)/t(1) to this file (.svg, .png or .pdf).")] = None,
     dtype: DtypeOption = "auto",
     tensor_parallel_size: Annotated[int, typer.Option(
         min=1, help="Devices the target is split over.")] = 1,
@@ -177,7 +169,7 @@ def tune(
         counting, timing = _settings(options)
         if only is TuneStep.ACCEPTANCE:
             path = output or Path("acceptance.json")
-            counted = count_into(path, counting, class_name(path.stem), restart)
+            counted = count_into(path, counting, class_name(path.stem))
             print_json(counted.to_dict()) if as_json else print_acceptance(counted)
             finish_counting(counted, path)
             return
@@ -188,11 +180,8 @@ def tune(
             print_json(timed.to_dict()) if as_json else print_profile(timed)
             note(f"written to {path}")
         else:
-            timed, report = tune_pair(counting, timing, acceptance, profile, restart)
+            report = tune_pair(counting, timing, acceptance, profile)
             print_json(report) if as_json else print_report(report)
-        if plot is not None:
-            plot_profile(timed, plot)
-            note(f"drawn to {plot}")
 
 
 def _check_files(options: dict[str, Any]) -> None:
@@ -204,11 +193,6 @@ def _check_files(options: dict[str, Any]) -> None:
         if only is step and options[given] is not None:
             fail(f"--only {only} measures what --{given} gives: leave one of them out")
     check_output("--output", options["output"])
-    plot = options["plot"]
-    if plot is not None:
-        if only is TuneStep.ACCEPTANCE:
-            fail("--plot draws times, and --only acceptance measures none: leave one of them out")
-        check_plot(plot)
 
 
 def _settings(options: dict[str, Any]) -> tuple[AcceptanceSettings, ProfileSettings]:

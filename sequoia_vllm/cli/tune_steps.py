@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def count_into(
-    path: Path, settings: AcceptanceSettings, name: str, restart: bool, stage: str = ""
+    path: Path, settings: AcceptanceSettings, name: str, stage: str = ""
 ) -> AcceptanceFile:
     """Measures acceptance into ``path``; continues the same measurement if the file has one.
 
@@ -35,7 +35,6 @@ def count_into(
         path: File to write.
         settings: What to measure.
         name: Draft strength class of the result.
-        restart: True to measure anew.
         stage: The command's stage, shown before its progress.
 
     Returns:
@@ -45,12 +44,12 @@ def count_into(
     from sequoia_vllm.calibration.measure_acceptance import measure_acceptance
 
     task = AcceptanceTask.prepare(settings, name)
-    previous = None if restart else _previous(path, task)
+    previous = _previous(path, task)
     start = None
     if previous is not None:
         state = _state(previous)
         if task.is_done(state):
-            note(f"{path} holds this measurement already ({_covered(state)}): --restart measures "
+            note(f"{path} holds this measurement already ({_covered(state)}): delete it to measure "
                  "anew")  # fmt: skip
             return previous
         if task.can_go_on(state):
@@ -120,17 +119,15 @@ def tune_pair(
     timing: ProfileSettings,
     acceptance: Path | None,
     profile: Path | None,
-    restart: bool,
-) -> tuple[Profile, dict[str, Any]]:
+) -> dict[str, Any]:
     """Measures acceptance and times unless files are given, then chooses and saves the tree.
 
     Args:
         counting, timing: How to measure; the tree is for the first context.
         acceptance, profile: Files of earlier measurements; None: measure.
-        restart: True to count anew.
 
     Returns:
-        The times, and the command's report.
+        The command's report.
     """
     from sequoia_vllm.calibration import tuned_tree
     from sequoia_vllm.library.tree_library import TreeLibrary
@@ -148,14 +145,14 @@ def tune_pair(
         tuned_tree.check_profile(pair, times)
     stages = _stages(("acceptance", vector), ("profile", times))
     if vector is None:
-        vector = _counted(files.acceptance, counting, restart, next(stages))
+        vector = _counted(files.acceptance, counting, next(stages))
     if times is None:
         times = time_into(files.profile, timing, [vector.vector], next(stages))
     vector.save(files.acceptance)  # changes the file only if a vector was given
     times.save(files.profile)
     entry = tuned_tree.tuned_entry(vector, times, context, largest)
     if counting.temperature > 0 and acceptance is None and entry.tree.size > 1:
-        method, on_tree = _compared(counting, entry, vector, files, restart)
+        method, on_tree = _compared(counting, entry, vector, files)
         if method != DEFAULT_METHOD:
             # Counts with traversal choose how much of this tree to draft. A tree chosen from
             # them would be too shallow: they depend on the nodes below a node.
@@ -163,7 +160,7 @@ def tune_pair(
             entry = entry.model_copy(update={"verification": method})
     path = tuned_tree.save_tuned(library, pair, entry)
     best = tuned_tree.best_tree_at_any_price(vector, times, context)
-    return times, {
+    return {
         "device": pair.device,
         "target": pair.target,
         "draft": pair.draft,
@@ -197,10 +194,10 @@ def _stages(*measurements: tuple[str, Any]) -> Iterator[str]:
         yield f"{number} of {len(names)}{then}: "
 
 
-def _counted(path: Path, settings: AcceptanceSettings, restart: bool, stage: str) -> AcceptanceFile:
+def _counted(path: Path, settings: AcceptanceSettings, stage: str) -> AcceptanceFile:
     """Measures acceptance into ``path``; ends the program if it is interrupted."""
     name = f"tuned-t{settings.temperature:g}"
-    measured = count_into(path, settings, name, restart, stage)
+    measured = count_into(path, settings, name, stage)
     finish_counting(measured, path)
     return measured
 
@@ -210,7 +207,6 @@ def _compared(
     entry: TreeEntry,
     vector: AcceptanceFile,
     files: TunedFiles,
-    restart: bool,
 ) -> tuple[str, AcceptanceFile]:
     """The verification method with more tokens per step from this tree, and its acceptance.
 
@@ -226,7 +222,7 @@ def _compared(
             max_tokens_total=max(1, settings.max_tokens_total // 2),
         )  # fmt: skip
         stage = f"verification {number} of {len(methods)} ({method}), "
-        measured[method] = _counted(files.directory / f"{method}.json", how, restart, stage)
+        measured[method] = _counted(files.directory / f"{method}.json", how, stage)
     found = " and ".join(f"{tokens_per_step(measured[m]):.2f} with {m}" for m in methods)
     note(f"tokens per step from the tree of {tree.size} nodes: {found}")
     method = better_method(measured)

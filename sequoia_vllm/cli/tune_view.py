@@ -1,4 +1,4 @@
-"""Shows the measurements and choices of ``tune``: tables on a terminal, and a picture."""
+"""Shows the measurements and choices of ``tune``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sequoia_vllm.cli.common import console, new_table, note
-from sequoia_vllm.figures import check_format, draw_grid, new_figure, save_figure, shades
 
 if TYPE_CHECKING:
-    from sequoia_vllm.hardware.step_profile import Curve, Profile
+    from sequoia_vllm.hardware.step_profile import Profile
     from sequoia_vllm.library.files import AcceptanceFile
 
 
@@ -59,42 +58,6 @@ def print_profile(measured: Profile) -> None:
             plain, tree = f"{1e3 * rest.plain_seconds:.2f}", f"{1e3 * rest.tree_seconds:.2f}"
             table.add_row("", "the rest", *(plain if n == 1 else tree for n in sizes))
         console().print(table)
-
-
-def plot_profile(profile: Profile, path: Path) -> None:
-    """Draws t(n)/t(1) of the target and of the draft, by batch size and context.
-
-    Raises:
-        FigureFormatError: If the format is not one that we write.
-    """
-    check_format(path)
-    figure, panels = new_figure(10, 4.4, columns=2)
-    from matplotlib.ticker import StrMethodFormatter
-
-    def place(curve: Curve) -> tuple[int, int]:
-        return curve.batch_size, curve.context_length
-
-    curves = (profile.target_forward, profile.draft_level)
-    names = ("target: t(n) / t(1)", "one draft level / t(1)")
-    plain = {place(curve): curve.seconds[0] for curve in profile.target_forward}
-    for axes, part, name in zip(panels, curves, names, strict=True):
-        for curve, colour in zip(sorted(part, key=place), shades(len(part)), strict=True):
-            ratios = [seconds / plain[place(curve)] for seconds in curve.seconds]
-            label = f"batch {curve.batch_size}, context {curve.context_length}"
-            axes.plot(curve.tokens, ratios, color=colour, marker="o", markersize=3, label=label)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.set_xlabel("tokens per request")
-        axes.set_ylim(bottom=0)
-        draw_grid(axes, "both")
-        axes.set_title(name, loc="left", fontsize=10)
-    panels[0].legend(fontsize=7, frameon=False)
-    figure.suptitle(
-        f"{Path(profile.target).name} with {Path(profile.draft).name} on {profile.device}, "
-        f"{profile.dtype} ({profile.source})",
-        fontsize=10,
-    )
-    save_figure(figure, path)
 
 
 def print_report(report: dict[str, Any]) -> None:

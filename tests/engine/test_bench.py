@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.bench_pictures import plot_report
 from benchmarks.synthetic_target import write_synthetic_target
 from sequoia_vllm.bench import chains
 from sequoia_vllm.bench.engines import open_engines
@@ -60,7 +59,6 @@ def test_bench_of_the_embedded_pair(tmp_path):
     assert done.exit_code == 0, done.stderr
     found = BenchReport.model_validate(json.loads(done.stdout))
     assert found == BenchReport.model_validate_json((tmp_path / "bench.json").read_text())
-    assert len(plot_report(found, tmp_path / "plots")) == 4
 
     cases = [(t, b) for t in (0, 1) for b in (1, 2)]
     methods = ["plain vLLM", "chain of 2", "chain of 3", "Sequoia auto", "Sequoia 8x3"]
@@ -193,20 +191,3 @@ def test_the_demo_compiles_on_cpus_only_when_asked(options, eager, monkeypatch):
     assert done.exit_code == 0, done.stderr
     [settings] = found
     assert settings.engine.enforce_eager is eager
-
-
-def test_predictions_from_measurements_of_its_own():
-    done = bench(
-        "--dtype", "float32", "--batch-sizes", "1", "--temperature", "0", "--chain", "none",
-        "--trees", "8x3", "--rounds", "1", "--num-prompts", "2", "--predict",
-    )  # fmt: skip
-    assert done.exit_code == 0, done.stderr
-    plain_, tree = BenchReport.model_validate(json.loads(done.stdout)).results
-    assert plain_.predicted is None
-    assert tree.predicted is not None
-    assert tree.predicted.profile == tree.predicted.acceptance == "measured by this command"
-    assert not tree.predicted.extrapolated
-    assert 1 < tree.predicted.tokens_per_step <= 4
-    assert tree.measured_over_predicted == pytest.approx(
-        tree.speedup.median / tree.predicted.speedup
-    )

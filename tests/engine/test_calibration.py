@@ -285,7 +285,7 @@ def test_tune_then_auto(tmp_path, monkeypatch):
     result = CliRunner().invoke(
         app,
         [
-            "tune", "--model", TARGET, "--draft-model", DRAFT, "--quick", "--precision", "0.2",
+            "tune", "--model", TARGET, "--draft-model", DRAFT, "--quick",
             "--max-tokens-total", "300", "--batch-sizes", "1,2", "--tokens", "1,4",
             "--context", "64", "--dtype", "float32", "--eager", "--kv-cache-gib", "0.0625",
             "--json",

@@ -25,7 +25,6 @@ SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
 COMMAND = (
     Path(sys.executable).with_name("sequoia-vllm"), "tune", "--only", "acceptance",
     "--model", TARGET, "--draft-model", DRAFT, "--dtype", "float32", "--kv-cache-gib", "0.1",
-    "--precision", "0.001", "--num-prompts", "8",
 )  # fmt: skip
 WITH_A_WORKER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 SECONDS_TO_END = 10.0

@@ -2,12 +2,12 @@
 
 import pytest
 
-from benchmarks.noisy_copy import write_noisy_copy
 from benchmarks.soak.chats import prompts_for
 from benchmarks.soak.in_engine import answers, differences
 from benchmarks.soak.random_requests import random_requests
 from examples.smollm2.cache import cached_folder, is_cached
 from tests.support.engines import metric, running, sequoia
+from tests.support.noisy_copy import write_noisy_copy
 
 pytestmark = [
     pytest.mark.engine,

@@ -10,13 +10,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from benchmarks.bench_pictures import main, plot_report
 from sequoia_vllm.bench import engines, measure, run
 from sequoia_vllm.bench.decode_rate import Arrival, Steady, part_seconds, pooled, steady_part
 from sequoia_vllm.bench.engines import check_memory, engine_options
@@ -199,13 +197,11 @@ def test_progress_counts_the_turns_of_all_cases_forward(monkeypatch):
         EngineSpec("t", "d"), methods=three, prompts=([7],), temperatures=(0.0, 0.7), rounds=2
     )
     engine = SimpleNamespace(dtype="float32", tree=None, drafts=lambda batch: 0)
-    monkeypatch.setattr(
-        measure, "open_engines", lambda *_: nullcontext({one.name: engine for one in three})
-    )
     for name in ("warm_up", "run_round", "_check_outputs"):
         monkeypatch.setattr(measure, name, lambda *_: None)
     reports = []
-    measure.measure(settings, lambda *report: reports.append(report))
+    opened = nullcontext({one.name: engine for one in three})
+    measure.measure(settings, lambda *report: reports.append(report), lambda *_: opened)
     done, total = [report[1] for report in reports], {report[2] for report in reports}
     assert total == {12}
     assert done == sorted(done)
@@ -667,16 +663,6 @@ def test_the_search_for_the_best_chain_is_shown_as_a_prediction(capsys, monkeypa
     assert ["1", "4", "probabilistic,", "block", "10.0", "(20.0)", "30.0"] in lines
 
 
-def test_plots(tmp_path):
-    names = {path.name for path in plot_report(report(), tmp_path / "plots")}
-    assert names == {"speedup.png", "tokens_per_step.png", "step_time.png"}
-    predicted = basis(temperature=0.0).predict(TREE, 3, 1, 0.0)
-    drawn = plot_report(report(GROWN, lambda runs, case: predicted), tmp_path)
-    assert [path.name for path in drawn][-1] == "predicted.png"
-    for path in drawn:
-        assert path.read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_plot_has_a_line_for_plain_the_best_chain_and_each_tree(tmp_path):
     path = tmp_path / "speeds.svg"
     plot_speeds(report(GROWN), path)
@@ -685,19 +671,6 @@ def test_the_plot_has_a_line_for_plain_the_best_chain_and_each_tree(tmp_path):
         assert f"<!-- {name} -->" in drawn
     assert "chain of 2" not in drawn
     assert "t with d, bfloat16; synthetic target" in drawn
-
-
-def test_pictures_of_a_report_on_the_disk(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "bench.json"
-    path.write_text(json.dumps(report().to_dict()))
-    monkeypatch.setattr(sys, "argv", ["bench_pictures", str(path), str(tmp_path / "pictures")])
-    main()
-    drawn = capsys.readouterr().out.split()
-    assert [Path(name).exists() for name in drawn] == [True] * 3
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(typer.Exit):
-        main()
-    assert "pip install matplotlib" in " ".join(capsys.readouterr().err.split())
 
 
 def test_git_revision(tmp_path, monkeypatch):

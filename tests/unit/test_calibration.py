@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,6 +37,8 @@ from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.provenance import model_hashes
 from sequoia_vllm.tree import Acceptance, TokenTree, optimize_tree
 from tests.support.models import DRAFT, TARGET
+
+tune = import_module("sequoia_vllm.cli.tune")
 
 
 def test_pure_parts_import_no_vllm():
@@ -434,7 +437,13 @@ def test_prompts_too_long_for_the_target(tmp_path):
 # -- the command -----------------------------------------------------------------
 
 PAIR = ("--model", TARGET, "--draft-model", DRAFT)
-SMALL = ("--branch", "3", "--depth", "1", "--max-tokens", "32", "--precision", "0.1")
+SMALL = ("--max-tokens", "32")
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Few children and depths, known roughly."""
+    monkeypatch.setattr(tune, "FULL", replace(tune.FULL, branch=3, depth=1, precision=0.1))
 
 
 def call(*arguments: str):
@@ -442,7 +451,7 @@ def call(*arguments: str):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_counting_again(dice, tmp_path, monkeypatch, number, code):
+def test_counting_again(dice, few, tmp_path, monkeypatch, number, code):
     monkeypatch.chdir(tmp_path)
     # Dice are so fast that a second between checkpoints is a very long time.
     monkeypatch.setitem(measure_acceptance.__kwdefaults__, "checkpoint_seconds", 0)
@@ -463,10 +472,9 @@ def test_counting_again(dice, tmp_path, monkeypatch, number, code):
     result = call(*PAIR, *SMALL, "-o", "a.json", "--temperature", "0.5")
     assert "holds another measurement (temperature, top_p differ): starting" in result.stderr
     assert len(dice.engines) == 3
-    result = call(*PAIR, *SMALL, "-o", "a.json", "--temperature", "0.5", "--restart")
-    assert len(dice.engines) == 4
     # More exactly: what was sampled before counts.
-    result = call(*PAIR, *SMALL, "-o", "a.json", "--temperature", "0.5", "--precision", "0.05")
+    monkeypatch.setattr(tune, "FULL", replace(tune.FULL, precision=0.05))
+    result = call(*PAIR, *SMALL, "-o", "a.json", "--temperature", "0.5")
     assert "going on from a.json" in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json"]
 
@@ -478,7 +486,6 @@ def test_counting_again(dice, tmp_path, monkeypatch, number, code):
         ((*PAIR, "--output", "no/such/dir/x.json"), "there is no directory"),
         ((*PAIR, "--output", "."), "is a directory: name a file"),
         ((*PAIR, "--acceptance", "a.json"), "--only acceptance measures what --acceptance gives"),
-        ((*PAIR, "--plot", "a.svg"), "--plot draws times, and --only acceptance measures none"),
         ((*PAIR, "--batch-sizes", "0"), "batch size 0"),
         (("--model", "t", "--draft-model", "d"), "the target 't' is no folder here"),
         (("--model", TARGET, "--draft-model", "d"), "the draft 'd' is no folder here"),
@@ -500,10 +507,10 @@ def test_other_files_are_not_taken_for_calibrations(tmp_path):
     assert path.read_text() == "{}"
 
 
-def test_the_largest_of_the_batch_sizes_is_counted_at_once(dice, tmp_path):
-    path = str(tmp_path / "a.json")
+def test_the_largest_of_the_batch_sizes_is_counted_at_once(dice, few, tmp_path):
     for more, expected in ((["--batch-sizes", "1,3"], 3), ([], 8)):
-        assert call(*PAIR, *SMALL, *more, "--restart", "-o", path).exit_code == 0
+        path = tmp_path / f"a{expected}.json"
+        assert call(*PAIR, *SMALL, *more, "-o", str(path)).exit_code == 0
         found = AcceptanceFile.load(path)
         assert found.provenance["settings"]["batch_size"] == expected
-        assert found.name == "a"
+        assert found.name == path.stem

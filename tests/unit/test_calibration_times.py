@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 from sequoia_vllm.calibration import measure_profile
 from sequoia_vllm.calibration.measure_profile import Ladder, ProfileSettings, Rounds
 from sequoia_vllm.cli import app
-from sequoia_vllm.cli.tune_view import plot_profile, print_profile
+from sequoia_vllm.cli.tune_view import print_profile
 from sequoia_vllm.errors import CalibrationError
-from sequoia_vllm.figures import FigureFormatError
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.step_curves import (
     BatchTimes,
@@ -258,14 +257,6 @@ def test_profile_files_keep_all_of_it(tmp_path):
     assert Profile.load(tmp_path / "p.json") == profile
 
 
-@pytest.mark.parametrize("ending", ["png", "svg"])
-def test_plot(tmp_path, ending):
-    plot_profile(profile_of_records(), tmp_path / f"p.{ending}")
-    assert (tmp_path / f"p.{ending}").stat().st_size > 5000
-    with pytest.raises(FigureFormatError, match="name a file ending in"):
-        plot_profile(profile_of_records(), tmp_path / "p.txt")
-
-
 def test_table(capsys):
     print_profile(profile_of_records())
     lines = capsys.readouterr().out.splitlines()
@@ -294,7 +285,6 @@ def test_table(capsys):
         (("--profile", "p.json"), "--only times measures what --profile gives"),
         (("--prompts", "none.txt"), "name a file with --prompts"),
         (("--output", "no/such/dir/x.json"), "there is no directory"),
-        (("--plot", "p.gif"), "name a file ending in .svg, .png or .pdf"),
     ],
 )
 def test_friendly_errors(tmp_path, monkeypatch, arguments, message):

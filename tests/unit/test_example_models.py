@@ -1,24 +1,17 @@
-"""The example pair, its model card, and the script that trains such a pair."""
+"""The example pair and its model card."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
-
-from tests.support.train_drafter import run_here
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "examples" / "models"
-SCRIPT = ROOT / "examples" / "train_drafter"
 NAMES = ("target", "draft")
 PARAMETERS = {"target": 4_163_840, "draft": 1_672_128}
 METRICS = ("target_cross_entropy", "draft_cross_entropy", "top1_agreement", "overlap")
@@ -27,16 +20,6 @@ MAX_BYTES = 16 * 1024**2
 
 def read_prompts(path: Path) -> list[str]:
     return [json.loads(line)["prompt"] for line in path.read_text("utf-8").splitlines()]
-
-
-def run_script(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, SCRIPT, *arguments, "--threads", "1"],
-        env={**os.environ, "RAYON_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def load(folder: Path):
@@ -61,19 +44,6 @@ def evaluation():
 @pytest.fixture(scope="module")
 def card():
     return (MODELS / "README.md").read_text("utf-8")
-
-
-@pytest.fixture(scope="module")
-def smoke_pair(tmp_path_factory):
-    """The script's smoke run, with models that are smaller still."""
-    out = tmp_path_factory.mktemp("smoke") / "pair"
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
-    folders = [option for name in ("asyncio", "email") for option in ("--folder", stdlib / name)]
-    sizes = "--steps 20 --max-files 50 --vocab-size 512 --batch-size 4 --sequence-length 64"
-    shapes = "--target 32x2x2x64 --draft 16x1x1x32"
-    result = run_script("train", "--out", out, *folders, *sizes.split(), *shapes.split())
-    assert result.returncode == 0, result.stderr
-    return out
 
 
 class TestExamplePair:
@@ -131,9 +101,6 @@ class TestModelCard:
             assert f"| {mean:.3f} | {error:.3f} |" in card
         assert f"{quality['positions']:,}" in card
 
-    def test_gives_the_command_of_the_evaluation(self, card, evaluation):
-        assert f"python {' '.join(evaluation['provenance']['argv'])}\n" in card
-
     @pytest.mark.slow
     @torch.no_grad()
     def test_evaluation_agrees_with_the_definitions(self, models, tokenizer, evaluation):
@@ -151,42 +118,3 @@ class TestModelCard:
         published = [evaluation["quality"][metric]["mean"] for metric in METRICS]
         assert positions == evaluation["quality"]["positions"]
         assert (totals / positions).tolist() == pytest.approx(published, abs=1e-3)
-
-
-@pytest.mark.slow
-class TestTrainPair:
-    @pytest.mark.parametrize("name", NAMES)
-    def test_result_loads(self, name, smoke_pair):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(smoke_pair / name)
-        model = transformers.AutoModelForCausalLM.from_pretrained(smoke_pair / name)
-        assert model.dtype == torch.bfloat16
-        assert model.config.vocab_size == len(tokenizer) == 512
-        assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
-        ids = tokenizer("def main():\n", return_tensors="pt").input_ids
-        assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] > ids.shape[1]
-
-    def test_leaves_the_pair_and_its_record(self, smoke_pair):
-        names = {path.name for path in smoke_pair.iterdir()}
-        assert names == {"target", "draft", "prompts.jsonl", "metrics.json"}
-        assert len(read_prompts(smoke_pair / "prompts.jsonl")) == 200
-        metrics = json.loads((smoke_pair / "metrics.json").read_text("utf-8"))
-        # At most a tenth of the files is held out.
-        assert metrics["files"]["validation"] == sum(metrics["files"].values()) // 10
-        assert [point["step"] for point in metrics["validation_loss"]["target"]] == [20]
-        assert metrics["provenance"]["versions"]["torch"] == torch.__version__
-
-    def test_evaluate_measures_the_same_again(self, smoke_pair, tmp_path):
-        result = run_here("evaluate", smoke_pair, "--out", tmp_path / "quality.json")
-        assert result.returncode == 0, result.stderr
-        again = json.loads((tmp_path / "quality.json").read_text("utf-8"))["quality"]
-        first = json.loads((smoke_pair / "metrics.json").read_text("utf-8"))["quality"]
-        for metric in METRICS:
-            assert again[metric] == pytest.approx(first[metric], rel=1e-6)
-        assert again["target_parameters"] == load(smoke_pair / "target").num_parameters()
-
-    def test_evaluate_refuses_two_tokenizers(self, smoke_pair, tmp_path):
-        (tmp_path / "target").symlink_to(MODELS / "target")
-        (tmp_path / "draft").symlink_to(smoke_pair / "draft")
-        result = run_here("evaluate", tmp_path, "--prompts", MODELS / "prompts.jsonl")
-        assert result.returncode == 1
-        assert "different tokenizers" in result.stderr

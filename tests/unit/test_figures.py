@@ -15,7 +15,6 @@ PAIR = ["--model", TARGET, "--draft-model", DRAFT]
     "command",
     [
         ["tree", "plot", "h200/70b-1b/shipped", "--output", "tree.svg"],
-        ["tune", "--only", "times", *PAIR, "--output", "profile.json", "--plot", "profile.svg"],
         ["bench", *PAIR, "--plot", "speeds.svg"],
     ],
     ids=lambda command: command[0],

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.memory import fewest_devices, memory_fit
+from benchmarks.memory import memory_fit
 from benchmarks.predicted import with_interconnect
 from sequoia_vllm.hardware.assumptions import Assumptions
 from sequoia_vllm.hardware.choose import choose_tree
@@ -303,18 +303,3 @@ class TestMemory:
         for name, reported in {"h100-sxm": 81559, "rtx-4090": 24564, "h200": 143771}.items():
             memory = identify(name).spec.memory_bytes
             assert 0.99 * memory < reported * MIB <= memory
-
-    def test_fewest_devices(self):
-        pair = model_classes()["70b-1b"]
-
-        def fewest(device, tokens=1, dtype="bfloat16"):
-            return fewest_devices(identify(device).spec, pair.target, pair.draft, dtype, tokens)
-
-        assert [fewest(name) for name in ("mi300x", "h200", "h100-sxm", "l4")] == [1, 2, 2, 8]
-        assert fewest("h100-sxm", tokens=100_000) == 4
-        assert fewest("h200", dtype="fp8") == 1
-        assert fewest("t4", tokens=10**9) is None
-        small = model_classes()["7b-68m"]
-        assert fewest_devices(identify("t4").spec, small.target, small.draft) == 2
-        many = fewest_devices(identify("t4").spec, small.target, small.draft, tokens=10**6)
-        assert many is None  # its draft's 12 heads are in the way of 8 devices

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.frontier import independent_sequences
-from benchmarks.optimizer import PROBLEMS, cost_of
 from sequoia_vllm.tree import (
     Acceptance,
     Frontier,
@@ -241,6 +240,11 @@ def test_progress_is_reported_to_the_end():
     assert seen == sorted(seen)
 
 
+def independent_sequences(count, size):
+    """Chains from the root, as long as each other within one node: what SpecInfer drafts."""
+    return TokenTree((-1, *(max(0, node - count) for node in range(1, size))))
+
+
 def test_never_worse_than_independent_sequences():
     for count in (1, 4, 16):
         for size in (17, 65, 257):
@@ -255,8 +259,12 @@ def test_never_worse_than_independent_sequences():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: f"size {problem.size}")
-def test_memory(problem):
-    """Its time is `benchmarks.optimizer`'s to say."""
-    _, mib = cost_of(problem, runs=1)
-    assert mib < problem.limit_mib
+@pytest.mark.parametrize("limits", [(128, 10, 32), (1024, 32, 32)])
+def test_memory(limits):
+    """A GiB at most is allocated at once."""
+    tracemalloc.start()
+    try:
+        optimize_tree(REFERENCE_ACCEPTANCE, *limits)
+        assert tracemalloc.get_traced_memory()[1] < 2**30
+    finally:
+        tracemalloc.stop()

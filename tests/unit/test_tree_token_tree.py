@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.frontier import independent_sequences
-from sequoia_vllm.tree import Acceptance, TokenTree, TreeError
+from sequoia_vllm.tree import Acceptance, TokenTree
 from tests.support.reference_trees import acceptances, trees
 
 
@@ -123,15 +122,6 @@ def test_arrays_cannot_be_changed():
 def test_chain():
     assert TokenTree.chain(3).parents == (-1, 0, 1, 2)
     assert TokenTree.chain(0).parents == (-1,)
-    assert TokenTree.chain(3) == independent_sequences(1, 4)
-
-
-def test_independent_sequences():
-    tree = independent_sequences(3, 8)
-    assert tree.parents == (-1, 0, 0, 0, 1, 2, 3, 4)
-    assert independent_sequences(5, 3).parents == (-1, 0, 0)
-    with pytest.raises(TreeError, match="both must be at least 1"):
-        independent_sequences(0, 3)
 
 
 def test_numpy_integers_are_node_numbers():

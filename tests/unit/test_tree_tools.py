@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree as ET
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import optimizer
-from benchmarks.frontier import frontier
 from benchmarks.generate_trees import generate
-from benchmarks.predicted import Offload
-from benchmarks.roofline import roofline
+from benchmarks.predicted import Offload, class_of, device_of, predict
 from benchmarks.scaling import scaling, scaling_rows
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import identify, known_devices
 from sequoia_vllm.hardware.models import every_class
 from sequoia_vllm.hardware.roofline import roofline_profile
-from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library.tree_library import shipped_directory
 from sequoia_vllm.tree import Acceptance
 from tests.support.reference_trees import published
 
 SHIPPED, STRONG = (Acceptance.of(published()[name]) for name in ("shipped", "appendix_e"))
 PAIR = every_class()["70b-1b"]
-OFFLOADED = ("--class", "70b-8b", "--offload-gb", 200)
 
 
 def run(tool, *arguments: object, code: int = 0):
@@ -47,124 +41,35 @@ def wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
 
 
-class TestRoofline:
-    def test_json_and_file(self, tmp_path):
-        path = tmp_path / "profile.json"
-        command = ("h100-sxm", "--class", "70b-1b", "--tensor-parallel-size", 4)
-        box = ("--interconnect-gb-s", 64, "--interconnect-kind", "bus", "-o", path)
-        data = run_json(roofline, *command, *box)
-        assert data["profile"] == json.loads(path.read_text())
-        assert data["tensor_parallel_size"] == data["profile"]["tensor_parallel_size"] == 4
-        assert data["interconnect_gb_s"] == data["profile"]["datasheet"]["interconnect_gb_s"] == 64
-        assert data["memory"]["problem"] is None
-        nvlink = run_json(roofline, *command)
-        slow, quick = (entry["profile"]["target_forward"][0]["seconds"] for entry in (data, nvlink))
-        assert slow[-1] - slow[0] > quick[-1] - quick[0]
-
-    def test_says_when_the_pair_does_not_fit(self):
-        result = run(roofline, "h100-sxm", "--class", "70b-8b")
-        assert "does not fit: 146.4 GiB of weights" in result.stderr
-        assert "(use --tensor-parallel-size 4)" in result.stderr
-
-    def test_says_how_much_offloading_would_do(self):
-        few = (roofline, "l40", "--class", "70b-8b", "--offload-gb")
-        result = run(*few, 20)
-        enough = int(result.stderr.split("use --offload-gb ")[1].split(")")[0])
-        assert "does not fit" in result.stderr
-        assert "note" not in run(*few, enough).stderr
-        assert "KV cache" in run(*few, enough - 1).stderr
-
-    def test_heads_have_a_first_pass_of_their_own(self):
-        for name, parts in (("8b-1b", 2), ("8b-dflash", 3)):
-            output = run(roofline, "h100-sxm", "--class", name).stdout
-            row = next(line.split() for line in output.splitlines() if line.split()[:1] == ["8"])
-            assert row.count("/") == 3 * (parts - 1)
-            if parts == 3:
-                _, first, level = (float(seconds) for seconds in row[1:6:2])
-                assert first > 50 * level
-
-    def test_times_reach_as_far_as_trees(self):
-        assert run(roofline, "l40", *OFFLOADED).stdout.splitlines()[-1].split()[0] == "768"
-        profile = run_json(roofline, "l40", *OFFLOADED)["profile"]
-        assert profile["target_forward"][0]["tokens"][-1] == 768
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--tensor-parallel-size", 0], "at least 1 device"),
-            (["--tensor-parallel-size", 3], "use 1, 2, 4, 8, 16"),
-            (["--interconnect-gb-s", 0], "give the rate in one direction"),
-            (["--interconnect-kind", "rope"], "--interconnect-kind"),
-            (["--link", "pcie4"], "give --offload-gb"),
-            (["--link-gb-s", 20], "give --offload-gb"),
-            (["--offload-backend", "uva"], "give --offload-gb"),
-            (["--offload-gb", 9, "--link", "pcie4", "--link-gb-s", 20], "give it or --link-gb-s"),
-            (["--offload-gb", 0], "size 0 must be above 0"),
-            (["--offload-gb", "nan"], "size nan must be above 0"),
-            (["--offload-gb", 9, "--link-gb-s", 0], "rate 0 must be above 0"),
-            (["--class", "70b-8b", "--offload-gb", 9], "smaller or quantized draft"),
-        ],
-    )
-    def test_what_does_not_go_together(self, arguments, message):
-        result = run(roofline, "t4", "--class", "8b-1b", *arguments, code=2)
-        assert message in " ".join(result.stderr.split())
-
-    def test_devices(self):
-        result = run(roofline, "abacus", "--class", "8b-1b", code=2)
-        assert "no datasheet values for 'abacus'" in result.stderr
-        slices = ("NVIDIA H200 MIG 3g.71gb", "--class", "8b-1b", "--tensor-parallel-size")
-        run(roofline, *slices, 1)
-        assert "slices have no link to each other" in run(roofline, *slices, 2, code=2).stderr
-
-    @pytest.mark.parametrize(
-        ("option", "value", "message"),
-        [
-            ("--class", "1b-1b", "no model class '1b-1b'; there are 7b-68m"),
-            ("--dtype", "int3", "dtype 'int3'"),
-            ("--context-length", 0, "must be at least 1"),
-        ],
-    )
-    def test_errors(self, option, value, message):
-        result = run(roofline, "h200", "--class", "8b-1b", option, value, code=2)
-        assert message in result.stderr
-
-
 class TestPredictedTrees:
-    """The fastest trees by the profile that the roofline writes."""
+    """The fastest trees by the profiles that the roofline predicts."""
 
-    @pytest.fixture
-    def built(self, tmp_path):
-        def build(*predicted: object, vector: Acceptance = SHIPPED, size: int = 128):
-            path = tmp_path / "profile.json"
-            run(roofline, *predicted, "-o", path)
-            times = Profile.load(path)
-            tree = choose_tree(vector, times, max_size=size)
-            return tree, CostModel(times).estimate(tree, vector, 1).speedup
+    def best(self, device, name, size=128, vector=SHIPPED, offload=None, devices=1, **box):
+        times = predict(device_of(device, **box), class_of(name), devices, offload=offload)
+        tree = choose_tree(vector, times, max_size=size)
+        return tree, CostModel(times).estimate(tree, vector, 1).speedup
 
-        return build
-
-    def test_more_and_slower_links_give_smaller_trees(self, built):
-        box = ("--interconnect-gb-s", 64, "--interconnect-kind", "bus")
-        links = ((2,), (8,), (8, *box))
-        found = [
-            built("h200", "--class", "70b-1b", "--tensor-parallel-size", *link) for link in links
-        ]
-        (two, most), (eight, less), (slow, least) = found
+    def test_more_and_slower_links_give_smaller_trees(self):
+        bus = {"interconnect_gb_s": 64, "interconnect_kind": "bus"}
+        (two, most), (eight, less), (slow, least) = (
+            self.best("h200", "70b-1b", devices=devices, **box)
+            for devices, box in ((2, {}), (8, {}), (8, bus))
+        )
         assert most > less > least > 1
         assert two.size > eight.size > slow.size
 
-    def test_heads_that_cost_less_a_level_have_deeper_trees(self, built):
+    def test_heads_that_cost_less_a_level_have_deeper_trees(self):
         depths = [
-            built("h100-sxm", "--class", name, size=64)[0].depth
+            self.best("h100-sxm", name, size=64)[0].depth
             for name in ("8b-1b", "8b-eagle3", "8b-dflash")
         ]
         assert depths == sorted(depths)
         assert depths[0] < depths[-1]
 
-    def test_trees_are_wide_where_layers_are_prefetched(self, built):
+    def test_trees_are_wide_where_layers_are_prefetched(self):
         (prefetched, more), (uva, less) = (
-            built("l40", *OFFLOADED, *options, vector=STRONG, size=768)
-            for options in ((), ("--offload-backend", "uva"))
+            self.best("l40", "70b-8b", 768, STRONG, Offload(200, backend))
+            for backend in ("prefetch", "uva")
         )
         assert (prefetched.size, uva.size) == (768, 128)
         assert more > less > 5
@@ -250,10 +155,34 @@ class TestScaling:
             ("--batch-sizes", "0", "batch size 0"),
             ("--devices", "h200,abacus", "no datasheet values for 'abacus'"),
             ("--acceptance", "guessed", "name a file, or one of appendix-e"),
+            ("--class", "1b-1b", "no model class '1b-1b'; there are 7b-68m"),
+            ("--dtype", "int3", "dtype 'int3'"),
+            ("--context-length", 0, "must be at least 1"),
+            ("--interconnect-gb-s", 0, "give the rate in one direction"),
+            ("--interconnect-kind", "rope", "--interconnect-kind"),
+            ("--devices", "NVIDIA H200 MIG 3g.71gb", "slices have no link to each other"),
         ],
     )
     def test_errors(self, option, value, message):
-        assert message in run(scaling, option, value, code=2).stderr
+        assert message in " ".join(run(scaling, option, value, code=2).stderr.split())
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--link", "pcie4"], "give --offload-gb"),
+            (["--link-gb-s", 20], "give --offload-gb"),
+            (["--offload-backend", "uva"], "give --offload-gb"),
+            (["--offload-gb", 9, "--link", "pcie4", "--link-gb-s", 20], "give it or --link-gb-s"),
+            (["--offload-gb", 0], "size 0 must be above 0"),
+            (["--offload-gb", "nan"], "size nan must be above 0"),
+            (["--offload-gb", 9, "--link-gb-s", 0], "rate 0 must be above 0"),
+            (["--class", "70b-8b", "--offload-gb", 9], "smaller or quantized draft"),
+        ],
+    )
+    def test_what_does_not_go_together(self, arguments, message):
+        pair = ("--class", "8b-1b", "--devices", "t4", "--tensor-parallel-sizes", 1)
+        result = run(scaling, *pair, *arguments, code=2)
+        assert message in " ".join(result.stderr.split())
 
 
 class TestGenerate:
@@ -279,25 +208,3 @@ class TestGenerate:
     def test_without_inputs(self, tmp_path):
         message = "no acceptance vectors in"
         assert message in run(generate, "--inputs", tmp_path, code=2).stderr
-
-
-class TestFrontier:
-    @pytest.mark.parametrize("with_profile", [False, True])
-    def test_draws(self, tmp_path, with_profile):
-        profile, picture = tmp_path / "profile.json", tmp_path / "frontier.svg"
-        run(roofline, "h200", "--class", "8b-1b", "-o", profile)
-        times = ["--profile", profile] if with_profile else []
-        run(frontier, "shipped", "--max-size", 32, *times, "-o", picture)
-        ET.fromstring(picture.read_text())
-
-    def test_errors(self, tmp_path):
-        small = run(frontier, "shipped", "--max-size", 4, "-o", tmp_path / "t.png", code=2)
-        assert "give at least 8" in small.stderr
-        other = run(frontier, "shipped", "-o", tmp_path / "t.bmp", code=2)
-        assert "name a file ending in .svg" in other.stderr
-
-
-def test_optimizer_prints_what_it_cost(monkeypatch, capsys):
-    monkeypatch.setattr(optimizer, "PROBLEMS", (optimizer.Problem(16, 4, 8, 1.0, 64.0),))
-    optimizer.main()
-    assert "size 16, depth 4, 8 branches: " in capsys.readouterr().out

@@ -133,7 +133,7 @@ def test_the_better_verification_is_kept_for_sampled_requests(
 ):
     measured = []
 
-    def calibrated(path, settings, restart, stage):
+    def calibrated(path, settings, stage):
         measured.append((path.name, settings.tree, settings.max_tokens_total))
         if settings.tree is None:
             return vector(temperature=1.0)

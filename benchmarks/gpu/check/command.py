@@ -2,55 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.check.report import GpuCheckError, GpuCheckReport
-
-WRONG, CANNOT = 1, 2  # exit codes
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: Command line; None: the process's own.
-
-    Returns:
-        Exit code: 0, 1 if something is wrong, 2 if it cannot be checked.
-    """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.check", description=__doc__)
-    parser.add_argument(
-        "--output", "-o", type=Path, default=Path("kernels.json"),
-        help="file for the report (kernels.json)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tiny", action="store_true",
-        help="smallest sizes; with TRITON_INTERPRET=1 on a CPU, where times mean nothing",
-    )  # fmt: skip
-    parser.add_argument("--report", type=Path, help="run nothing: show this report")
-    given = parser.parse_args(arguments)
-    try:
-        return _run(given)
-    except GpuCheckError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CANNOT
-
-
-def _run(given: argparse.Namespace) -> int:
-    from benchmarks.gpu.check.table import lines_of
-
-    if given.report is not None:
-        report = GpuCheckReport.load(given.report)
-    else:
-        report = run_check(given.output, given.tiny)
-        _say(f"written to {given.output}")
-    print("\n".join(lines_of(report)))
-    return 0 if report.passed else WRONG
 
 
 def run_check(output: Path, tiny: bool) -> GpuCheckReport:

@@ -1,7 +1,6 @@
-"""What a GPU check found, and its file.
+"""What the check of kernels found, and its file.
 
-Plain dataclasses, so that it is written where there is no pydantic; reading checks
-every field with it.
+Plain dataclasses, so that it is written where there is no pydantic.
 """
 
 from __future__ import annotations
@@ -12,22 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.json_input import read_json
 
 SCHEMA = "sequoia-vllm/gpu-check/v1"
 
 
 class GpuCheckError(SequoiaError, ValueError):
-    """A check that cannot be run, or a report that cannot be used; the message names the fix."""
-
-
-class _Strict:
-    # For `GpuCheckReport.load`: keys that are not in the format are errors.
-    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012
+    """A check that cannot be run; the message names the fix."""
 
 
 @dataclass(frozen=True)
-class Check(_Strict):
+class Check:
     """Results against a reference.
 
     Attributes:
@@ -44,7 +37,7 @@ class Check(_Strict):
 
 
 @dataclass(frozen=True)
-class AttentionTime(_Strict):
+class AttentionTime:
     """One launch of tree attention.
 
     Attributes:
@@ -87,7 +80,7 @@ class AttentionTime(_Strict):
 
 
 @dataclass(frozen=True)
-class PartTime(_Strict):
+class PartTime:
     """Another part of a step, as one CUDA graph.
 
     Attributes:
@@ -112,7 +105,7 @@ class PartTime(_Strict):
 
 
 @dataclass
-class StageReport(_Strict):
+class StageReport:
     """One stage.
 
     Attributes:
@@ -120,7 +113,6 @@ class StageReport(_Strict):
         checks: Results against references.
         attention: Times of tree attention.
         parts: Times of everything else.
-        facts: What else was found, by name; in reports of earlier versions.
         failures: What could not be run, and why.
     """
 
@@ -128,7 +120,6 @@ class StageReport(_Strict):
     checks: list[Check] = field(default_factory=list)
     attention: list[AttentionTime] = field(default_factory=list)
     parts: list[PartTime] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -138,7 +129,7 @@ class StageReport(_Strict):
 
 
 @dataclass
-class GpuCheckReport(_Strict):
+class GpuCheckReport:
     """Everything, as it is written to disk.
 
     Attributes:
@@ -148,7 +139,7 @@ class GpuCheckReport(_Strict):
         provenance: Arguments, versions, commit, device.
         copy_bytes_per_second: Of a large copy, reading and writing counted; 0: not measured.
         product_operations_per_second: Of a large bfloat16 matrix product; likewise.
-        stages: By name: "kernels"; earlier versions also had "steps" and "engine".
+        stages: By name: "kernels".
     """
 
     date: str
@@ -168,24 +159,3 @@ class GpuCheckReport(_Strict):
         """Writes the JSON."""
         text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False)
         path.write_text(text + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> GpuCheckReport:
-        """Reads a report, with pydantic.
-
-        Raises:
-            GpuCheckError: If it is missing, is not JSON, or is no report; names
-                every wrong field.
-        """
-        from pydantic import TypeAdapter, ValidationError
-
-        data = read_json(path, "the GPU check's report", GpuCheckError)
-        schema = data.pop("schema", None) if isinstance(data, dict) else None
-        for former in ("goals", "skipped") if isinstance(data, dict) else ():
-            data.pop(former, None)  # earlier versions wrote these
-        if schema != SCHEMA:
-            raise GpuCheckError(f'{path}: "schema" is {schema!r}; this version reads {SCHEMA!r}')
-        try:
-            return TypeAdapter(cls).validate_python(data)
-        except ValidationError as error:
-            raise GpuCheckError(f"{path} is no report of a GPU check: {error}") from error
