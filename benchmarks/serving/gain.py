@@ -61,9 +61,10 @@ def _case(
 ) -> dict[str, Any]:
     """The gain by the client's clock and by the metric, medians and ranges over rounds."""
     each = _Client(model, tokens, clients)
-    first = each.run(plain, 2)
-    count = max(1, round(seconds / first * 2))
-    each.run(ours, count)  # it learns
+    each.run(plain, 2)
+    count = max(1, round(seconds / each.run(plain, 4) * 4))
+    for _ in range(2):  # it learns
+        each.run(ours, count)
     times, gauges, drafted = [], [], []
     for number in range(rounds):
         found = {}

@@ -23,7 +23,7 @@ class KeysAreWritten(Exception):  # noqa: N818 (no error)
 
 
 class TreeForward(ABC):
-    """Tree attention for one of vLLM's implementations: a subclass has both as bases, this first."""
+    """Tree attention for one of vLLM's implementations: subclasses have both as bases, this first."""
 
     def forward(
         self,
