@@ -58,6 +58,10 @@ TREES, PLAIN, CONTEXTS = (
 ITEMS = (
     MACHINE,
     Item(
+        "rival", "a chat model at an 8B model's cost, a head trained here: plain, chains, trees",
+        "benchmarks.gpu.stages:compare_methods", 9, is_tiny=False,
+    ),
+    Item(
         "trees-8b-eagle3", "8B with an EAGLE-3 head: steps, mixed steps, changes, kernels' shares",
         TREES, 4, {"pair": "8b-eagle3"},
     ),
@@ -96,10 +100,6 @@ ITEMS = (
     Item(
         "plain-qwen3-8b", "plain Qwen3-8B: the same steps and arrivals", PLAIN, 3,
         {"pair": "8b-0.6b"}, is_tiny=False,
-    ),
-    Item(
-        "bench", "a chat model at an 8B model's cost: plain, chains and trees",
-        "benchmarks.gpu.stages:compare_methods", 9, is_tiny=False,
     ),
 )  # fmt: skip
 

@@ -70,7 +70,7 @@ class Eagle3(nn.Module):
             self.lm_head.weight.copy_(target.output_embedding[self.draft_tokens])
             # The last layer's hidden states, as they are.
             hidden = self.target.hidden_size
-            self.fc.weight[:, -hidden:] += torch.eye(hidden)
+            self.fc.weight[:, -hidden:] += torch.eye(hidden, device=self.fc.weight.device)
 
     def config(self) -> dict[str, object]:
         """What vLLM reads as ``config.json``."""

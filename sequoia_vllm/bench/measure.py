@@ -82,9 +82,9 @@ class Turns:
 
 
 def measure(
-    settings: BenchSettings, progress: Progress | None = None, opener: Opener = open_engines
+    settings: BenchSettings, progress: Progress | None = None, opener: Opener | None = None
 ) -> BenchRuns:
-    """Measures every method in every case; ``opener`` starts the engines.
+    """Measures every method in every case; ``opener`` starts the engines, None: `open_engines`.
 
     Raises:
         BenchError, CalibrationError: If engines cannot start, or the settings leave nothing to
@@ -93,7 +93,8 @@ def measure(
     report = progress or (lambda what, done, total: None)
 
     def opened(methods: Sequence[Method]) -> AbstractContextManager[dict[str, BenchEngine]]:
-        return opener(methods, settings.engine, settings.engine_options(), report)
+        start = opener or open_engines
+        return start(methods, settings.engine, settings.engine_options(), report)
 
     @contextmanager
     def one_opened(method: Method) -> Iterator[BenchEngine]:

@@ -12,7 +12,6 @@ from typing import Any
 
 from sequoia_vllm.bench.chains import ChainSearch
 from sequoia_vllm.bench.decode_rate import PARTS, pooled
-from sequoia_vllm.bench.engines import open_engines
 from sequoia_vllm.bench.measure import BenchRuns, MethodRuns, Opener, measure
 from sequoia_vllm.bench.methods import Kind, chain
 from sequoia_vllm.bench.predict import PredictionBasis
@@ -50,7 +49,7 @@ def run_bench(
     basis: PredictionBasis | None,
     described: dict[str, Any],
     progress: Progress | None = None,
-    opener: Opener = open_engines,
+    opener: Opener | None = None,
 ) -> BenchReport:
     """Measures, and compares with the cost model.
 
@@ -59,7 +58,7 @@ def run_bench(
         basis: Measurements to predict from; None: those of `tune` for this pair, if any.
         described: Settings as the report shows them.
         progress: Called with (what is done, turns done, turns of all cases).
-        opener: Starts the engines.
+        opener: Starts the engines; None: `bench.engines.open_engines`.
 
     Raises:
         BenchError, CalibrationError, ProfileError, AcceptanceError: If something

@@ -66,8 +66,8 @@ class DraftedTrees:
         """Draws the children of one level's nodes, and keeps the Q that they are drawn from.
 
         Args:
-            batch: The requests, of which...
-            num_reqs: ...the first so many, R, have trees.
+            batch: The requests.
+            num_reqs: R: its first R requests have trees.
             levels: The tree.
             level: The level, of m nodes.
             logits: ``[R * m, V]``: the draft's at these nodes, request after request.

@@ -25,13 +25,14 @@ class DraftQueries:
     Attributes:
         context_lens: int32 ``[R]``: tokens in the cache before node 0.
         query_start_loc: int32 ``[R + 1]``: rows of each request.
-        first: The first query is this node; node j is in slot ``context + j``.
-        width: Queries per request.
+        first: Node of the first query. Node j lies in slot ``context_lens + j``.
+        width: Queries per request, one for each node from ``first`` on.
         ancestors: bool ``[I, I]``: which nodes each of the tree's I nodes sees.
-        max_keys: No request has more keys than this.
-        max_slots: Nor slots: nodes further out have none, and nobody sees them.
-        written: int32 ``[R]``: queries of each request that have slots, its first ones; None: all.
-            In the others' places the cache holds anything.
+        max_keys: Bound on the keys of a request.
+        max_slots: Bound on the slots of a request. Nodes behind it have none, and no query sees
+            them.
+        written: int32 ``[R]``: the first so many queries of each request have slots; None: all.
+            The keys of the others are undefined.
     """
 
     context_lens: Tensor

@@ -117,7 +117,7 @@ def test_module_and_command_are_the_same_check(tmp_path):
             cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == CANNOT
-        assert "no item 'none'; there are machine, trees-8b-eagle3" in done.stderr
+        assert "no item 'none'; there are machine, rival, trees-8b-eagle3" in done.stderr
 
 
 # -- the stage's bookkeeping ---------------------------------------------------------

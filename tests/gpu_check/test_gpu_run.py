@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import shutil
 from pathlib import Path
 
 import psutil
@@ -22,7 +21,6 @@ from sequoia_vllm.config import SequoiaConfig
 from sequoia_vllm.hardware.budget import drafts_by_batch, rungs
 from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, decode_shapes
 from sequoia_vllm.hardware.model_config import read_shape
-from tests.support.models import TARGET
 
 
 def item(function: str, **options: str) -> Item:
@@ -126,7 +124,6 @@ def test_vllms_monitors_write_what_is_counted(monitor, file):
 
 @pytest.mark.parametrize("name", sorted({i.options["pair"] for i in ITEMS if "pair" in i.options}))
 def test_models_have_the_shapes_that_the_library_has_of_them(name, tmp_path):
-    from transformers import AutoConfig
 
     pair = pair_of(name)
     for shape, folder in zip((pair.target, pair.draft), write_models(pair, tmp_path), strict=True):
@@ -160,24 +157,4 @@ def test_results_of_an_h100_are_shown(capsys):
 def test_a_chat_model_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(GpuRunError, match=r"run python -m examples\.smollm2 first"):
-        stages._models(tmp_path)
-
-
-def test_methods_are_compared_on_real_questions(tmp_path, monkeypatch):
-    """With the embedded target in place of the chat model, and a draft that knows half of it."""
-    cached = tmp_path / "sequoia-vllm" / "smollm2-135m-instruct"
-    shutil.copytree(TARGET, cached)
-    (cached / "origin.json").write_text("{}")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(stages, "_LAYERS", 5)
-    monkeypatch.setattr(stages, "_WIDTH", 704)
-    monkeypatch.setattr(stages, "_HIDDEN", 512)
-    target, draft = stages._models(tmp_path / "models")
-    assert AutoConfig.from_pretrained(target).hidden_size == 512
-    assert AutoConfig.from_pretrained(draft).vocab_size == 4096
-    settings = stages._settings(target, draft)
-    names = [method.name for method in settings.methods]
-    assert names == [
-        "plain vLLM", "chain of 6", "chain of 3, probabilistic, block", "Sequoia auto",
-    ]  # fmt: skip
-    assert len(settings.prompts) == 12
+        stages.compare_methods(None)

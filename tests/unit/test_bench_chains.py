@@ -93,6 +93,14 @@ def test_chains_by_name_and_configuration():
     assert chain("d", 2, PROBABILISTIC).name == "chain of 2, probabilistic"
 
 
+def test_chains_of_a_head_have_its_method():
+    methods = [
+        chain(f"examples/models/{name}", 2).speculative_config["method"]
+        for name in ("draft", "eagle3", "dflash")
+    ]
+    assert methods == ["draft_model", "eagle3", "dflash"]
+
+
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "4:greedyy", "4:block:block", "4::"])
 def test_no_such_chain(text):
     with pytest.raises(BenchError, match="4:probabilistic:block"):

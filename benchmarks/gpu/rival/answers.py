@@ -49,7 +49,8 @@ def write_answers(target: Path, out: Path, texts: int, answer: int, at_once: int
     tokenizer = AutoTokenizer.from_pretrained(target)
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
+    model.to(device).eval()
     writer = _Writer(model, tokenizer, answer)
     out.mkdir(parents=True, exist_ok=True)
     hashed = digest(target, "*.safetensors")
@@ -61,7 +62,9 @@ def write_answers(target: Path, out: Path, texts: int, answer: int, at_once: int
             shard = writer.shard(asked[first : first + at_once])
             _save(shard, _shard_path(out, part, number))
             tokens += len(shard.likely)
-            print(f"answers: {part} {number}, {tokens:,} tokens", flush=True)
+            begin = shard.prompt_lengths[0]
+            sample = tokenizer.decode(shard.tokens[begin : shard.ends[0]].tolist())
+            print(f"answers: {part} {number}, {tokens:,} tokens, {sample[:80]!r}", flush=True)
     del writer, model
     if on_gpu:
         torch.cuda.empty_cache()

@@ -40,7 +40,7 @@ class RemoteEngine:
         """
         try:
             found, error = self._pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             raise BenchError(f"the engine of {self.method.name} has ended") from None
         if error is not None:
             raise BenchError(f"{self.method.name}: {error}")

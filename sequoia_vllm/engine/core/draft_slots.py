@@ -71,11 +71,11 @@ def some_draft(scheduler: Any, scheduled: Any) -> bool:
 
 
 def handle_stopped_request(original: Callable[..., bool], self: Any, request: Any) -> bool:
-    """Stops a request like the scheduler, whose requests go on where the target has computed.
+    """Stops a request as vLLM does, and lets a session's next turn begin where plain vLLM's does.
 
-    That is past a turn's end where its last step accepted tokens behind it, and the next
-    piece would begin in the slots of these. Without speculation the last token that is
-    emitted is never computed, and is left out of the next turn; so it is here.
+    The last step may have accepted tokens behind the turn's end. vLLM would write the next turn
+    behind their slots. Plain vLLM never computes the last token that it emits: the next turn
+    begins in that token's slot, and so it does here.
     """
     if request.resumable and SequoiaSettings.enabled(self.vllm_config):
         known = request.num_tokens - 1 + request.num_output_placeholders
@@ -84,10 +84,10 @@ def handle_stopped_request(original: Callable[..., bool], self: Any, request: An
 
 
 def _most_drafts(scheduler: Any) -> int:
-    """Most drafts of a batch of all running requests and any number of the waiting ones.
+    """The most drafts of any batch: all running requests, and none to all of the waiting ones.
 
-    Where few run and many wait, each request that joins holds as many slots as the few need. It
-    uses them for its own tokens later.
+    Few requests get many drafts. So while few run, each request that joins reserves slots for as
+    many; its own tokens fill them later.
     """
     running, waiting = scheduler.get_request_counts()
     largest = min(running + waiting, scheduler.max_num_running_reqs)

@@ -109,7 +109,7 @@ def attach_outcome(
 
 
 def _limit_drafts(scheduler: Any, limit: int | None) -> None:
-    """Schedules at most ``limit`` drafts from now on; a scheduler that works ahead has to know."""
+    """Ends adaptation and schedules at most ``limit`` drafts from now on; None: no change."""
     if limit is None or getattr(scheduler, _LIMIT, None) == limit:
         return
     freeze(scheduler)

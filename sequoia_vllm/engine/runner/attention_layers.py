@@ -23,7 +23,7 @@ class KeysAreWritten(Exception):  # noqa: N818 (no error)
 
 
 class TreeForward(ABC):
-    """Comes before one of vLLM's attention implementations among a class's bases."""
+    """Tree attention for one of vLLM's implementations: subclasses have both as bases, this first."""
 
     def forward(
         self,

@@ -12,16 +12,14 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 
 class LogitsNeeds:
-    """The edits that each request slot needs to its logits: none, a temperature, or more.
+    """What each request's logits need: nothing, a division by the temperature, or more.
 
-    vLLM's sampler calls `add_request` when a request begins or resumes, and `add_to_states`
-    within it. The verifier calls `any_more` and `nothing` in each step, to leave logits alone
-    where it can.
+    In each step the verifier asks `any_more` and `nothing`, and leaves logits alone where it can.
 
-    vLLM's sampler keeps one flag per slot, for any edit that `Sampler.apply_sampling_params`
-    does. `add_request` replaces the sampler's method, and `add_to_states` its states' method. In
-    between, the flag is computed as if the temperature were 1. So any edit that vLLM adds later
-    counts as more.
+    vLLM's sampler has one flag per slot: whether `Sampler.apply_sampling_params` changes its
+    logits. We replace the sampler's `add_request`, and its states' method within that call. There
+    the flag is computed as if the temperature were 1: what it then says is "more". Edits that a
+    later vLLM adds count as well.
     """
 
     def __init__(self, sampler: Sampler) -> None:

@@ -1,0 +1,91 @@
+"""The head of `benchmarks.gpu.rival`, and its sampling of answers."""
+
+import sys
+from importlib import import_module
+from multiprocessing import Pipe
+
+import pytest
+import torch
+
+import benchmarks.gpu.rival.__main__ as rival
+from benchmarks.gpu.rival import comparison
+from benchmarks.gpu.rival.head import write_grown_head
+from benchmarks.gpu.rival.side_by_side import RemoteEngine
+from benchmarks.synthetic_target import write_synthetic_target
+from sequoia_vllm.bench.methods import BenchError, plain
+from tests.support.models import MODELS, TARGET
+from tests.support.train_drafter import script_modules
+
+HEAD = MODELS / "eagle3"
+
+
+@pytest.mark.parametrize("times", [3, 4])
+def test_a_head_grown_like_its_target_drafts_the_same(tmp_path, times):
+    grown = write_synthetic_target(
+        TARGET, tmp_path / "target", layers=5, width=900, hidden=256 * times, dtype="float32"
+    )
+    write_grown_head(HEAD, tmp_path / "head", times, 700)
+    tokens = torch.randint(5, 4000, (48,), generator=torch.Generator().manual_seed(1))
+    with script_modules() as modules:
+        small, large = (
+            head.draft(target, tokens, 4)
+            for head, target in (
+                modules.heads.load_head(HEAD, MODELS / "target", "cpu"),
+                modules.heads.load_head(tmp_path / "head", grown.folder, "cpu"),
+            )
+        )
+    assert torch.equal(small[0], large[0])
+    assert torch.allclose(small[1], large[1], atol=1e-3)
+
+
+def test_answers_are_drawn_by_their_temperature(monkeypatch):
+    """20,000 draws; a right one fails once in 10,000 runs."""
+    with script_modules():
+        draw = import_module("benchmarks.gpu.rival.answers")._draw
+    monkeypatch.delitem(sys.modules, "benchmarks.gpu.rival.answers")
+    torch.manual_seed(0)
+    logs = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(20_000, 4)
+    heat = torch.ones(20_000, 1)
+    assert (draw(logs, 0 * heat, 1.0) == 0).all()
+    within = 4 * (0.25 / 20_000) ** 0.5
+    counts = torch.bincount(draw(logs, heat, 1.0), minlength=4) / 20_000
+    assert (counts - logs[0].exp()).abs().max() < within
+    of_nucleus = torch.bincount(draw(logs, heat, 0.7), minlength=4) / 20_000
+    assert (of_nucleus - torch.tensor([0.625, 0.375, 0, 0])).abs().max() < within
+
+
+def test_methods_are_compared_on_real_questions(tmp_path, monkeypatch):
+    (tmp_path / "target").symlink_to(TARGET)
+    (tmp_path / "head").symlink_to(HEAD)
+    called = []
+    monkeypatch.setattr(comparison, "compare_side_by_side", lambda *given: called.append(given))
+    rival.compare(tmp_path, tmp_path / "out")
+    [(settings, questions, rates, arriving, _)] = called
+    assert [method.name for method in settings.methods] == [
+        "plain vLLM", "chain of 3, probabilistic, block", "chain of 5, probabilistic, block",
+        "Sequoia",
+    ]  # fmt: skip
+    assert settings.methods[1].speculative_config["method"] == "eagle3"
+    assert (len(settings.prompts), len(questions), rates, arriving) == (12, 120, (16, 48), 8)
+
+
+def test_engines_in_processes_answer_like_engines_here():
+    """Attributes that are values, methods, and errors; vLLM is left out."""
+    here, there = Pipe()
+
+    def answer(value, error=None):
+        there.send((value, error))
+
+    engine = RemoteEngine(plain(), here)
+    answer("float32")
+    assert engine.dtype == "float32"
+    assert there.recv() == ("dtype", ())
+    answer(7)
+    assert engine.drafts(4) == 7
+    assert there.recv() == ("drafts", (4,))
+    answer(None, "out of memory")
+    with pytest.raises(BenchError, match="plain vLLM: out of memory"):
+        engine.generate([[1]], 0.0, 4)
+    there.close()
+    with pytest.raises(BenchError, match="has ended"):
+        engine.answer()
