@@ -336,8 +336,6 @@ def compared(monkeypatch):
         assert options["max_num_batched_tokens"] >= 2 * 128
         yield {method.name: FakeEngine(method, pair) for method in methods}
 
-    monkeypatch.setattr(measure, "open_engines", open_engines)
-
     def run(available_gib):
         monkeypatch.setattr(engines, "_available_gib", lambda: available_gib)
         settings = BenchSettings(
@@ -345,7 +343,7 @@ def compared(monkeypatch):
             search_chains=True, prompts=([1], [2]), temperatures=(0.0, 1.0), rounds=2,
         )  # fmt: skip
         assert settings.most_drafts == 127
-        return measure.measure(settings), started, pair
+        return measure.measure(settings, opener=open_engines), started, pair
 
     return run
 

@@ -23,7 +23,7 @@ class KeysAreWritten(Exception):  # noqa: N818 (no error)
 
 
 class TreeForward(ABC):
-    """Tree attention for one of vLLM's implementations: subclasses have both as bases, this first."""
+    """Tree attention for one of vLLM's implementations; subclasses derive from both, this first."""
 
     def forward(
         self,
