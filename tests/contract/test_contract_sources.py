@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from sequoia_vllm.engine.compat import contract, versions
-from sequoia_vllm.engine.compat.ledger import Expected, Override, Signature
+from sequoia_vllm.engine.compat.ledger import Expected, Override
 from sequoia_vllm.engine.compat.ledger.entry import expected, subclass, table
-from tests.contract.sources import NotFoundError, Sources, source_differences
+from tests.contract.sources import Sources, source_differences
 
 # One of each way in which vLLM defines what we rely on. Whole files, so that the
 # package can be imported for real and asked by `inspect`.
@@ -232,18 +232,6 @@ def test_parameters_are_those_of_inspect(tmp_path, package, path):
     assert contract.differences([wrong]) == [difference]
 
 
-def test_signatures_tell_what_must_be_given(package):
-    """`contract._signature`, the reference above, by hand."""
-
-    def signature(name):
-        return contract._signature(contract._resolve(f"{package}.base:{name}"))
-
-    assert signature("demanding") == Signature(tuple("abcde"), frozenset("abce"))
-    assert signature("Runner.step").required == {"self", "batch"}
-    assert signature("Counter").names == ("width", "labels", "value", "name", "unit")
-    assert signature("Counter").required == {"width"}
-
-
 @pytest.mark.parametrize(
     ("name", "may_grow", "difference"),
     [
@@ -292,11 +280,6 @@ def test_unreadable_parameters_are_a_difference(tmp_path, package, path, reason)
     assert reason in difference
 
 
-def test_a_value_cannot_be_followed(tmp_path, package):
-    with pytest.raises(NotFoundError, match="only running the code tells its upper"):
-        Sources(tmp_path).find(f"{package}.base:Runner.width.upper")
-
-
 def test_tables_are_read_by_their_notation():
     rows = {
         "a.b": ["c", "C.f()", "g(x, y)", "h(self, x, ...)", subclass("D.k(self)", "never", "why")],
@@ -318,14 +301,6 @@ def test_tables_are_read_by_their_notation():
 
 
 DEVICES = [("cpu", False), ("cpu", True), ("gpu", True)]
-
-
-@pytest.mark.parametrize(("device", "v2"), DEVICES)
-def test_no_sources_means_everything_is_missing(tmp_path, device, v2):
-    expectations = contract.contract(device, v2)
-    found = source_differences(tmp_path / "empty", expectations)
-    assert len(found) == len(expectations)
-    assert all(" is missing (" in difference for difference in found)
 
 
 @pytest.mark.parametrize(("device", "v2"), DEVICES)

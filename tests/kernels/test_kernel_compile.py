@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402 (after the import may skip)
 
-from benchmarks.compiled import __main__ as command  # noqa: E402
 from benchmarks.compiled.compiling import Resources  # noqa: E402
 from benchmarks.compiled.pages import Page  # noqa: E402
 from benchmarks.compiled.sources import source_hash, source_hashes  # noqa: E402
@@ -78,13 +76,6 @@ def test_kernels_compile_to_what_their_page_has(tmp_path):
     assert [row for row in found if row not in recorded] == []
 
 
-def test_the_interpreter_is_refused():
-    """It would report on nothing."""
-    done = run_report("--only", "place nodes", "--processes", "1", TRITON_INTERPRET="1")
-    assert done.returncode != 0
-    assert "TRITON_INTERPRET" in done.stderr
-
-
 # -- the page ------------------------------------------------------------------------
 
 # Bytes at most. Its sixteen warps have 128 registers per thread; on an H100 they were
@@ -108,33 +99,6 @@ def test_the_page_has_every_variant_and_no_device_refuses_one():
         or row.shared_bytes > limits[row.capability]
     ]
     assert refused == []
-
-
-def test_a_page_is_read_as_it_was_written(tmp_path):
-    table = (
-        Resources("a kernel, 16 x 32", 80, 255, 0, 1024),
-        Resources("a kernel, 16 x 32", 120, 7, 16, 0),
-    )
-    page = Page("3.9.0", table, {"a_kernel": "0123456789abcdef"})
-    page.write(tmp_path)
-    assert Page.read(tmp_path, "3.9.0") == page
-    assert Page.read(tmp_path, "3.8.0") == Page("3.8.0", (), {})
-
-
-def test_recording_compiles_only_what_has_changed(tmp_path, monkeypatch, capsys):
-    page = Page.read(PAGES, VERSION)
-    changed = {**page.sources, "place_nodes_kernel": "0" * 16}
-    table = [replace(row, registers=0) if row.name == "place nodes" else row for row in page.table]
-    Page(VERSION, tuple(table), changed).write(tmp_path)
-    recorded = {(row.name, row.capability): row for row in page.table}
-    monkeypatch.setattr(
-        command, "compile_all", lambda tasks, processes: (recorded[task] for task in names(tasks))
-    )
-    monkeypatch.setattr(sys, "argv", ["benchmarks.compiled", "--record", str(tmp_path)])
-    command.main()
-    printed = capsys.readouterr().out
-    assert printed.count("\n") == printed.count("place nodes") == len(CAPABILITIES)
-    assert Page.read(tmp_path, VERSION) == page
 
 
 # -- hashes of sources ---------------------------------------------------------------
@@ -165,24 +129,3 @@ def test_hash_is_of_what_a_kernel_calls_and_names_and_of_its_launches(monkeypatc
     monkeypatch.setitem(kernel.fn.__globals__, "scaled", kernel)
     hashes.append(hash_of())
     assert len(set(hashes)) == len(hashes)
-
-
-def test_hash_is_of_nothing_else(tmp_path, monkeypatch):
-    before = hash_of()
-    text = Path(__file__).read_text(encoding="utf-8")
-    start = text.index("@triton.jit\ndef kernel")
-    source = text[start : text.index("\n\n\n", start)]
-    changed = source.replace("Scales a number.", "Other words.").replace("at its", "in its")
-    assert changed != source
-    file = tmp_path / "elsewhere.py"
-    file.write_text("\n\nimport triton, triton.language as tl\n" + changed + "\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    elsewhere = __import__("elsewhere")
-    elsewhere.scaled = scaled
-    assert hash_of(elsewhere.kernel) == before
-
-
-def test_what_cannot_be_hashed_is_refused(monkeypatch):
-    monkeypatch.setitem(kernel.fn.__globals__, "scaled", os)
-    with pytest.raises(TypeError, match=r"a kernel names .*\.scaled"):
-        hash_of()

@@ -10,7 +10,6 @@ import typer
 from typer.testing import CliRunner
 
 from sequoia_vllm.cli import app
-from sequoia_vllm.cli.common import counted
 from sequoia_vllm.cli.shown_help import AliasedCommand
 
 COMMANDS = [
@@ -30,20 +29,6 @@ def test_help_is_short_too(command):
     assert help_of(command, "-h") == help_of(command)
 
 
-def test_summaries_say_what_to_do():
-    """Each begins with a verb."""
-    shown = help_of([]).split("Commands")[1] + help_of(["tree"]).split("Commands")[1]
-    firsts = re.findall(r"^│ [a-z-]+ +(\w+)", shown, flags=re.MULTILINE)
-    assert firsts == [
-        "Predict", "Build", "Measure", "Compare", "Check", "Answer", "Check", "Mend",
-        "Build", "Draw", "Draw", "List",
-    ]  # fmt: skip
-
-
-def test_square_brackets_are_shown():
-    assert "a bare list p[k] / p[d][k]" in help_of(["tree", "build"])
-
-
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_numbers_with_bounds_are_numbers(command):
     assert " range>" not in help_of(command)
@@ -57,10 +42,6 @@ def test_bounds_are_shown():
 @pytest.mark.parametrize("command", [["tree", "build"], ["tune"], ["bench"], ["gpu-check"]])
 def test_files_to_write_have_one_option(command):
     assert re.search(r"--output +-o ", help_of(command))
-
-
-def test_shells_can_complete():
-    assert "--install-completion" in help_of([])
 
 
 @pytest.mark.parametrize(
@@ -85,20 +66,6 @@ def test_advise_takes_its_model_as_other_commands_do():
     for given in (["nosuch"], ["--model", "nosuch"], ["--target=nosuch", "--batch", "2"]):
         done = CliRunner().invoke(app, ["advise", *given, "--draft", "d"])
         assert "'nosuch' is no folder here" in done.output
-
-
-@pytest.mark.parametrize("command", ["tune", "bench", "demo"])
-def test_commands_with_models_show_one_spelling(command):
-    shown = help_of([command])
-    assert "--model " in shown
-    assert "--draft-model " in shown
-    assert not re.search(r"--(target|draft) ", shown)
-
-
-def test_numbers_agree_with_their_nouns():
-    assert counted(1, "node") == "1 node"
-    assert counted(1200, "node") == "1,200 nodes"
-    assert counted(2, "child", "children") == "2 children"
 
 
 NOWHERE = """

@@ -79,9 +79,3 @@ def test_what_takes_too_long_is_killed_with_what_it_started(forker, environment,
     assert len(started) == 2
     assert wait_for_end(left, 20) == []
     assert forker.call(look, tmp_path, environment, 60, name="after")["imported"]
-
-
-def test_it_is_no_child_of_the_tests(forker, environment, tmp_path):
-    """Commands under test end what their process starts meanwhile; other workers call, too."""
-    called = forker.call(look, tmp_path, environment, 60, name="called")
-    assert called["parent"] not in {one.pid for one in psutil.Process().children(recursive=True)}

@@ -212,12 +212,3 @@ def test_questions_take_turns_and_were_never_learned_from():
         held = set(words[name][::8])
         for text in (one["prompt"] for one in questions if one["kind"] == kind):
             assert max((word for word in words[name] if word in text), key=len) in held
-
-
-@pytest.mark.parametrize(("head", "title"), [("eagle3", "EAGLE-3"), ("dflash", "DFlash")])
-def test_the_page_has_what_was_recorded_of_heads(head, title):
-    folder = Path(command.__file__).parent
-    quality = json.loads((folder / "heads.json").read_text("utf-8"))[head]["quality"]
-    kinds = ("arithmetic", "summary", "code", "translation", "chat", "all")
-    shares = " | ".join(f"{quality[kind]['greedy']:.2f}" for kind in kinds)
-    assert f"| {title} | {shares} |" in (folder / "README.md").read_text("utf-8")

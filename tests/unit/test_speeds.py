@@ -2,12 +2,10 @@
 
 import json
 import sys
-import tomllib
 from pathlib import Path
 from statistics import median
 
 import pytest
-import yaml
 
 from benchmarks import speed_picture
 
@@ -37,14 +35,6 @@ def test_the_table_is_what_was_measured(row):
     assert line in text_of("docs/benchmarks.md")
 
 
-@pytest.mark.parametrize("row", MEASURED["speeds"], ids=str)
-def test_the_readme_has_the_better_chain(row):
-    ratios = dict(zip(MEASURED["methods"], speed_picture.speedups(row), strict=True))
-    chain = max(("vLLM's chain of 3", "vLLM's chain of 6"), key=lambda name: median(ratios[name]))
-    shown = f"{said_speed(ratios[chain])[:-1]}; of {chain[-1]}) | {said_speed(ratios['Sequoia'])} |"
-    assert f"| {row['requests']} | {row['temperature']:g} | {shown}" in text_of("README.md")
-
-
 @pytest.mark.parametrize("row", MEASURED["arrivals"], ids=str)
 def test_the_table_of_arrivals_is_what_was_measured(row):
     start = f"| {row['rate']} a second | {row['method']} |"
@@ -64,9 +54,3 @@ def test_it_is_drawn(monkeypatch, tmp_path):
     speed_picture.main()
     drawn = picture.read_text(encoding="utf-8")
     assert all(f"<!-- {name} -->" in drawn for name in MEASURED["methods"])
-
-
-def test_the_citation_is_of_this_version():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert (citation["version"], citation["license"]) == (project["version"], project["license"])

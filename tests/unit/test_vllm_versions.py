@@ -56,17 +56,6 @@ def test_the_readme_names_what_we_support():
     assert set(named) == set(MINORS)
 
 
-def test_badges_say_what_the_project_does():
-    project = tomllib.loads(text_of("pyproject.toml"))["project"]
-    pythons = [one.split()[-1] for one in project["classifiers"] if ":: Python ::" in one]
-    for name, said in (
-        ("licence", f"licence: {project['license']}"), ("python", f"python: {' | '.join(pythons)}"),
-        ("vllm", f"vLLM: {' | '.join(MINORS)}"),
-    ):  # fmt: skip
-        assert f"<title>{said}</title>" in text_of(f"docs/badges/{name}.svg")
-        assert f"(docs/badges/{name}.svg)" in text_of("README.md")
-
-
 def test_the_makefile_checks_what_we_support():
     makefile = text_of("Makefile")
     assert f"\nCONTRACT_VERSIONS ?= {' '.join(GPU)}\n" in makefile
@@ -135,15 +124,6 @@ def questions_about_versions(source: str) -> list[str]:
 )
 def test_questions_about_versions_are_found(question):
     assert questions_about_versions(question)
-
-
-def test_other_questions_are_none():
-    assert not questions_about_versions(
-        "from vllm.config import VllmConfig\nhasattr(VllmConfig.f, 'ours')\nhasattr(self, 'f')"
-    )
-    assert names_of_versions(f"x = {MINORS[0]}\n") == []
-    assert names_of_versions(f"# from {MINORS[-1]} on\n")
-    assert names_of_versions(f'"""As {GPU[0]}."""\n')
 
 
 def test_only_compat_knows_what_differs_between_versions():
