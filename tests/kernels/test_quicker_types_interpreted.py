@@ -1,4 +1,4 @@
-"""The tests' interpreter (`quicker_types`, `quicker_operands`) still checks what Triton's does."""
+"""The tests' interpreter (`quicker_types`) still checks what Triton's does."""
 
 import pytest
 import torch
@@ -39,32 +39,6 @@ def types_kernel(target, half):
     tl.static_assert(tl.arange(0, 4).type != tl.full((4,), 1, tl.int64).type)
     tl.static_assert(tl.arange(0, 4).type != tl.arange(0, 8).type)
     tl.store(target, value.to(tl.float32))
-
-
-@triton.jit
-def numbers_kernel(target, source):
-    """The same numbers beside tensors of other types, on either side, and zeros of both signs."""
-    whole, half = tl.arange(0, 4), tl.load(source + tl.arange(0, 4))
-    tl.static_assert((whole * 3).dtype == tl.int32)
-    tl.static_assert((half * 3).dtype == tl.float16)
-    tl.static_assert((3.0 * whole).dtype == tl.float32)
-    tl.static_assert((whole.to(tl.int64) * 3).dtype == tl.int64)
-    tl.store(target + tl.arange(0, 4), 10 - whole * 3 + half * 3)
-    tl.store(target + 4 + tl.arange(0, 4), (whole - 10) * 2.0 / 4)
-    tl.store(target + 8 + tl.arange(0, 4), half * 0.0)
-    tl.store(target + 12 + tl.arange(0, 4), half * -0.0)
-
-
-@pytest.mark.parametrize("attempt", range(2))
-def test_numbers_beside_tensors(attempt):
-    source = torch.tensor([0.5, 1.5, 2.5, 3.5], dtype=torch.float16)
-    target = torch.zeros(16)
-    numbers_kernel[(1,)](target, source)
-    whole = torch.arange(4)
-    assert torch.equal(target[:4], 10 - whole * 3 + source.float() * 3)
-    assert torch.equal(target[4:8], (whole - 10) / 2)
-    assert not torch.signbit(target[8:12]).any()
-    assert torch.signbit(target[12:]).all()
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2), (4, 4)])

@@ -12,7 +12,6 @@ from typing import Any
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
-from tests.support.quicker_operands import remember_operands
 from tests.support.quicker_values import make_values_quickly
 
 
@@ -22,7 +21,6 @@ def remember_types() -> None:
     _remember_types_of_results()
     _pass_what_is_as_wanted()
     _call_directly()
-    remember_operands()
     make_values_quickly()
     core.dtype.is_int = _is_one_of(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
 

@@ -144,10 +144,14 @@ def test_what_is_said_to_be_drafted_changes_with_decisions_alone():
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_the_speedup_is_known_once_no_drafts_were_seen(batch_size):
-    engine = Engine(controller(), CODE, batch_size).run(4)
-    assert engine.controlled.speedup is None
-    engine.run(1000)
-    assert engine.controlled.speedup == pytest.approx(engine.speed_of(15), rel=0.2)
+    """One engine's figure varies by a tenth, as it is of the last seconds; a mean of six does not."""
+    found = []
+    for seed in range(6):
+        engine = Engine(controller(), CODE, batch_size, rng=np.random.default_rng(seed)).run(4)
+        assert engine.controlled.speedup is None
+        engine.run(1000)
+        found.append(engine.controlled.speedup)
+    assert np.mean(found) == pytest.approx(engine.speed_of(15), rel=0.05)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from sequoia_vllm.adaptation.state import AdaptationState, FadedCounts
-from sequoia_vllm.hardware.device import identify
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import ModelShape, PairShapes, model_classes
-from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.library.files import LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.tree_library import Selection, TreeLibrary, shipped_directory
@@ -224,13 +222,6 @@ def test_what_cannot_be_computed_gets_the_nearest_class(library, shapes, more, r
 # -- on CPUs: the pairs that were measured there -----------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_embedded_pair_keeps_its_measured_entry(library, dtype):
-    found = library.select(key(CPU, TARGET, DRAFT, dtype=dtype), shapes=EMBEDDED)
-    assert found.entry.name == "x86-cpu/4.16m-1.67m/embedded-greedy"
-    assert found.entry.tree.size == 1
-
-
 @pytest.mark.parametrize("shapes", [EMBEDDED, PairShapes(GROWN, EMBEDDED.draft), None])
 def test_other_pairs_have_no_tree_before_they_are_tuned(library, shapes):
     """Whatever their sizes: times of other models, or of other CPUs, say less than serving does."""
@@ -244,11 +235,3 @@ def test_a_library_without_profiles_has_its_classes(tmp_path):
     shutil.copytree(shipped_directory() / "acceptance", tmp_path / "acceptance")
     found = TreeLibrary(tmp_path, tmp_path / "user").select(key(L40S))
     assert "are unknown: the most cautious" in found.reason
-
-
-def test_computed_times_are_the_library_roofline(library):
-    spec = identify(L40S).spec
-    found = library.select(key(L40S, dtype="float16"), shapes=SHAPES_7B)
-    expected = roofline_profile(spec, SMALL.target, SMALL.draft, "float16")
-    assert found.entry.profile.assumptions == expected.assumptions
-    assert found.entry.profile.context_length == expected.target_forward[0].context_length

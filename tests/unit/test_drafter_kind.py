@@ -344,10 +344,6 @@ def test_adapters_change_what_heads_share():
     assert _drafter_reasons(config) == []
 
 
-def test_the_workers_know_the_kind():
-    assert SequoiaSettings.of(engine("eagle3", use_v2=True)).drafter == "eagle3"
-
-
 def test_the_shape_of_an_engines_head():
     config = engine("eagle3", use_v2=True)
     draft = SimpleNamespace(

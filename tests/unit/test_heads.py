@@ -206,11 +206,6 @@ def test_a_step_is_the_sum_of_its_parts():
         assert cost.tree_seconds(prefixes, 1) == pytest.approx(expected)
 
 
-def test_depths_of_prefixes():
-    tree = TokenTree((-1, 0, 0, 1, 1, 3))
-    assert Prefixes.of(tree, SHIPPED).depths.tolist() == [0, 1, 1, 2, 2, 3]
-
-
 def test_memory_has_no_embedding_of_a_head():
     pair = model_classes("heads")["8b-eagle3"]
     device = identify("h100-sxm").spec
@@ -249,13 +244,6 @@ def test_profiles_are_read_back():
     for name in model_classes("heads"):
         profile = predicted(name)
         assert Profile.model_validate(profile.to_dict()) == profile
-
-
-def test_profiles_of_models_say_nothing_of_heads():
-    pair = model_classes()["8b-1b"]
-    data = roofline_profile(identify("h100-sxm").spec, pair.target, pair.draft).to_dict()
-    assert not {"head", "draft_reading"} & data.keys()
-    assert "head" not in data["draft_shape"]
 
 
 def test_one_pass_needs_its_time(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 from sequoia_vllm import orphans
 from sequoia_vllm.measuring import engine_processes, interrupts, process_tree
 from sequoia_vllm.measuring.engine_processes import processes_end_here
-from sequoia_vllm.measuring.interrupts import Terminated, exit_code, interrupts_get_through
+from sequoia_vllm.measuring.interrupts import Terminated, interrupts_get_through
 from tests.support.ending import ENDED, still_there
 
 # A command that starts one engine after the other, each with a worker. They ignore the signals, as
@@ -119,11 +119,6 @@ def _start_engine(number: int, waited: list[str]) -> None:
             os.kill(os.getpid(), number)
             time.sleep(60)
         waited.append("for ever")
-
-
-def test_exit_codes_are_the_shells():
-    assert exit_code(KeyboardInterrupt()) == 130
-    assert exit_code(Terminated()) == 143
 
 
 def test_a_signal_while_engines_end_ends_the_command(monkeypatch):

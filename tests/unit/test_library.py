@@ -13,7 +13,7 @@ import pytest
 from benchmarks.generate_trees import COMMAND, generate_library
 from sequoia_vllm.hardware.choose import choose_schedule
 from sequoia_vllm.hardware.cost import CostModel
-from sequoia_vllm.hardware.device import DeviceError, identify, known_devices
+from sequoia_vllm.hardware.device import identify, known_devices
 from sequoia_vllm.hardware.models import every_class, model_classes
 from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.step_profile import Profile, ProfileError
@@ -23,7 +23,7 @@ from sequoia_vllm.library.files import AcceptanceFile, LibraryError
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.selection import selection as selection_of
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
-from sequoia_vllm.tree import Acceptance, AcceptanceError, TokenTree
+from sequoia_vllm.tree import Acceptance, AcceptanceError
 from tests.support.reference_trees import drafts_at
 
 SHIPPED_CLASS, STRONG_CLASS = "shipped", "appendix-e"
@@ -133,11 +133,6 @@ def test_found_in_a_checkout_and_when_installed(tmp_path, monkeypatch):
 
 
 # -- by name -------------------------------------------------------------------
-
-
-def test_load(library):
-    tree = library.entry("h200/8b-1b/shipped").tree.tree
-    assert isinstance(tree, TokenTree)
 
 
 @pytest.mark.parametrize(
@@ -270,22 +265,6 @@ def test_entries_without_drafts_say_so(library):
         ": no drafts for one request, expected 1.00x plain decoding"
         in selection_of(entry, []).reason
     )
-
-
-def test_devices_with_a_datasheet_but_no_trees(library):
-    selection = library.select(on("NVIDIA A10G"))
-    assert "no trees for device 'NVIDIA A10G'" in selection.reason
-    assert selection.entry.name.split("/")[0] in ("rtx-4090", "l4", "a100-40gb")
-
-
-def test_a_device_of_which_only_the_name_is_known(library):
-    selection = library.select(on("Neoverse-N1"))
-    assert "nothing but its name is known" in selection.reason
-
-
-def test_empty_device_name(library):
-    with pytest.raises(DeviceError, match="device name is empty"):
-        library.select(on(""))
 
 
 def test_no_trees_for_a_kind_of_device(tmp_path):

@@ -188,25 +188,6 @@ def test_source_label_is_short(source, label):
     assert samples(registry)["sequoia:tree_info", "3", "0", "8", label] == 1
 
 
-def test_metrics_exist_for_the_children_that_the_tree_has():
-    registry = CollectorRegistry()
-    TreeMetrics(TREE, "a test", "model", [0], PrometheusKinds(registry))
-    pairs = {(key[2], key[1]) for key in samples(registry) if "offered_children" in key[0]}
-    assert pairs == {("1", "1"), ("1", "2"), ("1", "3"), ("2", "1"), ("2", "2"), ("3", "1")}
-
-
-def test_engines_are_kept_apart():
-    registry = CollectorRegistry()
-    metrics = TreeMetrics(TREE, "a test", "model", [2, 5], PrometheusKinds(registry))
-    metrics.observe(5, counted([[1]]), drafts=0)
-    metrics.flush(2)
-    metrics.flush(5)
-    found = samples(registry)
-    assert (found["sequoia:trees_total", "2"], found["sequoia:trees_total", "5"]) == (0, 1)
-    assert found["sequoia:drafted_nodes", "5"] == 0
-    assert ("sequoia:drafted_nodes", "2") not in found
-
-
 def test_requests_without_drafts_are_counted_by_reason():
     registry = CollectorRegistry()
     metrics = TreeMetrics(TREE, "a test", "model", [0], PrometheusKinds(registry))
@@ -246,15 +227,6 @@ def test_metrics_of_a_new_engine_replace_the_old_ones():
     assert generate_latest(registry) == b""
     first.unregister()
     TreeMetrics(TREE, "a test", "model", [0], PrometheusKinds(registry))  # no name is taken
-
-
-def test_help_texts_say_what_is_counted_without_the_name():
-    """Grafana shows each alone: a sentence that refers to no other."""
-    metrics = TreeMetrics(TREE, "a test", "model", [0], PrometheusKinds(CollectorRegistry()))
-    for family in metrics.collect():
-        assert re.search(r"\b(tree|trees|draft|drafts|drafted)\b", family.documentation, re.I)
-        assert 8 <= len(family.documentation.split()) <= 25, family.documentation
-        assert not re.search(r"\b([Tt]hose|[Tt]hese|[Tt]hem)\b", family.documentation)
 
 
 GAUGES = ("sequoia:drafted_nodes", "sequoia:measured_speedup")

@@ -130,17 +130,6 @@ def test_a_pass_reads_the_experts_that_its_rows_go_to():
     assert found.weights_bytes(2.0) == 2 * found.parameters
 
 
-def test_trees_cost_more_where_they_read_more_experts():
-    device, sparse = known_devices()["l4"], shape(MIXTURES["Qwen3-30B-A3B"][0])
-    as_wide = sparse.experts.per_token * sparse.experts.width
-    dense = sparse.model_copy(update={"experts": None, "intermediate": as_wide})
-    draft, ratios = shape(QWEN_3), []
-    for target in (sparse, dense):
-        curve = roofline_profile(device, target, draft, tokens=(1, 16)).target_forward[0]
-        ratios.append(curve.seconds[1] / curve.seconds[0])
-    assert ratios[1] < 1.2 < 2 < ratios[0]
-
-
 def test_experts_alone_may_be_quantized():
     """The attention of gpt-oss is in half precision."""
     config = MIXTURES["gpt-oss-20b"][0]

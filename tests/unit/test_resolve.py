@@ -87,10 +87,6 @@ def test_the_output_layer_of_a_head_is_not_trimmed():
         resolved_with_head(5, draft_vocabulary=9)
 
 
-def test_acceptance_by_name():
-    assert resolved(tree={"size": 16}, acceptance="shipped").choice.tree.size == 16
-
-
 def test_a_root_alone_does_not_speculate():
     assert not resolved(tree={"parents": [-1]}).speculates
 

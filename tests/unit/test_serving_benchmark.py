@@ -99,12 +99,6 @@ class TestTable:
         text = make_markdown(make_rows(found))
         assert "more than 15 %: plain, burst: tokens/s by 20 %; " in text
 
-    def test_ratios_need_a_common_round(self):
-        found = {("burst", "plain"): {1: recorded()}, ("burst", "chain"): {2: recorded()}}
-        chain = make_rows(found)[1]
-        assert chain["tokens_of_plain"] is None
-        assert make_markdown([chain]).count("\n") == 2
-
 
 class TestRun:
     def test_one_server_per_variant_and_round(self, tmp_path, machine):
@@ -132,11 +126,6 @@ class TestRun:
         call(tmp_path, "--rounds=1")
         assert nothing.servers == []
 
-    def test_a_model_that_is_missing_is_named_at_once(self, tmp_path):
-        said = " ".join(call(tmp_path / "served", f"--model={tmp_path}", code=2).split())
-        assert "error: no target model lies in" in said
-        assert not (tmp_path / "served").exists()
-
     def test_does_not_mix_settings(self, tmp_path, machine):
         machine()
         call(tmp_path, "--rounds=1", "--variants=plain")
@@ -144,10 +133,6 @@ class TestRun:
         machine(breaks_at=1)
         call(tmp_path / "broken", code=2)
         assert "no results" in call(tmp_path / "broken", "--table-only", code=2)
-
-    @pytest.mark.parametrize("option", ["--rates=1,2", "--requests=a", "--variants=eagle"])
-    def test_bad_options(self, tmp_path, option):
-        assert option.partition("=")[0] in call(tmp_path, option, code=2)
 
 
 def test_vllm_takes_the_options(tmp_path, monkeypatch):

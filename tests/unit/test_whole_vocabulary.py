@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from benchmarks.whole_vocabulary import app, write
+from benchmarks.whole_vocabulary import write
 from sequoia_vllm.errors import SequoiaError
 from sequoia_vllm.vocabulary.matching import Matching
 from tests.support.models import DRAFT, TARGET
@@ -65,22 +64,6 @@ def test_tokens_that_it_has_keep_their_logits_and_others_are_never_drawn(
     assert torch.softmax(found, -1)[..., ~has].sum(-1).max() < 1e-9
 
 
-def test_an_output_layer_of_its_own_is_kept(tmp_path, target, matching):
-    model = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)
-    model.config.tie_word_embeddings = False
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 0.5)
-    model.save_pretrained(tmp_path / "draft")
-    write(target, tmp_path / "draft", tmp_path / "wide", matching)
-    tokens = torch.arange(30)[None]
-    has = torch.from_numpy(matching.drawn >= 0)
-    expected = logits(tmp_path / "draft", torch.from_numpy(matching.read)[tokens])
-    torch.testing.assert_close(
-        logits(tmp_path / "wide", tokens)[..., has],
-        expected[..., torch.from_numpy(matching.drawn[matching.drawn >= 0])],
-        rtol=0.001, atol=0.01,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -94,15 +77,3 @@ def test_what_cannot_be_widened_is_refused(tmp_path, target, matching, change, m
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(SequoiaError, match=message):
         write(target, tmp_path, tmp_path / "wide", matching)
-
-
-def test_nothing_is_overwritten(tmp_path, target, matching):
-    with pytest.raises(SequoiaError, match="not empty"):
-        write(target, Path(DRAFT), Path(target), matching)
-
-
-def test_the_command(tmp_path):
-    """The embedded pair has one vocabulary: there is nothing to widen."""
-    done = CliRunner().invoke(app, [TARGET, DRAFT, str(tmp_path / "wide")])
-    assert done.exit_code != 0
-    assert "has the target's vocabulary already" in done.output + str(done.stderr)
