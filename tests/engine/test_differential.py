@@ -1,8 +1,7 @@
 """Random requests of all kinds in one engine, on a KV cache too small for them: plain's answers.
 
-Each way of verification has 150 requests. Every kind of parameter, of structured output and of
-end is among them, in both; the rarest, ``allowed_token_ids``, once in one. The cache preempts
-requests, and prompts come in chunks. Pairs of rare kinds in one batch may be missing:
+Each way of verification has 150 requests, and every parameter is in some of them: all kinds are
+served, amid preemptions and beside chunks of prompts. Rare parameters meet in few batches here;
 ``python -m benchmarks.soak`` sends as many requests as wanted, from any seed.
 """
 
