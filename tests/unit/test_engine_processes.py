@@ -91,6 +91,17 @@ def _wait_until_gone(path: Path) -> None:
         time.sleep(0.02)
 
 
+def test_other_children_are_left_alone():
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        with engines_end_here():
+            pass
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
 def test_signals_and_temporary_files_are_as_before():
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     names = "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"

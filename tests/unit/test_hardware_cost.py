@@ -163,6 +163,11 @@ class TestTimes:
         assert (np.diff(seconds) >= 0).all()
         assert cost.target_seconds(4, 1) == pytest.approx(1.3)
 
+    def test_one_point_curves(self):
+        cost = CostModel(profile(flat, free, tokens=(1,)))
+        assert cost.target_seconds(5, 1) == 1.0
+        assert cost.extrapolates(5, 1)
+
     def test_contexts(self):
         short = profile(flat, free)
         longer = [
@@ -286,6 +291,12 @@ class TestSchedule:
         assert ranges[-1][1] == 16
         assert drafts_at(schedule.ranges, 3) == drafts_at(schedule.ranges, 1)
 
+    def test_no_tolerance_means_the_best_prefix_everywhere(self):
+        times = gpu("NVIDIA H200", "8b-1b")
+        exact = choose_schedule(SHIPPED, times, tolerance=0.0)
+        loose = choose_schedule(SHIPPED, times, tolerance=0.05)
+        assert len(loose.ranges) < len(choose_schedule(SHIPPED, times).ranges) < len(exact.ranges)
+
     def test_accepted_by_vllm(self):
         utils = vllm_schedule_module()
         schedule = choose_schedule(SHIPPED, gpu("NVIDIA H200", "8b-1b"))
@@ -385,6 +396,11 @@ class TestRoofline:
         assert fp8 < 0.75 * bf16
         with pytest.raises(ValueError, match="dtype 'int3'"):
             gpu("NVIDIA H200", dtype="int3")
+
+    def test_longer_contexts_cost_more(self):
+        short = CostModel(gpu("NVIDIA H200", "7b-68m"))
+        long = CostModel(gpu("NVIDIA H200", "7b-68m", context_length=32768))
+        assert long.plain_seconds(1) > 1.5 * short.plain_seconds(1)
 
 
 class TestAgainstAnH100:

@@ -11,6 +11,7 @@ from rich.console import Console
 from sequoia_vllm.cli import progress
 from sequoia_vllm.cli.measuring import measuring
 from sequoia_vllm.cli.progress import ProgressLines, progress_bar
+from sequoia_vllm.cli.tune_steps import _stages
 
 
 class Clock:
@@ -69,6 +70,17 @@ def test_nothing_is_left_after_the_last_step(lines):
     assert lines.line() == "profile: trees; 2:10 so far, 10 of 10 done"
 
 
+def test_every_phase_is_judged_by_itself(lines):
+    lines, clock = lines
+    lines.report("first", 0, 10)
+    clock.after(100)
+    lines.report("first", 9, 10)
+    lines.report("second", 0, 10)
+    clock.after(8)
+    lines.report("second", 4, 10)
+    assert lines.line().endswith("4 of 10 done, about 0:12 left")
+
+
 def printed_after(text, count, capfd, seconds=10.0):
     """What lies in standard error once ``text`` was there so often."""
     found, end = "", time.monotonic() + seconds
@@ -111,3 +123,10 @@ def test_a_terminal_gets_a_bar_and_no_lines(monkeypatch):
         assert "progress" not in {thread.name for thread in threading.enumerate()}
     assert "3/8" in terminal.getvalue()
     assert "so far" not in terminal.getvalue()
+
+
+def test_tune_names_its_stages():
+    assert list(_stages(("acceptance", None), ("profile", None))) == [
+        "1 of 2, then profile: ", "2 of 2: ",
+    ]  # fmt: skip
+    assert list(_stages(("acceptance", "given"), ("profile", None))) == ["1 of 1: "]
