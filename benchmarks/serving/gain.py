@@ -53,7 +53,8 @@ def gain(
             for log, more in (("plain", ()), ("ours", (f"--speculative-config={speculative}",)))
         )
         for length, at_once in cases:
-            print(json.dumps(_case(model, plain, ours, length, at_once, seconds, rounds)))
+            found = _case(model, plain, ours, length, at_once, seconds, rounds)
+            print(json.dumps(found), flush=True)
 
 
 def _case(
