@@ -114,10 +114,10 @@ class TreeProposerV1(DraftModelProposer):
         return self._forward(tokens, positions, slots, metadata, len(counts), rows)
 
     def _leave_out_before_windows(self, slots: Tensor, committed: CommittedTokens) -> None:
-        """Takes slots, in place, from tokens before the sliding window of all later tokens.
+        """Takes away the slots, in place, of tokens that no later token's sliding window reaches.
 
-        vLLM frees their blocks by the target's progress, whether or not the draft has read so
-        far. The blocks may already belong to another request.
+        vLLM frees a block when the target is past it, also where the draft has not read it yet.
+        The block may already belong to another request.
         """
         if self._window is None:
             return

@@ -166,10 +166,10 @@ class TreeProposerV2(TreeSpeculator):
     def _width_read(
         self, batch: InputBatch, reads: NDArray[np.bool_], num_trees: int, levels: DraftLevels
     ) -> int | None:
-        """Rows per request for reading the requests that get trees, a graph's if one fits.
+        """How many rows the draft reads of each request with a tree; a graph's number if one fits.
 
-        None: some request has more to read (a long prompt), or padding would attend to long
-        contexts; all are read without a graph.
+        None: it reads all requests without a graph. Either one has more unread tokens than a graph
+        has rows (a long prompt), or rows of padding would attend to long contexts.
         """
         path = chain_width(levels)
         captured = self._read_graphs.tokens_for(num_trees) if self._read_graphs else []
