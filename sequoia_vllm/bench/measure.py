@@ -25,7 +25,7 @@ Opener = Callable[
     [Sequence[Method], EngineSpec, dict[str, Any], Progress],
     AbstractContextManager[dict[str, BenchEngine]],
 ]
-"""As `engines.open_engines`."""
+"""Starts engines, like `engines.open_engines`."""
 # Log-probability gap (nats) that rounding may reverse: two units in the last place of a logit
 # between 16 and 32, in this dtype.
 NEAR_TIE = {"bfloat16": 0.25, "float16": 0.03125}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from sequoia_vllm.drafters.fields import Fields
 from sequoia_vllm.drafters.recognition import recognise
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.errors import SequoiaError
+from sequoia_vllm.json_input import read_json
 from sequoia_vllm.library.tree_reference import find_tree, is_tree_file
 
 AUTO = "auto"
@@ -114,11 +114,14 @@ def chain_method(draft: str) -> str:
     """vLLM's speculative method for chains of this draft, by its ``config.json``.
 
     Anything but a folder is taken for a draft model.
+
+    Raises:
+        BenchError: If the file cannot be read.
     """
     path = Path(draft, "config.json")
     if not path.is_file():
         return "draft_model"
-    config = json.loads(path.read_text("utf-8"))
+    config = read_json(path, "configuration", BenchError)
     kind = recognise(Fields(config), lambda: config.get("model_type")).kind
     return "draft_model" if kind is None else drafter(kind).method
 

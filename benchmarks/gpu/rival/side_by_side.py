@@ -6,6 +6,7 @@ import multiprocessing
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 
 from benchmarks.gpu.engine import EXTENSION, Engine
@@ -60,12 +61,11 @@ class _TextEngine(Engine):
 
     def __init__(self, llm: Any, sizes: Sizes, prompts: list[list[int]]) -> None:
         super().__init__(llm, sizes)
-        self._prompts = prompts
+        self._prompts = cycle(prompts)
 
     def prompt(self, length: int) -> dict[str, list[int]]:
         """The next one."""
-        self._turn = getattr(self, "_turn", -1) + 1
-        return {"prompt_token_ids": self._prompts[self._turn % len(self._prompts)]}
+        return {"prompt_token_ids": next(self._prompts)}
 
 
 @contextmanager
