@@ -46,7 +46,7 @@ def draft_input_variants() -> list[Variant]:
     int64 = ("requests", "tokens", "layout", "positions", "slots", "last_rows")
     numbers = (
         "ids_stride", "max_len", "width", "num_rows", "longest", "state_offset", "tokens_stride",
-        "first", "depth", "mask_token",
+        "first", "depth", "mask_token", "nodes_stride",
     )  # fmt: skip
     signature = {
         **dict.fromkeys(int32, "*i32"),
@@ -161,12 +161,14 @@ def _draw_signature(dtype: str) -> dict[str, str]:
     )  # fmt: skip
     multiples = ("logits_stride", "draft_state_stride", "draft_inner_stride")
     strides = ("stats_state_stride", "stats_inner_stride", "tokens_stride")
+    shape_strides = ("nodes_stride", "counts_stride", "columns_stride", "inner_rows_stride")
     return {
         **dict.fromkeys(("logits", "draft_logits"), f"*{dtype}"),
         **dict.fromkeys(floats, "*fp32"),
-        **dict.fromkeys(("seeds", "candidates", "tokens"), "*i64"),
+        **dict.fromkeys(("seeds", "candidates", "tokens", "slots"), "*i64"),
         **dict.fromkeys(integers, "*i32"),
         **dict.fromkeys(numbers, "i32"),
         **dict.fromkeys(multiples, "i64:16"),
         **dict.fromkeys(strides, "i64"),
+        **dict.fromkeys(shape_strides, "i32"),
     }

@@ -22,14 +22,23 @@ def scoring_input_variants() -> list[Variant]:
         "context_lens",
     )  # fmt: skip
     int64 = (
-        "rows", "shifts", "positions", "seeds", "tokens_out", "positions_out", "seeds_out"
+        "rows", "shifts", "positions", "seeds", "tokens_out", "positions_out", "seeds_out",
+        "noted_slots",
     )  # fmt: skip
     signature = {
         **dict.fromkeys(int32, "*i32"),
         **dict.fromkeys(int64, "*i64"),
         **dict.fromkeys(("temperatures", "temperatures_out"), "*fp32"),
         **dict.fromkeys(
-            ("max_nodes", "num_invalid", "num_rows", "num_requests", "scored_stride"), "i32"
+            (
+                "shifts_stride",
+                "max_nodes",
+                "num_invalid",
+                "num_rows",
+                "num_requests",
+                "scored_stride",
+            ),
+            "i32",
         ),
         "invalid": "*i1",
     }
@@ -54,7 +63,10 @@ def path_edit_variants() -> list[Variant]:
         "prompt_bits", "output_counts", "words", "offsets", "num_words", "all_tokens",
         "prompt_lens", "total_lens",
     )  # fmt: skip
-    strides = ("bits_stride", "counts_stride", "words_stride", "offsets_stride", "tokens_stride")
+    strides = (
+        "parents_stride", "bits_stride", "counts_stride", "words_stride", "offsets_stride",
+        "tokens_stride",
+    )  # fmt: skip
     signature = {
         **rows,
         **dict.fromkeys(int32, "*i32"),
@@ -205,15 +217,15 @@ def _verify_signature(target: str, draft: str) -> dict[str, str]:
     )  # fmt: skip
     numbers = (
         "has_statistics", "walks_sampled", "num_states", "branches", "children_stride",
-        "stats_state_stride", "stats_inner_stride", "columns", "sampled_stride", "path_columns",
-        "accepted_stride",
+        "stats_state_stride", "stats_inner_stride", "tree_stride", "index_stride", "columns",
+        "sampled_stride", "path_columns", "accepted_stride",
     )  # fmt: skip
     multiples = ("vocabulary", "logits_stride", "draft_state_stride", "draft_inner_stride")
     return {
         "logits": f"*{target}",
         "draft_logits": f"*{draft}",
         **dict.fromkeys(integers, "*i32"),
-        **dict.fromkeys(("target_tokens", "seeds", "sampled_tokens"), "*i64"),
+        **dict.fromkeys(("target_tokens", "seeds", "slots", "sampled_tokens"), "*i64"),
         **dict.fromkeys(floats, "*fp32"),
         **dict.fromkeys(multiples, "i32:16"),
         **dict.fromkeys(numbers, "i32"),

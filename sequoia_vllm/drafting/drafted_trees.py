@@ -91,4 +91,5 @@ class DraftedTrees:
             state_rows=batch.multiples(levels.rows_per_tree)[:num_reqs],
             inner_rows=level.rows,
             workspace=self._workspace,
+            slots=batch.slots[:num_reqs],
         )

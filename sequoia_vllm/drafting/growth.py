@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.drafted_trees import DraftedTrees
-from sequoia_vllm.drafting.tree_tables import DraftLevels, Level
+from sequoia_vllm.drafting.tree_tables import DraftLevels, Level, picked
 from sequoia_vllm.kernels.draft_inputs import DraftInputs
 
 
@@ -26,13 +26,14 @@ class DraftQueries:
         context_lens: int32 ``[R]``: tokens in the cache before node 0.
         query_start_loc: int32 ``[R + 1]``: rows of each request.
         first: Node of the first query. Node j lies in slot ``context_lens + j``.
-        width: Queries per request, one for each node from ``first`` on.
-        ancestors: bool ``[I, I]``: which nodes each of the tree's I nodes sees.
+        width: Queries per request, one for each node from ``first`` on; in scoring the most.
+        ancestors: bool ``[I, I]`` or ``[S, I, I]``: which nodes each of the tree's I nodes sees.
         max_keys: Bound on the keys of a request.
         max_slots: Bound on the slots of a request. Nodes behind it have none, and no query sees
-            them.
+            them. None: all that have a block have a slot.
         written: int32 ``[R]``: the first so many queries of each request have slots; None: all.
             The keys of the others are undefined.
+        slots: int64 ``[R]``: request slot of each, -1 for padding; None: ``ancestors`` are of all.
     """
 
     context_lens: Tensor
@@ -41,8 +42,9 @@ class DraftQueries:
     width: int
     ancestors: Tensor
     max_keys: int
-    max_slots: int
+    max_slots: int | None = None
     written: Tensor | None = None
+    slots: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,9 @@ class DraftStates:
 
     def new_zeros(self, count: int) -> DraftStates:
         """Zeros for ``count`` such rows."""
-        recurrent_states = None
-        if self.recurrent_states is not None:
-            recurrent_states = self.recurrent_states.new_zeros(
-                count, *self.recurrent_states.shape[1:]
-            )
-        return DraftStates(self.hidden.new_zeros(count, *self.hidden.shape[1:]), recurrent_states)
+        read = self.recurrent_states
+        zeros = None if read is None else read.new_zeros(count, *read.shape[1:])
+        return DraftStates(self.hidden.new_zeros(count, *self.hidden.shape[1:]), zeros)
 
     def copy_rows(self, index: Tensor, copies: DraftStates) -> None:
         """Copies the states of these m rows, an int tensor, into the m rows of ``copies``."""
@@ -78,17 +77,15 @@ class DraftStates:
         recurrent_states = None if self.recurrent_states is None else self.recurrent_states[:count]
         return DraftStates(self.hidden[:count], recurrent_states)
 
-    def below(self, num_reqs: int, parents: Tensor) -> Tensor | None:
+    def below(self, slots: Tensor, parents: Tensor) -> Tensor | None:
         """``[R * m, F]``: the recurrent_states that m nodes below these rows of R requests get.
 
-        Args:
-            num_reqs: R.
-            parents: int64 ``[m]``: place of each one's parent among a request's rows.
+        ``parents`` are a `Level`'s, by request slot or not; ``slots`` those of the R requests.
         """
         if self.recurrent_states is None:
             return None
-        by_request = self.recurrent_states.view(num_reqs, -1, self.recurrent_states.shape[1])
-        return by_request.index_select(1, parents).flatten(0, 1)
+        by_request = self.recurrent_states.view(len(slots), -1, self.recurrent_states.shape[1])
+        return picked(by_request, parents, slots).flatten(0, 1)
 
 
 class DraftModel(ABC):
@@ -248,7 +245,7 @@ class TreeGrowth:
         states = roots
         self.draw_below_roots(num_reqs, levels, states)
         for level in levels.levels[1:]:
-            recurrent_states = states.below(num_reqs, level.parents)
+            recurrent_states = states.below(self._batch.slots[:num_reqs], level.parents)
             states = self.grow_level(num_reqs, levels, level, max_keys, recurrent_states)
 
     def draw_below_roots(self, num_reqs: int, levels: DraftLevels, roots: DraftStates) -> None:
@@ -267,10 +264,8 @@ class TreeGrowth:
         """One forward pass over the nodes of a level below the roots, and their children.
 
         Args:
-            num_reqs: Requests of the batch, R.
-            levels: The tree to grow.
+            num_reqs, levels, max_keys: See `grow`.
             level: The level, of m nodes.
-            max_keys: No request has more committed tokens.
             recurrent_states: ``[R * m, F]``: what the level above left for them.
 
         Returns:
@@ -318,6 +313,7 @@ class TreeGrowth:
             max_keys=min(max_keys + first + width, self._max_model_len),
             max_slots=self._max_model_len,
             written=written,
+            slots=self._batch.slots[:num_reqs],
         )
         return self._model.forward(
             inputs.token_ids[:rows],

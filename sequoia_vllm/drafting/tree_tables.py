@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sequoia_vllm.drafting.draft_plan import inner_rows, rows_per_tree
+from sequoia_vllm.kernels.tree_shapes import shape_stride
 from sequoia_vllm.tree import TokenTree
 from sequoia_vllm.verification.topology import Topology
 
@@ -17,6 +18,8 @@ from sequoia_vllm.verification.topology import Topology
 @dataclass(frozen=True)
 class Level:
     """The m nodes of one depth that have children, whose children are drawn together.
+
+    Those of `TreeShapes` have one dimension more in front: request slots.
 
     Attributes:
         depth: Depth of these nodes, in edges; 0 is the root.
@@ -41,7 +44,7 @@ class Level:
     @property
     def width(self) -> int:
         """Nodes of this level."""
-        return len(self.nodes)
+        return self.nodes.shape[-1]
 
 
 class DraftLevels:
@@ -109,6 +112,8 @@ class TreeTables:
 
     Attributes:
         tree: The tree.
+        parents: int32 ``[N]``: each node's; -1 for the root.
+        shifts: int64 ``[N]``: depth of each node minus its index.
         children: int32 ``[N, b]``: the nodes below each node in draft order, then -1.
         inner_rows: int32 ``[N]``: row of each node's Q: its place among the nodes with
             children, in stored order; leaves: -1. Prefixes keep the rows of the whole.
@@ -121,8 +126,10 @@ class TreeTables:
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
         self.tree = tree
-        parents = torch.from_numpy(tree.parents_array.copy())[None]
-        self.children = Topology.from_parents(parents).children[0].to(device, torch.int32)
+        parents = torch.from_numpy(tree.parents_array.copy())
+        self.parents = parents.to(device, torch.int32)
+        self.shifts = torch.from_numpy(tree.depths - np.arange(tree.size)).to(device)
+        self.children = Topology.from_parents(parents[None]).children[0].to(device, torch.int32)
         self._inner_rows = inner_rows(tree)
         self.inner_rows = torch.tensor(self._inner_rows, dtype=torch.int32, device=device)
         self.ancestors = torch.from_numpy(tree.ancestor_mask.copy()).to(device)
@@ -139,3 +146,108 @@ class TreeTables:
     def levels(self) -> DraftLevels:
         """The whole tree, as the draft grows it."""
         return self.levels_of(self.tree.num_speculative_tokens)
+
+
+class TreeShapes(TreeTables):
+    """The trees of request slots, which all kernels of V2 read: `TreeTables` as ``[S, ...]``.
+
+    By default slots share the memory of the engine's tree: views whose stride over slots is 0. With
+    ``per_request`` each slot has its own, which `set` changes in place, so that CUDA graphs find
+    it. A slot keeps it from growth to commit.
+
+    Growth reads levels, scoring shifts and ancestors, verification children and rows of Q, edits
+    of logits parents; the commit reads paths. Indices rise along paths, and every prefix is a tree.
+    All trees have as many nodes as the engine's and, in each prefix that is drafted, as many with
+    children at each depth. Traversal, grammar masks and attention on CPUs refuse trees by slot. V1
+    has the engine's tree for all requests.
+
+    Args:
+        tree, device: See `TreeTables`; the engine's tree.
+        slots: Request slots, S.
+        per_request: See above.
+    """
+
+    def __init__(
+        self, tree: TokenTree, device: torch.device, slots: int, per_request: bool = False
+    ) -> None:
+        super().__init__(tree, device)
+        self._slots, self._per_request, self._is_set = slots, per_request, False
+        for name in _TABLES:
+            setattr(self, name, self._of_slots(getattr(self, name)))
+
+    def levels_of(self, drafts: int) -> DraftLevels:
+        """See `TreeTables.levels_of`; their tensors are by slot, too.
+
+        Raises:
+            ValueError: They are new, and some slot's tree has been set.
+        """
+        if drafts not in self._levels:
+            if self._is_set:
+                raise ValueError(f"levels of {drafts} drafts have to be made before trees are set")
+            levels = super().levels_of(drafts)
+            levels.ancestors = self._of_slots(levels.ancestors)
+            levels.levels = [
+                replace(level, **{name: self._of_slots(getattr(level, name)) for name in _LEVEL})
+                for level in levels.levels
+            ]
+        return self._levels[drafts]
+
+    def set(self, slot: int, tree: TokenTree) -> None:
+        """Gives a slot another tree. `NodeMasks.repack` follows.
+
+        Raises:
+            ValueError: All slots share one tree, or this one has other sizes. Nothing has changed.
+        """
+        if not self._per_request:
+            raise ValueError("all requests have the engine's tree: make TreeShapes per request")
+        if tree.size != self.tree.size:
+            raise ValueError(f"{tree.size} nodes; the engine's tree has {self.tree.size}")
+        self.levels_of(tree.num_speculative_tokens)
+        own = TreeTables(tree, self.ancestors.device)
+        pairs = [(getattr(self, name), getattr(own, name)) for name in _TABLES]
+        for drafts, levels in self._levels.items():
+            theirs = own.levels_of(drafts)
+            if not _fit(theirs, levels):
+                raise ValueError(
+                    f"of {drafts} drafts, nodes with children at each depth, children of a node or "
+                    "rows of Q are others than those of the engine's tree"
+                )
+            pairs.append((levels.ancestors, theirs.ancestors))
+            for level, other in zip(levels.levels, theirs.levels, strict=True):
+                pairs += [(getattr(level, name), getattr(other, name)) for name in _LEVEL]
+        self._is_set = True
+        for shapes, shape in pairs:
+            shapes[slot] = -1
+            shapes[slot, ..., : shape.shape[-1]] = shape
+
+    def _of_slots(self, shape: Tensor) -> Tensor:
+        views = shape.expand(self._slots, *shape.shape)
+        return views.clone(memory_format=torch.contiguous_format) if self._per_request else views
+
+
+_TABLES = ("parents", "shifts", "children", "inner_rows", "ancestors")
+_LEVEL = ("nodes", "parents", "counts", "columns", "rows")
+
+
+def _fit(own: DraftLevels, levels: DraftLevels) -> bool:
+    """Whether a tree's levels are as large as the engine's, with no more children and rows."""
+    if len(own.levels) != len(levels.levels) or own.rows_per_tree > levels.rows_per_tree:
+        return False
+    return all(
+        one.width == other.width and one.columns.shape[-1] <= other.columns.shape[-1]
+        for one, other in zip(own.levels, levels.levels, strict=True)
+    )
+
+
+def picked(values: Tensor, places: Tensor, slots: Tensor) -> Tensor:
+    """``[R, m, ...]``: of each request the values at m places, in one launch if these are shared.
+
+    Args:
+        values: ``[R, n, ...]``.
+        places: int ``[m]``, or ``[S, m]``, by request slot.
+        slots: int64 ``[R]``: of each request, -1 for padding.
+    """
+    if not shape_stride(places, 1):
+        return values.index_select(1, places[0] if places.ndim > 1 else places)
+    request = torch.arange(len(slots), device=slots.device)
+    return values[request[:, None], places[slots.clamp(min=0)].long()]

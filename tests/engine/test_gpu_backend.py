@@ -8,12 +8,15 @@ import torch
 from torch import nn
 
 from sequoia_vllm.drafting.growth import DraftQueries
+from sequoia_vllm.drafting.tree_tables import TreeShapes
 from sequoia_vllm.engine.v2.attention.scoring import TreeScoring
 from sequoia_vllm.tree import TokenTree
 
 pytestmark = pytest.mark.engine
 
+CPU = torch.device("cpu")
 TREE = TokenTree([-1, 0, 0, 1])
+SHAPES = TreeShapes(TREE, CPU, 4)
 NUMBERS = torch.zeros(4, dtype=torch.int32)
 
 
@@ -21,7 +24,7 @@ NUMBERS = torch.zeros(4, dtype=torch.int32)
 def backend():
     from sequoia_vllm.engine.v2.attention.backend_gpu import GPUTreeBackend
 
-    return GPUTreeBackend(torch.from_numpy(TREE.ancestor_mask.copy()), "triton")
+    return GPUTreeBackend(SHAPES.ancestors, "triton")
 
 
 def batch(lengths, drafts):
@@ -40,7 +43,7 @@ def batch(lengths, drafts):
 
 def test_contexts_are_split_for_the_longest_request_with_a_tree(backend):
     """Not for all that its blocks hold, nor for a prompt that is read beside it."""
-    scoring = TreeScoring(TREE, 4, torch.device("cpu"))
+    scoring = TreeScoring(SHAPES, 4, CPU)
     trees = scoring.trees_of(batch([40, 300, 9000], [3, 3, 0]))
     alone = scoring.trees_of(batch([40, 300], [3, 3]))
     assert trees.max_keys == alone.max_keys == 300
@@ -49,10 +52,19 @@ def test_contexts_are_split_for_the_longest_request_with_a_tree(backend):
 
 
 def test_graphs_are_captured_for_the_longest_requests(backend):
-    scoring = TreeScoring(TREE, 4, torch.device("cpu"))
+    scoring = TreeScoring(SHAPES, 4, CPU)
     captured = scoring.trees_to_capture(batch([8, 8], [3, 3]), 4, 131072)
     metadata = SimpleNamespace(block_table=torch.zeros(2, 8192, dtype=torch.int32))
     assert backend.scoring_queries(captured, metadata).max_keys == 131072
+
+
+def test_attention_on_cpus_takes_one_tree():
+    from sequoia_vllm.engine.v2.attention.backend_cpu import CPUTreeBackend
+
+    CPUTreeBackend(SHAPES.ancestors, "triton")
+    own = TreeShapes(TREE, CPU, 4, per_request=True)
+    with pytest.raises(ValueError, match="attention on CPUs needs one tree for all requests"):
+        CPUTreeBackend(own.ancestors, "triton")
 
 
 def test_levels_are_split_for_the_longest_request(backend):

@@ -13,28 +13,43 @@ SHIFTS = torch.tensor([0, 0, -1, -2, -2])
 NODES = [3, 1, 5, 0, 2]
 CU_ROWS = torch.tensor([0, 3, 4, 9, 9, 11], dtype=torch.int32)
 ROWS = torch.tensor([0, 1, 2, 7, 8, 9, 10, 11, 12, 13, 14])  # 3 to 6 read a prompt
+SLOTS = torch.tensor([4, 1, 0, 5, 2])
 
 
+# Of a tree of five nodes, for each slot.
+OWN_SHIFTS = torch.tensor(
+    [[0, 0, -1, -1, -2], SHIFTS.tolist(), [0, 0, 0, -1, -1], [0] * 5, [0, 0, -1, -2, -3], [0] * 5]
+)
+
+
+@pytest.mark.parametrize(
+    "shifts", [SHIFTS, SHIFTS.expand(6, 5), OWN_SHIFTS], ids=["one", "shared", "own"]
+)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_nodes_are_placed_by_depth(dtype):
+def test_nodes_are_placed_by_depth(dtype, shifts):
     positions = torch.arange(100, 118)
     context_lens = torch.full((6,), UNTOUCHED, dtype=torch.int32)
-    expected, contexts = positions.tolist(), context_lens.tolist()
+    noted_slots = context_lens.long()
+    expected, contexts, slots = positions.tolist(), context_lens.tolist(), noted_slots.tolist()
     for request, nodes in enumerate(NODES):
         rows = ROWS[CU_ROWS[request] : CU_ROWS[request] + nodes].tolist()
+        own = shifts.expand(6, 5)[SLOTS[request]]
         for node, row in enumerate(rows):
-            expected[row] += int(SHIFTS[node])
+            expected[row] += int(own[node])
         if rows:
-            contexts[request] = 100 + rows[0]
+            contexts[request], slots[request] = 100 + rows[0], int(SLOTS[request])
     place_nodes(
         rows=ROWS.to(dtype),
         cu_rows=CU_ROWS,
-        shifts=SHIFTS,
+        shifts=shifts,
         positions=positions,
         context_lens=context_lens,
+        slots=SLOTS.to(dtype),
+        noted_slots=noted_slots,
     )
     assert positions.tolist() == expected
     assert context_lens.tolist() == contexts
+    assert noted_slots.tolist() == slots
     assert contexts[3] == contexts[5] == UNTOUCHED
 
 
@@ -50,6 +65,8 @@ def test_a_large_tree_is_placed():
         shifts=shifts,
         positions=positions,
         context_lens=context_lens,
+        slots=torch.zeros(1, dtype=torch.int64),
+        noted_slots=torch.zeros(1, dtype=torch.int64),
     )
     assert torch.equal(positions, torch.arange(size) + 7 + shifts)
     assert context_lens.tolist() == [7]
@@ -63,6 +80,8 @@ def test_no_trees_are_placed():
         shifts=SHIFTS,
         positions=positions,
         context_lens=torch.zeros(1, dtype=torch.int32),
+        slots=SLOTS[:0],
+        noted_slots=torch.zeros(1, dtype=torch.int64),
     )
     assert positions.tolist() == [0, 1, 2]
 

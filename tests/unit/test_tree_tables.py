@@ -1,11 +1,12 @@
 """Index tables of a tree."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.drafting.tree_tables import TreeShapes, TreeTables, picked
 from sequoia_vllm.tree import TokenTree
 
 CPU = torch.device("cpu")
@@ -98,3 +99,77 @@ def test_inner_nodes_see_their_ancestors(tree):
     order = [node for level in levels.levels for node in level.nodes.tolist()]
     assert np.array_equal(levels.ancestors.numpy(), tree.ancestor_mask[np.ix_(order, order)])
     assert levels.depths.tolist() == tree.depths[order].tolist()
+
+
+# -- shapes of request slots ---------------------------------------------------------
+
+# Two nodes with children at depth 1 and one at depth 2, as TREE's siblings in size have it.
+ENGINES, OTHER = TokenTree((-1, 0, 0, 1, 1, 2, 3)), TokenTree((-1, 0, 0, 1, 2, 2, 5))
+NAMES = ("parents", "shifts", "children", "inner_rows", "ancestors")
+TENSORS = ("nodes", "parents", "counts", "columns", "rows")
+
+
+def assert_has(shapes: TreeShapes, slot: int, tree: TokenTree) -> None:
+    tables, drafts = TreeTables(tree, CPU), tree.num_speculative_tokens
+    for name in NAMES:
+        assert torch.equal(getattr(shapes, name)[slot], getattr(tables, name)), name
+    levels, own = shapes.levels_of(drafts), tables.levels_of(drafts)
+    assert torch.equal(levels.ancestors[slot], own.ancestors)
+    for level, other in zip(levels.levels, own.levels, strict=True):
+        assert (level.first, level.depth, level.width) == (other.first, other.depth, other.width)
+        for name in TENSORS:
+            assert torch.equal(getattr(level, name)[slot], getattr(other, name)), name
+
+
+def test_slots_share_the_memory_of_the_engines_tree():
+    shapes = TreeShapes(TREE, CPU, 5)
+    assert {getattr(shapes, name).stride(0) for name in NAMES} == {0}
+    levels = shapes.levels_of(6).levels
+    assert {getattr(level, name).stride(0) for level in levels for name in TENSORS} == {0}
+    assert_has(shapes, 4, TREE)
+    with pytest.raises(ValueError, match="all requests have the engine's tree"):
+        shapes.set(0, TREE)
+
+
+def test_a_slot_has_its_own_tree():
+    shapes = TreeShapes(ENGINES, CPU, 3, per_request=True)
+    levels, tensors = shapes.levels_of(3), [getattr(shapes, name) for name in NAMES]
+    addresses = [one.data_ptr() for one in [levels.ancestors, *tensors]]
+    shapes.set(1, OTHER)
+    for slot, tree in enumerate((ENGINES, OTHER, ENGINES)):
+        assert_has(shapes, slot, tree)
+    shapes.set(1, ENGINES)
+    assert_has(shapes, 1, ENGINES)
+    again = [getattr(shapes, name) for name in NAMES]
+    assert addresses == [one.data_ptr() for one in [shapes.levels_of(3).ancestors, *again]]
+    with pytest.raises(ValueError, match="levels of 5 drafts have to be made before trees are set"):
+        shapes.levels_of(5)
+
+
+@pytest.mark.parametrize(
+    ("parents", "drafts", "message"),
+    [
+        ((-1, 0, 0, 1, 1, 2), 6, "6 nodes; the engine's tree has 7"),
+        ((-1, 0, 0, 1, 1, 1, 3), 6, "of 6 drafts"),  # one inner node at depth 1
+        ((-1, 0, 0, 0, 1, 2, 5), 6, "of 6 drafts"),  # three children of the root
+        (OTHER.parents, 4, "of 4 drafts"),  # of this prefix one has two inner nodes at depth 1
+    ],
+)
+def test_trees_of_other_sizes_are_refused(parents, drafts, message):
+    shapes = TreeShapes(ENGINES, CPU, 2, per_request=True)
+    shapes.levels_of(drafts)
+    with pytest.raises(ValueError, match=message):
+        shapes.set(0, TokenTree(parents))
+    assert_has(shapes, 0, ENGINES)
+
+
+def test_places_are_picked_for_each_request():
+    values = torch.arange(24).view(2, 4, 3)
+    places = torch.tensor([[3, 0], [1, 1], [2, 3]], dtype=torch.int32)
+    slots = torch.tensor([2, -1])
+    assert torch.equal(
+        picked(values, places, slots), torch.stack([values[0, [2, 3]], values[1, [3, 0]]])
+    )
+    for shared in (places[0], places[:1].expand(3, 2)):
+        assert torch.equal(picked(values, shared, slots), values[:, [3, 0]])
+        assert torch.equal(picked(values[..., 0], shared, slots), values[:, [3, 0], 0])

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafters.registry import drafter
-from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.drafting.tree_tables import TreeShapes
 from sequoia_vllm.engine.common.patched import patched
 from sequoia_vllm.engine.common.replicas import as_alone
 from sequoia_vllm.engine.common.settings import SequoiaSettings
@@ -33,6 +33,7 @@ from sequoia_vllm.engine.v2.path_copies import PathCopies
 from sequoia_vllm.engine.v2.verification.grammar_masks import MasksOfNodes
 from sequoia_vllm.engine.v2.verification.path_edits import along_paths
 from sequoia_vllm.engine.v2.verification.verifier import TreeVerifierV2
+from sequoia_vllm.kernels.tree_shapes import only_shape
 
 
 class TreeRunner(GPUModelRunner):
@@ -55,18 +56,19 @@ class TreeRunner(GPUModelRunner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         settings = SequoiaSettings.of(vllm_config)
         self.tree = settings.tree
-        tables = TreeTables(self.tree, device)
-        self.tree_backend = self.backend_class(tables.ancestors, settings.context_attention)
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self.shapes = shapes = TreeShapes(self.tree, device, max_num_reqs)
+        self.tree_backend = self.backend_class(shapes.ancestors, settings.context_attention)
 
         def init_speculator(config: VllmConfig, where: torch.device, states: Any) -> TreeProposerV2:
-            return new_proposer(config, where, states, tables, self.tree_backend)
+            return new_proposer(config, where, states, shapes, self.tree_backend)
 
         with patched(model_runner, "init_speculator", init_speculator):
             super().__init__(vllm_config, device)
         self.lora_state = AdaptersOfNodes(self.max_num_reqs)
         self.stats = StepStats(self.tree)
         self._paths = PathCopies(device)
-        self._scoring = TreeScoring(self.tree, self.max_num_reqs, device)
+        self._scoring = TreeScoring(shapes, self.max_num_reqs, device)
         self._trees: ScoringTreesV2 | None = None
         self._metadata: dict[str, Any] = {}
 
@@ -112,7 +114,7 @@ class TreeRunner(GPUModelRunner):
         if any(_is_custom(processor) for processor in self.sampler.logits_processors):
             self.speculator.modes.give_no_drafts()
         self.sampler.logits_processors = along_paths(
-            self.sampler.logits_processors, self.tree, self.device
+            self.sampler.logits_processors, self.shapes.parents
         )
         self._plain_prepare_attn = self.model_state.prepare_attn
         self.model_state.prepare_attn = self._attention_metadata
@@ -204,6 +206,8 @@ class TreeRunner(GPUModelRunner):
 
     def sample(self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any) -> Any:
         """Calls vLLM's with our verifier as rejection sampler, then commits the accepted paths."""
+        if grammar_output is not None:  # the scheduler makes masks for the engine's tree
+            only_shape(self.shapes.parents, 1, "a step with grammar masks")
         output = super().sample(hidden_states, input_batch, grammar_output)
         self.speculator.note_accepted(None)
         if (trees := self._trees) is not None and input_batch.num_draft_tokens > 0:
@@ -234,7 +238,7 @@ def new_proposer(
     vllm_config: VllmConfig,
     device: torch.device,
     req_states: RequestState,
-    tables: TreeTables,
+    shapes: TreeShapes,
     backend: TreeBackend,
 ) -> TreeProposerV2:
     """Makes the proposer that the engine's kind of drafter names by a dotted path.
@@ -247,7 +251,7 @@ def new_proposer(
     proposer = resolve_name(path)
     if not issubclass(proposer, TreeProposerV2):
         raise TypeError(f"{path}, the proposer of {kind.name}, is not a TreeProposerV2")
-    return proposer(as_alone(vllm_config), device, req_states, tables, backend)
+    return proposer(as_alone(vllm_config), device, req_states, shapes, backend)
 
 
 def _is_custom(processor: Any) -> bool:

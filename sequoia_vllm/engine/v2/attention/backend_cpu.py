@@ -24,13 +24,14 @@ from sequoia_vllm.engine.runner.cpu_attention import (
 from sequoia_vllm.engine.runner.kv_commit import TargetCaches, accepted_moves
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
+from sequoia_vllm.kernels.tree_shapes import only_shape
 
 
 class CPUTreeBackend(TreeBackend):
     """Tree attention in the compiled CPU kernel."""
 
     def __init__(self, ancestors: Tensor, context_attention: ContextAttention) -> None:
-        self._ancestors = ancestors
+        self._ancestors = only_shape(ancestors, 2, "attention on CPUs")
         self._caches: TargetCaches | None = None
 
     def replace_attention(self) -> AbstractContextManager[None]:
@@ -62,7 +63,9 @@ class CPUTreeBackend(TreeBackend):
     ) -> CPUTreeAttentionMetadata:
         """Metadata whose rows are all tree nodes."""
         num_reqs, nodes = len(block_table), queries.first + queries.width
+        ancestors = only_shape(queries.ancestors, 2, "attention on CPUs")
         context_lens = queries.context_lens.long()
+        assert queries.max_slots is not None
         num_nodes = (queries.max_slots - context_lens).clamp_(max=nodes)
         if queries.written is not None:
             num_nodes = torch.minimum(num_nodes, queries.first + queries.written)
@@ -80,7 +83,7 @@ class CPUTreeBackend(TreeBackend):
                 block_table=block_table,
                 context_lens=context_lens,
                 num_nodes=num_nodes,
-                ancestors=queries.ancestors[queries.first : nodes, :nodes],
+                ancestors=ancestors[queries.first : nodes, :nodes],
                 max_keys=queries.max_keys,
                 only_trees=True,
             ),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from sequoia_vllm.drafting.tree_tables import TreeShapes
 from sequoia_vllm.kernels.scoring_inputs import place_nodes
-from sequoia_vllm.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,7 @@ class ScoringTreesV2:
         max_nodes: Nodes of the largest tree, root included.
         query_start_loc: int32 ``[R + 1]``: first row of each request's nodes, then the end.
         context_lens: int32 ``[R]``: committed tokens before each root.
+        slots: int64 ``[R]``: request slot of each.
         max_keys: Upper bound of the tokens of any request, nodes included.
         others: The rows that are not tree nodes; None: there are none.
     """
@@ -48,6 +48,7 @@ class ScoringTreesV2:
     max_nodes: int
     query_start_loc: Tensor
     context_lens: Tensor
+    slots: Tensor
     max_keys: int
     others: OtherRows | None = None
 
@@ -68,9 +69,10 @@ class TreeScoring:
     RoPE position c + depth(i), where c is the context's length.
     """
 
-    def __init__(self, tree: TokenTree, max_num_reqs: int, device: torch.device) -> None:
-        self._shift = torch.from_numpy(tree.depths - np.arange(tree.size)).to(device)
+    def __init__(self, shapes: TreeShapes, max_num_reqs: int, device: torch.device) -> None:
+        self._shapes = shapes
         self.context_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self.slots = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
 
     def place(self, batch: InputBatch) -> None:
         """Gives tree nodes the position of their depth, and notes their contexts' lengths.
@@ -82,9 +84,11 @@ class TreeScoring:
         place_nodes(
             rows=batch.logits_indices,
             cu_rows=batch.cu_num_logits,
-            shifts=self._shift,
+            shifts=self._shapes.shifts,
             positions=batch.positions,
             context_lens=self.context_lens,
+            slots=batch.idx_mapping,
+            noted_slots=self.slots,
         )
 
     def trees_of(self, batch: InputBatch) -> ScoringTreesV2 | None:
@@ -106,6 +110,7 @@ class TreeScoring:
             max_nodes=int(drafts.max()) + 1,
             query_start_loc=batch.query_start_loc[: num_requests + 1],
             context_lens=self.context_lens[:num_requests],
+            slots=self.slots[:num_requests],
             max_keys=int(lengths[:num_requests].max()),
             others=others,
         )
@@ -120,5 +125,6 @@ class TreeScoring:
             max_nodes=nodes,
             query_start_loc=batch.query_start_loc[: batch.num_reqs + 1],
             context_lens=self.context_lens[: batch.num_reqs],
+            slots=self.slots[: batch.num_reqs],
             max_keys=max_keys,
         )

@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from sequoia_vllm.drafting.draft_batch import DraftBatch
 from sequoia_vllm.drafting.draft_plan import DraftPlan
 from sequoia_vllm.drafting.growth import DraftModel, DraftQueries, DraftStates, TreeGrowth
-from sequoia_vllm.drafting.tree_tables import TreeTables
+from sequoia_vllm.drafting.tree_tables import TreeShapes
 from sequoia_vllm.engine.common.draft_schedule import fewer_drafts, most_drafts, scheduled_drafts
 from sequoia_vllm.engine.core.grammar import thinks_first
 from sequoia_vllm.engine.runner.attention_layers import freed_behind
@@ -73,7 +73,7 @@ class TreeSpeculator(DraftModelSpeculator, DraftModel):
         vllm_config: VllmConfig,
         device: torch.device,
         req_states: RequestState,
-        tables: TreeTables,
+        tables: TreeShapes,
         backend: TreeBackend,
     ) -> None:
         super().__init__(vllm_config, device)
