@@ -171,7 +171,9 @@ class TreeShapes(TreeTables):
         self, tree: TokenTree, device: torch.device, slots: int, per_request: bool = False
     ) -> None:
         super().__init__(tree, device)
-        self._slots, self._per_request, self._is_set = slots, per_request, False
+        # A view of one slot has a stride, as if it were the slot's own.
+        self._slots = slots if per_request else max(slots, 2)
+        self._per_request, self._is_set = per_request, False
         for name in _TABLES:
             setattr(self, name, self._of_slots(getattr(self, name)))
 

@@ -148,11 +148,9 @@ class NodeMask:
         if ancestors.ndim == 3:
             trees = ancestors if shape_stride(ancestors, 2) else ancestors[:1]
             masks = [cls.of(tree, window) for tree in trees]
-            words, depths = (
-                torch.stack([getattr(mask, name) for mask in masks]) for name in ("words", "depths")
-            )
-            slots = len(ancestors)
-            return cls(words.expand(slots, -1, -1), depths.expand(slots, -1), window)
+            words = torch.stack([mask.words for mask in masks]).expand(len(ancestors), -1, -1)
+            depths = torch.stack([mask.depths for mask in masks]).expand(len(ancestors), -1)
+            return cls(words, depths, window)
         nodes = len(ancestors)
         depths, within = within_window(ancestors, window or nodes)
         depths = depths.to(torch.int32)

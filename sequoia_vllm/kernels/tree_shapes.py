@@ -14,7 +14,7 @@ from torch import Tensor
 
 def shape_stride(shapes: Tensor, dims: int) -> int:
     """Numbers from one request slot's shape to the next one's; 0: all have one shape."""
-    return shapes.stride(0) if shapes.ndim > dims and len(shapes) > 1 else 0
+    return shapes.stride(0) if shapes.ndim > dims else 0
 
 
 def only_shape(shapes: Tensor, dims: int, reader: str) -> Tensor:

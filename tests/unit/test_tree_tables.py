@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sequoia_vllm.drafting.tree_tables import TreeShapes, TreeTables, picked
+from sequoia_vllm.kernels.tree_shapes import only_shape
 from sequoia_vllm.tree import TokenTree
 
 CPU = torch.device("cpu")
@@ -121,12 +122,14 @@ def assert_has(shapes: TreeShapes, slot: int, tree: TokenTree) -> None:
             assert torch.equal(getattr(level, name)[slot], getattr(other, name)), name
 
 
-def test_slots_share_the_memory_of_the_engines_tree():
-    shapes = TreeShapes(TREE, CPU, 5)
+@pytest.mark.parametrize("slots", [1, 5])
+def test_slots_share_the_memory_of_the_engines_tree(slots):
+    shapes = TreeShapes(TREE, CPU, slots)
     assert {getattr(shapes, name).stride(0) for name in NAMES} == {0}
     levels = shapes.levels_of(6).levels
     assert {getattr(level, name).stride(0) for level in levels for name in TENSORS} == {0}
-    assert_has(shapes, 4, TREE)
+    assert_has(shapes, slots - 1, TREE)
+    assert torch.equal(only_shape(shapes.parents, 1, "all"), TreeTables(TREE, CPU).parents)
     with pytest.raises(ValueError, match="all requests have the engine's tree"):
         shapes.set(0, TREE)
 
@@ -135,6 +138,8 @@ def test_a_slot_has_its_own_tree():
     shapes = TreeShapes(ENGINES, CPU, 3, per_request=True)
     levels, tensors = shapes.levels_of(3), [getattr(shapes, name) for name in NAMES]
     addresses = [one.data_ptr() for one in [levels.ancestors, *tensors]]
+    with pytest.raises(ValueError, match="masks needs one tree for all requests"):
+        only_shape(TreeShapes(ENGINES, CPU, 1, per_request=True).parents, 1, "masks")
     shapes.set(1, OTHER)
     for slot, tree in enumerate((ENGINES, OTHER, ENGINES)):
         assert_has(shapes, slot, tree)
