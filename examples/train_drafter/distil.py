@@ -27,12 +27,9 @@ class DraftRecipe:
     """Everything but the data that decides what a draft becomes.
 
     Attributes:
-        shape: Its sizes.
         tokens: Tokens of its vocabulary, the target's most frequent; 0: all of the target's.
         sequence_length: Tokens of a text that are read; the rest is left out.
-        peak_learning_rate: The highest.
         schedule: ``steps`` 0 is one pass over the texts.
-        device: Where it is trained.
     """
 
     shape: Shape
@@ -44,12 +41,7 @@ class DraftRecipe:
 
 
 def distillation_loss(model: LlamaForCausalLM, texts: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy with the target's distribution, nats per token of an answer.
-
-    Args:
-        model: The draft.
-        texts: A batch of `Texts`.
-    """
+    """Cross-entropy with the target's distribution, nats per token of an answer."""
     tokens, likely, shares = split(texts.to(model.device))
     answered = shares.sum(-1) > 0
     with torch.autocast(model.device.type, dtype=torch.bfloat16):
@@ -63,15 +55,6 @@ def train_draft(recipe: DraftRecipe, data: Path, out: Path, listener: Listener) 
     """Writes the draft to ``out``; returns the record.
 
     A run that was stopped goes on from its last validation.
-
-    Args:
-        recipe: Sizes and schedule.
-        data: Folder that draft-data wrote.
-        out: Folder for the draft.
-        listener: Told of every step.
-
-    Raises:
-        PairError: If there is no data, or the target's vocabulary cannot be reduced.
     """
     target = Path(read_recipe(data).target)
     shards = {part: read_shards(data, part) for part in ("training", "validation")}
@@ -117,7 +100,6 @@ def draft_vocabulary(
     """The draft's tokenizer, and how its tokens belong to the target's.
 
     Args:
-        target: The target's folder.
         rows: Of the target's logits.
         shards: What tokens are counted in.
         tokens: Tokens to keep; 0: all.
@@ -162,7 +144,6 @@ def embed_like(
 
     Args:
         draft: Changed in place. Tokens that the target does not have stay random.
-        target: The target's folder.
         words: How their tokens belong together.
         counts: How often each of the target's tokens was seen, ``[vocabulary]``.
     """
