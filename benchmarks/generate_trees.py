@@ -138,11 +138,6 @@ def generate_library(
 
     Returns:
         File name -> text, sorted by name.
-
-    Raises:
-        LibraryError: If there is no acceptance file, or two inputs clash.
-        AcceptanceError: If an acceptance file is wrong.
-        ProfileError: If a profile is wrong.
     """
     jobs = [job for job in _jobs(inputs) if devices is None or job.device in devices]
     entries: dict[str, list[TreeEntry]] = {}

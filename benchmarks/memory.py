@@ -22,7 +22,6 @@ class MemoryFit:
     """What of one device's memory is left for the KV cache.
 
     Attributes:
-        memory_bytes: Memory of the device.
         weights_bytes: Its part of both models' weights, as far as they lie in it, and the
             buffers of those that do not.
         kv_bytes_per_token: Its part of the keys and values of a token, both models.
@@ -68,16 +67,7 @@ def memory_fit(
     tensor_parallel_size: int = 1,
     streamed: StreamedWeights | None = None,
 ) -> MemoryFit:
-    """How a pair fits when both models are split over this many devices.
-
-    Args:
-        device: Datasheet values.
-        target: Shape of the target.
-        draft: Shape of the draft, split the same way.
-        dtype: Weight and KV cache type; a key of `BYTES_PER_VALUE`.
-        tensor_parallel_size: Devices.
-        streamed: Weights of the target that lie elsewhere.
-    """
+    """How a pair fits when both models are split over this many devices."""
     value_bytes = BYTES_PER_VALUE[dtype]
     pair = target, draft
     weights = sum(shape.weights_bytes(value_bytes) for shape in pair) / tensor_parallel_size

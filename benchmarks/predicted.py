@@ -107,12 +107,8 @@ def with_interconnect(
     """The same device in a box with other links.
 
     Args:
-        device: Datasheet values.
         gb_s: Rate of its links in one direction, 10^9 bytes/s; None: the datasheet's.
         kind: How they lead to the other devices; None: as the datasheet says.
-
-    Raises:
-        DeviceError: If the rate is not above 0 or not finite; names the convention.
     """
     if gb_s is None and kind is None:
         return device
@@ -150,12 +146,7 @@ def device_of(
     interconnect_kind: InterconnectKind | None = None,
     tensor_parallel_size: int = 1,
 ) -> DeviceSpec:
-    """Returns the device of this name, with other links if they are given.
-
-    Raises:
-        DeviceError: If the device has no datasheet values here, the rate is wrong, or a MIG
-            slice is split over several devices (slices have no links).
-    """
+    """Returns the device of this name, with other links if they are given."""
     device = identify(name)
     if device.spec is None:
         raise DeviceError(
@@ -170,11 +161,7 @@ def device_of(
 
 
 def class_of(name: str) -> ModelClass:
-    """Returns the model class of this name.
-
-    Raises:
-        ProfileError: If there is none.
-    """
+    """Returns the model class of this name."""
     classes = every_class()
     if name not in classes:
         raise ProfileError(f"no model class {name!r}; there are {', '.join(classes)}")
@@ -189,12 +176,7 @@ def predict(
     context_length: int = 1024,
     offload: Offload | None = None,
 ) -> Profile:
-    """Predicts the profile of a device and a model class by the roofline.
-
-    Raises:
-        ProfileError: If the dtype or a number is wrong, or the draft does not fit beside the
-            buffers of a streamed target.
-    """
+    """Predicts the profile of a device and a model class by the roofline."""
     if context_length < 1:
         raise ProfileError(f"context length {context_length}: must be at least 1")
     try:

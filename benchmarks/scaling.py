@@ -15,13 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.memory import MemoryFit, memory_fit
-from benchmarks.options import (
-    ClassOption,
-    ContextOption,
-    DtypeOption,
-    JsonOption,
-    markdown_table,
-)
+from benchmarks.options import ClassOption, ContextOption, DtypeOption, JsonOption, markdown_table
 from benchmarks.predicted import (
     BackendOption,
     KindOption,
@@ -96,9 +90,6 @@ class ScalingRow:
     """One device type and tensor parallel size.
 
     Attributes:
-        device: The device.
-        tensor_parallel_size: Devices.
-        memory: How the pair fits.
         problem: Why it cannot be served so; None: it can.
         predictions: By batch size; none where there is a problem.
         streamed: Weights of the target that are not in the devices' memory; None: all are.
@@ -186,10 +177,8 @@ def scaling_rows(
     """Finds the fastest tree of each device type, tensor parallel size and batch size.
 
     Args:
-        devices: Datasheet values.
         pair: Target and draft, both split over the devices.
         acceptance: p[k] or p[d][k] of the pair.
-        tensor_parallel_sizes: Devices.
         batch_sizes: Requests in a step; all must fit the memory with their context and trees.
         dtype: Weight and KV cache type.
         context_length: Committed tokens of each request.
@@ -197,9 +186,6 @@ def scaling_rows(
 
     Returns:
         Rows by device, then by tensor parallel size, in the given order.
-
-    Raises:
-        ProfileError: If a number, the type, or a split of the models is wrong.
     """
     batches = check_batch_sizes(list(batch_sizes))
     rows = []

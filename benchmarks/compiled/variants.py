@@ -30,11 +30,7 @@ Task = tuple[Variant, int]
 
 @cache
 def all_variants() -> tuple[Variant, ...]:
-    """The variants of all kernels, in the order of the pages.
-
-    Raises:
-        ValueError: If two have the same name.
-    """
+    """The variants of all kernels, in the order of the pages."""
     variants = (
         *attention_variants(),
         *children_variants(),
@@ -64,12 +60,7 @@ def variants_by_kernel() -> dict[str, list[Variant]]:
 
 
 def all_tasks(capabilities: Sequence[int] = CAPABILITIES, pattern: str = "") -> list[Task]:
-    """Every variant with every capability that it is meant for.
-
-    Args:
-        capabilities: No others.
-        pattern: Only variants in whose name this regular expression is found.
-    """
+    """Every variant whose name has the pattern, with those capabilities that it is meant for."""
     return [
         (variant, capability)
         for variant in all_variants()

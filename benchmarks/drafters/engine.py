@@ -31,16 +31,11 @@ def tokens_per_step(
     """Tokens per step by temperature, and their standard error; in a process of its own.
 
     Args:
-        target: Folder of the target.
-        kind: vLLM's method.
-        draft: Folder of the drafter.
         how: "chain" (vLLM's, drafting what is likeliest), "drawn chain" (vLLM's, drawing its
             drafts) or "tree".
         depth: Drafts of a chain, levels of a tree.
-        nodes: Of a tree.
         count: Prompts.
         tokens: Generated for each; chats may end before.
-        temperatures: Of the requests.
     """
     from vllm import SamplingParams
 

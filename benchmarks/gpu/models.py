@@ -27,12 +27,7 @@ _TINY_OUTPUT = 128
 
 
 def pair_of(name: str, tiny: bool = False) -> ModelClass:
-    """The pair of a model class of the library.
-
-    Args:
-        name: Of the class: "8b-eagle3", ...
-        tiny: Make both as small as they can be.
-    """
+    """The pair of a model class of the library."""
     found = every_class()[name]
     if not tiny:
         return found
@@ -51,14 +46,7 @@ def _tiny(shape: ModelShape) -> ModelShape:
 def write_models(
     pair: ModelClass, folder: Path, tiny: bool = False, head_positions: int = HEAD_POSITIONS
 ) -> tuple[str, str]:
-    """Writes both models; their folders.
-
-    Args:
-        pair: What to write.
-        folder: Where to; a folder for each model is made in it.
-        tiny: float32, which Triton's interpreter can multiply, instead of bfloat16.
-        head_positions: Longest context of a head.
-    """
+    """Writes both models; their folders."""
     written = []
     for shape in (pair.target, pair.draft):
         config = _config(shape, tiny, head_positions)

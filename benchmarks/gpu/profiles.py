@@ -12,12 +12,7 @@ from typing import Any
 from benchmarks.gpu.items import ITEMS, MACHINE, PLAIN, TREES
 from benchmarks.gpu.results import Results
 from sequoia_vllm.hardware.models import every_class
-from sequoia_vllm.hardware.step_curves import (
-    BatchTimes,
-    batch_curves,
-    draft_curves,
-    steady_steps,
-)
+from sequoia_vllm.hardware.step_curves import BatchTimes, batch_curves, draft_curves, steady_steps
 from sequoia_vllm.hardware.step_profile import Profile, ProfileError
 
 _WITH = (

@@ -94,11 +94,7 @@ class Run:
                         done += seconds[load.key]
 
     def write_table(self) -> str:
-        """Writes table.md and table.json, and returns the first.
-
-        Raises:
-            ServingError: If there are no results.
-        """
+        """Writes table.md and table.json, and returns the first."""
         rows = make_rows(self.results())
         if not rows:
             raise ServingError(f"{self.folder} has no results: call without --table-only")

@@ -49,14 +49,7 @@ _SEQUENCES, _LENGTH = 2, 32
 
 @dataclass(frozen=True)
 class SyntheticTarget:
-    """A synthetic target that was written.
-
-    Attributes:
-        folder: Where it is.
-        shape: Its layers, MLP width and parameters.
-        source: Sizes of its source.
-        dtype: Type of its weights.
-    """
+    """A synthetic target that was written."""
 
     folder: Path
     shape: SyntheticShape
@@ -86,10 +79,6 @@ def write_synthetic_target(
         hidden: Hidden size, a multiple of the source's, which None keeps; heads grow as much.
         dtype: Type of its weights; "auto" keeps the source's.
         report: Progress, called with (what, layers done, all).
-
-    Raises:
-        SyntheticTargetError: If the model is of another architecture or quantized, the
-            size cannot be met, or ``folder`` holds something.
     """
     origin = find_checkpoint(source)
     config = json.loads((origin / "config.json").read_text(encoding="utf-8"))
@@ -125,11 +114,7 @@ def write_synthetic_target(
 
 
 def check_source(config: dict[str, Any], model: str) -> None:
-    """Checks that a synthetic target can be made of a checkpoint with this config.json.
-
-    Raises:
-        SyntheticTargetError: If it cannot; with the reason.
-    """
+    """Checks that a synthetic target can be made of a checkpoint with this config.json."""
     found = ", ".join(config.get("architectures") or []) or "none named"
     if found not in ARCHITECTURES:
         raise SyntheticTargetError(
@@ -256,11 +241,7 @@ class Agreement:
 
 
 def check_synthetic_target(source: str, folder: Path, dtype: str) -> Agreement:
-    """Compares float32 logits, with the source's weights rounded as the synthetic target's are.
-
-    Raises:
-        SyntheticTargetError: If they differ by more than floating point explains.
-    """
+    """Compares float32 logits, with the source's weights rounded as the synthetic target's are."""
     expected = _logits(find_checkpoint(source), dtype)
     found = _logits(folder, dtype)
     difference = float((expected - found).abs().max())

@@ -19,11 +19,6 @@ class PagedCache:
         block_table: int32 ``[R, ceil(positions / BLOCK_SIZE)]``: blocks in random order.
 
     Args:
-        num_layers: Layers.
-        requests: R.
-        positions: Of each request.
-        kv_heads, head_size: Of a layer.
-        dtype: Of keys and values.
         generator: Of block table and contents; its device is the cache's.
     """
 

@@ -16,12 +16,6 @@ from benchmarks.gpu.check.timing import Time, Timer, Work
 class StageRun:
     """One stage while it runs.
 
-    Attributes:
-        machine: Where.
-        timer: Measures.
-        tiny: Whether sizes shall be as small as they can.
-        found: What came out so far.
-
     Args:
         say: Gets a line whenever something is done.
     """

@@ -27,15 +27,7 @@ def compare_side_by_side(
     arriving: float,
     out: Path,
 ) -> None:
-    """Writes a line of ``bench.jsonl`` for each case, and of ``arrivals.jsonl``.
-
-    Args:
-        settings: What to compare.
-        questions: Prompts of the requests that arrive.
-        rates: Of their arrivals, a second.
-        arriving: Seconds in which they arrive.
-        out: Folder for the results.
-    """
+    """Writes a line of ``bench.jsonl`` for each case, and of ``arrivals.jsonl``."""
     out.mkdir(parents=True, exist_ok=True)
     sizes = replace(ON_A_GPU, arriving=arriving, arriving_tokens=settings.max_tokens)
     options = {**settings.engine_options(), "max_num_batched_tokens": _BATCHED_TOKENS}
