@@ -75,14 +75,10 @@ class TreePrediction:
     def cells(self) -> tuple[str, ...]:
         """What a table shows of it."""
         return (
-            str(self.batch_size),
-            f"{1e3 * self.plain_seconds:.1f}",
-            f"{1e3 * self.draft_level_seconds:.2f}",
-            str(self.size),
-            str(self.depth),
-            f"{self.expected_tokens:.2f}",
-            f"{self.speedup:.2f}x",
-        )
+            str(self.batch_size), f"{1e3 * self.plain_seconds:.1f}",
+            f"{1e3 * self.draft_level_seconds:.2f}", str(self.size), str(self.depth),
+            f"{self.expected_tokens:.2f}", f"{self.speedup:.2f}x",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

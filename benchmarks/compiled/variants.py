@@ -32,19 +32,11 @@ Task = tuple[Variant, int]
 def all_variants() -> tuple[Variant, ...]:
     """The variants of all kernels, in the order of the pages."""
     variants = (
-        *attention_variants(),
-        *children_variants(),
-        *commit_variants(),
-        *path_edit_variants(),
-        *target_statistics_variants(),
-        *verify_variants(),
-        *traversal_variants(),
-        *begin_drafting_variants(),
-        *truncation_variants(),
-        *draft_input_variants(),
-        *target_state_variants(),
-        *scoring_input_variants(),
-    )
+        *attention_variants(), *children_variants(), *commit_variants(), *path_edit_variants(),
+        *target_statistics_variants(), *verify_variants(), *traversal_variants(),
+        *begin_drafting_variants(), *truncation_variants(), *draft_input_variants(),
+        *target_state_variants(), *scoring_input_variants(),
+    )  # fmt: skip
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):
         raise ValueError(f"variants share a name: {sorted(names)}")

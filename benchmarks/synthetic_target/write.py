@@ -97,16 +97,11 @@ def write_synthetic_target(
     write_checkpoint(folder, _tensors(checkpoint, own, shape, name, report))
     changed = _changed_config(config, own, shape, name)
     changed[CONFIG_KEY] = {
-        "from": source,
-        "from_sha256": checkpoint.sha256(),
-        "from_layers": own.layers,
-        "from_intermediate_size": own.width,
-        "from_hidden_size": own.hidden,
-        "layers": shape.layers,
-        "intermediate_size": shape.width,
-        "hidden_size": shape.hidden,
+        "from": source, "from_sha256": checkpoint.sha256(), "from_layers": own.layers,
+        "from_intermediate_size": own.width, "from_hidden_size": own.hidden, "layers": shape.layers,
+        "intermediate_size": shape.width, "hidden_size": shape.hidden,
         "parameters": shape.parameters,
-    }
+    }  # fmt: skip
     # Last, so that an interrupted run leaves nothing that loads.
     copy_tokenizer(origin, folder)
     (folder / "config.json").write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")

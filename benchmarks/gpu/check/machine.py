@@ -77,13 +77,10 @@ class Machine:
             return {"name": self.name}
         found = torch.cuda.get_device_properties(self.device)
         return {
-            "name": found.name,
-            "capability": [found.major, found.minor],
-            "multiprocessors": found.multi_processor_count,
-            "memory_bytes": found.total_memory,
-            "l2_bytes": getattr(found, "L2_cache_size", None),
-            "driver": _driver(),
-        }
+            "name": found.name, "capability": [found.major, found.minor],
+            "multiprocessors": found.multi_processor_count, "memory_bytes": found.total_memory,
+            "l2_bytes": getattr(found, "L2_cache_size", None), "driver": _driver(),
+        }  # fmt: skip
 
 
 def _commit() -> str | None:

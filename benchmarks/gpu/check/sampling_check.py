@@ -225,12 +225,9 @@ def _walk(
         int(batch.requests.seeds[request]), int(batch.requests.roots[request]), tree.depths.tolist()
     )
     path, _ = _RULES[method](
-        target.__getitem__,
-        lambda node: draft[row[node]],
-        batch.drafted.tokens[request].tolist(),
-        tree.children,
-        chance,
-    )
+        target.__getitem__, lambda node: draft[row[node]], batch.drafted.tokens[request].tolist(),
+        tree.children, chance,
+    )  # fmt: skip
     return path, chance
 
 
