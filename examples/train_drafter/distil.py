@@ -72,26 +72,17 @@ def train_draft(recipe: DraftRecipe, data: Path, out: Path, listener: Listener) 
     out.mkdir(parents=True, exist_ok=True)
     listener.on_stage("draft", schedule.steps)
     points = train(
-        model,
-        lambda batch: distillation_loss(model, batch),
-        texts["training"],
-        texts["validation"],
-        schedule,
-        peak_learning_rate=recipe.peak_learning_rate,
-        on_step=listener.on_step,
-        checkpoint=out / CHECKPOINT,
-    )
+        model, lambda batch: distillation_loss(model, batch), texts["training"],
+        texts["validation"], schedule, peak_learning_rate=recipe.peak_learning_rate,
+        on_step=listener.on_step, checkpoint=out / CHECKPOINT,
+    )  # fmt: skip
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
     return {
-        "target": str(target),
-        "recipe": asdict(recipe),
-        "parameters": model.num_parameters(),
-        "vocabulary": size,
-        "texts": {part: len(found) for part, found in texts.items()},
-        "hours": points[-1].hours,
-        "validation_loss": [asdict(point) for point in points],
-    }
+        "target": str(target), "recipe": asdict(recipe), "parameters": model.num_parameters(),
+        "vocabulary": size, "texts": {part: len(found) for part, found in texts.items()},
+        "hours": points[-1].hours, "validation_loss": [asdict(point) for point in points],
+    }  # fmt: skip
 
 
 def draft_vocabulary(
@@ -117,19 +108,13 @@ def new_draft(recipe: DraftRecipe, target: Any, rows: int, tokenizer: Any) -> Ll
     torch.manual_seed(recipe.schedule.seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=rows,
-            hidden_size=shape.hidden,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            intermediate_size=shape.mlp,
-            max_position_embeddings=target.max_position_embeddings,
-            rms_norm_eps=1e-5,
-            tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
+            vocab_size=rows, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads, intermediate_size=shape.mlp,
+            max_position_embeddings=target.max_position_embeddings, rms_norm_eps=1e-5,
+            tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
         )
-    )
+    )  # fmt: skip
 
 
 @torch.no_grad()

@@ -106,17 +106,10 @@ def train_head(recipe: HeadRecipe, data: Path, out: Path, listener: Listener) ->
     out.mkdir(parents=True, exist_ok=True)
     listener.on_stage(recipe.kind, recipe.schedule.steps)
     points = train(
-        head,
-        loss_of,
-        texts["training"],
-        texts["validation"],
-        recipe.schedule,
-        peak_learning_rate=recipe.peak_learning_rate,
-        muon=recipe.muon,
-        on_step=listener.on_step,
-        on_validation=lambda point: save_head(head, out),
-        checkpoint=out / CHECKPOINT,
-    )
+        head, loss_of, texts["training"], texts["validation"], recipe.schedule,
+        peak_learning_rate=recipe.peak_learning_rate, muon=recipe.muon, on_step=listener.on_step,
+        on_validation=lambda point: save_head(head, out), checkpoint=out / CHECKPOINT,
+    )  # fmt: skip
     return {
         "target": str(folder),
         "recipe": asdict(recipe),
