@@ -11,7 +11,6 @@ from sequoia_vllm.bench import engines, measure
 from sequoia_vllm.bench.chains import (
     Chain,
     PredictedChain,
-    accepted_share,
     choose,
     predict,
     search_chains,
@@ -136,11 +135,6 @@ def test_what_each_request_got_in_each_steady_step():
         Arrival(6.0, (1, 1), True),
     ]
     assert steady_part(arrivals).step_tokens == [2, 4, 1, 1, 1]
-
-
-def test_shares_accepted():
-    shares = [accepted_share([1, 2, 2, 4], drafts) for drafts in range(1, 5)]
-    assert shares == [0.75, 0.25, 0.25, 0]
 
 
 @dataclass

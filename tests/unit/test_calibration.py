@@ -42,14 +42,12 @@ tune = import_module("sequoia_vllm.cli.tune")
 
 
 def test_pure_parts_import_no_vllm():
-    modules = [
-        f"calibration.{name}"
-        for name in ("counts", "measure_profile", "measure_acceptance", "tuned_tree")
-    ]
+    calibrating = ("counts", "measure_profile", "measure_acceptance", "tuned_tree")
+    modules = [f"calibration.{name}" for name in calibrating]
     code = (
         "import sys, "
-        + ", ".join(f"sequoia_vllm.{module}" for module in [*modules, "cli.tune"])
-        + "; assert not {'vllm', 'torch', 'transformers'} & set(sys.modules)"
+        + ", ".join(f"sequoia_vllm.{one}" for one in [*modules, "cli.tune", "cli.bench", "prompts"])
+        + "; assert not {'vllm', 'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

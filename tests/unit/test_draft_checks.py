@@ -1,12 +1,12 @@
 """Models are looked at before anything starts: are they there, do they fit each other?"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 pytest.importorskip("vllm")
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from typer.testing import CliRunner
 
 from sequoia_vllm.cli import app
@@ -64,10 +64,6 @@ def complaint(message: str | Callable[[Any], None]) -> Exception:
         raise ValueError(message)
 
     refuse = say if isinstance(message, str) else message
-
-    from typing import Annotated
-
-    from pydantic import BeforeValidator
 
     try:
         TypeAdapter(Annotated[int, BeforeValidator(refuse)]).validate_python(1)

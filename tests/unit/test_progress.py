@@ -11,7 +11,6 @@ from rich.console import Console
 from sequoia_vllm.cli import progress
 from sequoia_vllm.cli.measuring import measuring
 from sequoia_vllm.cli.progress import ProgressLines, progress_bar
-from sequoia_vllm.cli.tune_steps import _stages
 
 
 class Clock:
@@ -123,10 +122,3 @@ def test_a_terminal_gets_a_bar_and_no_lines(monkeypatch):
         assert "progress" not in {thread.name for thread in threading.enumerate()}
     assert "3/8" in terminal.getvalue()
     assert "so far" not in terminal.getvalue()
-
-
-def test_tune_names_its_stages():
-    assert list(_stages(("acceptance", None), ("profile", None))) == [
-        "1 of 2, then profile: ", "2 of 2: ",
-    ]  # fmt: skip
-    assert list(_stages(("acceptance", "given"), ("profile", None))) == ["1 of 1: "]
