@@ -21,16 +21,12 @@ from sequoia_vllm.engine.frontend.drafts import (
 )
 from sequoia_vllm.engine.frontend.refusals import _drafter_reasons
 from sequoia_vllm.tree import TokenTree
-from tests.support.models import DRAFT
 
 TARGET = SimpleNamespace(
-    model="meta-llama/Llama-3.1-8B-Instruct",
-    quantization=None,
-    trust_remote_code=False,
-    config_format="auto",
-    hf_overrides=None,
+    model="meta-llama/Llama-3.1-8B-Instruct", quantization=None, trust_remote_code=False,
+    config_format="auto", hf_overrides=None,
     hf_text_config=SimpleNamespace(hidden_size=4096, num_hidden_layers=32, vocab_size=128256),
-)
+)  # fmt: skip
 LAYER = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
     "intermediate_size": 14336, "num_hidden_layers": 1, "num_attention_heads": 32,
@@ -113,11 +109,6 @@ def test_kinds(kind_of, config, kind):
 def test_the_path_says_nothing(kind_of):
     assert kind_of(LAYER, name="EAGLE3-dflash/eagle-draft") == "model"
     assert kind_of(EAGLE_3, name="a-model") == "eagle3"
-
-
-def test_the_embedded_draft_is_a_model():
-    target = SimpleNamespace(**{**vars(TARGET), "model": "target"})
-    assert DraftReader(target, SequoiaConfig()).kind(DRAFT) == "model"
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,8 @@ def known_draft(
     ("target", "draft"),
     [
         ("meta-llama/Llama-2-7b-hf", "JackFram/llama-68m"),
-        ("meta-llama/Llama-2-13b-chat-hf", "JackFram/llama-68m"),
-        ("lmsys/vicuna-7b-v1.3", "JackFram/llama-68m"),
         ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
         ("/models/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
-        ("Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B"),
         ("examples/models/target", "examples/models/draft"),
         ("/srv/sequoia/examples/models/target/", "/srv/sequoia/examples/models/draft"),
     ],
@@ -58,14 +55,10 @@ def test_draft_models_where_heads_cannot_run(target, draft):
         ("meta-llama/Llama-3.1-8B-Instruct", "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3"),
         ("/models/meta-llama-3.1-8b-instruct-FP8", 
          "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3"),
-        ("meta-llama/Llama-3.3-70B-Instruct", "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3"),
-        ("lmsys/vicuna-13b-v1.3", "yuhuili/EAGLE3-Vicuna1.3-13B"),
         ("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.eagle3"),
         ("Qwen/Qwen3-8B-FP8", "RedHatAI/Qwen3-8B-speculator.eagle3"),
-        ("Qwen/Qwen3-30B-A3B", "AngelSlim/Qwen3-a3B_eagle3"),
         ("Qwen/Qwen3-30B-A3B-Instruct-2507",
          "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3"),
-        ("openai/gpt-oss-120b", "RedHatAI/gpt-oss-120b-speculator.eagle3"),
     ],
 )  # fmt: skip
 def test_heads_that_are_asked_for(target, head):
@@ -78,12 +71,9 @@ def test_heads_that_are_asked_for(target, head):
     ("target", "draft"),
     [
         ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B-Instruct"),
-        ("meta-llama/Llama-3.1-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
         ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-0.6B"),
         ("Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-0.6B"),
-        ("Qwen/Qwen3-4B-Thinking-2507-FP8", "Qwen/Qwen3-0.6B"),
         ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", "Qwen/Qwen3-0.6B"),
-        ("lmsys/vicuna-13b-v1.5", "JackFram/llama-68m"),
     ],
 )
 def test_a_head_is_for_its_own_target(target, draft):
@@ -134,16 +124,6 @@ def test_without_a_checkout_its_draft_is_not_known(monkeypatch):
         known_draft(SMOLLM2)
 
 
-def test_what_is_passed_over_is_said():
-    why = known_draft("meta-llama/Llama-3.1-8B-Instruct").why
-    assert why.startswith("a draft model, the smallest model with Llama 3's tokenizer; ")
-    assert (
-        "an EAGLE-3 head exists, too (RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3): "
-        "not on this runner" in why
-    )
-    assert why.count("EAGLE-3") == 1
-
-
 @pytest.mark.parametrize("target", ["gpt2", "Qwen/Qwen3-0.6B", "examples/models/other"])
 def test_unknown_target_shows_the_json_to_write(target):
     with pytest.raises(ConfigError) as error:
@@ -158,14 +138,6 @@ def test_a_target_with_heads_alone_says_what_they_need():
     assert str(error.value).startswith(
         "no draft model is known for the target 'openai/gpt-oss-20b', but a DFlash head "
         "(z-lab/gpt-oss-20b-DFlash), which needs vLLM's Model Runner V2"
-    )
-
-
-def test_a_target_with_heads_alone_says_how_to_ask_for_one():
-    with pytest.raises(ConfigError) as error:
-        known_draft("openai/gpt-oss-20b", ALL)
-    assert 'but a DFlash head (z-lab/gpt-oss-20b-DFlash): ask for it with "drafter": "dflash"' in (
-        str(error.value)
     )
 
 
@@ -230,26 +202,16 @@ def test_the_user_may_name_the_kind_alone():
         found_draft(("model",), drafter="eagle3")
 
 
-def test_nothing_is_said_of_drafts_that_are_given(caplog):
-    with caplog.at_level(logging.INFO, logger="vllm.sequoia"):
-        assert found_draft(ALL, model="some/draft").name == "some/draft"
-    assert not [m for m in caplog.messages if m.startswith("Sequoia: drafting with")]
-
-
 # -- the table ---------------------------------------------------------------------
 
 KNOWN = [(drafter.kind, known) for drafter in DRAFTERS.values() for known in drafter.known]
 HEADS = [(kind, known) for kind, known in KNOWN if kind != "model"]
 # Architectures of the targets that heads are listed for, by part of their names.
 TARGETS = {
-    "Llama": "LlamaForCausalLM",
-    "vicuna": "LlamaForCausalLM",
-    "A3B": "Qwen3MoeForCausalLM",
-    "A22B": "Qwen3MoeForCausalLM",
-    "A35B": "Qwen3MoeForCausalLM",
-    "Qwen3": "Qwen3ForCausalLM",
+    "Llama": "LlamaForCausalLM", "vicuna": "LlamaForCausalLM", "A3B": "Qwen3MoeForCausalLM",
+    "A22B": "Qwen3MoeForCausalLM", "A35B": "Qwen3MoeForCausalLM", "Qwen3": "Qwen3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
-}
+}  # fmt: skip
 
 
 def test_every_pair_says_why():
