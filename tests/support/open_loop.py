@@ -54,14 +54,7 @@ class Machine:
     def seconds(
         self, depth: int, drafts: int, trees: int, rows: int, prompts: int, context: int
     ) -> float:
-        """Seconds of a step.
-
-        Args:
-            depth, drafts, trees: Of the trees that it grows.
-            rows: Tokens that the target reads, of prompts and trees.
-            prompts: Those of prompts.
-            context: Tokens before these.
-        """
+        """Seconds of a step; ``rows`` are those of prompts and trees."""
         seconds = self._pass(rows) + self.context * context
         if drafts > 0:
             seconds += self.draft * depth * self._pass(trees * drafts / depth)
