@@ -147,64 +147,23 @@ else:
 }
 
 CALLABLE = [
-    "base:Runner",
-    "base:Runner.__init__",
-    "base:Runner.step",
-    "base:Runner.add_arguments",
-    "base:Runner.build",
-    "base:Runner.later",
-    "base:select",
-    "base:plain",
-    "base:grown",
-    "base:demanding",
-    "base:Metric",
-    "base:Counter",
-    "base:Gauge",
-    "base:State",
-    "base:SmallState",
-    "base:Created",
-    "base:Mode.GRAPH.reset",
-    "base:Mode.reset",
-    "base:branch",
-    "sub:BaseRunner.step",
-    "sub:Leaf",
-    "sub:build",
-    "sub:leaf.make",
-    "sub.leaf:Leaf.later",
-    "sub.leaf:Leaf.step",
-    "sub.leaf:Branch",
-    "sub.leaf:Branch.build",
-    "sub.leaf:Twig",
-    "sub.leaf:Alias.later",
-    "sub.leaf:again",
-    "sub.leaf:Metric",
-    "sub.leaf:opened",
-]
+    "base:Runner", "base:Runner.__init__", "base:Runner.step", "base:Runner.add_arguments",
+    "base:Runner.build", "base:Runner.later", "base:select", "base:plain", "base:grown",
+    "base:demanding", "base:Metric", "base:Counter", "base:Gauge", "base:State", "base:SmallState",
+    "base:Created", "base:Mode.GRAPH.reset", "base:Mode.reset", "base:branch",
+    "sub:BaseRunner.step", "sub:Leaf", "sub:build", "sub:leaf.make", "sub.leaf:Leaf.later",
+    "sub.leaf:Leaf.step", "sub.leaf:Branch", "sub.leaf:Branch.build", "sub.leaf:Twig",
+    "sub.leaf:Alias.later", "sub.leaf:again", "sub.leaf:Metric", "sub.leaf:opened",
+]  # fmt: skip
 PRESENT = [
-    "base:Metric.name",
-    "base:Counter.labels",
-    "base:Counter.unit",
-    "base:State.tokens",
-    "base:Runner.width",
-    "base:Runner.depth",
-    "base:Runner.size",
-    "base:Mode.EAGER",
-    "base:select.cache_clear",
-    "base:fallback",
-    "sub.leaf:parse",
-    "sub.leaf:Path.exists",
-]
+    "base:Metric.name", "base:Counter.labels", "base:Counter.unit", "base:State.tokens",
+    "base:Runner.width", "base:Runner.depth", "base:Runner.size", "base:Mode.EAGER",
+    "base:select.cache_clear", "base:fallback", "sub.leaf:parse", "sub.leaf:Path.exists",
+]  # fmt: skip
 ABSENT = [
-    "base:Imaginary",
-    "base:Missing",
-    "base:Runner.height",
-    "base:Runner.missing",
-    "base:Mode.LAZY",
-    "base:plain.cache_clear",
-    "sub:missing",
-    "missing:Thing",
-    "sub.missing:Thing",
-]
+    "base:Imaginary", "base:Missing", "base:Runner.height", "base:Runner.missing", "base:Mode.LAZY",
+    "base:plain.cache_clear", "sub:missing", "missing:Thing", "sub.missing:Thing",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -373,9 +332,7 @@ NOT_EXPECTED = {"current_platform"}  # reading does not find it; the contract ca
 
 
 @pytest.mark.parametrize(
-    "file",
-    sorted(ENGINE.rglob("*.py")),
-    ids=lambda file: str(file.relative_to(ENGINE)),
+    "file", sorted(ENGINE.rglob("*.py")), ids=lambda file: str(file.relative_to(ENGINE))
 )
 def test_all_that_is_used_of_vllm_is_expected(file):
     paths = [expected.path for lists in DEVICES for expected in contract.contract(*lists)]

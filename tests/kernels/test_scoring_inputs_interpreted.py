@@ -27,12 +27,9 @@ def test_nodes_are_placed_by_depth(dtype):
         if rows:
             contexts[request] = 100 + rows[0]
     place_nodes(
-        rows=ROWS.to(dtype),
-        cu_rows=CU_ROWS,
-        shifts=SHIFTS,
-        positions=positions,
+        rows=ROWS.to(dtype), cu_rows=CU_ROWS, shifts=SHIFTS, positions=positions,
         context_lens=context_lens,
-    )
+    )  # fmt: skip
     assert positions.tolist() == expected
     assert context_lens.tolist() == contexts
     assert contexts[3] == contexts[5] == UNTOUCHED
@@ -45,12 +42,9 @@ def test_a_large_tree_is_placed():
     positions = torch.arange(size) + 7
     context_lens = torch.zeros(1, dtype=torch.int32)
     place_nodes(
-        rows=torch.arange(size),
-        cu_rows=torch.tensor([0, size], dtype=torch.int32),
-        shifts=shifts,
-        positions=positions,
-        context_lens=context_lens,
-    )
+        rows=torch.arange(size), cu_rows=torch.tensor([0, size], dtype=torch.int32), shifts=shifts,
+        positions=positions, context_lens=context_lens,
+    )  # fmt: skip
     assert torch.equal(positions, torch.arange(size) + 7 + shifts)
     assert context_lens.tolist() == [7]
 
@@ -58,12 +52,9 @@ def test_a_large_tree_is_placed():
 def test_no_trees_are_placed():
     positions = torch.arange(3)
     place_nodes(
-        rows=torch.zeros(0, dtype=torch.int64),
-        cu_rows=torch.zeros(1, dtype=torch.int32),
-        shifts=SHIFTS,
-        positions=positions,
-        context_lens=torch.zeros(1, dtype=torch.int32),
-    )
+        rows=torch.zeros(0, dtype=torch.int64), cu_rows=torch.zeros(1, dtype=torch.int32),
+        shifts=SHIFTS, positions=positions, context_lens=torch.zeros(1, dtype=torch.int32),
+    )  # fmt: skip
     assert positions.tolist() == [0, 1, 2]
 
 
@@ -86,17 +77,10 @@ def test_inputs_of_the_verifier(with_invalid):
     invalid[5] = True  # node 1 of the third request
     paths = torch.full((5, 4), UNTOUCHED, dtype=torch.int32)
     inputs = gather_for_verification(
-        rows=ROWS,
-        row_slots=row_slots,
-        row_nodes=row_nodes,
-        invalid=invalid if with_invalid else None,
-        input_ids=input_ids,
-        positions=positions,
-        slots=slots,
-        cu_rows=CU_ROWS,
-        **by_slot,
-        scored=paths[:, 0],
-    )
+        rows=ROWS, row_slots=row_slots, row_nodes=row_nodes,
+        invalid=invalid if with_invalid else None, input_ids=input_ids, positions=positions,
+        slots=slots, cu_rows=CU_ROWS, **by_slot, scored=paths[:, 0],
+    )  # fmt: skip
     expected = []
     for row, (node, slot) in enumerate(zip(row_nodes.tolist(), row_slots.tolist(), strict=True)):
         is_draft = node < by_slot["num_nodes"][slot] and not (with_invalid and invalid[row])
@@ -128,21 +112,11 @@ def test_many_rows_and_requests():
     every = torch.arange(requests, dtype=torch.int32)
     scored = torch.zeros(requests, dtype=torch.int32)
     inputs = gather_for_verification(
-        rows=torch.arange(rows),
-        row_slots=row_slots,
-        row_nodes=row_nodes,
-        invalid=None,
-        input_ids=torch.arange(rows, dtype=torch.int32),
-        positions=torch.arange(rows),
-        slots=slots,
-        cu_rows=cu_rows,
-        num_nodes=every,
-        state_rows=every + 1,
-        modes=every + 2,
-        temperatures=every.float(),
-        seeds=every.long(),
-        scored=scored,
-    )
+        rows=torch.arange(rows), row_slots=row_slots, row_nodes=row_nodes, invalid=None,
+        input_ids=torch.arange(rows, dtype=torch.int32), positions=torch.arange(rows), slots=slots,
+        cu_rows=cu_rows, num_nodes=every, state_rows=every + 1, modes=every + 2,
+        temperatures=every.float(), seeds=every.long(), scored=scored,
+    )  # fmt: skip
     drafted = torch.where(row_nodes < row_slots, torch.arange(rows), -1)
     assert torch.equal(inputs.tokens, drafted)
     assert torch.equal(inputs.root_positions, torch.arange(requests, dtype=torch.int32))

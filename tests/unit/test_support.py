@@ -37,18 +37,13 @@ def advise(*arguments: str) -> str:
 def as_in_vllm(name: str, kinds: set) -> SimpleNamespace:
     """The configuration that vLLM has of a model of these kinds."""
     return SimpleNamespace(
-        model=name,
-        use_mla="mla" in kinds,
-        attention_chunk_size=8192 if "chunked" in kinds else None,
-        uses_alibi="alibi" in kinds,
-        is_hybrid="recurrent" in kinds,
-        is_attention_free=False,
-        has_inner_state=False,
-        uses_mrope="mrope" in kinds,
-        is_multimodal_model="multimodal" in kinds,
+        model=name, use_mla="mla" in kinds,
+        attention_chunk_size=8192 if "chunked" in kinds else None, uses_alibi="alibi" in kinds,
+        is_hybrid="recurrent" in kinds, is_attention_free=False, has_inner_state=False,
+        uses_mrope="mrope" in kinds, is_multimodal_model="multimodal" in kinds,
         is_encoder_decoder="encoder-decoder" in kinds,
         runner_type="pooling" if "pooling" in kinds else "generate",
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("draft", [[], ["--draft-model", DRAFT]], ids=["no draft", "draft"])

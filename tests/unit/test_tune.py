@@ -352,8 +352,7 @@ def test_synthetic_targets_are_named(library, files, tmp_path):
     assert synthetic_models(str(made), DRAFT) == {"target": mark}
     assert synthetic_models(TARGET, DRAFT) == {}
     result = CliRunner().invoke(
-        app,
-        ["tune", "--model", str(made), "--draft-model", DRAFT, "--acceptance", files[0]],
+        app, ["tune", "--model", str(made), "--draft-model", DRAFT, "--acceptance", files[0]]
     )
     assert result.exit_code == 2  # the acceptance file is of another target
     shown = " ".join(result.output.split())
