@@ -18,16 +18,9 @@ _COUNTERS = ("drafts", "accepted_tokens")
 
 
 def tokens_per_step(
-    target: str,
-    kind: str,
-    draft: str,
-    how: str,
-    depth: int,
-    nodes: int,
-    count: int,
-    tokens: int,
+    target: str, kind: str, draft: str, how: str, depth: int, nodes: int, count: int, tokens: int,
     temperatures: Sequence[float],
-) -> dict[str, tuple[float, float]]:
+) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Tokens per step by temperature, and their standard error; in a process of its own.
 
     Args:

@@ -58,16 +58,10 @@ class SyntheticTarget:
 
 
 def write_synthetic_target(
-    source: str,
-    folder: Path,
-    *,
-    parameters: float | None = None,
-    layers: int | None = None,
-    width: int | None = None,
-    hidden: int | None = None,
-    dtype: str = "auto",
+    source: str, folder: Path, *, parameters: float | None = None, layers: int | None = None,
+    width: int | None = None, hidden: int | None = None, dtype: str = "auto",
     report: Report | None = None,
-) -> SyntheticTarget:
+) -> SyntheticTarget:  # fmt: skip
     """Writes a larger copy of a model that computes the same logits.
 
     Args:

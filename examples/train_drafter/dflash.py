@@ -116,14 +116,9 @@ class DFlash(nn.Module):
         return torch.stack([one.argmax(-1) for one in logits], -1), logits[0]
 
     def states(
-        self,
-        target: FrozenTarget,
-        tokens: torch.Tensor,
-        features: torch.Tensor,
-        anchors: torch.Tensor,
-        counts: torch.Tensor,
-        width: int,
-    ) -> torch.Tensor:
+        self, target: FrozenTarget, tokens: torch.Tensor, features: torch.Tensor,
+        anchors: torch.Tensor, counts: torch.Tensor, width: int,
+    ) -> torch.Tensor:  # fmt: skip
         """Normed states of what every block drafts.
 
         Args:

@@ -104,18 +104,11 @@ class ValidationPoint:
 
 
 def train(
-    model: nn.Module,
-    loss_of: Callable[[torch.Tensor], torch.Tensor],
-    training: Batches,
-    validation: Batches,
-    schedule: Schedule,
-    *,
-    peak_learning_rate: float,
-    muon: bool = False,
+    model: nn.Module, loss_of: Callable[[torch.Tensor], torch.Tensor], training: Batches,
+    validation: Batches, schedule: Schedule, *, peak_learning_rate: float, muon: bool = False,
     on_step: Callable[[float | None], None],
-    on_validation: Callable[[ValidationPoint], None] | None = None,
-    checkpoint: Path | None = None,
-) -> list[ValidationPoint]:
+    on_validation: Callable[[ValidationPoint], None] | None = None, checkpoint: Path | None = None,
+) -> list[ValidationPoint]:  # fmt: skip
     """Trains the model in place, where it is.
 
     Args:

@@ -9,13 +9,9 @@ from tests.support.heads import dflash_parts, random_matrices, save_head
 
 
 def save_dspark(
-    directory: Path,
-    target: str,
-    tokens: list[int] | None = None,
-    seed: int = 0,
-    scale: float = 1.0,
-    root_predicts: bool = True,
-) -> str:
+    directory: Path, target: str, tokens: list[int] | None = None, seed: int = 0,
+    scale: float = 1.0, root_predicts: bool = True,
+) -> str:  # fmt: skip
     """A DSpark head of one layer: blocks of 8, mask token 0.
 
     Args:

@@ -15,13 +15,9 @@ EAGLE3, DFLASH = (str(MODELS / kind) for kind in ("eagle3", "dflash"))
 
 
 def save_eagle3(
-    directory: Path,
-    target: str,
-    tokens: list[int],
-    seed: int = 0,
-    scale: float = 1.0,
+    directory: Path, target: str, tokens: list[int], seed: int = 0, scale: float = 1.0,
     layers: tuple[int, ...] = (1, 2),
-) -> str:
+) -> str:  # fmt: skip
     """An EAGLE-3 head for this target, with random weights.
 
     Args:

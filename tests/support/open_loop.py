@@ -90,13 +90,10 @@ class Request:
 
 
 def poisson(
-    rng: np.random.Generator,
-    rate: float,
-    count: int,
-    acceptance: Callable[[float], tuple[float, ...]],
-    prompt: Callable[[float], int] = lambda _: 64,
+    rng: np.random.Generator, rate: float, count: int,
+    acceptance: Callable[[float], tuple[float, ...]], prompt: Callable[[float], int] = lambda _: 64,
     output: int = 96,
-) -> list[Request]:
+) -> list[Request]:  # fmt: skip
     """Requests that arrive at random; the functions take a request's place, from 0 to 1."""
     arrivals = np.cumsum(rng.exponential(1 / rate, count))
     outputs = 8 + rng.exponential(output - 8, count).astype(int)

@@ -23,15 +23,9 @@ class PagedCache:
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        requests: int,
-        positions: int,
-        kv_heads: int,
-        head_size: int,
-        dtype: torch.dtype,
-        generator: torch.Generator,
-    ) -> None:
+        self, num_layers: int, requests: int, positions: int, kv_heads: int, head_size: int,
+        dtype: torch.dtype, generator: torch.Generator,
+    ) -> None:  # fmt: skip
         device = generator.device
         self._head_size = head_size
         columns = -(-positions // BLOCK_SIZE)
