@@ -165,17 +165,3 @@ def test_everything_that_is_included_is_there():
     assert all((ROOT / source).exists() for source in INCLUDED)
     for name in ("target", "draft"):
         assert (ROOT / "examples" / "models" / name / "model.safetensors").is_file()
-
-
-def test_the_heads_are_not_in_the_wheel():
-    """The demo has no use for them."""
-    assert "examples/models" not in INCLUDED
-    assert not any("eagle3" in source or "dflash" in source for source in INCLUDED)
-
-
-@pytest.mark.parametrize(
-    "file", [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.*")]
-)
-def test_documents_install_what_pip_finds(file):
-    """Until it is published."""
-    assert "pip install 'sequoia-vllm" not in file.read_text(encoding="utf-8")
