@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,6 @@ from sequoia_vllm.bench.report import (
     BenchReport,
     GreedyCheck,
     Mismatch,
-    SearchedChain,
     disagreement,
     shown,
 )
@@ -50,6 +48,7 @@ from sequoia_vllm.library.files import AcceptanceFile, LibraryError
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.step_recorder import StepRecorder
 from sequoia_vllm.tree import TokenTree, TreeError
+from tests.support.models import DRAFT, TARGET
 
 # -- methods ---------------------------------------------------------------------
 
@@ -650,19 +649,6 @@ def test_tables_say_everything_that_must_be_said(capsys, monkeypatch):
     assert "vllm-project/vllm#55005" in printed.err
 
 
-def test_the_search_for_the_best_chain_is_shown_as_a_prediction(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-    rows = [
-        SearchedChain(method="m", batch_size=4, temperature=1, drafts=drafts, sampling=sampling,
-                      tokens_per_step=2, tokens_per_second=10 * drafts, run=drafts == 2)
-        for sampling in ([], ["probabilistic", "block"]) for drafts in (1, 2, 3)
-    ]  # fmt: skip
-    print_report(report().model_copy(update={"searched": rows}))
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["1", "4", "vLLM's", "default", "10.0", "(20.0)", "30.0"] in lines
-    assert ["1", "4", "probabilistic,", "block", "10.0", "(20.0)", "30.0"] in lines
-
-
 def test_the_plot_has_a_line_for_plain_the_best_chain_and_each_tree(tmp_path):
     path = tmp_path / "speeds.svg"
     plot_speeds(report(GROWN), path)
@@ -738,21 +724,7 @@ def test_room_for_whole_trees():
     ],
 )
 def test_wrong_options_are_refused_before_any_engine_starts(options, message):
-    from typer.testing import CliRunner
-
-    from sequoia_vllm.cli import app
-    from tests.support.models import DRAFT, TARGET
-
     command = ["bench", "--model", TARGET, "--draft-model", DRAFT, *options]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())
-
-
-def test_help_needs_neither_torch_nor_vllm():
-    code = (
-        "import sys; from typer.testing import CliRunner; from sequoia_vllm.cli import app\n"
-        "assert CliRunner().invoke(app, ['bench', '--help']).exit_code == 0\n"
-        "assert not {'torch', 'vllm', 'matplotlib'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
