@@ -232,9 +232,10 @@ def _compared(
 def _now_used(pair: PairKey) -> str:
     """The source of the tree that an engine with this pair gets by "tree": "auto"."""
     from sequoia_vllm.config import SequoiaConfig
-    from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
+    from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree, look_up
 
-    return choose_engine_tree(SequoiaConfig(model=pair.draft, tree="auto"), pair).source
+    config = SequoiaConfig(model=pair.draft, tree="auto")
+    return choose_engine_tree(config, pair, look_up(config, pair)).source
 
 
 def _serve_command(pair: PairKey, offload: OffloadSpec | None) -> str:

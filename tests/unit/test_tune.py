@@ -22,7 +22,6 @@ from sequoia_vllm.calibration.tuned_tree import (
 )
 from sequoia_vllm.cli import app, tune_steps
 from sequoia_vllm.config import SequoiaConfig
-from sequoia_vllm.engine.frontend.tree_choice import choose_engine_tree
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.choose import choose_schedule
 from sequoia_vllm.hardware.cost import CostModel
@@ -34,6 +33,7 @@ from sequoia_vllm.library.tree_library import TreeLibrary, tuned_measurements
 from sequoia_vllm.measuring.engines import EngineSpec
 from sequoia_vllm.measuring.provenance import synthetic_models
 from tests.support.models import DRAFT, TARGET
+from tests.support.plans import chosen
 
 HERE = PairKey(current_cpu_name(), TARGET, DRAFT, "float32")
 BATCHES, CONTEXTS, SIZES = (1, 8), (256, 1024), (1, 2, 4, 8, 16, 32)
@@ -84,7 +84,7 @@ def library(tmp_path, monkeypatch) -> TreeLibrary:
 
 def auto(target: str = TARGET, draft: str = DRAFT, tree: str | None = "auto"):
     pair = replace(HERE, target=target, draft=draft)
-    return choose_engine_tree(SequoiaConfig(model=draft, tree=tree).loaded(), pair)
+    return chosen(SequoiaConfig(model=draft, tree=tree).loaded(), pair)
 
 
 def test_the_entry_is_the_best_schedule_of_the_context():
