@@ -34,13 +34,6 @@ from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.hardware.streaming import LINKS, StreamedWeights
 from sequoia_vllm.json_file import dump_json
 from sequoia_vllm.json_input import read_json
-from sequoia_vllm.library.entries import (
-    OFFLOADED,
-    fastest_schedule,
-    make_entry,
-    model_class_of,
-    profile_reference,
-)
 from sequoia_vllm.library.files import (
     LIBRARY_SCHEMA,
     AcceptanceFile,
@@ -48,6 +41,13 @@ from sequoia_vllm.library.files import (
     LibraryFile,
     ProfileReference,
     TreeEntry,
+)
+from sequoia_vllm.library.selection import (
+    OFFLOADED,
+    fastest_schedule,
+    make_entry,
+    model_class_of,
+    profile_reference,
 )
 from sequoia_vllm.library.tree_library import shipped_directory
 

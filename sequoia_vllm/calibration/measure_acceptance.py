@@ -10,8 +10,12 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sequoia_vllm.calibration.acceptance_task import AcceptanceTask
-from sequoia_vllm.calibration.counts import add_counts, estimate_acceptance, precision
+from sequoia_vllm.calibration.acceptance_task import (
+    AcceptanceTask,
+    add_counts,
+    estimate_acceptance,
+    precision,
+)
 from sequoia_vllm.library.files import AcceptanceFile, CalibrationState
 from sequoia_vllm.measuring.engines import Progress, open_engine, room_for
 from sequoia_vllm.measuring.interrupts import last_interrupt

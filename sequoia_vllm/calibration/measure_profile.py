@@ -99,9 +99,7 @@ class ProfileSettings:
 
 
 def measure_profile(
-    settings: ProfileSettings,
-    progress: Progress | None = None,
-    vectors: Sequence[Acceptance] = (),
+    settings: ProfileSettings, progress: Progress | None = None, vectors: Sequence[Acceptance] = ()
 ) -> Profile:
     """Times a plain and a Sequoia engine in turns, at every batch size, context and tree size.
 

@@ -70,8 +70,7 @@ def bench(
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of every completion.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
     profile: Annotated[
-        Path | None,
-        typer.Option(help="Profile to predict from; none: what tune measured, if any."),
+        Path | None, typer.Option(help="Profile to predict from; none: what tune measured, if any.")
     ] = None,
     acceptance: Annotated[
         str | None,
@@ -108,8 +107,7 @@ def bench(
     check_output("--output", output)
     if (profile is None) != (acceptance is None):
         fail("give both --profile and --acceptance, or neither")
-    from sequoia_vllm.bench.predict import PredictionBasis
-    from sequoia_vllm.bench.run import run_bench
+    from sequoia_vllm.bench.run import PredictionBasis, run_bench
     from sequoia_vllm.prompts import load_prompts
 
     with friendly_errors():
@@ -126,7 +124,7 @@ def bench(
     if output is not None:
         report.save(output)
     if plot is not None:
-        from sequoia_vllm.cli.bench_plot import plot_speeds
+        from sequoia_vllm.bench.report import plot_speeds
 
         plot_speeds(report, plot)
         note(f"drawn to {plot}")

@@ -30,11 +30,14 @@ from sequoia_vllm.cli.measuring import (
     offload_spec,
     quiet_engines,
 )
-from sequoia_vllm.cli.tune_steps import count_into, finish_counting, time_into, tune_pair
-from sequoia_vllm.cli.tune_view import (
+from sequoia_vllm.cli.tune_steps import (
+    count_into,
+    finish_counting,
     print_acceptance,
     print_profile,
     print_report,
+    time_into,
+    tune_pair,
 )
 from sequoia_vllm.hardware.cost import check_batch_sizes
 from sequoia_vllm.library.files import AcceptanceFile

@@ -6,6 +6,8 @@ import datetime
 import math
 import platform
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -172,6 +174,16 @@ def current_cpu_name() -> str:
         return found[1].strip()
     machine = platform.machine().lower()
     return platform.processor() or ("cpu" if machine in ("x86_64", "amd64") else machine or "cpu")
+
+
+def this_device_name() -> str:
+    """The driver's name of this machine's first GPU, else its CPU's name."""
+    name = current_cpu_name()
+    if tool := shutil.which("nvidia-smi"):
+        query = [tool, "--query-gpu=name", "--format=csv,noheader"]
+        found = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20)
+        name = found.stdout.partition("\n")[0].strip() or name
+    return name
 
 
 def nearest(spec: DeviceSpec | None, candidates: Mapping[str, DeviceSpec]) -> tuple[str, str]:

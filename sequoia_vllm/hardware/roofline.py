@@ -30,9 +30,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from sequoia_vllm.hardware.assumptions import Assumptions
 from sequoia_vllm.hardware.device import DeviceSpec
-from sequoia_vllm.hardware.interconnect import Interconnect
+from sequoia_vllm.hardware.interconnect import Assumptions, Interconnect
 from sequoia_vllm.hardware.models import ModelShape
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile
 from sequoia_vllm.hardware.streaming import StreamedWeights

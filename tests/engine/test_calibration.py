@@ -305,7 +305,7 @@ def test_tune_then_auto(tmp_path, monkeypatch):
         model=TARGET, dtype="float32", speculative_config=auto, max_model_len=512
     ).create_engine_config()
     if report["speculates"]:
-        assert SequoiaSettings.of(config).tree == entry.tree.tree
+        assert SequoiaSettings.of(config).tree == entry.tree
     else:
         assert SequoiaSettings.declined(config)
         pair = PairKey(report["device"], TARGET, DRAFT, "float32")

@@ -27,7 +27,6 @@ from sequoia_vllm.bench.measure import (
     rotated,
 )
 from sequoia_vllm.bench.methods import SERVED, BenchError, Kind, chain, methods, plain, sequoia
-from sequoia_vllm.bench.predict import PredictionBasis
 from sequoia_vllm.bench.report import (
     BenchModel,
     BenchReport,
@@ -35,13 +34,13 @@ from sequoia_vllm.bench.report import (
     Mismatch,
     SearchedChain,
     disagreement,
+    plot_speeds,
     shown,
 )
 from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, batches
-from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, results
+from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, PredictionBasis, results
 from sequoia_vllm.cli import app
 from sequoia_vllm.cli.bench import print_report
-from sequoia_vllm.cli.bench_plot import plot_speeds
 from sequoia_vllm.config import OffloadSpec, SequoiaConfig
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_curves import StepRecord

@@ -24,8 +24,8 @@ def printed(monkeypatch, checks) -> str:
 
 
 def test_fixes_are_shown_as_they_are_written(monkeypatch):
-    check = doctor.InstallationCheck("vllm", False, "[red] missing", "pip install '.[cpu]'")
-    shown = printed(monkeypatch, [check])
+    check = doctor.Finding(False, "[red] missing", "pip install '.[cpu]'")
+    shown = printed(monkeypatch, [("vllm", check)])
     assert "-> pip install '.[cpu]'" in shown
     assert "[red] missing" in shown
 
@@ -55,7 +55,7 @@ def test_libraries_that_are_not_preloaded_are_a_warning_with_the_line_to_type(mo
     check = doctor._preloaded()
     assert (check.ok, check.warns) == (True, True)
     assert re.fullmatch(r"for speed: export LD_PRELOAD=/.*/libiomp5\.so", check.fix)
-    shown = printed(monkeypatch, [check])
+    shown = printed(monkeypatch, [("CPU libraries", check)])
     assert shown.startswith("!   CPU libraries  not preloaded: libiomp5, libtcmalloc")
     assert "\nnext: sequoia-vllm demo, or vllm serve TARGET " in shown
 

@@ -12,12 +12,7 @@ from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload.settings import offload_of
 from sequoia_vllm.engine.offload.vllms import offloading_backend
 from sequoia_vllm.graph_batches import last_with
-from sequoia_vllm.hardware.budget import (
-    beyond_budget,
-    drafts_by_batch,
-    fit_to_budget,
-    rungs,
-)
+from sequoia_vllm.hardware.budget import beyond_budget, drafts_by_batch, fit_to_budget, rungs
 from sequoia_vllm.hardware.graph_sizes import MOST_TOKENS, capture_sizes, first_beyond
 
 logger = logging.getLogger("vllm.sequoia")

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -28,11 +27,7 @@ from sequoia_vllm.engine.frontend.refusals import refuse_model, refuse_unsupport
 from sequoia_vllm.engine.frontend.request import sequoia_request, short_in_commands
 from sequoia_vllm.engine.frontend.tree_choice import look_up
 from sequoia_vllm.engine.offload.settings import choose_offloading, with_offload
-from sequoia_vllm.engine.offload.weight_source import (
-    OffloadedLayers,
-    weight_source,
-    with_streamed,
-)
+from sequoia_vllm.engine.offload.weight_source import OffloadedLayers, weight_source, with_streamed
 from sequoia_vllm.engine.runner.vocabulary import TokensOf, compare_vocabularies, tokens_to_draft
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE, reason_not_to_keep
@@ -78,8 +73,13 @@ def _sequoia_engine_config(
             "speculative config: serve its target model by name instead"
         )
     refuse_unsupported(vllm_config)
-    _choose_scheduler(vllm_config)
-    _keep_draft_in_one_group(vllm_config)
+    scheduler = vllm_config.scheduler_config
+    if not vllm_config.use_v2_model_runner:
+        # vLLM's V1 proposer takes drafts whose layers lie in one KV cache group. Layers with a
+        # window then share it with others, which costs memory: tokens before windows are kept.
+        scheduler.disable_hybrid_kv_cache_manager = True
+    elif scheduler.async_scheduling and scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = TREE_SCHEDULER  # vLLM schedules ahead of the drafts
     return vllm_config
 
 
@@ -90,24 +90,6 @@ def limit_length(original: Callable[..., None], self: VllmConfig) -> None:
     """
     if not SequoiaSettings.enabled(self):
         original(self)
-
-
-def _choose_scheduler(vllm_config: Any) -> None:
-    """Names our scheduler where vLLM schedules ahead of the drafts, unless the user named one."""
-    scheduler = vllm_config.scheduler_config
-    schedules_ahead = vllm_config.use_v2_model_runner and scheduler.async_scheduling
-    if schedules_ahead and scheduler.scheduler_cls is None:
-        scheduler.scheduler_cls = TREE_SCHEDULER
-
-
-def _keep_draft_in_one_group(vllm_config: Any) -> None:
-    """Gives layers with a window and others one KV cache group on the V1 runner.
-
-    vLLM's V1 proposer takes drafts whose layers lie in one group. Without this they lie in several.
-    It costs memory where a model has both kinds: tokens before a window are kept.
-    """
-    if not vllm_config.use_v2_model_runner:
-        vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
 
 
 def create_speculative_config(
@@ -125,9 +107,8 @@ def create_speculative_config(
     refuse_model(target_model_config, "target")
     config = SequoiaConfig.parse(request).loaded()
     self.additional_config = with_offload(self.additional_config, config.offload)
-    facts = collect_facts(config, self, target_model_config, target_parallel_config)
-    planned = plan(config, facts)
-    return apply(planned, config, original, self, target_model_config, target_parallel_config)
+    planned = plan(config, collect_facts(config, self, target_model_config, target_parallel_config))
+    return apply(planned, original, self, target_model_config, target_parallel_config)
 
 
 def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel: Any) -> Facts:
@@ -171,14 +152,12 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
 
 
 def apply(
-    planned: Plan, config: SequoiaConfig, create: Callable[..., Any], args: EngineArgs, target: Any,
-    parallel: Any,
-) -> Any:  # fmt: skip
+    planned: Plan, create: Callable[..., Any], args: EngineArgs, target: Any, parallel: Any
+) -> Any:
     """Makes vLLM's speculative configuration of a plan, and changes its other objects.
 
     Args:
         planned: The plan.
-        config: What the user gave, `SequoiaConfig.loaded`.
         create: Makes a speculative configuration of arguments, target and parallelism.
         args, target, parallel: As of `collect_facts`; the worker and what is declined go in here.
 
@@ -206,7 +185,7 @@ def apply(
     refuse_model(draft, "draft")
     settings = planned.settings
     if not planned.drafter.is_head:  # heads bring no tokenizer
-        settings = _with_vocabulary(settings, config, target, draft)
+        settings = _with_vocabulary(settings, planned.config.draft_vocabulary, target, draft)
     settings.store(speculative_config)
     if args.enable_lora:
         # vLLM wants a token budget for the whole tree at all loads then: it knows no schedule.
@@ -216,19 +195,24 @@ def apply(
 
 
 def _with_vocabulary(
-    settings: SequoiaSettings, config: SequoiaConfig, target: Any, draft: Any
+    settings: SequoiaSettings, given: Any, target: Any, draft: Any
 ) -> SequoiaSettings:
-    """Finds out, and logs, whether the draft's tokens must be mapped, and which it drafts."""
+    """Finds out, and logs, whether the draft's tokens must be mapped, and which it drafts.
+
+    Args:
+        settings: The engine's, without this.
+        given: Tokens to draft, or their number; None: all.
+        target, draft: vLLM's configurations of both models.
+    """
     tokens = TokensOf.target(target)
     found = compare_vocabularies(tokens, TokensOf.draft(draft))
     if found.in_words:
         level = logging.WARNING if found.matching is None else logging.INFO
         logger.log(level, "Sequoia: %s", found.in_words)
     settings = replace(settings, maps_vocabulary=found.matching is not None)
-    if config.draft_vocabulary is None:
+    if given is None:
         return settings
-    assert not isinstance(config.draft_vocabulary, Path)  # by `SequoiaConfig.loaded`
-    drafted, words = tokens_to_draft(config.draft_vocabulary, tokens)
+    drafted, words = tokens_to_draft(given, tokens)
     logger.info("Sequoia: %s", words)
     learned = settings.adapts_as and f"{settings.adapts_as}--{len(drafted)}-tokens"
     return replace(settings, draft_tokens=drafted, adapts_as=learned)

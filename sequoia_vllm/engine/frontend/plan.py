@@ -69,6 +69,7 @@ class Plan:
     """What to make of one engine.
 
     Attributes:
+        config: What the user gave.
         draft: Name or path of the draft.
         drafter: What it is.
         choice: The tree, its schedule and its expected gain.
@@ -78,6 +79,7 @@ class Plan:
         notes: Lines for the log, each with its level.
     """
 
+    config: SequoiaConfig
     draft: str
     drafter: Drafter
     choice: TreeChoice
@@ -126,7 +128,7 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
     worker_cls = _worker(facts, choice.tree.num_speculative_tokens > 0)
     chain = _as_chain(config, pair.draft, kind, choice)
     notes = list(_notes(config, facts, choice))
-    return Plan(pair.draft, kind, choice, settings, worker_cls, chain, notes)
+    return Plan(config, pair.draft, kind, choice, settings, worker_cls, chain, notes)
 
 
 def _check_depth(choice: TreeChoice, facts: Facts) -> None:

@@ -236,13 +236,7 @@ def _optimal(config: SequoiaConfig, spec: TreeSpec, why: str) -> TreeChoice:
 
 
 def gain_line(
-    gain: ExpectedGain,
-    draft: str,
-    size: int,
-    depth: int,
-    *,
-    adapts: bool,
-    on_cpu: bool,
+    gain: ExpectedGain, draft: str, size: int, depth: int, *, adapts: bool, on_cpu: bool
 ) -> tuple[int, str]:
     """One line for the log.
 
