@@ -77,10 +77,7 @@ def search_chains(
     """Measures the longest chain with each sampling, and chooses at most ``most`` chains.
 
     Args:
-        settings: Draft, prompts and cases in which the best chain is wanted.
         plain: A running engine without speculation.
-        most: The most chains to choose, over all cases.
-        open_engine: Starts an engine, with room for chains of 8.
         report: Called with (what is done, engines done, known engines in all).
 
     Raises:

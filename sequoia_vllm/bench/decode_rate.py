@@ -32,9 +32,6 @@ class Steady:
 
     Attributes:
         step_tokens: Tokens of each request in each step that gave it any.
-        steps: Number of steps.
-        seconds: Their total time.
-        batch_size: Requests.
     """
 
     step_tokens: list[int]

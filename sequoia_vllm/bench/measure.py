@@ -38,10 +38,8 @@ class MethodRuns:
     """Runs of one method in one case.
 
     Attributes:
-        method: The method.
         tree: Sequoia's tree; None: another method, or "auto" does not speculate.
         drafts: Drafts of each request at this batch size.
-        rounds: The runs, one per round.
     """
 
     method: Method

@@ -123,11 +123,8 @@ def run_bench(
     """Measures, and compares with the cost model.
 
     Args:
-        settings: What to compare.
         basis: Measurements to predict from; None: those of `tune` for this pair, if any.
         described: Settings as the report shows them.
-        progress: Called with (what is done, turns done, turns of all cases).
-        opener: Starts the engines; None: `bench.engines.open_engines`.
 
     Raises:
         BenchError, CalibrationError, ProfileError, AcceptanceError: If something

@@ -218,11 +218,7 @@ class AcceptanceTask:
     """A measurement that is ready to run.
 
     Attributes:
-        settings: What to measure.
-        prompts: Token ids of each prompt.
-        tree: Tree that the engine drafts.
         measures: Identity of the measurement, as plain data; a run continues one of equal identity.
-        name: Draft strength class of the result.
     """
 
     settings: AcceptanceSettings

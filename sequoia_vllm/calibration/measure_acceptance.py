@@ -34,7 +34,6 @@ def measure_acceptance(
     """Runs the engine with a wide tree and counts accepted nodes.
 
     Args:
-        task: What to measure.
         previous: Where an earlier run stopped; None: start anew.
         progress: Called with (what is done, trees verified, estimate of trees needed).
         save: Called with the counts so far, marked incomplete, at each checkpoint.
@@ -71,7 +70,6 @@ class Completion:
     """One request to the engine.
 
     Attributes:
-        prompt: Index of the prompt.
         tokens: Input of the request: the prompt, then ``before``.
         before: Tokens of this greedy completion from an earlier run.
     """

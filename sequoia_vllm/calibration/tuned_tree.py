@@ -112,8 +112,6 @@ def tuned_entry(
     """The fastest tree and schedule by these measurements.
 
     Args:
-        vector: Measured acceptance.
-        profile: Measured times.
         context_length: Which of the profile's contexts to use.
         max_size: Largest tree, root included.
         tree: The tree to schedule; None: search for the best one.

@@ -79,14 +79,7 @@ class BatchAdvice:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to expect of a pair on a device.
-
-    Attributes:
-        pair: The pair, and on how many devices it runs.
-        batches: By batch size.
-        times: Where the times of a step come from.
-        acceptance: Where the acceptance comes from.
-    """
+    """What to expect of a pair on a device."""
 
     pair: PairKey
     batches: list[BatchAdvice]

@@ -33,9 +33,6 @@ def count_into(
     """Measures acceptance into ``path``; continues the same measurement if the file has one.
 
     Args:
-        path: File to write.
-        settings: What to measure.
-        name: Draft strength class of the result.
         stage: The command's stage, shown before its progress.
 
     Returns:
@@ -124,7 +121,6 @@ def tune_pair(
     """Measures acceptance and times unless files are given, then chooses and saves the tree.
 
     Args:
-        counting, timing: How to measure; the tree is for the first context.
         acceptance, profile: Files of earlier measurements; None: measure.
 
     Returns:

@@ -64,17 +64,12 @@ def roofline_profile(
     """The profile that datasheet values predict.
 
     Args:
-        device: Datasheet values.
-        target: Shape of the target, split over ``tensor_parallel_size`` devices.
-        draft: Shape of the draft, split the same way (as vLLM requires).
         dtype: Weight and KV cache type; a key of `BYTES_PER_VALUE`. Shapes may say that their
             layers' weights are smaller.
-        tensor_parallel_size: Devices.
         context_length: Committed tokens of each request.
         assumptions: What the datasheet does not say; None: the defaults.
         tokens: Tokens per request to compute times for, increasing, from 1; None: up to the
             largest tree that is looked for (`largest_tree`).
-        batch_sizes: Batch sizes to compute times for.
         streamed: Weights of the target that are not in the devices' memory; None: all are.
 
     Raises:

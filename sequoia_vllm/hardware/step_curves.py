@@ -132,8 +132,6 @@ def steady_steps(
     """The steps in which every request scores a tree of ``size`` nodes, and so does the next.
 
     Args:
-        records: Consecutive steps (fields of `StepRecord`).
-        batch_size: Requests that must be in the step.
         size: Tokens of each; 1 is plain decoding.
     """
     steps = [StepRecord(**record) for record in records]

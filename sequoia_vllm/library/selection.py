@@ -241,9 +241,6 @@ def computed_entry(
     Args:
         device: Id of the device, or of the device whose datasheet is used.
         spec: The datasheet.
-        shapes: Shapes of the pair.
-        pair: How the pair runs.
-        vector: The acceptance to assume.
 
     Returns:
         The entry, and what it was computed from.

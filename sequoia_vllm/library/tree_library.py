@@ -134,7 +134,6 @@ class TreeLibrary:
         """Stores a tuned tree so that `select` prefers it from now on.
 
         Args:
-            pair: What it is tuned for.
             entry: The tree; its name and what the key says are replaced by the key's.
 
         Returns:

@@ -163,10 +163,7 @@ def plot_tree(tree: TokenTree, acceptance: Acceptance | None, title: str, path: 
     """Draws the tree, root on top; node colour and area show the node's value.
 
     Args:
-        tree: The tree.
         acceptance: Vector its values are for; None: all nodes alike.
-        title: First line of the heading.
-        path: File to write; its ending says which format.
 
     Raises:
         FigureFormatError: If the format is not one of `FORMATS`.

@@ -117,7 +117,6 @@ def plan_schedule(vllm_config: Any, keep_schedule: bool) -> None:
     the schedule yet.
 
     Args:
-        vllm_config: vLLM's of a Sequoia engine, changed in place.
         keep_schedule: It is the user's: only warn where it does not fit.
     """
     speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config

@@ -30,8 +30,6 @@ def find_draft(
     """The draft that the configuration names, or the best known one of the target.
 
     Args:
-        config: What the user gave.
-        target: Name or path of the target model.
         kinds: What the engine can draft with, where the drafter is left to us.
         kind_of: Reads what a draft of this name is; see `DraftReader.kind`.
 
@@ -82,8 +80,6 @@ def known_drafts(
     """The known drafters of this target that an engine may take, the best first.
 
     Args:
-        target: Name or path.
-        kinds: What the engine can run.
         asked: The kind that the user asks for; None: the kinds that are taken by default.
 
     Raises:

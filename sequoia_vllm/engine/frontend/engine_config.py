@@ -114,11 +114,6 @@ def create_speculative_config(
 def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel: Any) -> Facts:
     """Finds out all that a plan depends on: reads drafts, the library, options and the machine.
 
-    Args:
-        config: What the user gave, `SequoiaConfig.loaded`.
-        args: vLLM's arguments of the engine.
-        target, parallel: vLLM's configurations of the target and of its parallelism.
-
     Raises:
         ConfigError: There is no draft that this engine can use.
     """
@@ -156,11 +151,6 @@ def apply(
 ) -> Any:
     """Makes vLLM's speculative configuration of a plan, and changes its other objects.
 
-    Args:
-        planned: The plan.
-        create: Makes a speculative configuration of arguments, target and parallelism.
-        args, target, parallel: As of `collect_facts`; the worker and what is declined go in here.
-
     Returns:
         The tagged configuration; None: the engine does not speculate.
 
@@ -197,13 +187,7 @@ def apply(
 def _with_vocabulary(
     settings: SequoiaSettings, given: Any, target: Any, draft: Any
 ) -> SequoiaSettings:
-    """Finds out, and logs, whether the draft's tokens must be mapped, and which it drafts.
-
-    Args:
-        settings: The engine's, without this.
-        given: Tokens to draft, or their number; None: all.
-        target, draft: vLLM's configurations of both models.
-    """
+    """Finds out, and logs, whether the draft's tokens must be mapped, and which it drafts."""
     tokens = TokensOf.target(target)
     found = compare_vocabularies(tokens, TokensOf.draft(draft))
     if found.in_words:

@@ -97,10 +97,6 @@ class Plan:
 def plan(config: SequoiaConfig, facts: Facts) -> Plan:
     """Chooses the tree of an engine, and all that depends on it.
 
-    Args:
-        config: What the user gave, `SequoiaConfig.loaded`.
-        facts: What is known.
-
     Raises:
         ConfigError: The tree is too deep for the draft, the schedule has more drafts than it,
             the output layer of a head is to be trimmed, or the user names another worker.

@@ -29,10 +29,6 @@ _PIPELINE_V2 = (
 def refuse_model(model: Any, role: Role) -> None:
     """Raises if trees cannot serve a model. Its layers are checked again at loading.
 
-    Args:
-        model: vLLM's configuration of it.
-        role: What it is to be.
-
     Raises:
         ConfigError: With every reason, and the fix.
     """

@@ -83,8 +83,6 @@ def look_up(
     """Asks the library for the tree of a pair, if the tree is left to us.
 
     Args:
-        config: What the user gave.
-        pair: What the tree is for.
         shapes: Shapes of both models; None: nothing is known of them.
 
     Returns:
@@ -108,9 +106,6 @@ def choose_engine_tree(
     """Resolves the configuration's tree, with its bounds and schedule applied.
 
     Args:
-        config: What the user gave, `SequoiaConfig.loaded`.
-        pair: What the tree is for.
-        found: What `look_up` found.
         max_model_len: Longest request, in tokens: a tree that we choose takes a quarter of
             it at most. None: any.
         levels: The draft drafts no more: a tree that we choose is no deeper. None: any number.
@@ -241,12 +236,8 @@ def gain_line(
     """One line for the log.
 
     Args:
-        gain: What the tree is expected to bring.
         draft: What the draft is, and its name.
-        size: Nodes of the tree, root included.
-        depth: The tree's depth, in edges.
         adapts: Whether the engine drafts as much as pays.
-        on_cpu: Whether it runs on a CPU.
 
     Returns:
         The level of the logging module, and the line. WARNING: the user forces drafts that may
