@@ -25,10 +25,10 @@ from sequoia_vllm.cli.measuring import (
     check_models,
     check_output,
     check_plot,
+    engine_spec,
     known_draft,
     measuring,
     numbers,
-    offload_spec,
     quiet_engines,
 )
 
@@ -135,7 +135,6 @@ def _settings(options: dict[str, Any], prompts: list[Prompt]) -> BenchSettings:
     from sequoia_vllm.bench.methods import methods
     from sequoia_vllm.bench.rounds import BenchSettings
     from sequoia_vllm.hardware.cost import check_batch_sizes
-    from sequoia_vllm.measuring.engines import EngineSpec
     from sequoia_vllm.prompts import encode_prompts, load_tokenizer
 
     sizes = list(numbers("--batch-sizes", options["batch_sizes"]))
@@ -144,13 +143,8 @@ def _settings(options: dict[str, Any], prompts: list[Prompt]) -> BenchSettings:
     trees = [tree.strip() for tree in options["trees"].split(",")]
     acceptance = _paths(options["acceptance"])
     tokenizer = load_tokenizer(options["target"])
-    engine = EngineSpec(
-        options["target"], options["draft"], dtype=options["dtype"], enforce_eager=options["eager"],
-        kv_cache_gib=options["kv_cache_gib"],
-        offload=offload_spec(options["offload_directory"], options["offload_memory_gib"]),
-    )  # fmt: skip
     return BenchSettings(
-        engine,
+        engine_spec(options),
         methods=tuple(methods(options["draft"], chains, trees, next(iter(acceptance), None))),
         search_chains=chain == BEST,
         prompts=tuple(encode_prompts(prompts, tokenizer, raw=options["raw_prompts"])),

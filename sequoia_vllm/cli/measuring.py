@@ -14,7 +14,7 @@ import typer
 
 from sequoia_vllm.cli.common import engines_print_aside, fail, note
 from sequoia_vllm.cli.progress import progress_bar
-from sequoia_vllm.config import ConfigError
+from sequoia_vllm.config import ConfigError, OffloadSpec
 from sequoia_vllm.drafters.registry import known_for
 from sequoia_vllm.hardware.models import published_shape
 from sequoia_vllm.hardware.support import Kind, Role, kinds_of
@@ -22,7 +22,7 @@ from sequoia_vllm.json_input import read_json
 from sequoia_vllm.model_source import GIVE_FOLDER, folder_problem, hub_problem
 
 if TYPE_CHECKING:
-    from sequoia_vllm.config import OffloadSpec
+    from sequoia_vllm.measuring.engines import EngineSpec
 
 
 TargetOption = Annotated[str, typer.Option("--model", help="Target model, name or path.")]
@@ -130,8 +130,6 @@ def check_name(role: str, model: str) -> None:
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
 
-    from sequoia_vllm.config import ConfigError
-
     if problem := folder_problem(role, model):
         raise ConfigError(problem)
     if Path(model).exists() or os.environ.get("VLLM_USE_MODELSCOPE"):
@@ -162,13 +160,19 @@ def note_synthetic(target: str, draft: str) -> None:
         )
 
 
-def offload_spec(directory: Path | None, memory_gib: float) -> OffloadSpec | None:
-    """The `OffloadSpec` of both options; None: weights are in memory."""
-    from sequoia_vllm.config import OffloadSpec
+def engine_spec(options: dict[str, Any]) -> EngineSpec:
+    """The engines that a command's options describe."""
+    from sequoia_vllm.measuring.engines import EngineSpec
 
-    if directory is None:
-        return None
-    return OffloadSpec(directory=directory.absolute(), memory_gib=memory_gib)
+    directory, offload = options["offload_directory"], None
+    if directory is not None:
+        memory_gib = options["offload_memory_gib"]
+        offload = OffloadSpec(directory=directory.absolute(), memory_gib=memory_gib)
+    return EngineSpec(
+        options["target"], options["draft"], dtype=options["dtype"], enforce_eager=options["eager"],
+        tensor_parallel_size=options.get("tensor_parallel_size", 1),
+        kv_cache_gib=options["kv_cache_gib"], offload=offload,
+    )  # fmt: skip
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:

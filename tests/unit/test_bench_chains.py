@@ -73,8 +73,11 @@ class ConfigWithAll:
         (ConfigWithAll, False, [DEFAULT, PROBABILISTIC]),
     ],
 )
-def test_sampling_is_what_vllms_configuration_and_its_runner_have(config, v2, expected):
-    assert usable_samplings(v2, config) == expected
+def test_sampling_is_what_vllms_configuration_and_its_runner_have(
+    config, v2, expected, monkeypatch
+):
+    monkeypatch.setattr("vllm.config.SpeculativeConfig", config)
+    assert usable_samplings(v2) == expected
 
 
 def test_the_installed_vllm_has_both():
