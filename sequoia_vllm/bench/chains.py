@@ -43,8 +43,6 @@ class PredictedChain:
     """A chain's predicted speed in a case.
 
     Attributes:
-        chain: The chain.
-        tokens_per_step: Tokens per request and step.
         tokens_per_second: Tokens of the whole batch per second.
     """
 
@@ -114,9 +112,7 @@ def predict(plain: RoundRun, longest: RoundRun, sampling: Sampling) -> list[Pred
     """Predicts every chain up to the longest, shortest first.
 
     Args:
-        plain: Plain vLLM's round in this case.
         longest: A round of chains of `MOST_CHAIN_DRAFTS` drafts, in the same case.
-        sampling: The chain's sampling.
     """
     steps = max(1, longest.parts["steps"])
     drafting = (longest.parts["draft"] + longest.parts["drawing"]) / steps

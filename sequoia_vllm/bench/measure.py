@@ -53,10 +53,8 @@ class BenchRuns:
     """Everything that was measured.
 
     Attributes:
-        dtype: Type of weights and activations, as vLLM resolved it.
         runs: Runs by case, in the order of the settings' methods; chains from the search come
             after plain vLLM.
-        search: The search for chains; None: there was none.
         greedy: Greedy outputs compared with plain vLLM's; None: there were none.
     """
 

@@ -53,11 +53,8 @@ class Method:
     """One way to decode.
 
     Attributes:
-        name: Name in tables and files.
-        kind: Its family.
         speculative_config: Argument of ``vllm.LLM``; None: plain decoding.
         most_drafts: The most drafts per request and step.
-        sampling: A chain's sampling.
     """
 
     name: str
@@ -140,7 +137,6 @@ def sequoia(draft: str, tree: str, acceptance: Path | None = None) -> Method:
     """Sequoia with a tree.
 
     Args:
-        draft: Draft model.
         tree: `SERVED`; "auto"; ``16x4`` (16 nodes, root included, at most 4 deep); a
             tree file (``.json``); or a name in the library.
         acceptance: File to optimise ``16x4`` trees for; None: a published vector.

@@ -31,14 +31,11 @@ class BenchSettings:
     """What to compare, and how.
 
     Attributes:
-        engine: Models, and how all engines run them.
         methods: Methods to compare; the first is plain vLLM.
         search_chains: Look for vLLM's best chain in each case, and run it with the methods.
         prompts: Token ids; every round completes all of them.
         batch_sizes: Requests at once; prompts are repeated to fill a batch.
         temperatures: Temperatures to measure at; 0 is greedy.
-        max_tokens: Tokens of every completion.
-        rounds: How often to measure everything.
     """
 
     engine: EngineSpec

@@ -43,8 +43,6 @@ class PredictionBasis:
     """Measurements that predictions are made from.
 
     Attributes:
-        profile: Times of the pair on this machine.
-        profile_name: Source of the times.
         acceptances: Vectors, each with its source; at most one per temperature.
         context_length: Context tokens in the middle of a completion.
     """

@@ -133,8 +133,6 @@ def tokens_margin(tree: TokenTree, acceptance: Acceptance, trials: Counts) -> fl
     Other prompts than those counted on add to the error.
 
     Args:
-        tree: The tree.
-        acceptance: Its vector.
         trials: Trials of each entry of the vector, see `AcceptanceEstimate`.
     """
     table, tokens = acceptance.table, tree.expected_tokens(acceptance)
@@ -180,18 +178,14 @@ class AcceptanceSettings:
     """What to measure, and how.
 
     Attributes:
-        engine: Models, and how engines run them.
         prompts: File with prompts (`load_prompts`); None: the built-in set.
-        num_prompts: Prompts to use; None: all.
         raw_prompts: Give bare prompts to the target without its chat template.
         max_tokens: Tokens per completion. Make them as long as those to be served: long greedy
             texts repeat themselves, and repetition is easy to draft.
         temperature, top_p: Sampling of every request; temperature 0 is greedy.
         branch: Children offered at a node: entries of a row.
         depth: The most rows of the vector.
-        precision: Stop when the vector is known this well (`counts.precision`).
-        max_tokens_total: Stop when so many tokens were generated.
-        batch_size: Requests at once.
+        precision: Stop when the vector is known this well (see `precision`).
         tree: Tree whose children to count; None: a probing tree of ``branch`` and ``depth``.
         verification: How sampled trees are verified, see `SequoiaConfig`.
     """

@@ -87,9 +87,6 @@ class Workload:
     intervals too narrow. It continues what an earlier run began.
 
     Attributes:
-        prompts: Token ids of each prompt.
-        greedy: True if completions are greedy.
-        max_tokens: Tokens of a completion.
         started: Completions started so far, earlier runs included.
         completions: Greedy: tokens generated so far, by prompt.
         ended: Greedy: prompts whose completion ended by itself.

@@ -117,8 +117,6 @@ def advise_pair(
 
     Args:
         pair: The pair, on one device. On GPUs as many are taken as its weights need.
-        target, draft: Their shapes.
-        batch_sizes: Requests at once.
 
     Raises:
         SequoiaError: Nothing is known of the pair on this device; names the fix.

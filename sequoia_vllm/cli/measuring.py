@@ -95,7 +95,6 @@ def known_draft(target: str, heads: bool = False) -> str:
     """The draft model that an engine takes for a target if none is named.
 
     Args:
-        target: Name or path of the target.
         heads: Whether the best known head will do where no draft model is known.
     """
     known = sorted(known_for(target), key=lambda one: one[0].is_head)  # models first

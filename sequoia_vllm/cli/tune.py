@@ -61,9 +61,6 @@ class Budget:
     Attributes:
         precision: Count until no entry's 95 % half-width, times the share of trees that reach
             its depth, is above this.
-        max_tokens_total: The most tokens to count on.
-        branch: Children offered at each node.
-        depth: Depths to tell apart.
         counted: Tokens per completion for counting acceptance. Few tokens of many prompts tell
             more than many tokens of few, as acceptance varies most between prompts.
         batch_sizes, tokens, context: See the options.

@@ -38,10 +38,7 @@ class Estimate:
     """What one tree is expected to do at one batch size.
 
     Attributes:
-        batch_size: Requests in the batch.
         expected_tokens: Tokens per request and step, bonus token included.
-        seconds: Time of a step.
-        tokens_per_second: Over the whole batch.
         speedup: Against plain decoding at the same batch size.
         extrapolated: Whether a time was read outside the measured range.
     """

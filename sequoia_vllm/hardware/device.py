@@ -103,7 +103,6 @@ class Device:
     """What is known about the device with a given driver name.
 
     Attributes:
-        name: The driver's name for it.
         id: Our id; None when the name is not in the table.
         spec: Datasheet values (of the slice, for a MIG slice); None for CPUs
             and unknown devices.
@@ -196,7 +195,6 @@ def nearest(spec: DeviceSpec | None, candidates: Mapping[str, DeviceSpec]) -> tu
 
     Args:
         spec: The device's datasheet; None: nothing is known of it.
-        candidates: Devices with trees, by id; not empty.
 
     Returns:
         Candidate id and the reason in words.

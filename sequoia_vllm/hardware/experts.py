@@ -65,10 +65,6 @@ _UNMODELLED = frozenset({"arctic", "doge", "jetmoe", "llama4_text", "zaya"})
 def read_experts(config: Fields, layers: int) -> Experts | None:
     """The experts that a configuration describes; None: the model is dense.
 
-    Args:
-        config: Configuration of the text model.
-        layers: Layers that the model has.
-
     Raises:
         ShapeError: It does not say enough.
     """

@@ -35,9 +35,7 @@ def read_shape(
     Args:
         config: An object or mapping with Hugging Face's names (``hidden_size``), that of
             the text model where there are several.
-        name: For messages, and the shape's name.
         quantization: What vLLM quantizes weights with; None: what the configuration says.
-        kind: What the model is.
 
     Raises:
         ShapeError: If a field is missing, or the model has parts that are not modelled, or its

@@ -91,7 +91,6 @@ class BatchTimes:
     """What was measured at one batch size and context length.
 
     Attributes:
-        batch_size: Requests.
         context_length: Tokens of each in the middle of its completion.
         plain: Steps of a plain engine, by round.
         trees: Steps of a Sequoia engine, by tree size (root included) and round.

@@ -191,7 +191,6 @@ class TreeLibrary:
         directory by its files, not by its path.
 
         Args:
-            pair: What the tree is for.
             shapes: What the models' configurations say; None: nothing is known of them.
 
         Raises:
