@@ -24,8 +24,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.memory import memory_fit
-from sequoia_vllm.cli.common import friendly_errors
-from sequoia_vllm.cli.progress import progress_bar
+from sequoia_vllm.cli.common import friendly_errors, progress_bar
 from sequoia_vllm.hardware.device import DeviceSpec, identify, known_devices
 from sequoia_vllm.hardware.models import ModelClass, model_classes
 from sequoia_vllm.hardware.offloading import host_link, streamed_layers

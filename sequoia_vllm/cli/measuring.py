@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sequoia_vllm.cli.common import engines_print_aside, fail, note
-from sequoia_vllm.cli.progress import progress_bar
+from sequoia_vllm.cli.common import engines_print_aside, fail, note, progress_bar
 from sequoia_vllm.config import ConfigError, OffloadSpec
 from sequoia_vllm.drafters.registry import known_for
 from sequoia_vllm.hardware.models import published_shape

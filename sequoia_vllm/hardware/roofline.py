@@ -16,7 +16,7 @@ like the target, as vLLM requires. Its products shrink too, but its launches and
 So a draft level becomes dearer relative to the target, and the best trees become shallower.
 
 Of a mixture of experts a token is multiplied with a few, and more tokens read more of them
-(`sequoia_vllm.hardware.experts`). So scoring a tree costs more there than one token.
+(`Experts`). So scoring a tree costs more there than one token.
 
 Weights that do not fit the memory may be streamed (`sequoia_vllm.hardware.streaming`): the
 target's pass then takes the longer of this and reading them, or both.

@@ -539,7 +539,7 @@ class TestTrainHead:
 
 def test_progress_is_also_shown_where_there_is_no_terminal(monkeypatch, capsys):
     """A run of hours whose output goes to a file."""
-    monkeypatch.setattr("sequoia_vllm.cli.progress.LINE_SECONDS", 0.01)
+    monkeypatch.setattr("sequoia_vllm.cli.common.LINE_SECONDS", 0.01)
     with script_modules("console") as modules, modules.console.progress() as listener:
         listener.on_stage("eagle3", 500)
         listener.on_step(None)  # of an earlier run

@@ -8,8 +8,15 @@ from typing import Annotated
 
 import typer
 
-from sequoia_vllm.cli.common import console, counted, fail, friendly_errors, note, print_json
-from sequoia_vllm.cli.progress import progress_bar
+from sequoia_vllm.cli.common import (
+    console,
+    counted,
+    fail,
+    friendly_errors,
+    note,
+    print_json,
+    progress_bar,
+)
 from sequoia_vllm.cli.tree.view import (
     draw_tree,
     entries_json,
