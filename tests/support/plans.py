@@ -21,6 +21,7 @@ def planned(
 ) -> Plan:
     """The plan for a pair whose draft is of this kind."""
     found = look_up(config, pair, shapes)
+    facts = {"file_name": pair.file_name, **facts}
     return plan(config, Facts(pair, drafter(kind), library=found, **facts))
 
 

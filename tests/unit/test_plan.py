@@ -8,6 +8,8 @@ import pytest
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.registry import DRAFTERS
 from sequoia_vllm.engine.frontend.draft_choice import find_draft
+from sequoia_vllm.engine.frontend.plan import Facts, plan
+from sequoia_vllm.engine.frontend.tree_choice import look_up
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.metrics.prometheus import first_clause
 from sequoia_vllm.tree import TokenTree
@@ -112,6 +114,22 @@ def test_a_schedule_is_cut_to_the_tree_that_we_choose():
 def test_planning_takes_no_vllm():
     code = "import sys, tests.support.plans; assert not {'vllm', 'torch'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_plan_reads_no_file(monkeypatch):
+    config = SequoiaConfig(model="a/draft", tree="auto")
+    pair = PairKey("NVIDIA H200", TARGET, "a/draft", "bfloat16")
+    facts = Facts(pair, DRAFTERS["model"], library=look_up(config, pair), file_name="a-pair")
+
+    def refuse(*_, **__):
+        raise AssertionError("read")
+
+    with monkeypatch.context() as within:
+        for name in ("builtins.open", "io.open", "os.stat", "os.scandir", "os.access"):
+            within.setattr(name, refuse)
+        found = plan(config, facts)
+    assert found.settings.adapts_as == "a-pair"
+    assert found.choice.device == "NVIDIA H200"
 
 
 def test_what_vllm_is_asked_for():

@@ -137,6 +137,7 @@ def collect_facts(config: SequoiaConfig, args: EngineArgs, target: Any, parallel
         reader.levels(name, kind),
         look_up(config, pair, shapes),
         max_model_len=target.max_model_len,
+        file_name=pair.file_name,
         on_cpu=current_platform.is_cpu(),
         worker_cls=parallel.worker_cls,
         versions=current_versions(),

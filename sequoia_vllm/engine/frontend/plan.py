@@ -1,4 +1,4 @@
-"""Plans a Sequoia engine from what the user asks for and what is known. It reads nothing else.
+"""Plans a Sequoia engine from what the user asks for and what is known. It reads no file.
 
 `engine_config` collects the facts, and applies the plan to vLLM's objects.
 """
@@ -43,6 +43,7 @@ class Facts:
         levels: Levels of the deepest tree that the draft drafts; None: any number.
         library: What the library answers, see `look_up`.
         max_model_len: Longest request, in tokens; None: any.
+        file_name: What the pair's files are called, see `PairKey.file_name`.
         on_cpu: Whether it runs on CPUs.
         worker_cls: The worker that the user names; "auto": none.
         versions: The plugin's and vLLM's.
@@ -56,6 +57,7 @@ class Facts:
     levels: int | None = None
     library: LibraryAnswer = None
     max_model_len: int | None = None
+    file_name: str = ""
     on_cpu: bool = False
     worker_cls: str = "auto"
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -116,7 +118,7 @@ def plan(config: SequoiaConfig, facts: Facts) -> Plan:
         versions=dict(facts.versions),
         context_attention=config.context_attention,
         verification=config.verification or choice.verification,
-        adapts_as=pair.file_name if config.adapts else None,
+        adapts_as=facts.file_name if config.adapts else None,
         expected_speedup=choice.gain.speedup,
         drafter=kind.kind,
         keeps=facts.not_kept is None,
