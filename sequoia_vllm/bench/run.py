@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from sequoia_vllm.bench.chains import ChainSearch
-from sequoia_vllm.bench.decode_rate import PARTS, pooled
+from sequoia_vllm.bench.engines import PARTS
 from sequoia_vllm.bench.measure import BenchRuns, MethodRuns, Opener, measure
 from sequoia_vllm.bench.methods import Kind, chain
 from sequoia_vllm.bench.report import (
@@ -25,7 +25,7 @@ from sequoia_vllm.bench.report import (
     StepSplit,
     disagreement,
 )
-from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun
+from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, pooled
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_profile import Profile
 from sequoia_vllm.library import tree_library

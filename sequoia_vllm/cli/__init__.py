@@ -69,7 +69,7 @@ COMMANDS = {
     "gpu-check": "sequoia_vllm.cli.gpu_check:gpu_check",
     "demo": "sequoia_vllm.cli.demo:demo",
     "doctor": "sequoia_vllm.cli.doctor:doctor",
-    "setup-cpu": "sequoia_vllm.cli.setup_cpu:setup_cpu",
+    "setup-cpu": "sequoia_vllm.cli.doctor:setup_cpu",
 }
 
 

@@ -16,8 +16,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from sequoia_vllm.bench import engines, measure, run
-from sequoia_vllm.bench.decode_rate import Arrival, Steady, part_seconds, pooled, steady_part
-from sequoia_vllm.bench.engines import check_memory, engine_options
+from sequoia_vllm.bench.engines import Arrival, check_memory, engine_options, part_seconds
 from sequoia_vllm.bench.measure import (
     NEAR_TIE,
     BenchRuns,
@@ -37,7 +36,15 @@ from sequoia_vllm.bench.report import (
     plot_speeds,
     shown,
 )
-from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, batches
+from sequoia_vllm.bench.rounds import (
+    BenchSettings,
+    EngineCase,
+    RoundRun,
+    Steady,
+    batches,
+    pooled,
+    steady_part,
+)
 from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, PredictionBasis, results
 from sequoia_vllm.cli import app
 from sequoia_vllm.cli.bench import print_report

@@ -16,8 +16,7 @@ from sequoia_vllm.bench.chains import (
     predict,
     search_chains,
 )
-from sequoia_vllm.bench.decode_rate import Arrival, steady_part
-from sequoia_vllm.bench.engines import Generation, check_runner
+from sequoia_vllm.bench.engines import Arrival, Generation, check_runner
 from sequoia_vllm.bench.methods import (
     DEFAULT,
     BenchError,
@@ -29,7 +28,7 @@ from sequoia_vllm.bench.methods import (
     sequoia,
     usable_samplings,
 )
-from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, run_round
+from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, run_round, steady_part
 from sequoia_vllm.bench.run import results, searched
 from sequoia_vllm.measuring.engines import EngineSpec
 
