@@ -16,8 +16,7 @@ from benchmarks.gpu.item_run import LOG, run_item
 from benchmarks.gpu.items import ITEMS, MACHINE, Item, chosen_items, in_order
 from benchmarks.gpu.results import FILE, GpuRunError, Results
 from benchmarks.gpu.table import lines_of
-from sequoia_vllm.measuring.engine_processes import processes_end_here
-from sequoia_vllm.measuring.interrupts import exit_code
+from sequoia_vllm.measuring.interrupts import exit_code, processes_end_here
 
 WRONG, CANNOT = 1, 2  # exit codes
 _CHECKOUT = Path(__file__).parents[2]

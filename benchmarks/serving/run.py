@@ -14,8 +14,7 @@ from typing import Any
 from benchmarks.serving.loads import Load, make_loads, server_options, write_prompts
 from benchmarks.serving.server import ServingError, bench_serve, running_server
 from benchmarks.serving.table import Rounds, make_markdown, make_rows
-from sequoia_vllm.cli.common import note
-from sequoia_vllm.cli.progress import minutes, progress_bar
+from sequoia_vllm.cli.common import minutes, note, progress_bar
 from sequoia_vllm.json_input import read_json
 
 VARIANTS: dict[str, dict[str, Any] | None] = {

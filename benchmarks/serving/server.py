@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sequoia_vllm.errors import SequoiaError
-from sequoia_vllm.measuring.engine_processes import engines_end_here
+from sequoia_vllm.measuring.interrupts import engines_end_here
 
 _START_SECONDS = 600.0
 

@@ -23,8 +23,7 @@ from errors import PairError
 from numpy.typing import NDArray
 from training import Listener
 
-from sequoia_vllm.measuring.engine_processes import engines_end_here
-from sequoia_vllm.measuring.interrupts import interrupts_get_through
+from sequoia_vllm.measuring.interrupts import engines_end_here, interrupts_get_through
 from sequoia_vllm.prompts import Prompt as Given
 from sequoia_vllm.prompts import PromptError, encode_prompts
 

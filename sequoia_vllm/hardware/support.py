@@ -68,13 +68,7 @@ _TEXT_MODELS = ("text_config", "language_config", "llm_config", "thinker_config"
 
 
 def faults(name: str, role: Role, kinds: Collection[Kind]) -> list[str]:
-    """The reasons why trees do not serve a model; none: they do.
-
-    Args:
-        name: Name or path of the model.
-        role: What it is to be.
-        kinds: The kinds of model that it is.
-    """
+    """The reasons why trees do not serve a model; none: they do."""
     return [
         f"the {role} model {name} {words}" for kind, words in UNSUPPORTED.items() if kind in kinds
     ]

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 
-from sequoia_vllm.engine.common.config_tag import tag
 from sequoia_vllm.engine.common.request_options import MOST_DRAFTS
+from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core import draft_slots
+from sequoia_vllm.tree import TokenTree
 from tests.support.engines import metric, running, sequoia
 from tests.support.models import prompts
 
@@ -22,7 +23,7 @@ def scheduler(lookup, running, waiting, beyond=0, ours=True):
     """What of vLLM's is read and set; a head that drafts blocks has a slot beyond its drafts."""
     speculative = SimpleNamespace()
     if ours:
-        tag(speculative, DEPTH, {})
+        SequoiaSettings(TokenTree.chain(DEPTH), "a test", None, {}).store(speculative)
     return SimpleNamespace(
         vllm_config=SimpleNamespace(
             speculative_config=speculative,

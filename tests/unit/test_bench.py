@@ -15,8 +15,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from sequoia_vllm.bench import engines, measure, run
-from sequoia_vllm.bench.decode_rate import Arrival, Steady, part_seconds, pooled, steady_part
-from sequoia_vllm.bench.engines import check_memory, engine_options
+from sequoia_vllm.bench.engines import Arrival, check_memory, engine_options, part_seconds
 from sequoia_vllm.bench.measure import (
     NEAR_TIE,
     BenchRuns,
@@ -26,20 +25,27 @@ from sequoia_vllm.bench.measure import (
     rotated,
 )
 from sequoia_vllm.bench.methods import SERVED, BenchError, Kind, chain, methods, plain, sequoia
-from sequoia_vllm.bench.predict import PredictionBasis
 from sequoia_vllm.bench.report import (
     BenchModel,
     BenchReport,
     GreedyCheck,
     Mismatch,
     disagreement,
+    plot_speeds,
     shown,
 )
-from sequoia_vllm.bench.rounds import BenchSettings, EngineCase, RoundRun, batches
-from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, results
+from sequoia_vllm.bench.rounds import (
+    BenchSettings,
+    EngineCase,
+    RoundRun,
+    Steady,
+    batches,
+    pooled,
+    steady_part,
+)
+from sequoia_vllm.bench.run import CHAIN_SAMPLES_WRONGLY, DECLINED, PredictionBasis, results
 from sequoia_vllm.cli import app
 from sequoia_vllm.cli.bench import print_report
-from sequoia_vllm.cli.bench_plot import plot_speeds
 from sequoia_vllm.config import OffloadSpec, SequoiaConfig
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.step_curves import StepRecord

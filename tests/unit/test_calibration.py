@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from sequoia_vllm.calibration import measure_acceptance as acceptance_module
-from sequoia_vllm.calibration.acceptance_task import AcceptanceSettings, AcceptanceTask, class_name
-from sequoia_vllm.calibration.counts import (
+from sequoia_vllm.calibration.acceptance_task import (
     TAIL,
+    AcceptanceSettings,
+    AcceptanceTask,
     add_counts,
+    class_name,
     estimate_acceptance,
     precision,
     probing_tree,
@@ -42,7 +44,7 @@ tune = import_module("sequoia_vllm.cli.tune")
 
 
 def test_pure_parts_import_no_vllm():
-    calibrating = ("counts", "measure_profile", "measure_acceptance", "tuned_tree")
+    calibrating = ("acceptance_task", "measure_profile", "measure_acceptance", "tuned_tree")
     modules = [f"calibration.{name}" for name in calibrating]
     code = (
         "import sys, "

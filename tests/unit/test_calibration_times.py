@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from sequoia_vllm.calibration import measure_profile
 from sequoia_vllm.calibration.measure_profile import Ladder, ProfileSettings, Rounds
 from sequoia_vllm.cli import app
-from sequoia_vllm.cli.tune_view import print_profile
+from sequoia_vllm.cli.tune_steps import print_profile
 from sequoia_vllm.errors import CalibrationError
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.step_curves import (

@@ -8,8 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from sequoia_vllm.cli import app
-from sequoia_vllm.cli.shown_help import AliasedCommand
+from sequoia_vllm.cli import AliasedCommand, app
 
 COMMANDS = [
     [], ["advise"], ["tree"], ["tree", "build"], ["tree", "list"], ["tune"], ["bench"], ["demo"],

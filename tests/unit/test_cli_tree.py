@@ -170,7 +170,7 @@ class TestLibraryCommands:
         assert "l40s/" not in output
 
     def test_the_list_shows_this_device_and_counts_the_others_trees(self, monkeypatch):
-        monkeypatch.setattr(commands, "this_device", lambda: "l40s")
+        monkeypatch.setattr(commands, "this_device_name", lambda: "NVIDIA L40S")
         lines = run("tree", "list").stdout.splitlines()
         assert all(line.startswith("l40s/") for line in lines[1:17])
         assert lines[17].startswith("more with --device: a100-40gb (16), ")

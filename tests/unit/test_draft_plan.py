@@ -126,7 +126,7 @@ def test_passes_of_the_librarys_trees_fit_where_nothing_is_set(max_num_seqs, bud
     """Also where a user's own schedule drafts the whole tree at all loads."""
     library = TreeLibrary(user=Path("none"))
     for entry in library.entries():
-        schedule, tree = entry.to_schedule(), library.entry(entry.name).tree.tree
+        schedule, tree = entry.to_schedule(), library.entry(entry.name).tree
         drafts = tree.num_speculative_tokens
         if drafts == 0:
             continue

@@ -85,21 +85,22 @@ def test_one_registration_makes_a_kind_recognised():
 @pytest.mark.usefixtures("echo")
 def test_one_registration_makes_a_kind_drafted_with():
     pytest.importorskip("vllm")
-    from sequoia_vllm.engine.frontend.drafts import ResolvedDraft, drafted_levels
-    from sequoia_vllm.engine.frontend.resolve import find_draft, resolve
+    from sequoia_vllm.engine.frontend.draft_choice import find_draft
+    from sequoia_vllm.engine.frontend.drafts import drafted_levels
+    from tests.support.plans import planned
 
-    draft = find_draft(SequoiaConfig(), "a/target", list(DRAFTERS), lambda name: "echo")
-    assert draft == ResolvedDraft("a/echo", "echo")
+    own = DRAFTERS["echo"]
+    found = find_draft(SequoiaConfig(), "a/target", list(DRAFTERS.values()), lambda name: own)
+    assert found == ("a/echo", own)
     assert drafted_levels(SimpleNamespace(**ECHO)) == 3
-    pair = PairKey("NVIDIA H200", "a/target", draft.name, "bfloat16")
+    pair = PairKey("NVIDIA H200", "a/target", "a/echo", "bfloat16")
     for tree, fits in ({"size": 8, "depth": 3}, True), ({"size": 8, "depth": 4}, False):
         config = SequoiaConfig.parse({"method": "sequoia", "tree": tree}).loaded()
-        deep = ResolvedDraft(draft.name, draft.kind, levels=3)
         if fits:
-            assert resolve(config, pair, deep).settings.drafter == "echo"
+            assert planned(config, pair, "echo", levels=3).settings.drafter == "echo"
         else:
             with pytest.raises(ConfigError, match="the Echo head 'a/echo' drafts 3 at most"):
-                resolve(config, pair, deep)
+                planned(config, pair, "echo", levels=3)
 
 
 def engine(kind: str) -> SimpleNamespace:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sequoia_vllm.hardware.assumptions import Assumptions
 from sequoia_vllm.hardware.choose import choose_schedule, choose_tree
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.device import identify
+from sequoia_vllm.hardware.interconnect import Assumptions
 from sequoia_vllm.hardware.models import model_classes
 from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.step_profile import Curve, Overhead, Profile

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from benchmarks.memory import memory_fit
 from benchmarks.predicted import with_interconnect
-from sequoia_vllm.hardware.assumptions import Assumptions
 from sequoia_vllm.hardware.choose import choose_tree
 from sequoia_vllm.hardware.cost import CostModel
 from sequoia_vllm.hardware.device import DeviceError, identify
-from sequoia_vllm.hardware.interconnect import Interconnect
+from sequoia_vllm.hardware.interconnect import Assumptions, Interconnect
 from sequoia_vllm.hardware.models import model_classes
 from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.tree import Acceptance

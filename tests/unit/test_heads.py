@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from sequoia_vllm.hardware.assumptions import Assumptions
 from sequoia_vllm.hardware.choose import choose_schedule, choose_tree
 from sequoia_vllm.hardware.cost import CostModel, Prefixes
 from sequoia_vllm.hardware.device import identify
+from sequoia_vllm.hardware.interconnect import Assumptions
 from sequoia_vllm.hardware.model_config import read_shape
 from sequoia_vllm.hardware.models import PairShapes, model_classes
 from sequoia_vllm.hardware.roofline import roofline_profile
@@ -291,7 +291,7 @@ def test_trees_of_heads_are_computed(tmp_path, name, words):
     pair = model_classes("heads")[name]
     profile = roofline_profile(identify(H100).spec, pair.target, pair.draft)
     vector = Acceptance.of(found.entry.acceptance)
-    assert found.entry.tree.tree == choose_schedule(vector, profile).tree
+    assert found.entry.tree == choose_schedule(vector, profile).tree
 
 
 def test_the_name_of_a_head_has_its_targets_size():

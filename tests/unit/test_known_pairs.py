@@ -15,18 +15,23 @@ from vllm.model_executor.models import registry
 
 from sequoia_vllm.cli.measuring import known_draft as named_draft
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters.registry import DRAFTERS, DrafterKind
+from sequoia_vllm.drafters.registry import DRAFTERS, drafter
 from sequoia_vllm.engine.frontend import drafts
+from sequoia_vllm.engine.frontend.draft_choice import KnownDraft, find_draft
+from sequoia_vllm.engine.frontend.draft_choice import known_drafts as drafts_of_kinds
 from sequoia_vllm.engine.frontend.drafts import kinds_here, recognise
-from sequoia_vllm.engine.frontend.resolve import KnownDraft, find_draft, known_drafts
 
 SMOLLM2_DRAFT = Path(__file__).parents[2] / "examples" / "models" / "smollm2-draft"
-ALL: tuple[DrafterKind, ...] = ("model", "eagle3", "dflash")
+ALL = ("model", "eagle3", "dflash")
 
 
-def known_draft(
-    target: str, kinds: tuple[DrafterKind, ...] = ("model",), asked: DrafterKind | None = None
-) -> KnownDraft:
+def known_drafts(target: str, kinds=("model",), asked: str | None = None) -> list[KnownDraft]:
+    return drafts_of_kinds(
+        target, [*map(drafter, kinds)], None if asked is None else drafter(asked)
+    )
+
+
+def known_draft(target: str, kinds=("model",), asked: str | None = None) -> KnownDraft:
     """The one that is taken."""
     return known_drafts(target, kinds, asked)[0]
 
@@ -46,7 +51,7 @@ def known_draft(
 )
 def test_draft_models_where_heads_cannot_run(target, draft):
     found = known_draft(target)
-    assert (found.name, found.kind) == (draft, "model")
+    assert (found.name, found.drafter.kind) == (draft, "model")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +68,7 @@ def test_draft_models_where_heads_cannot_run(target, draft):
 )  # fmt: skip
 def test_heads_that_are_asked_for(target, head):
     found = known_draft(target, ALL, "eagle3")
-    assert (found.name, found.kind) == (head, "eagle3")
+    assert (found.name, found.drafter.kind) == (head, "eagle3")
     assert "an EAGLE-3 head made for this target (" in found.why
 
 
@@ -83,22 +88,24 @@ def test_a_head_is_for_its_own_target(target, draft):
 def test_draft_models_are_taken_unless_a_head_is_asked_for():
     """Heads run on GPUs, and none has run on one yet."""
     [found] = known_drafts("Qwen/Qwen3-8B", ALL)
-    assert found.kind == "model"
+    assert found.drafter.kind == "model"
     assert (
         "a DFlash head exists, too (RedHatAI/Qwen3-8B-speculator.dflash): ask for it with "
         '"drafter": "dflash" (none with trained weights ran on a GPU)' in found.why
     )
-    assert [known.kind for known in known_drafts("Qwen/Qwen3-8B", ALL, "dflash")] == ["dflash"] * 2
+    assert [known.drafter.kind for known in known_drafts("Qwen/Qwen3-8B", ALL, "dflash")] == [
+        "dflash"
+    ] * 2
 
 
 def test_kinds_that_run_are_ordered_by_what_they_are_predicted_to_gain(monkeypatch):
     """By the predictions of docs/drafters.md: so they are taken once they ran on GPUs."""
     for kind in ("eagle3", "dflash"):
         monkeypatch.setattr(type(DRAFTERS[kind]), "by_default", True)
-    kinds = [found.kind for found in known_drafts("Qwen/Qwen3-8B", ALL)]
+    kinds = [found.drafter.kind for found in known_drafts("Qwen/Qwen3-8B", ALL)]
     assert kinds == ["dflash", "dflash", "eagle3", "eagle3", "model"]
-    assert known_draft("Qwen/Qwen3-14B", ALL).kind == "eagle3"
-    assert known_draft("meta-llama/Llama-2-7b-hf", ALL).kind == "model"
+    assert known_draft("Qwen/Qwen3-14B", ALL).drafter.kind == "eagle3"
+    assert known_draft("meta-llama/Llama-2-7b-hf", ALL).drafter.kind == "model"
 
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -158,16 +165,20 @@ def test_heads_run_on_model_runner_v2(monkeypatch, is_cuda, chosen, heads):
     platform = SimpleNamespace(is_cuda=lambda: is_cuda)
     monkeypatch.setattr(drafts, "current_platform", platform)
     monkeypatch.setattr(drafts, "envs", SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=chosen))
-    assert kinds_here() == (["dspark", "dflash", "eagle3", "mtp", "model"] if heads else ["model"])
+    assert [kind.kind for kind in kinds_here()] == (
+        ["dspark", "dflash", "eagle3", "mtp", "model"] if heads else ["model"]
+    )
 
 
-def kind_by_name(draft: str) -> DrafterKind:
+def kind_by_name(draft: str) -> str:
     return next((kind for kind in ("eagle3", "dflash") if kind in draft), "model")
 
 
 def found_draft(kinds, kind_of=kind_by_name, **keys):
     config = SequoiaConfig.parse({"method": "sequoia", **keys})
-    return find_draft(config, "Qwen/Qwen3-8B", kinds, kind_of)
+    kinds = [*map(drafter, kinds)]
+    name, kind = find_draft(config, "Qwen/Qwen3-8B", kinds, lambda name: drafter(kind_of(name)))
+    return SimpleNamespace(name=name, kind=kind.kind)
 
 
 def test_the_log_says_which_and_why(caplog):

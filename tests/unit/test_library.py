@@ -17,9 +17,9 @@ from sequoia_vllm.hardware.models import every_class, model_classes
 from sequoia_vllm.hardware.roofline import roofline_profile
 from sequoia_vllm.hardware.step_profile import Profile, ProfileError
 from sequoia_vllm.library import tree_library as library_module
-from sequoia_vllm.library.entries import OFFLOADED
 from sequoia_vllm.library.files import AcceptanceFile, LibraryError
 from sequoia_vllm.library.pair_key import PairKey
+from sequoia_vllm.library.selection import OFFLOADED
 from sequoia_vllm.library.tree_library import TreeLibrary, shipped_directory
 from sequoia_vllm.tree import Acceptance, AcceptanceError
 from tests.support.reference_trees import drafts_at
@@ -59,7 +59,7 @@ def test_every_device_of_the_table_has_trees(library):
 def test_every_entry_is_what_it_says(library):
     losses = []
     for entry in library.entries():
-        tree = library.entry(entry.name).tree.tree
+        tree = library.entry(entry.name).tree
         acceptance = Acceptance.of(entry.acceptance)
         assert tree == tree.sorted_by_value(acceptance), entry.name
         prefixes = np.cumsum(tree.values(acceptance))
@@ -92,7 +92,7 @@ def test_roofline_entries_follow_from_their_own_numbers(library):
     assert profile.assumptions == entry.profile.assumptions
     cost = CostModel(profile)
     for estimate in entry.estimates:
-        prefix = library.entry(entry.name).tree.tree.trim(estimate.num_speculative_tokens + 1)
+        prefix = library.entry(entry.name).tree.trim(estimate.num_speculative_tokens + 1)
         again = cost.estimate(prefix, Acceptance.of(entry.acceptance), estimate.batch_size)
         assert again.speedup == pytest.approx(estimate.speedup, abs=1e-3)
 

@@ -14,7 +14,7 @@ from benchmarks.gpu.rival.side_by_side import open_side_by_side
 from benchmarks.gpu.sizes import ON_A_GPU
 from sequoia_vllm.bench.rounds import BenchSettings
 from sequoia_vllm.bench.run import run_bench
-from sequoia_vllm.measuring.engine_processes import engines_end_here
+from sequoia_vllm.measuring.interrupts import engines_end_here
 
 _BATCHED_TOKENS = 4096  # bench would ask for 8,256: four engines share the device's memory
 _SHOWN = ("rate", "ttft_ms", "tpot_ms", "e2e_ms", "mixed", "decoding", "steps_by_drafts")

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sequoia_vllm.engine.common.config_tag import tagged_depth
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.core.adapting import adapter_of
 from sequoia_vllm.engine.core.eligibility import has_custom_processors, never_drafts
@@ -100,5 +99,5 @@ def _slots_for(scheduler: Any, drafts: int) -> int:
     if beyond and drafts > 0:
         # A head that drafts blocks reads a root and masks. Some heads read masks for all levels
         # of the engine's tree, however little of it is drafted.
-        drafts = max(drafts, tagged_depth(scheduler.vllm_config.speculative_config))
+        drafts = max(drafts, SequoiaSettings.of(scheduler.vllm_config).tree.depth)
     return drafts + beyond

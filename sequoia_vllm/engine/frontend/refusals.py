@@ -29,10 +29,6 @@ _PIPELINE_V2 = (
 def refuse_model(model: Any, role: Role) -> None:
     """Raises if trees cannot serve a model. Its layers are checked again at loading.
 
-    Args:
-        model: vLLM's configuration of it.
-        role: What it is to be.
-
     Raises:
         ConfigError: With every reason, and the fix.
     """
@@ -46,19 +42,11 @@ def refuse_unsupported(vllm_config: Any) -> None:
     Raises:
         ConfigError: With every reason found, and its fix.
     """
-    if reasons := unsupported_reasons(vllm_config):
+    checks = (
+        _platform_reasons, _drafter_reasons, _parallel_reasons, _feature_reasons, _size_reasons,
+    )  # fmt: skip
+    if reasons := [reason for check in checks for reason in check(vllm_config)]:
         raise ConfigError(as_error(reasons))
-
-
-def unsupported_reasons(vllm_config: Any) -> list[str]:
-    """Every reason besides its models why this engine must not run; empty if it may."""
-    return [
-        *_platform_reasons(vllm_config),
-        *_drafter_reasons(vllm_config),
-        *_parallel_reasons(vllm_config),
-        *_feature_reasons(vllm_config),
-        *_size_reasons(vllm_config),
-    ]
 
 
 def kinds_in_vllm(model: Any) -> set[Kind]:

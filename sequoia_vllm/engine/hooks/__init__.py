@@ -23,11 +23,11 @@ from vllm.v1.spec_decode.metrics import SpecDecodingProm
 from vllm.v1.structured_output import StructuredOutputManager
 
 from sequoia_vllm.engine.common import draft_schedule
-from sequoia_vllm.engine.common.config_tag import is_or_will_be_tagged, is_tagged
 from sequoia_vllm.engine.common.request_options import check_options
+from sequoia_vllm.engine.common.settings import is_or_will_be_tagged, is_tagged
 from sequoia_vllm.engine.compat.versions import cuts_length_to_draft
 from sequoia_vllm.engine.core import core_messages, draft_slots, grammar, tree_reports
-from sequoia_vllm.engine.frontend import batch_limits, engine_config, request, vllm_display
+from sequoia_vllm.engine.frontend import engine_config, request, vllm_counts
 
 _ORIGINAL = "_sequoia_original"  # set on what replaces a function of vLLM, to that function
 
@@ -46,15 +46,15 @@ def install() -> None:
     _wrap(EngineCore, "post_step", core_messages.post_step)
     _wrap(Scheduler, "_handle_stopped_request", draft_slots.handle_stopped_request)
     _wrap(StatLoggerManager, "__init__", tree_reports.init_stat_logger_manager)
-    _wrap(SpeculativeConfig, "__repr__", vllm_display.describe)
+    _wrap(SpeculativeConfig, "__repr__", vllm_counts.describe)
     _wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _verify_vocabulary_size)
     _wrap(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", draft_schedule.check_schedule)
     if cuts_length_to_draft():
         _wrap(VllmConfig, "_limit_max_model_len_to_draft", engine_config.limit_length)
-    _wrap(VllmConfig, "_set_max_num_scheduled_tokens", batch_limits.check_budget)
-    _wrap(SpeculativeConfig, "max_num_new_slots_for_drafting", batch_limits.slots_for_drafting)
-    _wrap(Scheduler, "make_stats", vllm_display.make_stats)
-    _wrap(SpecDecodingProm, "__init__", vllm_display.init_acceptance_counters)
+    _wrap(VllmConfig, "_set_max_num_scheduled_tokens", vllm_counts.check_budget)
+    _wrap(SpeculativeConfig, "max_num_new_slots_for_drafting", vllm_counts.slots_for_drafting)
+    _wrap(Scheduler, "make_stats", vllm_counts.make_stats)
+    _wrap(SpecDecodingProm, "__init__", vllm_counts.init_acceptance_counters)
     _wrap(LLMEngine, "get_metrics", tree_reports.get_metrics)
 
 

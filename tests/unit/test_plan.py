@@ -1,29 +1,33 @@
-"""What a configuration comes to for one target: draft, tree and settings."""
+"""What a configuration comes to for one target: draft, tree, settings and worker. No vLLM."""
+
+import subprocess
+import sys
 
 import pytest
 
-pytest.importorskip("torch")
-
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.engine.common.cluster import current_versions
-from sequoia_vllm.engine.frontend.drafts import ResolvedDraft
-from sequoia_vllm.engine.frontend.resolve import find_draft, resolve
+from sequoia_vllm.drafters.registry import DRAFTERS
+from sequoia_vllm.engine.frontend.draft_choice import find_draft
+from sequoia_vllm.engine.frontend.plan import Facts, plan
+from sequoia_vllm.engine.frontend.tree_choice import look_up
 from sequoia_vllm.library.pair_key import PairKey
 from sequoia_vllm.metrics.prometheus import first_clause
 from sequoia_vllm.tree import TokenTree
+from tests.support.plans import planned
 
 TARGET = "meta-llama/Llama-3.1-8B"
 
 
 def resolved(target=TARGET, device="NVIDIA H200", **keys):
     config = SequoiaConfig.parse({"method": "sequoia", **keys}).loaded()
-    draft = find_draft(config, target, ["model"], lambda draft: "model")
-    return resolve(config, PairKey(device, target, draft.name, "bfloat16"), draft)
+    model = DRAFTERS["model"]
+    draft, _ = find_draft(config, target, [model], lambda draft: model)
+    return planned(config, PairKey(device, target, draft, "bfloat16"), versions={"vLLM": "1"})
 
 
 def test_a_known_target_needs_no_draft():
-    assert resolved().draft.name == "meta-llama/Llama-3.2-1B-Instruct"
-    assert resolved(model="another/draft").draft.name == "another/draft"
+    assert resolved().draft == "meta-llama/Llama-3.2-1B-Instruct"
+    assert resolved(model="another/draft").draft == "another/draft"
 
 
 def test_an_unknown_target_needs_one():
@@ -37,7 +41,7 @@ def test_settings_are_those_of_the_chosen_tree():
     assert found.choice.tree == found.settings.tree == TokenTree((-1, 0, 0, 1))
     assert found.settings.tree_source == "given as parents"
     assert found.settings.chosen_for is None
-    assert found.settings.versions == current_versions()
+    assert found.settings.versions == {"vLLM": "1"}
     assert found.settings.context_attention == "flash"
 
 
@@ -58,7 +62,7 @@ def test_metrics_show_the_name_of_a_tree_file_alone(tmp_path):
 def resolved_with_head(levels, **keys):
     config = SequoiaConfig.parse({"method": "sequoia", "model": "a/head", **keys}).loaded()
     pair = PairKey("NVIDIA H200", TARGET, "a/head", "bfloat16")
-    return resolve(config, pair, ResolvedDraft("a/head", "dflash", levels)).choice.tree
+    return planned(config, pair, "dflash", levels=levels).choice.tree
 
 
 @pytest.mark.parametrize(
@@ -105,3 +109,45 @@ def test_a_schedule_is_cut_to_the_tree_that_we_choose():
     schedule = [[1, 4, 4000], [5, 8, 2]]
     choice = resolved(tree="auto", num_speculative_tokens_per_batch_size=schedule).choice
     assert choice.schedule == [(1, 4, choice.tree.num_speculative_tokens), (5, 8, 2)]
+
+
+def test_planning_takes_no_vllm():
+    code = "import sys, tests.support.plans; assert not {'vllm', 'torch'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_plan_reads_no_file(monkeypatch):
+    config = SequoiaConfig(model="a/draft", tree="auto")
+    pair = PairKey("NVIDIA H200", TARGET, "a/draft", "bfloat16")
+    facts = Facts(pair, DRAFTERS["model"], library=look_up(config, pair), file_name="a-pair")
+
+    def refuse(*_, **__):
+        raise AssertionError("read")
+
+    with monkeypatch.context() as within:
+        for name in ("builtins.open", "io.open", "os.stat", "os.scandir", "os.access"):
+            within.setattr(name, refuse)
+        found = plan(config, facts)
+    assert found.settings.adapts_as == "a-pair"
+    assert found.choice.device == "NVIDIA H200"
+
+
+def test_what_vllm_is_asked_for():
+    found = resolved(tree={"size": 4, "depth": 3}, max_model_len=99).speculative_config
+    assert (found["method"], found["model"]) == ("draft_model", resolved().draft)
+    assert (found["num_speculative_tokens"], found["max_model_len"]) == (3, 99)
+    assert found["num_speculative_tokens_per_batch_size"] == [(1, 1, 3)]
+    pair = PairKey("NVIDIA H200", TARGET, TARGET, "bfloat16")
+    assert "model" not in planned(SequoiaConfig(drafter="mtp"), pair, "mtp").speculative_config
+
+
+@pytest.mark.parametrize(("tree", "on_cpu", "worker"), [
+    ({"size": 4}, True, "SequoiaCPUWorker"), ({"size": 4}, False, "SequoiaGPUWorker"),
+    ({"parents": [-1]}, True, "PlainCPUWorker"), ({"parents": [-1]}, False, "PlainGPUWorker"),
+])  # fmt: skip
+def test_the_worker_is_ours_unless_nothing_is_drafted_here_alone(tree, on_cpu, worker):
+    config = SequoiaConfig.parse({"method": "sequoia", "tree": tree}).loaded()
+    pair = PairKey("NVIDIA H200", TARGET, "a/draft", "bfloat16")
+    assert planned(config, pair, on_cpu=on_cpu, is_apart=True).worker_cls.endswith(f".{worker}")
+    alone = planned(config, pair, on_cpu=on_cpu).worker_cls
+    assert (alone == "auto") == worker.startswith("Plain")
