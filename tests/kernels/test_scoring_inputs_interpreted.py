@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sequoia_vllm.kernels.modes import GREEDY, SAMPLED, SEEDED, SKIP
-from sequoia_vllm.kernels.scoring_inputs import gather_for_verification, place_nodes
+from sequoia_vllm.kernels.scoring_inputs import gather_for_verification, place_nodes, shift_nodes
 
 UNTOUCHED = -99
 # A tree of five nodes: depth minus index.
@@ -33,6 +33,19 @@ def test_nodes_are_placed_by_depth(dtype):
     assert positions.tolist() == expected
     assert context_lens.tolist() == contexts
     assert contexts[3] == contexts[5] == UNTOUCHED
+
+
+def test_nodes_are_shifted_on_every_axis():
+    """By as much as on the one axis, whatever position an image has left each at."""
+    starts = torch.tensor([100, 40, 7])
+    axes = (starts[:, None] + torch.arange(19))[:, :18]
+    one = torch.arange(18)
+    place_nodes(
+        rows=ROWS, cu_rows=CU_ROWS, shifts=SHIFTS, positions=one,
+        context_lens=torch.zeros(6, dtype=torch.int32),
+    )  # fmt: skip
+    shift_nodes(rows=ROWS, cu_rows=CU_ROWS, shifts=SHIFTS, positions=axes)
+    assert torch.equal(axes, starts[:, None] + one)
 
 
 def test_a_large_tree_is_placed():

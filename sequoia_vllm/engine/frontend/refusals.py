@@ -13,7 +13,7 @@ from sequoia_vllm.engine.common.replicas import fault_of_lock_step, in_lock_step
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 from sequoia_vllm.engine.offload.vllms import offloading_backend
 from sequoia_vllm.hardware.budget import warm_up_length
-from sequoia_vllm.hardware.support import Kind, Role, as_error, refusal
+from sequoia_vllm.hardware.support import Kind, Role, as_error, has_only_attention, refusal
 
 _PIPELINE_V1 = (
     "pipeline parallelism is not supported, as accepted paths would have to reach every stage "
@@ -55,13 +55,25 @@ def kinds_in_vllm(model: Any) -> set[Kind]:
         "mla": model.use_mla,
         "chunked": model.attention_chunk_size is not None,
         "alibi": model.uses_alibi,
-        "recurrent": model.is_hybrid or model.is_attention_free or model.has_inner_state,
+        "recurrent": _has_recurrent_layers(model),
+        "diffusion": model.is_diffusion,
+        "realtime": any("Realtime" in name for name in model.architectures),
         "mrope": model.uses_mrope,
         "multimodal": model.is_multimodal_model,
         "encoder-decoder": model.is_encoder_decoder,
         "pooling": model.runner_type == "pooling",
     }
     return {kind for kind, is_so in found.items() if is_so}
+
+
+def _has_recurrent_layers(model: Any) -> bool:
+    """Asks what this checkpoint has: of some classes only some checkpoints have such layers."""
+    layer_types = getattr(model.hf_text_config, "layer_types", None)
+    return bool(
+        model.is_hybrid
+        or model.is_attention_free
+        or (model.has_inner_state and not has_only_attention(layer_types))
+    )
 
 
 def _present(checks: dict[str, bool]) -> list[str]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.models import supports_multimodal
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
@@ -67,7 +68,13 @@ class TreeProposerV1(DraftModelProposer):
         self._rows = torch.arange(runner.max_num_tokens)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Loads the draft as vLLM does, then matches the vocabularies."""
+        """Loads the draft as vLLM does, then matches the vocabularies.
+
+        A multimodal target's text part is given, as vLLM asks the whole for fields that only
+        some have, for heads that read images.
+        """
+        if supports_multimodal(target_model):
+            target_model = target_model.get_language_model()
         super().load_model(target_model)
         self._vocabulary = draft_vocabulary(self.vllm_config, self.model, self.device)
 

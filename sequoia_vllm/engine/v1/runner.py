@@ -214,7 +214,11 @@ class SequoiaCPUModelRunner(CPUModelRunner):
         if (trees := self._branching_trees) is not None:
             depths = self._depths[: trees.tokens.shape[1]]
             positions = trees.context_lens[:, None] + depths
-            self.positions[trees.rows[trees.is_node]] = positions[trees.is_node]
+            rows = trees.rows[trees.is_node]
+            self.positions[rows] = positions[trees.is_node]
+            if self.uses_mrope:
+                shifts = (depths - torch.arange(len(depths))).expand_as(positions)
+                self.mrope_positions.gpu[:, rows] += shifts[trees.is_node]
         return prepared
 
     @property

@@ -116,6 +116,9 @@ class TreeRunner(GPUModelRunner):
         )
         self._plain_prepare_attn = self.model_state.prepare_attn
         self.model_state.prepare_attn = self._attention_metadata
+        if getattr(self.model_state, "rope_state", None) is not None:
+            self._plain_model_inputs = self.model_state.prepare_inputs
+            self.model_state.prepare_inputs = self._model_inputs
 
     def _masks_of_nodes(self, **options: Any) -> MasksOfNodes:
         """Makes the worker for grammar masks from vLLM's options."""
@@ -199,6 +202,12 @@ class TreeRunner(GPUModelRunner):
         if trees is not None:
             self.tree_backend.attach(trees, metadata, self._target_layers)
         return metadata
+
+    def _model_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        """Replaces the model state's `prepare_inputs`: M-RoPE positions by depth, too."""
+        inputs: dict[str, Any] = self._plain_model_inputs(input_batch, req_states)
+        self._scoring.place_on_axes(input_batch, self.model_state.rope_state.positions)
+        return inputs
 
     # -- after it: verify and commit -------------------------------------------------
 

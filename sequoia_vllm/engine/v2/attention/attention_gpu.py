@@ -65,8 +65,27 @@ def other_chains(trees: ScoringTreesV2, metadata: Any) -> OtherChains | None:
         seq_lens=metadata.seq_lens[begin:].clone(),
         block_table=metadata.block_table[begin:].clone(),
         scheduler_metadata=None,  # FlashAttention 3's plan is for all rows; now each layer plans
+        **_ranges_of_images(metadata, begin, rows.first),
     )
     return OtherChains(rows.first, alone)
+
+
+def _ranges_of_images(metadata: Any, request: int, row: int) -> dict[str, Any]:
+    """Where tokens of images see each other, without the first requests and their rows.
+
+    Of models whose images attend in both directions: Triton's by request, FlashAttention's by row.
+    """
+    ranges: dict[str, Any] = {}
+    if (by_request := getattr(metadata, "mm_prefix_range_tensor", None)) is not None:
+        ranges["mm_prefix_range_tensor"] = by_request[request:].clone()
+        ranges["mm_prefix_range"] = {
+            index - request: found
+            for index, found in metadata.mm_prefix_range.items()
+            if index >= request
+        }
+    if (by_row := getattr(metadata, "mm_prefix_query_range_tensor", None)) is not None:
+        ranges["mm_prefix_query_range_tensor"] = by_row[row:].clone()
+    return ranges
 
 
 @dataclass(frozen=True)
