@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from sequoia_vllm.hardware.device import DeviceSpec
 from sequoia_vllm.hardware.models import ModelShape
@@ -48,25 +47,11 @@ class MemoryFit:
             return f"KV cache for {self.kv_tokens} tokens only"
         return None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON data, with the problem in words."""
-        return {
-            "memory_gib": round(self.memory_bytes / 2**30, 2),
-            "weights_gib": round(self.weights_bytes / 2**30, 2),
-            "kv_bytes_per_token": self.kv_bytes_per_token,
-            "kv_tokens": self.kv_tokens,
-            "problem": self.problem(),
-        }
-
 
 def memory_fit(
-    device: DeviceSpec,
-    target: ModelShape,
-    draft: ModelShape,
-    dtype: str = "bfloat16",
-    tensor_parallel_size: int = 1,
-    streamed: StreamedWeights | None = None,
-) -> MemoryFit:
+    device: DeviceSpec, target: ModelShape, draft: ModelShape, dtype: str = "bfloat16",
+    tensor_parallel_size: int = 1, streamed: StreamedWeights | None = None,
+) -> MemoryFit:  # fmt: skip
     """How a pair fits when both models are split over this many devices."""
     value_bytes = BYTES_PER_VALUE[dtype]
     pair = target, draft

@@ -50,14 +50,6 @@ LinkOption = Annotated[
     LinkName | None,
     typer.Option("--link", help="What they are read over; default: the device's own link."),
 ]
-LinkRateOption = Annotated[
-    float | None,
-    typer.Option(
-        "--link-gb-s",
-        help="The rate that is achieved, 10^9 bytes/s, where it was measured: of copies from the "
-        "host, or of a disk.",
-    ),
-]
 BackendOption = Annotated[
     OffloadBackend,
     typer.Option(
@@ -77,13 +69,11 @@ class Offload:
             more than there are: all.
         backend: See `sequoia_vllm.hardware.offloading`.
         link: By name; None: the device's own.
-        gb_s: Achieved rate, 10^9 bytes/s; None: the link's.
     """
 
     gib: float
     backend: OffloadBackend = "prefetch"
     link: LinkName | None = None
-    gb_s: float | None = None
 
     def streamed(
         self, target: ModelShape, device: str, value_bytes: float, devices: int
@@ -92,11 +82,8 @@ class Offload:
         name, words = host_link(device)
         if self.link is not None:
             name, words = self.link, LINKS[self.link].name
-        rate = LINKS[name].bytes_per_second
-        if self.gb_s is not None:
-            rate, words = self.gb_s * 1e9, f"{self.gb_s:g} GB/s"
         return streamed_layers(
-            target, self.gib * 2**30, rate, words,
+            target, self.gib * 2**30, LINKS[name].bytes_per_second, words,
             value_bytes=value_bytes, devices=devices, backend=self.backend,
         )  # fmt: skip
 
@@ -127,17 +114,13 @@ def with_interconnect(
     )
 
 
-def offload_of(
-    gib: float | None, link: LinkName | None, gb_s: float | None, backend: OffloadBackend
-) -> Offload | None:
+def offload_of(gib: float | None, link: LinkName | None, backend: OffloadBackend) -> Offload | None:
     """Returns what the options say is offloaded; fails where they do not fit together."""
     if gib is None:
-        if link is not None or gb_s is not None or backend != "prefetch":
-            fail("--link, --link-gb-s and --offload-backend are of offloading: give --offload-gb")
+        if link is not None or backend != "prefetch":
+            fail("--link and --offload-backend are of offloading: give --offload-gb")
         return None
-    if link is not None and gb_s is not None:
-        fail("--link has a rate of its own: give it or --link-gb-s")
-    return Offload(gib, backend, link, gb_s)
+    return Offload(gib, backend, link)
 
 
 def device_of(
@@ -169,13 +152,9 @@ def class_of(name: str) -> ModelClass:
 
 
 def predict(
-    device: DeviceSpec,
-    pair: ModelClass,
-    tensor_parallel_size: int = 1,
-    dtype: str = "bfloat16",
-    context_length: int = 1024,
-    offload: Offload | None = None,
-) -> Profile:
+    device: DeviceSpec, pair: ModelClass, tensor_parallel_size: int = 1, dtype: str = "bfloat16",
+    context_length: int = 1024, offload: Offload | None = None,
+) -> Profile:  # fmt: skip
     """Predicts the profile of a device and a model class by the roofline."""
     if context_length < 1:
         raise ProfileError(f"context length {context_length}: must be at least 1")
