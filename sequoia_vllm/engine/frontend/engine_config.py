@@ -7,11 +7,14 @@ import os
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.engine.common.cluster import current_versions
@@ -20,6 +23,8 @@ from sequoia_vllm.engine.common.draft_schedule import planning_schedule
 from sequoia_vllm.engine.common.replicas import are_started_apart
 from sequoia_vllm.engine.common.settings import DECLINED, SequoiaSettings, to_be_tagged
 from sequoia_vllm.engine.compat.contract import check_contract
+from sequoia_vllm.engine.core.scheduling import TreeScheduling, before_users
+from sequoia_vllm.engine.core.scheduling_ahead import TreeSchedulingAhead
 from sequoia_vllm.engine.frontend.draft_choice import find_draft
 from sequoia_vllm.engine.frontend.drafts import DraftReader, check_method, draft_problem, kinds_here
 from sequoia_vllm.engine.frontend.plan import Facts, Plan, plan
@@ -34,7 +39,6 @@ from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE, reason_not_
 
 logger = logging.getLogger("vllm.sequoia")
 
-TREE_SCHEDULER = "sequoia_vllm.engine.v2.scheduler.TreeScheduler"
 
 
 def create_engine_config(
@@ -78,8 +82,7 @@ def _sequoia_engine_config(
         # vLLM's V1 proposer takes drafts whose layers lie in one KV cache group. Layers with a
         # window then share it with others, which costs memory: tokens before windows are kept.
         scheduler.disable_hybrid_kv_cache_manager = True
-    elif scheduler.async_scheduling and scheduler.scheduler_cls is None:
-        scheduler.scheduler_cls = TREE_SCHEDULER  # vLLM schedules ahead of the drafts
+    _choose_scheduler(scheduler)
     return vllm_config
 
 
@@ -90,6 +93,27 @@ def limit_length(original: Callable[..., None], self: VllmConfig) -> None:
     """
     if not SequoiaSettings.enabled(self):
         original(self)
+
+
+def _choose_scheduler(config: Any) -> None:
+    """Names our scheduler, before a class of the user's own if there is one.
+
+    Raises:
+        ConfigError: That class is no scheduler of vLLM's.
+    """
+    ours = TreeSchedulingAhead if config.async_scheduling else TreeScheduling
+    users = config.scheduler_cls
+    if users is None:
+        config.scheduler_cls = f"{ours.__module__}.{ours.__name__}"
+        return
+    found = resolve_obj_by_qualname(users) if isinstance(users, str) else users
+    if not (isinstance(found, type) and issubclass(found, Scheduler)):
+        raise ConfigError(
+            f"scheduler_cls is {users!r}, which does not derive from vLLM's "
+            f"{Scheduler.__module__}.{Scheduler.__name__}, as a scheduler of trees must: derive "
+            "it, or leave scheduler_cls out"
+        )
+    config.scheduler_cls = partial(before_users, ours, found)
 
 
 def create_speculative_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -25,19 +26,17 @@ def init_acceptance_counters(
     original(self, speculative_config, *args, **kwargs)
 
 
-def make_stats(
-    original: Callable[..., Any], self: Any, spec_decoding_stats: Any = None, *args: Any,
-    **kwargs: Any,
-) -> Any:  # fmt: skip
-    """Makes the scheduler's statistics; accepted positions end where the tree does."""
-    if spec_decoding_stats is not None and SequoiaSettings.enabled(self.vllm_config):
-        depth = SequoiaSettings.of(self.vllm_config).tree.depth
-        del spec_decoding_stats.num_accepted_tokens_per_pos[depth:]
-    return original(self, spec_decoding_stats, *args, **kwargs)
+def hide_our_scheduler() -> None:
+    """Keeps vLLM from warning of our scheduler as of a user's own; idempotent."""
+    logging.getLogger("vllm.config.scheduler").addFilter(_is_not_about_ours)
+
+
+def _is_not_about_ours(record: logging.LogRecord) -> bool:
+    return "custom scheduler class sequoia_vllm." not in record.getMessage()
 
 
 def check_budget(original: Callable[..., None], self: Any) -> None:
-    """Checks as vLLM does, and keeps the number of requests, which newer versions lower.
+    """Checks as vLLM does, and keeps the number of requests (`lowers_active_requests`).
 
     For a pass over blocks vLLM sets a row aside for each draft of every request. Trees' passes
     have a row for each level, and `DraftPlan` says how many requests take part. vLLM lowers the
@@ -55,10 +54,7 @@ def check_budget(original: Callable[..., None], self: Any) -> None:
 
 
 def slots_for_drafting(original: Callable[..., int], self: Any) -> int:
-    """Counts slots as vLLM does; none for blocks of a Sequoia engine, as newer versions.
-
-    Older ones take them for rows of the target's batch, and schedule fewer requests in a step.
-    """
+    """Counts slots as vLLM does; none for blocks of a Sequoia engine (`counts_blocks_as_rows`)."""
     if is_tagged(self) and (self.use_dflash() or self.use_dspark()):
         return 0
     return original(self)
