@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sequoia_vllm.engine.common.config_tag import is_tagged
+from sequoia_vllm.drafters.registry import drafter
+from sequoia_vllm.engine.common.config_tag import is_tagged, tagged_settings
 from sequoia_vllm.engine.common.settings import SequoiaSettings
 
 
@@ -34,6 +35,5 @@ def slots_for_drafting(original: Callable[..., int], self: Any) -> int:
 
     Older ones take them for rows of the target's batch, and schedule fewer requests in a step.
     """
-    if is_tagged(self) and (self.use_dflash() or self.use_dspark()):
-        return 0
-    return original(self)
+    blocks = is_tagged(self) and drafter(tagged_settings(self)["drafter"]).in_one_pass
+    return 0 if blocks else original(self)

@@ -10,6 +10,7 @@ _RUNNER_CLASS = "the worker asks a method for its runner class"
 _TREE_MASK = "vLLM's metadata carries a tree mask"
 _CPU_KERNEL = "vLLM's CPU kernel takes a tree mask"
 _DISK = "vLLM offloads weights on CPUs"
+_NO_LAYERS = "a draft without layers takes slots of the target's first cache group"
 
 CPU_V1 = table({
     "vllm.config.model": ["PROCESSED_LOGPROBS_MODES"],
@@ -83,9 +84,15 @@ CPU_V1 = table({
             "dummy_run(self, num_tokens, use_cudagraphs, is_graph_capturing, "
             "slot_mappings)", _V2_ON_CPUS,
             "runs one forward per speculative token; a tree needs one per level"),
-        subclass("load_model(self, target_model)",
+        subclass("_get_model(self)",
             "vLLM's heterogeneous vocabularies draw at any temperature",
-            "matches vocabularies, and may trim the draft's output layer"),
+            "matches vocabularies, and may trim the draft's output layer; drafts may be no models"),
+    ],
+    "vllm.v1.spec_decode.llm_base_proposer": [
+        subclass("SpecDecodeBaseProposer.initialize_attn_backend(self, kv_cache_config, "
+            "kernel_block_sizes)", _V2_ON_CPUS, "takes a draft to have layers"),
+        instance("SpecDecodeBaseProposer.kv_cache_gid", _V2_ON_CPUS, _NO_LAYERS),
+        instance("SpecDecodeBaseProposer.block_size", _V2_ON_CPUS, _NO_LAYERS),
     ],
     "vllm.v1.spec_decode.metadata": [
         "SpecDecodeMetadata(draft_token_ids, num_draft_tokens, cu_num_draft_tokens, "

@@ -40,7 +40,7 @@ EVERYWHERE = table({
         "max_num_scheduled_tokens", "max_num_seqs",
     ],
     "vllm.config:SpeculativeConfig": [
-        "use_dflash(self)", "use_dspark(self)", "method", "draft_model_config",
+        "method", "draft_model_config",
         "num_speculative_tokens", "num_speculative_tokens_per_batch_size",
         patch("max_num_new_slots_for_drafting",
             "0.32 is no longer supported: 0.33 counts none",

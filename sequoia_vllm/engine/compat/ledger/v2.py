@@ -26,23 +26,7 @@ _DRAFTING = (
         "is_profile, num_speculative_tokens)", _TREES,
         "grows trees, not chains"),
 )  # fmt: skip
-_LOADING = subclass(
-    "load_model(self, target_model)", _TREES,
-    "the draft stays on the device where the target's weights are offloaded; blocks are as wide as "
-    "the tree is deep",
-)  # fmt: skip
-_CACHES = subclass(
-    "set_attn(self, model_state, kv_cache_config, block_tables, target_input_buffers, "
-    "target_attn_groups)", _TREES,
-    "the draft's growth works on the caches that it is given",
-)  # fmt: skip
-_BLOCK_WIDTH = instance(
-    "num_query_per_req", _TREES, "a block has a query per level of a tree, not per node"
-)
-_BLOCK_LAYERS = subclass(
-    "load_draft_model(self, target_model, target_attn_layer_names)", _TREES,
-    "layers are built for blocks of as many levels as a tree has, not nodes",
-)  # fmt: skip
+_LOADS = "load_draft_model(self, target_model, target_attn_layer_names)"
 
 V2 = table({
     "vllm.config": ["VllmConfig.max_concurrent_batches"],
@@ -222,34 +206,27 @@ V2 = table({
             "grammar_req_ids, grammar_bitmask)", _MASKS_OF_NODES,
             "from 0.33 on each request has as many masks as the largest tree; ours as its own"),
     ],
-    # Speculators, by kind of drafter.
-    f"{_SPECULATORS}.speculator:BaseSpeculator": _DRAFTING,
+    # vLLM's own for each draft, which only load; ours is one for all.
+    f"{_SPECULATORS}": ["init_speculator(vllm_config, device, req_states)"],
+    f"{_SPECULATORS}.speculator:BaseSpeculator": [
+        "num_query_per_req", "num_extra_query_per_req", *_DRAFTING,
+    ],
     f"{_SPECULATORS}.speculator:DraftModelSpeculator": [
         "(vllm_config, device)",
         "_build_attn_metadata(self, num_reqs, batch_desc, query_start_loc_np, "
         "seq_lens_cpu_upper_bound, step, causal, dcp_local_seq_lens, slot_mappings, ...)",
-        _LOADING, _CACHES,
+        subclass(_LOADS, _TREES, "vLLM has a speculator for each kind of draft; ours has parts"),
+        subclass("attn_vllm_config", _TREES, "asks the speculator that loads the draft"),
+        subclass(
+            "set_attn(self, model_state, kv_cache_config, block_tables, target_input_buffers, "
+            "target_attn_groups)", _TREES,
+            "the draft's growth works on the caches that it is given"),
     ],
-    f"{_SPECULATORS}.standalone_ar.speculator:StandaloneARSpeculator": [
-        "(vllm_config, device)",
-        "_run_model(self, input_ids, positions, attn_metadata, slot_mappings, "
-        "num_tokens_across_dp, ...)",
-        *_DRAFTING, _CACHES,
-    ],
-    f"{_SPECULATORS}.eagle.speculator:EagleSpeculator": [
-        "(vllm_config, device)", *_DRAFTING, _LOADING,
-    ],
-    f"{_SPECULATORS}.mtp.speculator:MTPSpeculator": [
-        "(vllm_config, device)", *_DRAFTING, _LOADING,
-    ],
-    f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator": [
-        "(vllm_config, device)", *_DRAFTING, _CACHES, _BLOCK_WIDTH, _BLOCK_LAYERS,
-    ],
-    f"{_SPECULATORS}.dspark.speculator:DSparkSpeculator": ["(vllm_config, device)", _BLOCK_WIDTH],
-    f"{_SPECULATORS}.dflash2.speculator:DFlash2Speculator": ["(vllm_config, device)"],
-    f"{_SPECULATORS}.lilicorr.speculator:LiLiCorrSpeculator": [
-        "(vllm_config, device)", _BLOCK_LAYERS,
-    ],
+    f"{_SPECULATORS}.standalone_ar.speculator:StandaloneARSpeculator": [_LOADS],
+    f"{_SPECULATORS}.eagle.speculator:EagleSpeculator": [_LOADS],
+    f"{_SPECULATORS}.mtp.speculator:MTPSpeculator": [_LOADS],
+    f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator": [_LOADS],
+    f"{_SPECULATORS}.lilicorr.speculator:LiLiCorrSpeculator": [_LOADS],
     # Their models.
     "vllm.model_executor.models.interfaces:SupportsEagle3": [
         "get_eagle3_default_aux_hidden_state_layers(self)",
