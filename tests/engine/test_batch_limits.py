@@ -1,5 +1,6 @@
 """Runs as many requests as users ask for, whatever vLLM sets aside for heads that draft blocks."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -62,13 +63,10 @@ def test_a_budget_that_vllm_refuses_leaves_the_users_number():
 
 
 @pytest.mark.parametrize(
-    ("method", "ours", "slots"),
-    [("dflash", True, 0), ("dspark", True, 0), ("draft_model", True, 127), ("dflash", False, 127)],
+    ("kind", "slots"), [("dflash", 0), ("dspark", 0), ("model", 127), (None, 127)]
 )
-def test_blocks_take_no_rows_of_the_targets_batch(method, ours, slots):
-    of = SimpleNamespace(
-        use_dflash=lambda: method == "dflash", use_dspark=lambda: method == "dspark"
-    )
-    if ours:
-        SETTINGS.store(of)
+def test_blocks_take_no_rows_of_the_targets_batch(kind, slots):
+    of = SimpleNamespace()
+    if kind:
+        replace(SETTINGS, drafter=kind).store(of)
     assert vllm_counts.slots_for_drafting(lambda _: 127, of) == slots

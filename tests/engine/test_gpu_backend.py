@@ -64,6 +64,7 @@ def test_levels_are_split_for_the_longest_request(backend):
         torch.from_numpy(TREE.ancestor_mask.copy()),
         max_keys=77,
         max_slots=4096,
+        **dict.fromkeys(("token_ids", "positions", "slots"), NUMBERS),
     )
     assert backend.draft_metadata(queries, NUMBERS[None], NUMBERS).tree.max_keys == 77
 

@@ -141,11 +141,11 @@ def join_and_abort(llm: Any, requests: list[Any]) -> dict[str, Any]:
     engine, done = llm.llm_engine, {}
     waiting = list(zip(map(str, range(len(requests))), requests, params(), strict=True))
     step = 0
-    proposer = runner_of(llm).speculator
+    reader = runner_of(llm).speculator._reader
     with (
         counting_eager_growth() as eager,
         counting_modes(runner_of(llm)) as modes,
-        patch.object(proposer, "_read_ragged", wraps=proposer._read_ragged) as ragged,
+        patch.object(reader, "read_ragged", wraps=reader.read_ragged) as ragged,
     ):
         while waiting or engine.has_unfinished_requests():
             if waiting and step % 2 == 0:

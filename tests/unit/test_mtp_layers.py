@@ -12,7 +12,7 @@ from vllm.config.speculative import MTPModelTypes
 from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
-from sequoia_vllm.drafters.kinds.mtp import DENSE, MODEL_TYPES
+from sequoia_vllm.drafters.mtp import DENSE, MODEL_TYPES
 from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.engine.frontend.draft_choice import find_draft
 from sequoia_vllm.engine.frontend.drafts import DraftReader, check_method

@@ -63,6 +63,10 @@ class TreeScheduling(Scheduler):
         draft_limit: Most drafts while a measuring tool, or a draft that failed, limits them.
     """
 
+    dynamic_sd_lookup: Any
+    num_lookahead_tokens: int
+    structured_output_manager: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.tree = SequoiaSettings.of(self.vllm_config).tree

@@ -172,7 +172,7 @@ def kinds_here() -> list[Drafter]:
     """
     chosen = envs.VLLM_USE_V2_MODEL_RUNNER
     runs_v2 = current_platform.is_cuda() if chosen is None else chosen
-    return [kind for kind in DRAFTERS.values() if runs_v2 or not kind.is_head]
+    return [kind for kind in DRAFTERS.values() if runs_v2 or kind.on_v1]
 
 
 def check_method(kind: Drafter, draft: str, method: str) -> None:

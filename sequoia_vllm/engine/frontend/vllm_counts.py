@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from sequoia_vllm.drafters.registry import drafter
 from sequoia_vllm.engine.common.settings import SequoiaSettings, is_tagged
 
 
@@ -55,6 +56,5 @@ def check_budget(original: Callable[..., None], self: Any) -> None:
 
 def slots_for_drafting(original: Callable[..., int], self: Any) -> int:
     """Counts slots as vLLM does; none for blocks of a Sequoia engine (`counts_blocks_as_rows`)."""
-    if is_tagged(self) and (self.use_dflash() or self.use_dspark()):
-        return 0
-    return original(self)
+    blocks = is_tagged(self) and drafter(SequoiaSettings.on(self).drafter).in_one_pass
+    return 0 if blocks else original(self)

@@ -15,6 +15,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode import init_speculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from sequoia_vllm.drafters.registry import drafter
@@ -27,6 +28,7 @@ from sequoia_vllm.engine.runner.step_stats import StepStats
 from sequoia_vllm.engine.v2.adapters import AdaptersOfNodes
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2, TreeScoring
+from sequoia_vllm.engine.v2.drafting.drafter import TreeDrafter
 from sequoia_vllm.engine.v2.drafting.proposer import TreeProposerV2
 from sequoia_vllm.engine.v2.drafting.tree_memory import most_masked
 from sequoia_vllm.engine.v2.path_copies import PathCopies
@@ -58,11 +60,11 @@ class TreeRunner(GPUModelRunner):
         tables = TreeTables(self.tree, device)
         self.tree_backend = self.backend_class(tables.ancestors, settings.context_attention)
 
-        def init_speculator(config: VllmConfig, where: torch.device, states: Any) -> TreeProposerV2:
+        def ours(config: VllmConfig, where: torch.device, states: Any) -> TreeProposerV2:
             return new_proposer(config, where, states, tables, self.tree_backend)
 
         # The runner's constructor builds the speculator with it, by method.
-        with patched(model_runner, "init_speculator", init_speculator):
+        with patched(model_runner, "init_speculator", ours):
             super().__init__(vllm_config, device)
         # Maps adapters to requests; ours to nodes.
         self.lora_state = AdaptersOfNodes(self.max_num_reqs)
@@ -110,7 +112,7 @@ class TreeRunner(GPUModelRunner):
         self._target_layers = [
             name for name in layers if name not in self.speculator.draft_attn_layer_names
         ]
-        self.speculator.read_truncation_of(self.sampler.sampling_states)
+        self.speculator.sampling = self.sampler.sampling_states
         # Verifies chains; ours walks down trees.
         self.rejection_sampler = TreeVerifierV2(
             self.sampler, self.speculator, SequoiaSettings.of(self.vllm_config).verification
@@ -138,13 +140,13 @@ class TreeRunner(GPUModelRunner):
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         """Calls vLLM's; a trial adds an estimate for the draft's graphs that it did not capture."""
-        self.speculator.capture_next(on_trial=profile_only)
+        self.speculator.on_trial, self.speculator.untried_bytes = profile_only, 0
         taken: int = super().capture_model(profile_only=profile_only)
         return taken + self.speculator.untried_bytes
 
     def forget_steps(self) -> None:
         """Drops the steps so far (warm-up); from now on steps serve users."""
-        self.speculator.begin_to_serve()
+        self.speculator.serves = True
         self.take_last_paths()
         self.stats.reset()
 
@@ -167,7 +169,7 @@ class TreeRunner(GPUModelRunner):
             slot = self.req_states.req_id_to_index[new.req_id]
             self.speculator.start_request(slot, new)
         if scheduler_output.scheduled_new_reqs:
-            self.speculator.apply_starts()
+            self.speculator.modes.apply_starts()
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if blocks is not None:
@@ -225,11 +227,11 @@ class TreeRunner(GPUModelRunner):
     def sample(self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any) -> Any:
         """Calls vLLM's with our verifier as rejection sampler, then commits the accepted paths."""
         output = super().sample(hidden_states, input_batch, grammar_output)
-        self.speculator.note_accepted(None)
+        self.speculator.accepted = None
         if (trees := self._trees) is not None and input_batch.num_draft_tokens > 0:
             paths = self.rejection_sampler.paths[: trees.num_requests]
             self.tree_backend.commit(self._target_caches, self._metadata, trees, paths[:, 1:])
-            self.speculator.note_accepted(paths[:, 1:])
+            self.speculator.accepted = paths[:, 1:]
             self._paths.start(paths)
         self._observe_arrived()
         return output
@@ -258,17 +260,18 @@ def new_proposer(
     tables: TreeTables,
     backend: TreeBackend,
 ) -> TreeProposerV2:
-    """Makes the proposer that the engine's kind of drafter names by a dotted path.
+    """Makes the proposer, with the drafter that the engine's kind names by a dotted path.
 
     Raises:
-        TypeError: The kind names a class that is no `TreeProposerV2`.
+        TypeError: The kind names a class that is no `TreeDrafter`.
     """
     kind = drafter(SequoiaSettings.of(vllm_config).drafter)
-    path = kind.proposer_for(vllm_config.speculative_config.draft_model_config.architectures)
-    proposer = resolve_name(path)
-    if not issubclass(proposer, TreeProposerV2):
-        raise TypeError(f"{path}, the proposer of {kind.name}, is not a TreeProposerV2")
-    return proposer(as_alone(vllm_config), device, req_states, tables, backend)
+    path = kind.on_v2_for(vllm_config.speculative_config.draft_model_config.architectures)
+    found = resolve_name(path)
+    if not issubclass(found, TreeDrafter):
+        raise TypeError(f"{path}, which drafts with {kind.name}, is not a TreeDrafter")
+    chains = init_speculator(as_alone(vllm_config), device, req_states)
+    return TreeProposerV2(found(chains, tables.tree, backend), req_states, tables)
 
 
 def _is_custom(processor: Any) -> bool:

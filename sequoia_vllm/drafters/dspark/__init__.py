@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
+from sequoia_vllm.drafters.dflash import BlockHead
 from sequoia_vllm.drafters.fields import Fields
-from sequoia_vllm.drafters.kinds.dflash import BlockHead
 from sequoia_vllm.drafters.registry import Sign, register
 
 _OTHER = "a DSpark head of another architecture than Qwen3's"
@@ -17,7 +19,8 @@ class DSpark(BlockHead):
     name = "a DSpark head"
     rank = 1
     method = "dspark"
-    proposer = "sequoia_vllm.engine.v2.drafting.dspark_dflash2_lilicorr.MarkovTreeProposer"
+    on_v2 = "sequoia_vllm.drafters.dspark.v2.MarkovDrafter"
+    speculators = MappingProxyType({"dspark": "Qwen3DSparkModel"})
     signs = (
         Sign("architecture", r"DSparkDraftModel", model_type="qwen3"),
         Sign("architecture", r"Qwen3DSparkModel"),

@@ -13,7 +13,8 @@ class StandaloneModel(Drafter):
     name = "a draft model"
     rank = 9
     method = "draft_model"
-    proposer = "sequoia_vllm.engine.v2.drafting.model_proposer.ModelTreeProposer"
+    on_v2 = "sequoia_vllm.drafters.model.v2.ModelDrafter"
+    on_v1 = "sequoia_vllm.drafters.model.v1.ModelDrafterV1"
     is_head = False
     signs = (
         Sign("architecture", r"Medusa.*", _MEDUSA, drafts=False),

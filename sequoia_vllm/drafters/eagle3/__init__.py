@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from sequoia_vllm.drafters.fields import Fields
@@ -49,8 +50,11 @@ class Eagle3(Drafter):
     rank = 3
     by_default = False  # none with trained weights has run on a GPU
     method = "eagle3"
-    proposer = "sequoia_vllm.engine.v2.drafting.head_proposer.HeadTreeProposer"
+    on_v2 = "sequoia_vllm.drafters.eagle3.v2.LevelHeadDrafter"
     may_look_like_model = True
+    speculators = MappingProxyType({
+        "eagle3": "Eagle3LlamaForCausalLM", "peagle": "PeagleLlamaForCausalLM",
+    })  # fmt: skip
     signs = (
         _P_EAGLE,
         Sign("architecture", r"Eagle3.*|.*Eagle3"),

@@ -21,7 +21,7 @@ _PUBLISHERS = {
     "RedHatAI": Publisher(SPECULATORS, "DFlashDraftModel"),
     "z-lab": Publisher("z-lab/dflash: README.md", "DFlashDraftModel"),
 }
-_V2 = "sequoia_vllm.engine.v2.drafting"
+_V2 = "sequoia_vllm.drafters.dflash.v2"
 
 
 class BlockHead(Drafter):
@@ -52,7 +52,8 @@ class BlockHead(Drafter):
 
     def _root_predicts(self, config: Fields) -> bool:
         """Whether a block's first position predicts the first level."""
-        return bool(config.nested("dflash_config", "sample_from_anchor"))
+        nested = config.nested("dflash_config", "sample_from_anchor")
+        return bool(nested or config.value("sample_from_anchor"))
 
 
 @register
@@ -64,10 +65,13 @@ class DFlash(BlockHead):
     rank = 2
     by_default = False  # none has run on a GPU
     method = "dflash"
-    proposer = f"{_V2}.block_proposer.BlockTreeProposer"
-    proposers = MappingProxyType({
-        "DFlash2DraftModel": f"{_V2}.dspark_dflash2_lilicorr.CandidateTreeProposer",
-        "LiLiCorrDraftModel": f"{_V2}.dspark_dflash2_lilicorr.LatticeTreeProposer",
+    on_v2 = f"{_V2}.BlockDrafter"
+    on_v2_by_architecture = MappingProxyType({
+        "DFlash2DraftModel": f"{_V2}.CandidateDrafter",
+        "LiLiCorrDraftModel": f"{_V2}.CandidateDrafter",
+    })  # fmt: skip
+    speculators = MappingProxyType({
+        "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel",
     })  # fmt: skip
     signs = (
         Sign(

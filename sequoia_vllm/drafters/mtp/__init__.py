@@ -25,7 +25,7 @@ class MTPLayer(Drafter):
     name = "a multi-token prediction (MTP) layer"
     rank = 4
     method = "mtp"
-    proposer = "sequoia_vllm.engine.v2.drafting.head_proposer.LayerTreeProposer"
+    on_v2 = "sequoia_vllm.drafters.mtp.v2.LayerDrafter"
     is_targets_own = True
     layers = 1
     signs = (  # of checkpoints that are given as a draft
