@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 
 from sequoia_vllm.engine.common.patched import patched
-from sequoia_vllm.engine.core.adapting import freeze
 from tests.support.engines import runner_of, sequoia
 from tests.support.generating import (
     completions,
@@ -59,7 +58,7 @@ def run(models: str) -> dict[str, Any]:
         size=8, depth=3, draft=draft, num_speculative_tokens_per_batch_size=TIERS, adapt=True
     )
     with rehearsing(tiers, model=target, max_num_seqs=4, attention_backend="TRITON_ATTN") as llm:
-        freeze(scheduler_of(llm))  # decided on below
+        scheduler_of(llm).end_adaptation()  # decided on below
         answers["tiers"] = generate_with_trees(llm, requests, params())
         answers["any"] = decide_often(llm, requests, most=[7] * 5)
         scheduled = scheduler_of(llm).dynamic_sd_lookup

@@ -254,16 +254,16 @@ def counting_passes() -> Iterator[list[int]]:
 def counting_rows() -> Iterator[list[list[int]]]:
     """Tokens of each request in each step that is scheduled within the block."""
     from sequoia_vllm.engine.common.patched import patched
-    from sequoia_vllm.engine.v2.scheduler import TreeScheduler
+    from sequoia_vllm.engine.core.scheduling import TreeScheduling
 
-    schedule, found = TreeScheduler.schedule, []
+    schedule, found = TreeScheduling.schedule, []
 
     def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = schedule(self, *args, **kwargs)
         found.append(list(output.num_scheduled_tokens.values()))
         return output
 
-    with patched(TreeScheduler, "schedule", recording):
+    with patched(TreeScheduling, "schedule", recording):
         yield found
 
 

@@ -14,9 +14,10 @@ from sequoia_vllm.engine.common.settings import SequoiaSettings
 
 
 def check_budget(original: Callable[..., None], self: Any) -> None:
-    """Checks as vLLM does, and keeps the number of requests, which newer versions lower.
+    """Checks as vLLM does, and keeps the number of requests (`lowers_active_requests`).
 
-    They lower it where a configuration is copied, too, for a draft in the engine core's process.
+    Versions that lower it do so where a configuration is copied, too, for a draft in the engine
+    core's process.
     """
     if not SequoiaSettings.enabled(self):
         original(self)
@@ -30,10 +31,7 @@ def check_budget(original: Callable[..., None], self: Any) -> None:
 
 
 def slots_for_drafting(original: Callable[..., int], self: Any) -> int:
-    """Counts slots as vLLM does; none for blocks of a Sequoia engine, as newer versions.
-
-    Older ones take them for rows of the target's batch, and schedule fewer requests in a step.
-    """
+    """Counts slots as vLLM does; none for blocks of a Sequoia engine (`counts_blocks_as_rows`)."""
     if is_tagged(self) and (self.use_dflash() or self.use_dspark()):
         return 0
     return original(self)

@@ -7,12 +7,15 @@ import os
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from sequoia_vllm.config import ConfigError, SequoiaConfig
 from sequoia_vllm.drafters.registry import drafter
@@ -22,6 +25,8 @@ from sequoia_vllm.engine.common.draft_schedule import planning_schedule
 from sequoia_vllm.engine.common.replicas import are_started_apart
 from sequoia_vllm.engine.common.settings import DECLINED, SequoiaSettings
 from sequoia_vllm.engine.compat.contract import check_contract
+from sequoia_vllm.engine.core.scheduling import TreeScheduling, before_users
+from sequoia_vllm.engine.core.scheduling_ahead import TreeSchedulingAhead
 from sequoia_vllm.engine.frontend.command_errors import short_in_commands
 from sequoia_vllm.engine.frontend.drafts import DraftReader, check_method, draft_problem, kinds_here
 from sequoia_vllm.engine.frontend.expected_gain import gain_line
@@ -45,7 +50,6 @@ GPU_WORKER = "sequoia_vllm.engine.worker.worker_gpu.SequoiaGPUWorker"
 # For an engine that is faster without drafts, while its other nodes may find otherwise.
 PLAIN_CPU_WORKER = "sequoia_vllm.engine.worker.worker_cpu.PlainCPUWorker"
 PLAIN_GPU_WORKER = "sequoia_vllm.engine.worker.worker_gpu.PlainGPUWorker"
-TREE_SCHEDULER = "sequoia_vllm.engine.v2.scheduler.TreeScheduler"
 
 
 def create_engine_config(
@@ -99,11 +103,25 @@ def limit_length(original: Callable[..., None], self: VllmConfig) -> None:
 
 
 def _choose_scheduler(vllm_config: Any) -> None:
-    """Names our scheduler where vLLM schedules ahead of the drafts, unless the user named one."""
-    scheduler = vllm_config.scheduler_config
-    schedules_ahead = vllm_config.use_v2_model_runner and scheduler.async_scheduling
-    if schedules_ahead and scheduler.scheduler_cls is None:
-        scheduler.scheduler_cls = TREE_SCHEDULER
+    """Names our scheduler, before a class of the user's own if there is one.
+
+    Raises:
+        ConfigError: That class is no scheduler of vLLM's.
+    """
+    config = vllm_config.scheduler_config
+    ours = TreeSchedulingAhead if config.async_scheduling else TreeScheduling
+    users = config.scheduler_cls
+    if users is None:
+        config.scheduler_cls = f"{ours.__module__}.{ours.__name__}"
+        return
+    found = resolve_obj_by_qualname(users) if isinstance(users, str) else users
+    if not (isinstance(found, type) and issubclass(found, Scheduler)):
+        raise ConfigError(
+            f"scheduler_cls is {users!r}, which does not derive from vLLM's "
+            f"{Scheduler.__module__}.{Scheduler.__name__}, as a scheduler of trees must: derive "
+            "it, or leave scheduler_cls out"
+        )
+    config.scheduler_cls = partial(before_users, ours, found)
 
 
 def _keep_draft_in_one_group(vllm_config: Any) -> None:
@@ -196,9 +214,10 @@ def create_speculative_config(
 def _as_chain(config: SequoiaConfig, resolved: Resolved) -> dict[str, Any]:
     """The same as a speculative configuration of vLLM's own method for this kind of drafter.
 
-    That method's scheduling is what trees need: as many look-ahead slots as drafts (`draft_slots`),
-    and the draft's layers in the KV cache; for heads also the target's auxiliary hidden states,
-    and a prefix cache that leaves out what they read with a later block's token.
+    That method's scheduling is what trees need: as many look-ahead slots as drafts
+    (`TreeScheduling`), and the draft's layers in the KV cache; for heads also the target's
+    auxiliary hidden states, and a prefix cache that leaves out what they read with a later block's
+    token.
     """
     drafts = resolved.choice.tree.num_speculative_tokens
     # A schedule is always given: without one, vLLM pads requests that join

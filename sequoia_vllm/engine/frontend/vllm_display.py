@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +26,10 @@ def init_acceptance_counters(
     original(self, speculative_config, *args, **kwargs)
 
 
-def make_stats(
-    original: Callable[..., Any], self: Any, spec_decoding_stats: Any = None, *args: Any,
-    **kwargs: Any,
-) -> Any:  # fmt: skip
-    """Makes the scheduler's statistics; accepted positions end where the tree does."""
-    speculative_config = self.vllm_config.speculative_config
-    if spec_decoding_stats is not None and is_tagged(speculative_config):
-        del spec_decoding_stats.num_accepted_tokens_per_pos[tagged_depth(speculative_config) :]
-    return original(self, spec_decoding_stats, *args, **kwargs)
+def hide_our_scheduler() -> None:
+    """Keeps vLLM from warning of our scheduler as of a user's own; idempotent."""
+    logging.getLogger("vllm.config.scheduler").addFilter(_is_not_about_ours)
+
+
+def _is_not_about_ours(record: logging.LogRecord) -> bool:
+    return "custom scheduler class sequoia_vllm." not in record.getMessage()

@@ -5,5 +5,7 @@
 - `worker`, `disk`: ours, behind vLLM's abstraction;
 - `weight_source`: what either costs, for the choice of a tree.
 
+Until: vLLM offloads weights on CPUs.
+
 May import: compat.
 """

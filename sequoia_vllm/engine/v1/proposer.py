@@ -66,6 +66,7 @@ class TreeProposerV1(DraftModelProposer):
         self.draft_max_len = self.draft_model_config.max_model_len
         self._rows = torch.arange(runner.max_num_tokens)
 
+    # Until: vLLM has a place for tensors of speculators that are not weights.
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Loads the draft as vLLM does, then matches the vocabularies."""
         super().load_model(target_model)

@@ -61,8 +61,10 @@ class TreeRunner(GPUModelRunner):
         def init_speculator(config: VllmConfig, where: torch.device, states: Any) -> TreeProposerV2:
             return new_proposer(config, where, states, tables, self.tree_backend)
 
+        # The runner's constructor builds the speculator with it, by method.
         with patched(model_runner, "init_speculator", init_speculator):
             super().__init__(vllm_config, device)
+        # Maps adapters to requests; ours to nodes.
         self.lora_state = AdaptersOfNodes(self.max_num_reqs)
         self.stats = StepStats(self.tree)
         self._paths = PathCopies(device)
@@ -86,10 +88,13 @@ class TreeRunner(GPUModelRunner):
 
     # -- model and cache -----------------------------------------------------------
 
+    # Until: a backend can be chosen by the speculative method.
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model with our attention and our grammar masks; `set_up_trees` follows."""
         with (
             self.tree_backend.replace_attention(),
+            # Has room for the largest trees of all request slots: gigabytes. Until: vLLM's engine
+            # core sends one mask for each node, and makes room by its schedule.
             patched(model_runner, "StructuredOutputsWorker", self._masks_of_nodes),
         ):
             super().load_model(*args, **kwargs)
@@ -106,15 +111,20 @@ class TreeRunner(GPUModelRunner):
             name for name in layers if name not in self.speculator.draft_attn_layer_names
         ]
         self.speculator.read_truncation_of(self.sampler.sampling_states)
+        # Verifies chains; ours walks down trees.
         self.rejection_sampler = TreeVerifierV2(
             self.sampler, self.speculator, SequoiaSettings.of(self.vllm_config).verification
         )
         if any(_is_custom(processor) for processor in self.sampler.logits_processors):
             self.speculator.modes.give_no_drafts()
+        # Penalties and bad words take the rows before a node for its history. Until: vLLM's sampler
+        # is told each row's history.
         self.sampler.logits_processors = along_paths(
             self.sampler.logits_processors, self.tree, self.device
         )
         self._plain_prepare_attn = self.model_state.prepare_attn
+        # Attention metadata has no place for a tree; the class of the model's state is vLLM's
+        # choice by model. Until: vLLM's metadata carries a tree mask.
         self.model_state.prepare_attn = self._attention_metadata
 
     def _masks_of_nodes(self, **options: Any) -> MasksOfNodes:
@@ -163,6 +173,7 @@ class TreeRunner(GPUModelRunner):
 
     # -- before the target's forward -----------------------------------------------
 
+    # Until: vLLM's V2 runner maps all rows of logits to adapters.
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
         """Calls vLLM's, and tells LoRA adapters each request's rows of logits."""
         batch = super().prepare_inputs(*args, **kwargs)
@@ -214,6 +225,7 @@ class TreeRunner(GPUModelRunner):
         self._observe_arrived()
         return output
 
+    # Until: vLLM asks the speculative method which requests it drafts for.
     def take_draft_token_ids(self) -> Any:
         """Returns vLLM's drafts; requests that never draft get none."""
         drafts = super().take_draft_token_ids()

@@ -222,6 +222,7 @@ class TritonTreeImpl(GPUTreeForward, TritonAttentionImpl):
 class FlashTreeBuilder(FlashAttentionMetadataBuilder):
     """Builds vLLM's metadata; a full CUDA graph holds either trees or one token per request."""
 
+    # A full CUDA graph holds trees of one size, or one token per request.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
 
@@ -234,6 +235,7 @@ class TritonTreeBuilder(TritonAttentionMetadataBuilder):
 class FlashTreeBackend(FlashAttentionBackend):
     """Registered for FLASH_ATTN in the workers of a Sequoia engine only."""
 
+    # Layers of some versions (`CHANGED`) may pass no keys and values to `forward`.
     supports_kv_cache_update_bypass = False
 
     @staticmethod

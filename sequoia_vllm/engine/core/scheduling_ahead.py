@@ -1,4 +1,4 @@
-"""Schedules requests that cannot use a tree without drafts, on Model Runner V2."""
+"""vLLM's asynchronous scheduler with trees: who drafts, known a step ahead of the worker."""
 
 from __future__ import annotations
 
@@ -6,25 +6,20 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from sequoia_vllm.engine.core.eligibility import (
-    has_custom_processors,
-    may_carry_placeholders,
-    never_drafts,
-)
-from sequoia_vllm.engine.core.grammar import thinks_first
+from sequoia_vllm.engine.core.eligibility import may_carry_placeholders, never_drafts
+from sequoia_vllm.engine.core.scheduling import TreeScheduling
 
 # At most this share of a step's requests (or one request) carries placeholders instead of drafts:
 # scoring their rows is wasted work.
 _MOST_PADDED = 1 / 8
 
 
-class TreeScheduler(AsyncScheduler):
-    """vLLM's asynchronous scheduler, but without drafts for requests that never draft.
+class TreeSchedulingAhead(TreeScheduling, AsyncScheduler):
+    """vLLM's asynchronous scheduler with trees, but without drafts for requests that never draft.
 
-    It runs in the engine core, a step ahead of the worker. After scheduling a step, it calls
-    `_update_after_schedule`. There vLLM gives every decoding request placeholders for the drafts
-    that the step will grow; the next step schedules them. Our method takes them away from requests
-    that never draft.
+    It runs a step ahead of the worker. After scheduling a step, it calls `_update_after_schedule`.
+    There vLLM gives every decoding request placeholders for the drafts that the step will grow; the
+    next step schedules them. Our method takes them away from requests that never draft.
 
     A full CUDA graph needs equal numbers of drafts, so one request without drafts would take the
     graph from all others. While few requests are like it, they keep vLLM's placeholders: the worker
@@ -33,20 +28,19 @@ class TreeScheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._nobody_drafts = has_custom_processors(self.vllm_config)
-        self._thinks = thinks_first(self.vllm_config)
         # Unfinished requests that never draft, and whether they may carry placeholders.
-        self._without_drafts: dict[str, bool] = {}
+        self.without_drafts: dict[str, bool] = {}
 
+    # Until: vLLM asks the speculative method which requests it drafts for.
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """Calls vLLM's, then takes placeholders away from requests that never draft."""
         self._remember(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
-        undrafted = self._without_drafts.keys() & scheduled.keys()
-        if self._nobody_drafts or len(undrafted) == len(scheduled):
+        undrafted = self.without_drafts.keys() & scheduled.keys()
+        if self.nobody_drafts or len(undrafted) == len(scheduled):
             scheduler_output.num_spec_tokens_to_schedule = 0
         super()._update_after_schedule(scheduler_output)
-        if self._nobody_drafts or not undrafted or self._is_padded(undrafted, len(scheduled)):
+        if self.nobody_drafts or not undrafted or self._is_padded(undrafted, len(scheduled)):
             return
         for request_id in undrafted:
             self.requests[request_id].spec_token_ids = []
@@ -54,13 +48,13 @@ class TreeScheduler(AsyncScheduler):
     def _remember(self, scheduler_output: Any) -> None:
         """Notes new requests that never draft; sampling parameters do not change later."""
         for request_id in scheduler_output.finished_req_ids:
-            self._without_drafts.pop(request_id, None)
+            self.without_drafts.pop(request_id, None)
         for new in scheduler_output.scheduled_new_reqs:
-            self._without_drafts.pop(new.req_id, None)
-            if never_drafts(new.sampling_params, self._thinks):
-                self._without_drafts[new.req_id] = may_carry_placeholders(new.sampling_params)
+            self.without_drafts.pop(new.req_id, None)
+            if never_drafts(new.sampling_params, self.thinks):
+                self.without_drafts[new.req_id] = may_carry_placeholders(new.sampling_params)
 
     def _is_padded(self, undrafted: set[str], scheduled: int) -> bool:
         few = len(undrafted) <= max(1, scheduled * _MOST_PADDED)
         others_draft = scheduled > len(undrafted)
-        return few and others_draft and all(self._without_drafts[name] for name in undrafted)
+        return few and others_draft and all(self.without_drafts[name] for name in undrafted)

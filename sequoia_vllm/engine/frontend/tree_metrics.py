@@ -1,208 +1,31 @@
-"""Brings the worker's counts of trees to vLLM's metrics and log, in the front end.
+"""Shows what became of trees, in the front end: as metrics and as a line of the log.
 
-The worker puts the outcome of a step's trees on the model runner's output (`attach_outcome`), which
-the executor pickles as a whole. The scheduler also knows how many drafts the batch size allows. If
-statistics are on, it puts both on those that vLLM sends to the front end with each step. There, off
-the engine's path, a stat logger counts and reports them.
+There, off the engine's path, a stat logger counts what each `StepReport` says.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from vllm.v1.metrics import reader
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from sequoia_vllm.engine.common.settings import SequoiaSettings
-from sequoia_vllm.engine.core.adapting import adapter_of, freeze
-from sequoia_vllm.engine.core.core_messages import keep_drafts
-from sequoia_vllm.engine.core.eligibility import reasons_of_new
+from sequoia_vllm.engine.common.step_messages import REPORT, StepReport
 from sequoia_vllm.metrics.counts import TreeCounts, interval_line
-from sequoia_vllm.metrics.prometheus import PrometheusKinds, Reason, TreeMetrics
+from sequoia_vllm.metrics.prometheus import PrometheusKinds, TreeMetrics
 from sequoia_vllm.metrics.watch import Watch
 from sequoia_vllm.tree import TokenTree
 
 logger = logging.getLogger("vllm.sequoia")
 
-REPORT = "sequoia_report"  # field that is added to SchedulerStats
-_OUTCOME = "sequoia_outcome"  # set on a step's ModelRunnerOutput
-_LIMIT = "sequoia_draft_limit"  # set on a scheduler while drafts are limited
-_CHECKSUM = "_sequoia_checksum"  # set on a scheduler
-
 _shown: TreeMetrics | None = None  # in vLLM's registry, which has one engine's metrics at a time
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """The report of a step to the front end.
-
-    Attributes:
-        drafts: Drafts per request at its batch size, trials left out; None: no request was
-            scheduled.
-        paths: Its verified trees, for `TreeCounts.from_bytes`; empty: there was none.
-        undrafted: The reason of each request that began with it and has no drafts.
-        speedup: Against no drafts, as measured while serving; None: not known.
-        tree: `TokenTree.checksum` of the tree that they are of; 0 without paths.
-        has_failed: Whether the draft has: the engine drafts no more.
-        requests: Requests in the step.
-    """
-
-    drafts: int | None
-    paths: bytes
-    undrafted: list[Reason] = dataclasses.field(default_factory=list)
-    speedup: float | None = None
-    tree: int = 0
-    has_failed: bool = False
-    requests: int = 0
-
-
-def add_report_field() -> None:
-    """Adds the field `REPORT` to vLLM's statistics message, None by default; idempotent.
-
-    It must be there before the process makes its first decoder of that message,
-    which drops fields that it does not know.
-    """
-    if REPORT in SchedulerStats.__dataclass_fields__:
-        return
-    annotation = StepReport | None
-    # Not in __init__: vLLM's generated one does not take it.
-    field = dataclasses.field(default=None, init=False)
-    made = dataclasses.make_dataclass("Made", [(REPORT, annotation, field)])
-    setattr(SchedulerStats, REPORT, None)
-    SchedulerStats.__annotations__[REPORT] = annotation
-    [SchedulerStats.__dataclass_fields__[REPORT]] = dataclasses.fields(made)
-
-
-# -- in the worker -----------------------------------------------------------------------
-
-
-def attach_outcome(
-    output: Any, paths: bytes, limit: int | None = None, has_failed: bool = False
-) -> Any:
-    """``output`` of a model runner, carrying what became of the step's trees.
-
-    Args:
-        output: None or vLLM's. An asynchronous one becomes its ``model_runner_output``; the empty
-            one is all engines', and carries nothing.
-        paths: Verified trees, for `TreeCounts.from_bytes`.
-        limit: Most drafts to schedule per request while a measuring tool, or a draft that failed,
-            limits them.
-        has_failed: Whether the draft has.
-    """
-    if output is not None and output is not EMPTY_MODEL_RUNNER_OUTPUT:
-        carrier = getattr(output, "model_runner_output", output)
-        setattr(carrier, _OUTCOME, (paths, limit, has_failed))
-    return output
-
-
-# -- in the engine core --------------------------------------------------------------------
-
-
-def _limit_drafts(scheduler: Any, limit: int | None) -> None:
-    """Ends adaptation and schedules at most ``limit`` drafts from now on; None: no change."""
-    if limit is None or getattr(scheduler, _LIMIT, None) == limit:
-        return
-    freeze(scheduler)
-    whole = getattr(scheduler, "_sequoia_whole_schedule", scheduler.dynamic_sd_lookup)
-    scheduler._sequoia_whole_schedule = whole
-    scheduler.dynamic_sd_lookup = [min(drafts, limit) for drafts in whole]
-    setattr(scheduler, _LIMIT, limit)
-
-
-def update_from_output(
-    original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
-) -> Any:
-    """Updates like the scheduler, and adds the step's report to its statistics if it makes any."""
-    started = time.perf_counter()
-    paths, limit, has_failed = getattr(model_runner_output, _OUTCOME, (b"", None, False))
-    served = _without_ended(self, scheduler_output, model_runner_output, paths)
-    outputs = original(self, scheduler_output, model_runner_output)
-    keep_drafts(self, model_runner_output)
-    _limit_drafts(self, limit)
-    if not SequoiaSettings.enabled(self.vllm_config):
-        return outputs
-    if (adapter := adapter_of(self)) is not None:
-        adapter.follow(scheduler_output, paths, _gained(outputs), started, bool(self.running))
-    if getattr(self, "spec_decode_metrics_level", "none") != "none":
-        _end_histograms(self.vllm_config, outputs)
-    undrafted = reasons_of_new(self, scheduler_output)
-    if not self.log_stats:
-        return outputs
-    for output in outputs.values():
-        if output.scheduler_stats is not None:  # vLLM gives them to one front end
-            requests = len(scheduler_output.num_scheduled_tokens)
-            drafts = scheduler_output.num_spec_tokens_to_schedule if requests else None
-            if adapter is not None and requests:
-                drafts = adapter.controller.decided(requests)
-            tree = _checksum(self) if served else 0
-            speedup = None if adapter is None else adapter.controller.speedup
-            report = StepReport(drafts, served, undrafted, speedup, tree, has_failed, requests)
-            setattr(output.scheduler_stats, REPORT, report)
-            break
-    return outputs
-
-
-def _without_ended(scheduler: Any, scheduled: Any, output: Any, paths: bytes) -> bytes:
-    """Leaves out trees of requests that were aborted while the step ran.
-
-    Nobody gets their tokens, and vLLM counts none of them. Where the paths are of another step
-    than ``output``, all are kept.
-    """
-    if not paths:
-        return paths
-    drafts = scheduled.scheduled_spec_decode_tokens
-    requests = [scheduler.requests.get(i) for i in output.req_ids if drafts.get(i)]
-    kept = [request is not None and not request.is_finished() for request in requests]
-    if all(kept):
-        return paths
-    size = TreeCounts.path_bytes(SequoiaSettings.of(scheduler.vllm_config).tree)
-    if len(paths) != size * len(kept):
-        return paths
-    return b"".join(paths[i * size : (i + 1) * size] for i, keeps in enumerate(kept) if keeps)
-
-
-def _gained(outputs: dict[int, Any]) -> int:
-    """Tokens that the front ends receive of a step, beyond one for each request."""
-    new = [len(one.new_token_ids) for output in outputs.values() for one in output.outputs]
-    return sum(new) - sum(map(bool, new))
-
-
-def _end_histograms(vllm_config: Any, outputs: Any) -> None:
-    """Ends histograms of vLLM's ``--per-request-spec-decode-metrics`` at the tree's depth.
-
-    vLLM gives each a place for every drafted node. A path accepts at most one node of a level.
-    """
-    finished = [
-        one.spec_decode_metrics
-        for output in outputs.values()
-        for one in output.outputs
-        if one.spec_decode_metrics is not None
-    ]
-    if finished:
-        depth = SequoiaSettings.of(vllm_config).tree.depth
-        for metrics in finished:
-            del metrics.histogram[depth + 1 :]
-
-
-def _checksum(scheduler: Any) -> int:
-    """Checksum of the engine's tree, computed once: the configuration has the tree as JSON data."""
-    if not hasattr(scheduler, _CHECKSUM):
-        setattr(scheduler, _CHECKSUM, SequoiaSettings.of(scheduler.vllm_config).tree.checksum)
-    checksum: int = getattr(scheduler, _CHECKSUM)
-    return checksum
-
-
-# -- in the front end ------------------------------------------------------------------------
 
 
 def init_stat_logger_manager(
