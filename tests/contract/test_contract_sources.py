@@ -4,7 +4,6 @@ import ast
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -316,12 +315,11 @@ def used_of_vllm(file):
             yield from (name.name for name in node.names if (name.asname or name.name) in used)
 
 
-ENGINE = Path(contract.__file__).parents[1]
 NOT_EXPECTED = {"current_platform"}  # reading does not find it; the contract cannot do without
 
 
 @pytest.mark.parametrize(
-    "file", sorted(ENGINE.rglob("*.py")), ids=lambda file: str(file.relative_to(ENGINE))
+    "file", used.engine_files(), ids=lambda file: str(file.relative_to(used.PACKAGE))
 )
 def test_all_that_is_used_of_vllm_is_expected(file):
     paths = [expected.path for lists in DEVICES for expected in contract.contract(*lists)]

@@ -25,7 +25,16 @@ from sequoia_vllm.engine.compat.versions import CHANGED
 from tests.contract.sources import Definition, NotFoundError, Sources
 
 REPOSITORY = Path(__file__).parents[2]
-ENGINE = REPOSITORY / "sequoia_vllm" / "engine"
+PACKAGE = REPOSITORY / "sequoia_vllm"
+ENGINE = PACKAGE / "engine"
+
+
+def engine_files() -> list[Path]:
+    """The engine's modules, and those that run each kind of drafter."""
+    runners = [*PACKAGE.glob("drafters/*/v1.py"), *PACKAGE.glob("drafters/*/v2.py")]
+    return sorted([*ENGINE.rglob("*.py"), *runners])
+
+
 GPU_FILES = (
     "v2/attention/attention_gpu", "v2/attention/backend_gpu", "v2/attention/target_graphs",
     "v2/runner_gpu", "worker/worker_gpu",
@@ -57,7 +66,8 @@ class Module:
     """
 
     def __init__(self, file: Path) -> None:
-        self.file = str(file.relative_to(ENGINE))
+        self.path = file
+        self.file = str(file.relative_to(ENGINE if ENGINE in file.parents else PACKAGE))
         self.name = ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
         self.name = self.name.removesuffix(".__init__")
         self.lines = file.read_text(encoding="utf-8").splitlines()
@@ -86,7 +96,9 @@ class Module:
             return "gpu"
         if self.file.startswith(CPU_FILES):
             return "cpu_v1"
-        return "v2" if self.file.startswith("v2/") else "everywhere"
+        if self.file.endswith("/v1.py"):
+            return "cpu_v1"
+        return "v2" if self.file.startswith("v2/") or self.file.endswith("/v2.py") else "everywhere"
 
     @property
     def classes(self) -> list[ast.ClassDef]:
@@ -102,7 +114,7 @@ class Module:
                 line -= 1
             if found := re.search(r"Until: (.*)", " ".join(comment)):
                 return found[1].rstrip(".")
-        room = (ENGINE / self.file).with_name("__init__.py").read_text()
+        room = self.path.with_name("__init__.py").read_text()
         found = re.search(r"^Until: (.*?)\.\n\n", room, flags=re.DOTALL | re.MULTILINE)
         return found[1].replace("\n", " ") if found else ""
 
@@ -123,7 +135,7 @@ class Use:
 
     def __init__(self, vllm: Path) -> None:
         self.sources = TwoPackages(vllm, REPOSITORY)
-        self.modules = [Module(file) for file in sorted(ENGINE.rglob("*.py"))]
+        self.modules = [Module(file) for file in engine_files()]
         self.replaced: dict[str, dict[str, str]] = {}
         self.places: dict[str, dict[str, str | None]] = {
             place: {} for place in ("everywhere", "cpu_v1", "v2", "gpu")
@@ -281,7 +293,7 @@ class Use:
     def _add_class(self, module: Module, node: ast.ClassDef) -> None:
         bases = self._bases_of(module, node)
         vllms = [one for one in bases if one.module.startswith("vllm.")]
-        ours = [one for one in bases if one.module.startswith("sequoia_vllm.engine.")]
+        ours = [one for one in bases if one.module.startswith("sequoia_vllm.")]
         if not vllms:
             return
         own = {name for one in ours for name in _defined(one)}

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+from importlib.util import find_spec
 
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -14,6 +15,7 @@ from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.spec_decode.metrics import SpecDecodingProm
 
 from sequoia_vllm import engine, plugin
+from sequoia_vllm.drafters.registry import DRAFTERS
 from sequoia_vllm.engine import hooks
 from sequoia_vllm.engine.compat.ledger import LEDGER
 
@@ -28,10 +30,12 @@ REPLACED = json.loads(LEDGER.read_text())["replaced"]
 
 def our_subclasses() -> list[type]:
     """Every class of the engine's that derives from one of vLLM's."""
-    found = pkgutil.walk_packages(engine.__path__, f"{engine.__name__}.")
+    runners = (f"drafters.{kind}.{runner}" for kind in DRAFTERS for runner in ("v1", "v2"))
+    names = [f"sequoia_vllm.{name}" for name in runners if find_spec(f"sequoia_vllm.{name}")]
+    names += [one.name for one in pkgutil.walk_packages(engine.__path__, f"{engine.__name__}.")]
     classes = {
         member
-        for module in [importlib.import_module(module.name) for module in found]
+        for module in map(importlib.import_module, names)
         for member in vars(module).values()
         if inspect.isclass(member) and member.__module__ == module.__name__
     }

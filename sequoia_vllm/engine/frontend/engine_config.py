@@ -40,7 +40,6 @@ from sequoia_vllm.library.user_files import USER_DIRECTORY_VARIABLE, reason_not_
 logger = logging.getLogger("vllm.sequoia")
 
 
-
 def create_engine_config(
     original: Callable[..., Any], self: EngineArgs, *args: Any, **kwargs: Any
 ) -> Any:
