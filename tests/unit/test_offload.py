@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sequoia_vllm.offload import weight_file
-from sequoia_vllm.offload.layer_ring import LayerRing
-from sequoia_vllm.offload.weight_file import OffloadError, WeightFile
+from sequoia_vllm.engine.offload import weight_file
+from sequoia_vllm.engine.offload.layer_ring import LayerRing
+from sequoia_vllm.engine.offload.weight_file import OffloadError, WeightFile
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_too_few_buffers(disk):
 
 FREED_AND_WANTED = """
 from resource import RUSAGE_SELF, getrusage
-from sequoia_vllm.offload.layer_ring import keep_freed_memory
+from sequoia_vllm.engine.offload.layer_ring import keep_freed_memory
 
 def faults():
     before = getrusage(RUSAGE_SELF).ru_minflt

@@ -9,9 +9,9 @@ from vllm.model_executor.offloader.base import set_offloader
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from sequoia_vllm.engine.offload.disk import DiskOffloader
+from sequoia_vllm.engine.offload.layer_ring import keep_freed_memory
 from sequoia_vllm.engine.offload.settings import offload_of
-from sequoia_vllm.offload.layer_ring import keep_freed_memory
-from sequoia_vllm.offload.weight_file import OffloadError
+from sequoia_vllm.engine.offload.weight_file import OffloadError
 
 
 def _needs_weights_in_memory(name: str) -> Callable[..., Any]:

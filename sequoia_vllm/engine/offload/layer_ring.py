@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import torch
 
-from sequoia_vllm.offload.weight_file import OffloadError, Region, WeightFile
+from sequoia_vllm.engine.offload.weight_file import OffloadError, Region, WeightFile
 
 THREADS = 4
 """Reads under way at once: one at a time leaves a disk idle between them."""
