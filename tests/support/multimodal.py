@@ -20,6 +20,7 @@ VOCABULARY = 128
 _SPECIAL = (
     "<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
     "<|video_pad|>", "<start_of_image>", "<end_of_image>", "<image_soft_token>",
+    "\n", "\n\n", "\n\n\n", "\n\n\n\n",
 )  # fmt: skip
 _WORDS = {f"w{index}": index for index in range(VOCABULARY - len(_SPECIAL))}
 _TOKENS = _WORDS | {word: len(_WORDS) + index for index, word in enumerate(_SPECIAL)}
@@ -134,12 +135,25 @@ def save_multimodal(folder: Path, name: str) -> dict[str, str]:
                 parameter.normal_(0, 0.15)
     paths = {"target": folder / name, "draft": folder / f"{name}-draft"}
     model.float().save_pretrained(paths["target"])
+    if name == "gemma3":
+        _name_as_published(paths["target"] / "model.safetensors")
     _save_draft(model, paths["draft"])
     for path in paths.values():
         _save_tokenizer(path, _GEMMA_TOKENS if name == "gemma3" else {})
     for file in ("preprocessor_config.json", "processor_config.json"):
         (paths["target"] / file).write_text(json.dumps(processor), encoding="utf-8")
     return {what: str(path) for what, path in paths.items()}
+
+
+def _name_as_published(file: Path) -> None:
+    """Transformers 5 leaves a part of the vision model's names out, which vLLM expects."""
+    from safetensors.torch import load_file, save_file
+
+    weights = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): weight
+        for name, weight in load_file(file).items()
+    }
+    save_file(weights, file, {"format": "pt"})
 
 
 def _save_draft(model: Any, path: Path) -> None:
@@ -185,14 +199,12 @@ def requests_with_images(image: str) -> list[dict[str, Any]]:
         Image.fromarray(noise.integers(0, 255, (*size, 3), dtype=np.uint8))
         for size in ((56, 84), (112, 56), (28, 28))
     )
+    words = " ".join(f"w{7 * index % 100}" for index in range(40))  # more than a block
     return [
         {"prompt": "w5 w9 w11 w40"},
-        {"prompt": f"w5 {image} w7 w30", "multi_modal_data": {"image": first}},
-        {
-            "prompt": f"w3 {image} w4 {image} w8",
-            "multi_modal_data": {"image": [second, third]},
-        },
-        {"prompt": f"w5 {image} w7 w31", "multi_modal_data": {"image": first}},
+        {"prompt": f"w5 {image} {words}", "multi_modal_data": {"image": first}},
+        {"prompt": f"w3 {image} w4 {image} w8", "multi_modal_data": {"image": [second, third]}},
+        {"prompt": f"w5 {image} {words} w31", "multi_modal_data": {"image": first}},
     ]
 
 

@@ -22,9 +22,9 @@ from sequoia_vllm.engine.v2.attention.attention_gpu import (
     FlashTreeImpl,
     GPUTreeForward,
     GPUTreeQueries,
-    other_chains,
 )
 from sequoia_vllm.engine.v2.attention.backend import TreeBackend
+from sequoia_vllm.engine.v2.attention.other_rows import other_chains
 from sequoia_vllm.engine.v2.attention.scoring import ScoringTreesV2
 from sequoia_vllm.kernels.commit import CacheLayers, commit_accepted
 from sequoia_vllm.kernels.tree_attention import (
